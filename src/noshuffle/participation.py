@@ -1,0 +1,250 @@
+"""What one unit (an example or a user) may do during a run.
+
+A participation is the promise about the data order on which a guarantee rests. Sensitivity is a
+maximum over every pattern of steps that it allows:
+
+    SinglePass      one step, any
+    Epochs          steps {j, j+b, j+2b, …}: the same order in every epoch
+    MinSeparation   at most k steps, any two at least b apart (index difference)
+    Restarted       the base pattern inside every block of `every` steps, and a new order, chosen
+                    freely, in the next block (trees that restart)
+    Poisson         each step independently with probability `rate` (secret coin flips)
+    FixedSize       each step a uniform random subset of `batch` out of `population`
+
+The last two are sampled: their guarantee needs the randomness of the draw, and only independent
+noise (DP-SGD) is accounted under them.
+
+>>> Epochs(epochs=20, steps_per_epoch=240).steps
+4800
+>>> MinSeparation(steps=976, separation=97, max_participations=20).most   # not 10: ⌈976/97⌉
+11
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from noshuffle.errors import InvalidInput, unit_rate, whole
+
+
+class Participation:
+    """Base of every participation. `steps` is the horizon, `most` the largest pattern."""
+
+    kind: ClassVar[str] = ""
+    is_sampled: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # a field in some of the records, computed in others
+
+        @property
+        def steps(self) -> int: ...
+
+    @property
+    def most(self) -> int:
+        """The largest number of steps one unit can take part in."""
+        raise NotImplementedError
+
+    def words(self) -> str:
+        """The promise as one plain sentence."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with `kind` first; `from_dict` is the inverse."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class SinglePass(Participation):
+    """Every unit takes part in at most one step, whichever it is."""
+
+    steps: int
+    kind: ClassVar[str] = "single-pass"
+
+    def __post_init__(self) -> None:
+        whole(steps=self.steps)
+
+    @property
+    def most(self) -> int:
+        return 1
+
+    def words(self) -> str:
+        return f"each unit takes part in at most one of {self.steps} steps"
+
+
+@dataclass(frozen=True)
+class Epochs(Participation):
+    """The same order in every epoch: a unit seen at step j is seen at j + b, j + 2b, …"""
+
+    epochs: int
+    steps_per_epoch: int
+    kind: ClassVar[str] = "epochs"
+
+    def __post_init__(self) -> None:
+        whole(epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def most(self) -> int:
+        return self.epochs
+
+    def words(self) -> str:
+        return (
+            f"{self.epochs} epochs of {self.steps_per_epoch} steps in the same order: each unit "
+            f"takes part once per epoch, always at the same position"
+        )
+
+
+@dataclass(frozen=True)
+class MinSeparation(Participation):
+    """At most `max_participations` steps, any two at least `separation` apart (t' − t ≥ b)."""
+
+    steps: int
+    separation: int
+    max_participations: int
+    kind: ClassVar[str] = "min-separation"
+
+    def __post_init__(self) -> None:
+        whole(
+            steps=self.steps,
+            separation=self.separation,
+            max_participations=self.max_participations,
+        )
+
+    @property
+    def most(self) -> int:
+        return min(self.max_participations, math.ceil(self.steps / self.separation))
+
+    def words(self) -> str:
+        return (
+            f"each unit takes part in at most {self.most} of {self.steps} steps, any two of them "
+            f"at least {self.separation} apart"
+        )
+
+
+@dataclass(frozen=True)
+class Restarted(Participation):
+    """The base pattern inside every block of `every` steps; the order may change between blocks."""
+
+    participation: SinglePass | Epochs | MinSeparation
+    every: int
+    kind: ClassVar[str] = "restarted"
+
+    def __post_init__(self) -> None:
+        whole(every=self.every)
+        if not isinstance(self.participation, SinglePass | Epochs | MinSeparation):
+            raise InvalidInput(
+                "participation must be SinglePass, Epochs or MinSeparation inside Restarted, got "
+                f"{type(self.participation).__name__}"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.participation.steps
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Length of every block; only the last may be shorter."""
+        full, rest = divmod(self.steps, self.every)
+        return (self.every,) * full + ((rest,) if rest else ())
+
+    @property
+    def most(self) -> int:
+        if isinstance(self.participation, Epochs):
+            b = self.participation.steps_per_epoch
+            return sum(math.ceil(length / b) for length in self.blocks)
+        if isinstance(self.participation, MinSeparation):
+            # The order may change between blocks, so no separation holds across their ends.
+            gap = self.participation.separation
+            room = sum(math.ceil(length / gap) for length in self.blocks)
+            return min(self.participation.max_participations, room)
+        return 1
+
+    def words(self) -> str:
+        return (
+            f"{self.participation.words()}; the order may change after every {self.every} steps"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "participation": self.participation.to_dict(),
+            "every": self.every,
+        }
+
+
+@dataclass(frozen=True)
+class Poisson(Participation):
+    """Every unit joins every step by its own secret coin flip of probability `rate`."""
+
+    steps: int
+    rate: float
+    kind: ClassVar[str] = "poisson"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        whole(steps=self.steps)
+        unit_rate(rate=self.rate)
+
+    @property
+    def most(self) -> int:
+        return self.steps
+
+    def words(self) -> str:
+        return (
+            f"in each of {self.steps} steps every unit is included by an independent secret coin "
+            f"flip of probability {self.rate:.6g}"
+        )
+
+
+@dataclass(frozen=True)
+class FixedSize(Participation):
+    """Every step is a uniform random subset of `batch` out of `population`, no replacement."""
+
+    steps: int
+    batch: int
+    population: int
+    kind: ClassVar[str] = "fixed-size"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        whole(steps=self.steps, batch=self.batch, population=self.population)
+        if self.batch > self.population:
+            raise InvalidInput(
+                f"batch must be at most the population ({self.population}), got {self.batch}"
+            )
+
+    @property
+    def rate(self) -> float:
+        return self.batch / self.population
+
+    @property
+    def most(self) -> int:
+        return self.steps
+
+    def words(self) -> str:
+        return (
+            f"each of {self.steps} steps is a secret uniform random subset of {self.batch} out of "
+            f"{self.population} units, without replacement"
+        )
+
+
+_KINDS: dict[str, type[Participation]] = {
+    cls.kind: cls for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize)
+}
+
+
+def from_dict(record: dict[str, Any]) -> Participation:
+    """The participation that `to_dict` wrote."""
+    fields = dict(record)
+    kind = fields.pop("kind", None)
+    if kind == Restarted.kind:
+        base = from_dict(fields["participation"])
+        return Restarted(base, fields["every"])  # type: ignore[arg-type]
+    if kind not in _KINDS:
+        raise InvalidInput(f"participation kind must be one of {', '.join(_KINDS)}; got {kind!r}")
+    return _KINDS[kind](**fields)
