@@ -1,0 +1,153 @@
+"""What every strategy can do, and what all Toeplitz strategies share.
+
+A strategy is a lower-triangular encoder C with A = B·C: the run protects C·G + Z and adds row t of
+C⁻¹Z to the gradient of step t (Denisov et al. 2022, arXiv 2202.08312). It is a frozen record with
+
+    encoder(n)   C, m × n           noising(n)   n × m, with noising @ encoder = identity
+    recipe(n)    the streaming form (see `recipe`)
+    buffers(n)   how many model-sized tensors the stream keeps
+
+A Toeplitz strategy is  C = T(c)·diag(g):  one sequence of coefficients, c_i on the i-th diagonal,
+and optional per-step gains g. Its noise at step t is row t of T(1/c)·Z divided by g_t. Gains are
+given one by one, or as `normalized=n`: every column of the n × n matrix gets norm one
+(Henzinger–Upadhyay, arXiv 2509.14334), which is worth it for a single participation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.linalg import toeplitz as _toeplitz
+from scipy.signal import fftconvolve
+
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, whole
+from noshuffle.strategies.recipe import Array, Recipe
+
+#: Largest matrix that is ever built in full.
+DENSE_LIMIT = 8192
+
+
+def dense_size(n: int) -> None:
+    """Refuse to build an n × n matrix that would not fit a person's patience."""
+    whole(steps=n)
+    if n > DENSE_LIMIT:
+        raise Unsupported(
+            f"an explicit matrix is built for at most {DENSE_LIMIT} steps, got {n}; "
+            "use the streaming form or a closed form"
+        )
+
+
+class Strategy:
+    """Base of every strategy; subclasses are frozen dataclasses of plain values."""
+
+    name: ClassVar[str] = ""
+
+    def encoder(self, n: int) -> Array:
+        """C as an m × n matrix."""
+        raise NotImplementedError
+
+    def noising(self, n: int) -> Array:
+        """The n × m left inverse of C whose rows make the noise of each step."""
+        raise NotImplementedError
+
+    def recipe(self, n: int) -> Recipe:
+        """The streaming form for a run of n steps."""
+        raise NotImplementedError
+
+    def buffers(self, n: int) -> int:
+        """Model-sized tensors that the streaming form keeps between steps."""
+        raise NotImplementedError
+
+    def words(self) -> str:
+        """The mechanism in a few plain words."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, `name` first; fields at their default are left out."""
+        record: dict[str, Any] = {"name": self.name}
+        values = asdict(self)  # type: ignore[call-overload]
+        for field in fields(self):  # type: ignore[arg-type]
+            if values[field.name] != field.default:
+                record[field.name] = values[field.name]
+        return record
+
+
+def lower_toeplitz(c: Array) -> Array:
+    """The lower-triangular matrix with c_i on its i-th diagonal."""
+    return np.asarray(_toeplitz(c, np.zeros_like(c)), dtype=np.float64)
+
+
+def convolve(a: Array, b: Array, n: int) -> Array:
+    """First n coefficients of the product of two power series."""
+    a, b = a[:n], b[:n]
+    full = np.convolve(a, b) if min(len(a), len(b)) <= 64 else fftconvolve(a, b)
+    out = np.zeros(n)
+    out[: min(n, len(full))] = full[:n]
+    return out
+
+
+def reciprocal(c: Array, n: int) -> Array:
+    """First n coefficients of 1 / c(x), exact recursion in the number of non-zero bands."""
+    from scipy.signal import lfilter
+
+    impulse = np.zeros(n)
+    impulse[0] = 1.0
+    return np.asarray(lfilter([1.0], c, impulse), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class ToeplitzStrategy(Strategy):
+    """C = T(c)·diag(g). Subclasses give `coefficients`, `noising_coefficients` and `recipe`."""
+
+    gains: tuple[float, ...] = ()
+    normalized: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gains", tuple(float(g) for g in self.gains))
+        if self.gains and self.normalized:
+            raise InvalidInput("give either gains or normalized, not both")
+        if self.gains and not all(0 < g < np.inf for g in self.gains):
+            raise InvalidInput("gains must be finite numbers > 0; got one that is not")
+        if self.normalized:
+            whole(normalized=self.normalized)
+
+    def coefficients(self, n: int) -> Array:
+        """First n coefficients of c(x)."""
+        raise NotImplementedError
+
+    def noising_coefficients(self, n: int) -> Array:
+        """First n coefficients of 1 / c(x)."""
+        return reciprocal(self.coefficients(n), n)
+
+    @property
+    def has_gains(self) -> bool:
+        return bool(self.gains) or bool(self.normalized)
+
+    def gain_values(self, n: int) -> Array:
+        """g_0 … g_{n−1}; a run may be shorter than its gains were made for, never longer."""
+        if self.gains:
+            horizon, values = len(self.gains), np.asarray(self.gains)
+        elif self.normalized:
+            horizon = self.normalized
+            norms = np.sqrt(np.cumsum(self.coefficients(horizon) ** 2))[::-1]
+            values = 1.0 / norms
+        else:
+            return np.ones(n)
+        if n > horizon:
+            raise HorizonExceeded(f"gains cover {horizon} steps, {n} were asked for; fit again")
+        return np.array(values[:n], dtype=np.float64)
+
+    def step_scale(self, n: int) -> tuple[float, ...]:
+        """1 / g_t, or nothing when there are no gains: what recipes carry."""
+        return tuple(1.0 / self.gain_values(n)) if self.has_gains else ()
+
+    def encoder(self, n: int) -> Array:
+        dense_size(n)
+        return lower_toeplitz(self.coefficients(n)) * self.gain_values(n)
+
+    def noising(self, n: int) -> Array:
+        dense_size(n)
+        inverse = lower_toeplitz(self.noising_coefficients(n))
+        return np.asarray(inverse / self.gain_values(n)[:, None], dtype=np.float64)

@@ -1,0 +1,172 @@
+"""Recipes: how a tensor layer makes the noise of step t without ever seeing a matrix.
+
+Row t of C⁻¹Z is what training adds to the gradient of step t. Z has independent standard normal
+rows z_0, z_1, …, each of which can be drawn again from its index; z_r with r < 0 is zero. A recipe
+is plain data, one of
+
+    FeedForward   y_t = a_t Σ_i w_i z_{t−i}                                (past draws come again)
+    Recursive     x_t = w_0 z_t + Σ_{i≥1} w_i x_{t−i},   y_t = a_t x_t     (keeps p−1 past x)
+    Buffered      u_t = Σ_(lag,w) w z_{t−lag},  x_t = u_t + Σ_j ω_j S_j,  S_j ← θ_j S_j + u_t,
+                  y_t = a_t x_t                                            (keeps S; draws again)
+    Forest        trees over blocks of steps; see `Forest`                 (keeps one stack)
+    Rows          y_t = Σ_{r≤t} M[t, r] z_r                                (past draws come again)
+
+with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty). `materialize` runs a recipe
+on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path.
+
+>>> materialize(FeedForward(weights=(1.0, -1.0)), steps=3)
+array([[ 1.,  0.,  0.],
+       [-1.,  1.,  0.],
+       [ 0., -1.,  1.]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """y_t = a_t Σ_i weights[i]·z_{t−i}: nothing is stored, past draws are made again."""
+
+    weights: tuple[float, ...]
+    scale: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recursive:
+    """x_t = weights[0]·z_t + Σ_{i≥1} weights[i]·x_{t−i}; y_t = a_t x_t. Stores the past x."""
+
+    weights: tuple[float, ...]
+    scale: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """Forward form of a buffered linear Toeplitz filter, fed with tapped draws.
+
+    `taps` lists (lag, weight) pairs and always starts with (0, 1.0).
+    """
+
+    decays: tuple[float, ...]
+    scales: tuple[float, ...]
+    taps: tuple[tuple[int, float], ...] = ((0, 1.0),)
+    scale: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Binary trees over consecutive blocks of `block` steps (0: one tree for the whole run).
+
+    Inside a block, step s (from 0) pushes a leaf; equal heights at the top of the stack merge.
+    Every node of the forest has one fresh draw. A stack entry of height h holds
+
+        plain     V = fresh                                   and counts V
+        Honaker   V = fresh + (V_left + V_right) / 2          and counts V / (2 − 2^{−h})
+
+    The noise on the prefix sum is the count of the whole stack, plus what finished blocks left
+    behind; y_t is its increase at step t. With `completion`, the last step of every block but the
+    run's last goes on with virtual empty leaves up to a power of two, so that one root is left.
+    `steps` is the horizon, needed to know which block is the last.
+
+    Draws are numbered in order of completion: the node of height h that step s of a block
+    completes has row  block_index·rows_per_block + 2s − popcount(s) + h.
+    """
+
+    variant: str
+    steps: int
+    block: int = 0
+    completion: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """y_t = Σ_{r≤t} matrix[t, r]·z_r for an explicit lower-triangular matrix."""
+
+    matrix: Array
+
+
+Recipe = FeedForward | Recursive | Buffered | Forest | Rows
+
+
+def forest_rows(leaves: int) -> int:
+    """Number of complete dyadic nodes over `leaves` leaves: 2n − popcount(n)."""
+    return 2 * leaves - leaves.bit_count()
+
+
+def forest_blocks(recipe: Forest) -> Iterator[tuple[int, int, int]]:
+    """(first step, real leaves, leaves with virtual ones) of every block, in order."""
+    length = recipe.block or recipe.steps
+    for start in range(0, recipe.steps, length):
+        real = min(length, recipe.steps - start)
+        is_last = start + real >= recipe.steps
+        full = real
+        if recipe.completion and not is_last:
+            full = 1 << (real - 1).bit_length()
+        yield start, real, full
+
+
+def rows(recipe: Recipe, steps: int) -> int:
+    """How many rows of Z the first `steps` steps read (m in the shape of C: m × n)."""
+    if isinstance(recipe, Forest):
+        return sum(forest_rows(full) for _, _, full in forest_blocks(recipe))
+    return steps
+
+
+def materialize(recipe: Recipe, steps: int) -> Array:
+    """C⁻¹ as an explicit steps × rows matrix, by running the recipe on unit vectors."""
+    m = rows(recipe, steps)
+    draws = np.eye(m)
+    zero = np.zeros(m)
+    out = np.zeros((steps, m))
+    if isinstance(recipe, Rows):
+        return np.array(recipe.matrix[:steps, :steps])
+    if isinstance(recipe, Forest):
+        return _materialize_forest(recipe, steps, draws)
+    past: list[Array] = []
+    state = np.zeros((len(recipe.decays), m)) if isinstance(recipe, Buffered) else zero
+    for t in range(steps):
+        if isinstance(recipe, FeedForward):
+            x = sum((w * draws[t - i] for i, w in enumerate(recipe.weights) if i <= t), zero)
+        elif isinstance(recipe, Recursive):
+            x = recipe.weights[0] * draws[t]
+            x = x + sum((w * past[t - i] for i, w in enumerate(recipe.weights) if 0 < i <= t), zero)
+            past.append(x)
+        else:
+            u = sum((w * draws[t - lag] for lag, w in recipe.taps if lag <= t), zero)
+            x = u + np.asarray(recipe.scales) @ state
+            state = np.asarray(recipe.decays)[:, None] * state + u
+        out[t] = x * (recipe.scale[t] if recipe.scale else 1.0)
+    return out
+
+
+def _materialize_forest(recipe: Forest, steps: int, draws: Array) -> Array:
+    out = np.zeros((steps, draws.shape[1]))
+    row = 0
+    for start, real, full in forest_blocks(recipe):
+        stack: list[tuple[int, Array]] = []
+        before = np.zeros(draws.shape[1])
+        for leaf in range(full):
+            height, value = 0, draws[row]
+            row += 1
+            while stack and stack[-1][0] == height:
+                _, left = stack.pop()
+                height += 1
+                carried = (left + value) / 2 if recipe.variant == "honaker" else 0.0
+                value = draws[row] + carried
+                row += 1
+            stack.append((height, value))
+            if leaf < real - 1 or leaf == full - 1:
+                weight = [1 / (2 - 2.0**-h) if recipe.variant == "honaker" else 1 for h, _ in stack]
+                after = sum((w * v for w, (_, v) in zip(weight, stack)), np.zeros_like(before))
+                step = start + min(leaf, real - 1)
+                if step < steps:
+                    out[step] = after - before
+                before = after
+    return out
