@@ -1,0 +1,24 @@
+"""Accounting: from a Gaussian mechanism and its sampling to epsilon and delta. No torch.
+
+    gaussian      one Gaussian mechanism, exact, both directions
+    renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
+    fourier       privacy-loss distributions composed by FFT, upper and lower bounds
+    composition   basic, advanced and optimal composition, groups, amplification
+    mechanisms    Gaussian, Laplace, report-noisy-max, banded noise with cyclic sampling
+    calibrate     searches for noise, steps and rate that end on the safe side
+
+>>> from noshuffle import accounting
+>>> round(accounting.gaussian.epsilon(mu=1.0, delta=1e-5), 3)
+4.377
+"""
+
+from noshuffle.accounting import (
+    calibrate,
+    composition,
+    fourier,
+    gaussian,
+    mechanisms,
+    renyi,
+)
+
+__all__ = ["calibrate", "composition", "fourier", "gaussian", "mechanisms", "renyi"]

@@ -1,0 +1,298 @@
+"""Noise, steps or batch for a target ε: monotone searches that end on the safe side.
+
+    smallest(fn, target)         least x with fn(x) ≤ target, fn falling in x
+    largest_whole(fn, target)    greatest whole n with fn(n) ≤ target, fn rising in n
+
+What they return has itself been evaluated and meets the target; it is never interpolated. With
+the exact Gaussian curve the noise has a closed inverse. Accountants by name:
+
+    exact      one Gaussian without sampling (rate 1): `gaussian`
+    rdp        Rényi: `renyi`, sampling "poisson" or "fixed"
+    fourier    privacy-loss distribution, Poisson: `fourier`
+
+No state.
+
+>>> round(noise_multiplier(epsilon=1.0, delta=1e-5), 4)
+3.7306
+>>> round(noise_multiplier(epsilon=2.0, delta=1e-5, rate=0.01, steps=500, accountant="rdp"), 4)
+0.927
+>>> steps(epsilon=1.0, delta=1e-5, noise_multiplier=20.0)
+28
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy.optimize import brentq
+
+from noshuffle.accounting import fourier, gaussian, renyi
+from noshuffle.errors import (
+    MAX_STEPS,
+    InvalidInput,
+    Unsupported,
+    one_of,
+    open_unit,
+    positive,
+    unit_rate,
+    whole,
+)
+
+ACCOUNTANTS = ("exact", "rdp", "fourier")
+
+
+def smallest(
+    fn: Callable[[float], float],
+    target: float,
+    *,
+    start: float = 1.0,
+    tolerance: float = 1e-6,
+    least: float = 1e-6,
+    most: float = 1e12,
+) -> float:
+    """The least x > 0, to a relative tolerance, with fn(x) ≤ target, for fn falling in x.
+
+    Guarantees: fn(result) ≤ target has been evaluated. Raises if even `most` does not reach the
+    target; returns `least` if that already does.
+    """
+    positive(target=target, start=start, tolerance=tolerance, least=least, most=most)
+
+    def excess(log_x: float) -> float:
+        value = fn(math.exp(log_x))
+        if math.isnan(value):
+            raise InvalidInput(f"fn must return numbers, got NaN at {math.exp(log_x)!r}")
+        return math.log(value / target) if 0 < value < math.inf else math.copysign(50, value - 1)
+
+    low = high = math.log(min(max(start, least), most))
+    stride = 0.25
+    at = excess(low)
+    if at <= 0:
+        while True:
+            low -= stride
+            if low <= math.log(least):
+                low = math.log(least)
+                if fn(least) <= target:
+                    return least
+                break
+            if excess(low) > 0:
+                break
+            high, stride = low, 2 * stride
+    else:
+        while True:
+            high = min(high + stride, math.log(most))
+            if excess(high) <= 0:
+                break
+            if high >= math.log(most):
+                raise Unsupported(
+                    f"no value up to {most:g} meets the target {target:g}; allow a larger one"
+                )
+            low, stride = high, 2 * stride
+    x = float(brentq(excess, low, high, xtol=tolerance / 4, maxiter=200))
+    nudge = tolerance / 4
+    while excess(x) > 0:  # the root may lie on either side; step over it
+        x = min(x + nudge, high)
+        nudge *= 2
+    result = math.exp(x)
+    return result if fn(result) <= target else math.exp(high)
+
+
+def largest_whole(
+    fn: Callable[[int], float], target: float, *, start: int = 1, most: int = MAX_STEPS
+) -> int:
+    """The greatest whole n ≥ 1 with fn(n) ≤ target, for fn rising in n.
+
+    Guarantees: fn(result) ≤ target has been evaluated. Raises if n = 1 is already too many.
+    """
+    positive(target=target)
+    whole(start=start, most=most)
+
+    def meets(n: int) -> bool:
+        return fn(n) <= target
+
+    good, bad = 0, most + 1
+    n, stride = min(start, most), 2.0
+    while 1 <= n < bad and n > good:  # gallop away from the start until both sides are known
+        if meets(n):
+            good, n = n, min(math.ceil(n * stride), most)
+        else:
+            bad, n = n, max(int(n / stride), 1)
+        if good and bad <= most:
+            break
+        stride *= stride
+    if bad == 1 or good == 0:
+        raise Unsupported(
+            f"even one is too many for the target {target:g}; add noise or allow more epsilon"
+        )
+    while bad - good > 1:
+        middle = math.isqrt(good * bad) if bad > 2 * good and bad <= most else (good + bad) // 2
+        middle = min(max(middle, good + 1), bad - 1)
+        if meets(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    rate: float = 1.0,
+    steps: int = 1,
+    accountant: str = "exact",
+    sampling: str = "poisson",
+    squared_sensitivity: float = 1.0,
+) -> float:
+    """ε by a named accountant: what the searches below evaluate."""
+    positive(noise_multiplier=noise_multiplier, squared_sensitivity=squared_sensitivity)
+    open_unit(delta=delta)
+    unit_rate(rate=rate)
+    whole(steps=steps)
+    one_of(ACCOUNTANTS, accountant=accountant)
+    one_of(renyi.SAMPLINGS, sampling=sampling)
+    noise = noise_multiplier / math.sqrt(squared_sensitivity)
+    if accountant == "rdp":
+        return renyi.epsilon(
+            noise_multiplier=noise, delta=delta, rate=rate, steps=steps, sampling=sampling
+        )
+    if rate == 1:
+        return gaussian.epsilon(mu=math.sqrt(steps) / noise, delta=delta)
+    if accountant == "exact":
+        raise Unsupported('the exact curve has no sampling (rate 1); use accountant="fourier"')
+    if sampling == "fixed":
+        raise Unsupported('the Fourier accountant knows Poisson sampling only; use "rdp"')
+    return fourier.epsilon(noise_multiplier=noise, rate=rate, steps=steps, delta=delta)
+
+
+def noise_multiplier(
+    *,
+    epsilon: float,
+    delta: float,
+    rate: float = 1.0,
+    steps: int = 1,
+    accountant: str = "exact",
+    sampling: str = "poisson",
+    squared_sensitivity: float = 1.0,
+    tolerance: float = 1e-6,
+) -> float:
+    """The least noise multiplier for (ε, δ); evaluated there, the accountant says at most ε."""
+    positive(epsilon=epsilon, squared_sensitivity=squared_sensitivity, tolerance=tolerance)
+
+    def at(noise: float) -> float:
+        return _evaluate(noise, rate, steps, delta, accountant, sampling, squared_sensitivity)
+
+    # Where the central limit says: μ = q √(T(e^{S/σ²} − 1)).
+    mu = gaussian.mu(epsilon=epsilon, delta=delta)
+    whole(steps=steps)
+    unit_rate(rate=rate)
+    guess = math.sqrt(squared_sensitivity / math.log1p((mu / rate) ** 2 / steps))
+    if rate == 1:
+        guess = math.sqrt(steps * squared_sensitivity) / mu
+        if accountant != "rdp":
+            at(guess)  # refuses what it does not know
+            while at(guess) > epsilon:
+                guess *= 1 + 1e-15
+            return guess
+    return smallest(at, epsilon, start=guess, tolerance=tolerance)
+
+
+def steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    rate: float = 1.0,
+    accountant: str = "exact",
+    sampling: str = "poisson",
+    squared_sensitivity: float = 1.0,
+) -> int:
+    """The most equal steps within (ε, δ), up to a billion."""
+    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
+    positive(squared_sensitivity=squared_sensitivity)
+    unit_rate(rate=rate)
+    mu = gaussian.mu(epsilon=epsilon, delta=delta)
+    per_step = min(squared_sensitivity / noise_multiplier**2, 300.0)
+    guess = (mu / rate) ** 2 / math.expm1(per_step) if rate < 1 else mu**2 / per_step
+    return largest_whole(
+        lambda n: _evaluate(
+            noise_multiplier, rate, n, delta, accountant, sampling, squared_sensitivity
+        ),
+        epsilon,
+        start=int(min(max(guess, 1), MAX_STEPS)),
+    )
+
+
+def batch(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    steps: int,
+    population: int,
+    accountant: str = "fourier",
+    sampling: str = "poisson",
+    squared_sensitivity: float = 1.0,
+) -> int:
+    """The largest (expected) batch out of the population within (ε, δ): rate = batch/population."""
+    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
+    whole(population=population, steps=steps)
+    mu = gaussian.mu(epsilon=epsilon, delta=delta)
+    per_step = min(squared_sensitivity / noise_multiplier**2, 300.0)
+    guess = population * mu / math.sqrt(steps * math.expm1(per_step))
+    return largest_whole(
+        lambda n: _evaluate(
+            noise_multiplier,
+            n / population,
+            steps,
+            delta,
+            accountant,
+            sampling,
+            squared_sensitivity,
+        ),
+        epsilon,
+        start=int(min(max(guess, 1), population)),
+        most=population,
+    )
+
+
+def rate(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    steps: int,
+    accountant: str = "fourier",
+    sampling: str = "poisson",
+    squared_sensitivity: float = 1.0,
+    tolerance: float = 1e-6,
+) -> float:
+    """The largest sampling rate within (ε, δ), to a relative tolerance; 1 if all may take part."""
+    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
+
+    def at(inverse: float) -> float:
+        return _evaluate(
+            noise_multiplier, 1 / inverse, steps, delta, accountant, sampling, squared_sensitivity
+        )
+
+    return 1 / smallest(at, epsilon, start=10.0, least=1.0, most=1e9, tolerance=tolerance)
+
+
+def _evaluate(
+    noise: float,
+    rate: float,
+    steps: int,
+    delta: float,
+    accountant: str,
+    sampling: str,
+    squared_sensitivity: float,
+) -> float:
+    return epsilon(
+        noise_multiplier=noise,
+        delta=delta,
+        rate=rate,
+        steps=steps,
+        accountant=accountant,
+        sampling=sampling,
+        squared_sensitivity=squared_sensitivity,
+    )

@@ -1,0 +1,292 @@
+"""The distribution of a sum of grid losses, by one tilted FFT, with every error accounted.
+
+Let p be the masses of one step on the grid, M(t) = Σ p e^{t·loss}, and p̃ = p e^{λ·loss}/M(λ). The
+cyclic convolution power of p̃ over N points is c(s) = Σ_k p̃*(s + kNh): what falls out of the
+window comes in again at the other end, as extra positive mass. Hence with w(s) = (1 − e^{ε−s})₊
+
+    Σ c(s) M^T e^{−λs} w(s)   ≥   the part of δ(ε) inside the window,
+
+and exceeds it by at most P̃(outside) · max M^T e^{−λs} w(s). Both tails follow from Chernoff's
+inequality with the grid's own moments: P̃(S ≥ b) ≤ (M(λ+t)/M(λ))^T e^{−tb}. The rounding of the
+transforms is bounded in norm (relative error at most a constant times u·log₂N; the power T
+multiplies it by T, Cauchy–Schwarz carries it to each point) and added to, or subtracted from,
+every c(s). Upper bounds add, lower bounds subtract. No state.
+
+The step h costs about T(λ+1)h²/12 in ε, which is how it is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import fft as sfft
+from scipy.special import logsumexp, xlogy
+
+from noshuffle.accounting.loss_distribution import GridLoss, above, below, support
+from noshuffle.accounting.mixture import Pair
+
+Array = np.ndarray
+Block = tuple[Pair, int]
+
+#: ε may be wrong by about this, relative, through the grid.
+_ACCURACY = 2e-5
+#: Most points of the window and of one step: bounds the memory (about 60 bytes each).
+_MOST_POINTS = 2**22
+#: Tilted mass that the window may miss on either side.
+_OUTSIDE = 1e-11
+#: Relative error of one grid mass (quadrature and rounding).
+_MASS_ERROR = 1e-13
+_UNIT = 2.0**-53
+
+
+@dataclass(frozen=True)
+class _Scout:
+    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature."""
+
+    tilt: float
+    up: float
+    down: float
+    centre: float
+    low: float
+    high: float
+    epsilon: float
+    log_delta: float
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A bound on δ(ε) as sums over the grid points s_j = first + j·step, scaled by e^{reference}.
+
+        δ(ε) = e^{reference} (above[j] − e^{ε−centre} shifted[j] − alias e^{−λ(ε−centre)}) + rest
+
+    with the sums over the grid points from s_j > ε on. Below the first point `under` is added.
+    """
+
+    first: float
+    step: float
+    centre: float
+    tilt: float
+    reference: float
+    above: Array
+    shifted: Array
+    alias: float
+    rest: float
+    under: float
+
+    def delta(self, epsilon: float) -> float:
+        j = max(0, math.floor((epsilon - self.first) / self.step) + 1)
+        value = 0.0
+        if j < len(self.above):
+            value = float(self.above[j]) - math.exp(epsilon - self.centre) * float(self.shifted[j])
+            value -= self.alias * math.exp(min(self.tilt * (self.centre - epsilon), 700.0))
+        log_value = math.log(value) + self.reference if value > 0 else -math.inf
+        missing = self.under if epsilon < self.first else 0.0
+        return min(1.0, math.exp(min(log_value, 1.0)) + self.rest + missing)
+
+    def epsilon(self, delta: float, *, is_upper: bool) -> float:
+        """Where the curve meets delta, or the first point if it is always below; at least 0."""
+        if delta <= self.rest:
+            return math.inf
+        goal = math.exp(min(math.log(delta - self.rest) - self.reference, 700.0))
+        points = self.first + self.step * np.arange(len(self.above) - 1)
+        gap = points - self.centre
+        alias = self.alias * np.exp(-self.tilt * gap)
+        at_points = self.above[1:] - np.exp(gap) * self.shifted[1:] - alias
+        higher = np.flatnonzero(at_points > goal)
+        if not len(higher):
+            return max(0.0, self.first) if is_upper else 0.0
+        j = int(higher[-1])  # the alias only falls from here to the next point
+        ratio = (self.above[j + 1] - alias[j] - goal) / self.shifted[j + 1]
+        root = self.centre + math.log(ratio)
+        root += (1 if is_upper else -1) * 1e-13 * (1 + abs(self.centre))
+        return max(0.0, root)
+
+
+def epsilon_of(blocks: Sequence[Block], *, delta: float, is_upper: bool, step: float) -> float:
+    """ε at δ of the composed blocks, from above or from below, on a grid of the given step."""
+    scout = _scout(blocks, log_delta=math.log(delta))
+    return _tail(blocks, scout, is_upper, step).epsilon(delta, is_upper=is_upper)
+
+
+def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool, step: float) -> float:
+    """δ at ε of the composed blocks, from above or from below, on a grid of the given step."""
+    scout = _scout(blocks, epsilon=epsilon)
+    for _ in range(4):
+        scout = replace(scout, log_delta=scout.log_delta - 10)
+        tail = _tail(blocks, scout, is_upper, step)
+        value = tail.delta(epsilon)
+        if (
+            tail.rest <= 1e-5 * value or scout.log_delta < -650
+        ):  # else Chernoff's δ was far too large: cut the tails later
+            break
+    return value
+
+
+def choose_step(
+    sides: Sequence[Sequence[Block]],
+    *,
+    is_upper: bool,
+    delta: float | None = None,
+    epsilon: float | None = None,
+) -> float:
+    """Grid step: accurate for the first side, and bounded memory for every side."""
+    log_delta = None if delta is None else math.log(delta)
+    scout = _scout(sides[0], log_delta=log_delta, epsilon=epsilon)
+    steps = sum(count for _, count in sides[0])
+    widest = scout.high - scout.low
+    scale = max(scout.epsilon, 0.02 * widest)
+    step = math.sqrt(12 * _ACCURACY * scale / (steps * (scout.tilt + 1)))
+    step = min(step, 0.2 / (scout.tilt + 1), widest / 64)
+    for pair, _ in (block for side in sides for block in side):
+        if not is_upper and pair.anchor != 0:  # below needs several points inside the bulk
+            step = min(step, max(abs(pair.anchor) / 4, step / 16))
+        ends = pair.loss(np.array(support(pair, _one_tail(sides[0], scout.log_delta - 30))))
+        widest = max(widest, float(ends[1] - ends[0]))
+    is_hopeless = scout.log_delta < -650  # δ = 0 in floats: no need to be fine
+    return max(step, 1.1 * widest / (2**14 if is_hopeless else _MOST_POINTS))
+
+
+def _scout(
+    blocks: Sequence[Block], *, log_delta: float | None = None, epsilon: float | None = None
+) -> _Scout:
+    """Where to look: rough log-moments K(t) on a list of t. Nothing rigorous depends on it."""
+    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, 1e5, 140)])
+    total, mean = np.zeros(len(t)), np.zeros(len(t))
+    for pair, count in blocks:
+        x_low, x_high = support(pair, _one_tail(blocks, log_delta))
+        x = np.linspace(x_low, x_high, 801)
+        with np.errstate(divide="ignore"):
+            log_p = np.log(pair.density(x))
+        log_p -= logsumexp(log_p)
+        loss = pair.loss(x)
+        exponent = t[:, None] * loss[None, :] + log_p
+        peak = exponent.max(axis=1)
+        weight = np.exp(exponent - peak[:, None])
+        sums = weight.sum(axis=1)
+        total += count * (peak + np.log(sums))
+        mean += count * (weight @ loss) / sums
+    positive = t > 0
+    s = t[positive]
+    # δ ≤ e^{K(t) − tε} t^t/(1+t)^{1+t}, the largest value of (1 − e^{ε−s})₊ e^{−t(s−ε)}
+    log_factor = xlogy(s, s) - xlogy(1 + s, 1 + s)
+    if epsilon is None:
+        assert log_delta is not None
+        each = (total[positive] + log_factor - log_delta) / s
+        i = int(np.argmin(each))
+        epsilon = max(0.0, float(each[i]))
+    else:
+        each = total[positive] + log_factor - s * epsilon
+        i = int(np.argmin(each))
+        log_delta = float(min(each[i], 0.0))
+    # The tilt puts the mean of the sum at ε, or below it where moments explode just above.
+    least = int(np.flatnonzero(positive)[0])
+    k = min(max(int(np.searchsorted(mean, epsilon)) - 1, least), len(t) - 2)
+    tilt, gain, centre = float(t[k]), total - total[k], float(mean[k])
+    reach = -math.log(_OUTSIDE)
+    ups = (gain[k + 1 :] + reach) / (t[k + 1 :] - tilt)
+    downs = (gain[:k] + reach) / (tilt - t[:k])
+    up, down = int(np.argmin(ups)), int(np.argmin(downs))
+    return _Scout(
+        tilt=tilt,
+        up=float(t[k + 1 + up]) - tilt,
+        down=tilt - float(t[down]),
+        centre=centre,
+        low=-float(downs[down]),
+        high=max(float(ups[up]), epsilon),
+        epsilon=epsilon,
+        log_delta=log_delta,
+    )
+
+
+def _one_tail(blocks: Sequence[Block], log_delta: float | None) -> float:
+    """P-mass of one step that may go to infinity: together a millionth of δ."""
+    steps = sum(count for _, count in blocks)
+    log_tail = (-690.0 if log_delta is None else log_delta) - math.log(steps) - 14
+    return min(math.exp(max(log_tail, -690.0)), 1e-12)
+
+
+def _tail(blocks: Sequence[Block], scout: _Scout, is_upper: bool, step: float) -> Tail:
+    one_tail = _one_tail(blocks, scout.log_delta)
+    build = above if is_upper else below
+    parts = [(build(pair, step=step, tail=one_tail), count) for pair, count in blocks]
+
+    def log_moment(t: float) -> float:
+        return sum(count * part.log_moment(t) for part, count in parts)
+
+    lam, up, down = scout.tilt, scout.up, scout.down
+    log_m = log_moment(lam)
+    log_up, log_down = log_moment(lam + up) - log_m, log_moment(lam - down) - log_m
+    # the window of this grid's own sum: its moments differ a little from the scouted ones
+    high = max(scout.high, (log_up - math.log(_OUTSIDE)) / up)
+    low = min(scout.low, -(log_down - math.log(_OUTSIDE)) / down)
+    points = sfft.next_fast_len(math.ceil((high - low) / step) + 2, real=True)
+    points = min(points, 2 * _MOST_POINTS)
+    mass, rounding = _power(parts, lam, points)
+
+    anchor = sum(count * part.anchor for part, count in parts)
+    index = math.floor((low - anchor) / step)
+    mass = np.roll(mass, -(index % points))
+    losses = anchor + step * (index + np.arange(points))
+    top = float(losses[-1]) + step
+    log_over = log_up - up * top
+    log_under = log_down + down * float(losses[0] - step)
+    keep = int(np.searchsorted(losses, scout.centre - 600.0 / (lam + 1)))  # no overflow below
+    losses, mass = losses[keep:], mass[keep:]
+    relative = 1 + sum(count for _, count in parts) * _MASS_ERROR
+    mass = (mass + rounding) * relative if is_upper else (mass - rounding) / relative
+    gap = losses - scout.centre
+    weighted = np.maximum(mass, 0.0) * np.exp(-lam * gap)
+    alias = rest = under = 0.0
+    if is_upper:
+        lost = math.exp(min(0.0, log_m + log_over - lam * top))
+        rest = lost - math.expm1(sum(n * math.log1p(-part.infinity) for part, n in parts))
+        under = (
+            1.0
+            if lam >= down
+            else math.exp(min(0.0, log_m + log_down - (lam - down) * float(losses[0])))
+        )
+    else:  # wrapped mass counts at most where e^{−λs}(1 − e^{ε−s}) is largest
+        outside = math.exp(min(0.0, log_over)) + math.exp(min(0.0, log_under))
+        alias = outside * math.exp(xlogy(lam, lam) - xlogy(1 + lam, 1 + lam))
+    return Tail(
+        first=float(losses[0]),
+        step=step,
+        centre=scout.centre,
+        tilt=lam,
+        reference=log_m - lam * scout.centre,
+        above=np.cumsum(weighted[::-1])[::-1],
+        shifted=np.cumsum((weighted * np.exp(-gap))[::-1])[::-1],
+        alias=alias,
+        rest=rest,
+        under=under,
+    )
+
+
+def _power(parts: Sequence[tuple[GridLoss, int]], lam: float, points: int) -> tuple[Array, float]:
+    """Tilted cyclic convolution of all parts, and a bound on the error of each of its points."""
+    # Only frequencies whose power is above e^{−90} are followed: usually few.
+    alive = np.arange(points // 2 + 1)
+    log_f = np.zeros(len(alive), dtype=complex)
+    per_step = 0.0
+    for part, count in parts:
+        tilted = part.mass * np.exp(lam * part.losses - part.log_moment(lam))
+        index = (part.start + np.arange(len(tilted))) % points
+        folded = np.bincount(index, tilted, points)
+        transform = sfft.rfft(folded)[alive]
+        is_alive = np.abs(transform) > math.exp(-90.0 / count)
+        alive = alive[is_alive]
+        log_f = log_f[is_alive] + count * np.log(transform[is_alive])
+        per_step += count * float(np.linalg.norm(folded))
+    spectrum = np.zeros(points // 2 + 1, dtype=complex)
+    spectrum[alive] = np.exp(log_f)
+    out = sfft.irfft(spectrum, points)
+    # ‖spectrum‖ / √N: twice the half spectrum, by Parseval
+    size = math.sqrt(2.0 * float(np.sum(np.abs(spectrum) ** 2)) / points)
+    transforms = 6 * _UNIT * math.log2(points)
+    steps = sum(count for _, count in parts)
+    mean = 2.0 * float(np.sum(np.abs(spectrum))) / points
+    error = transforms * size * (1 + 2 * per_step) + 8 * _UNIT * (steps + 50) * mean + 1e-38
+    return out, error

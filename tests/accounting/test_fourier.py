@@ -1,0 +1,175 @@
+"""The Fourier accountant between its own bounds, against exact curves and a plain convolution."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noshuffle.accounting import fourier, gaussian, loss_distribution, loss_sum, mixture
+from noshuffle.errors import InvalidInput
+
+
+def hockey_stick(pair: mixture.Pair, epsilon: float) -> float:
+    """δ(ε) of one step by a fine sum over outcomes."""
+    low, high = loss_distribution.support(pair, 1e-18)
+    x = np.linspace(low, high, 400_001)
+    gain = np.maximum(-np.expm1(np.minimum(epsilon - pair.loss(x), 50.0)), 0.0)
+    return float(np.trapezoid(pair.density(x) * gain, x))
+
+
+def grid_delta(grid: loss_distribution.GridLoss, epsilon: float) -> float:
+    gain = np.maximum(-np.expm1(np.minimum(epsilon - grid.losses, 0.0)), 0.0)
+    return float(grid.mass @ gain) + grid.infinity
+
+
+BUILD = [mixture.remove_pair, mixture.add_pair, mixture.replace_pair]
+
+
+@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.1), (0.5, 0.01), (5.0, 0.02), (0.8, 0.6)])
+@pytest.mark.parametrize("cells", [7, 60])
+def test_one_step_lies_between_its_grids(build, sigma: float, q: float, cells: int) -> None:
+    pair = build(noise_multiplier=sigma, rate=q)
+    step = min(q / sigma, q) / cells
+    high = loss_distribution.above(pair, step=step, tail=1e-15)
+    low = loss_distribution.below(pair, step=step, tail=1e-15)
+    assert high.mass.sum() + high.infinity == pytest.approx(1, abs=1e-12)
+    assert low.mass.sum() <= 1 + 1e-12
+    assert float(low.mass @ np.exp(-low.losses)) <= 1 + 1e-9
+    top = -math.log1p(-q)
+    for epsilon in np.linspace(0, 0.95 * top, 11):
+        true = hockey_stick(pair, epsilon)
+        assert grid_delta(low, epsilon) <= true * (1 + 1e-6) + 1e-12
+        assert grid_delta(high, epsilon) >= true * (1 - 1e-6) - 1e-12
+
+
+@pytest.mark.parametrize("build", BUILD)
+def test_sum_matches_plain_convolution(build) -> None:
+    """The tilted transform, its window and its wrapping, against np.convolve."""
+    pair = build(noise_multiplier=1.2, rate=0.3)
+    step, count = 0.02, 5
+    grid = loss_distribution.above(pair, step=step, tail=1e-15)
+    mass = grid.mass
+    for _ in range(count - 1):
+        mass = np.convolve(mass, grid.mass)
+    losses = count * (grid.anchor + step * grid.start) + step * np.arange(len(mass))
+    for epsilon in (0.1, 0.5, 1.0, 1.4):
+        slow = float(mass @ np.maximum(-np.expm1(np.minimum(epsilon - losses, 0.0)), 0.0))
+        fast = loss_sum.delta_of([(pair, count)], epsilon=epsilon, is_upper=True, step=step)
+        assert slow * (1 - 1e-9) <= fast <= slow * (1 + 1e-6) + 1e-11
+
+
+@pytest.mark.parametrize("steps", [1, 7, 400, 20_000])
+@pytest.mark.parametrize("delta", [0.2, 1e-3, 1e-8, 1e-30, 1e-100])
+@pytest.mark.parametrize("side", [0, 1])
+def test_gaussian_steps_compose_to_one_gaussian(steps: int, delta: float, side: int) -> None:
+    """Without sampling the answer is known exactly, however small δ is."""
+    sigma = 2.0 * math.sqrt(steps)
+    block = [(BUILD[side](noise_multiplier=sigma, rate=1.0), steps)]
+    exact = gaussian.epsilon(mu=math.sqrt(steps) / sigma, delta=delta)
+    for is_upper in (True, False):
+        step = loss_sum.choose_step([block], is_upper=is_upper, delta=delta)
+        found = loss_sum.epsilon_of(block, delta=delta, is_upper=is_upper, step=step)
+        assert found == pytest.approx(exact, rel=3e-4, abs=1e-6)
+        assert found >= exact if is_upper else found <= exact
+
+
+@given(
+    sigma=st.floats(0.5, 8),
+    q=st.floats(-3.5, -0.1).map(lambda x: 10**x),
+    steps=st.integers(1, 1000),
+    delta=st.floats(-14, -2).map(lambda x: 10**x),
+    direction=st.sampled_from(fourier.DIRECTIONS),
+)
+@settings(max_examples=10, deadline=None)
+def test_upper_is_above_lower_and_close(
+    sigma: float, q: float, steps: int, delta: float, direction: str
+) -> None:
+    composed = fourier.compose([(sigma, q, steps)], direction=direction)
+    high = composed.epsilon(delta=delta)
+    low = composed.epsilon(delta=delta, bound="lower")
+    assert low <= high <= low * 1.02 + 1e-3 * q
+    assert composed.delta(epsilon=high, bound="lower") <= delta * (1 + 1e-9)
+    if low > 0:
+        assert composed.delta(epsilon=low) >= delta * (1 - 1e-9)
+
+
+def test_monotone_in_everything() -> None:
+    base = {"noise_multiplier": 1.0, "rate": 0.01, "steps": 1000, "delta": 1e-6}
+    here = fourier.epsilon(**base)
+    assert fourier.epsilon(**base | {"noise_multiplier": 1.01}) < here
+    assert fourier.epsilon(**base | {"rate": 0.0101}) > here
+    assert fourier.epsilon(**base | {"steps": 1010}) > here
+    assert fourier.epsilon(**base | {"delta": 1.1e-6}) < here
+    assert fourier.epsilon(**base | {"direction": "add"}) <= here
+    assert fourier.epsilon(**base | {"direction": "replace"}) > here
+
+
+def test_heterogeneous_steps() -> None:
+    split = fourier.compose([(1.0, 0.01, 400), (1, 0.01, 600)])
+    whole = fourier.epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5)
+    assert split.epsilon(delta=1e-5) == whole
+    mixed = fourier.compose([(1.0, 0.01, 1000), (20.0, 1.0, 4), (3.0, 0.1, 10)])
+    high, low = mixed.epsilon(delta=1e-5), mixed.epsilon(delta=1e-5, bound="lower")
+    assert whole < low <= high <= low * 1.001
+    # sampling with a negligible loss leaves the plain Gaussian part
+    almost = fourier.compose([(2.0, 1.0, 3), (100.0, 1e-6, 1)])
+    exact = gaussian.epsilon(mu=math.sqrt(3) / 2, delta=1e-6)
+    assert almost.epsilon(delta=1e-6) == pytest.approx(exact, rel=2e-4)
+    assert almost.epsilon(delta=1e-6, bound="lower") <= exact <= almost.epsilon(delta=1e-6)
+
+
+def test_mixture_of_two_is_poisson_sampling() -> None:
+    plain = fourier.compose([(1.3, 0.05, 200)]).epsilon(delta=1e-6)
+    two = fourier.compose([fourier.MixtureRelease(1.3, (0.0, 1.0), (0.95, 0.05), 200)])
+    assert two.epsilon(delta=1e-6) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_given_grid_is_used_and_stays_a_bound() -> None:
+    args = {"noise_multiplier": 1.0, "rate": 0.02, "steps": 200, "delta": 1e-5}
+    fine = fourier.epsilon(**args)
+    coarse = fourier.epsilon(**args, grid=0.02)
+    assert fine < coarse < 1.5 * fine
+    assert fourier.epsilon(**args, grid=0.02, bound="lower") <= fine
+    with pytest.raises(InvalidInput, match="grid must be at least"):
+        fourier.epsilon(**args, grid=1e-12)
+
+
+def test_large_delta_means_zero() -> None:
+    args = {"noise_multiplier": 5.0, "rate": 0.001, "steps": 10}
+    assert fourier.epsilon(**args, delta=0.1) == 0
+    assert fourier.epsilon(**args, delta=0.1, bound="lower") == 0
+    assert 0 <= fourier.delta(**args, epsilon=0.0) < 0.01
+    assert fourier.delta(**args, epsilon=50.0) < 1e-6
+    many = fourier.delta(noise_multiplier=0.5, rate=0.5, steps=200, epsilon=0.0)
+    assert many == pytest.approx(1.0, abs=1e-6)
+
+
+def test_refusals() -> None:
+    args = {"noise_multiplier": 1.0, "rate": 0.01, "steps": 10, "delta": 1e-5}
+    for name, bad in [
+        ("noise_multiplier", 0.0),
+        ("noise_multiplier", math.nan),
+        ("rate", 0.0),
+        ("rate", 1.5),
+        ("steps", 0),
+        ("steps", 10.0),
+        ("steps", 10**12),
+        ("delta", 0.0),
+        ("delta", 1.0),
+        ("direction", "sideways"),
+        ("bound", "middle"),
+        ("grid", -1.0),
+    ]:
+        with pytest.raises(InvalidInput, match=name):
+            fourier.epsilon(**args | {name: bad})
+    with pytest.raises(InvalidInput, match="at least one"):
+        fourier.compose([])
+    with pytest.raises(InvalidInput, match="sum to 1"):
+        fourier.MixtureRelease(1.0, (0.0, 1.0), (0.5, 0.6))
+    with pytest.raises(InvalidInput, match="replace"):
+        fourier.compose([fourier.MixtureRelease(1.0, (0.0, 1.0), (0.5, 0.5))], direction="replace")
