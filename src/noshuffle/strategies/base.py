@@ -20,13 +20,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 from scipy.linalg import toeplitz as _toeplitz
-from scipy.signal import fftconvolve
+from scipy.signal import fftconvolve, lfilter
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, whole
 from noshuffle.strategies.recipe import Array, Recipe
 
 #: Largest matrix that is ever built in full.
 DENSE_LIMIT = 8192
+#: Coefficients of a reciprocal that are computed together.
+_BLOCK = 4096
 
 
 def dense_size(n: int) -> None:
@@ -89,12 +91,19 @@ def convolve(a: Array, b: Array, n: int) -> Array:
 
 
 def reciprocal(c: Array, n: int) -> Array:
-    """First n coefficients of 1 / c(x), exact recursion in the number of non-zero bands."""
-    from scipy.signal import lfilter
+    """First n coefficients of 1 / c(x) by the recursion, exactly zero once below 1e-100.
 
-    impulse = np.zeros(n)
-    impulse[0] = 1.0
-    return np.asarray(lfilter([1.0], c, impulse), dtype=np.float64)
+    Left to decay further they become subnormal numbers, with which processors are very slow.
+    """
+    out, state = np.zeros(n), np.zeros(len(c) - 1)
+    for first in range(0, n, _BLOCK):
+        block = np.zeros(min(_BLOCK, n - first))
+        block[0] = float(first == 0)
+        block, state = lfilter([1.0], c, block, zi=state)
+        out[first : first + len(block)] = block
+        if np.abs(block).max() < 1e-100 and np.abs(state).max(initial=0.0) < 1e-100:
+            break
+    return out
 
 
 @dataclass(frozen=True)

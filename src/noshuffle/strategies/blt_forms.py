@@ -8,7 +8,7 @@ A BLT is given by the gaps 1 − θ_j and 1 − θ̂_j of its interlaced poles, 
                                                 n·rms² = Σ β_j β_l W(p_j p_l, n)
 
 where p runs over 1, the momentum β if there is one, and θ̂. All cost O(k d²) whatever n is, and
-O(k² d² ) with taps (k participations, blocks of b steps; a block of c is again a sum of d
+O(k² d²) with taps (k participations, blocks of b steps; a block of c is again a sum of d
 exponentials). Sums over blocks use the derivations above each function.
 
 Derivatives: every array may carry a tiny imaginary part (complex step), with an extra leading axis

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.strategies import blt_forms as forms
-from noshuffle.strategies.blt import Blt, inverse_parameters
+from noshuffle.strategies.blt import Blt, blt_from_poles, inverse_parameters
 from noshuffle.strategies.recipe import Array
 
 ValueGradient = tuple[float, Array]
@@ -34,8 +34,8 @@ def poles(u: forms.Numbers) -> tuple[forms.Numbers, forms.Numbers]:
 
 
 def bounds(d: int) -> list[tuple[float, float]]:
-    """Limits of u: gaps from 1e-15 of the next one up to 1 − 2e-9 of it; θ̂_d >= 6e-6."""
-    return [(-35.0, 20.0)] * (2 * d - 1) + [(-35.0, 12.0)]
+    """Limits of u: a gap is from 1e-9 up to 1 − 2e-9 of the next one; θ̂_d >= 6e-6."""
+    return [(-20.0, 20.0)] * (2 * d - 1) + [(-20.0, 12.0)]
 
 
 def spaced(d: int, low: float, high: float) -> Array:
@@ -65,6 +65,14 @@ def without_cancelled(gap: Array, hat: Array) -> tuple[Array, Array]:
         else:
             i += 1
     return np.array(mixed[0::2]), np.array(mixed[1::2])
+
+
+def strategy_at(u: Array, *, taps: Array | tuple[float, ...] = (), lag: int = 0) -> Blt:
+    """The strategy with free parameters u, less what cancels, every decay below 1."""
+    gap, hat = without_cancelled(*poles(u))
+    tiny = 2.0**-50
+    gap, hat = np.maximum(gap, tiny), np.maximum(hat, 2 * tiny)
+    return blt_from_poles(1 - gap, 1 - hat, taps=taps, lag=lag if len(taps) else 0)
 
 
 def differentiate(function: Callable[[forms.Numbers], forms.Numbers], x: Array) -> ValueGradient:

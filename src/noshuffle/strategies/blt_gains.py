@@ -1,0 +1,199 @@
+"""Error and sensitivity of a tapped BLT with per-step gains, in O(n), with their gradients.
+
+    C = T(c)·diag(g),   c(x) = C_BLT(x) / S(x^b),   noise of step t = row t of T(1/c)·Z / g_t
+
+for k epochs of b steps in the same order and (scheduled) prefix sums. Both functions return a
+value and a function that pulls a derivative back to their arguments (reverse mode by hand).
+
+Error. With d = η/g and H = tril(1)·diag(d)·T(N_BLT), the squared error ‖H·T(S)‖² is
+Σ_q Σ_s ω_q(s) Γ(s, s+qb) with Γ = HᵀH and ω_q(s) = (2 − [q=0]) Σ_{l: lb <= s} s_l s_{l+q}. Write
+N_BLT = κ + Σ_j ν_j/(1 − θ_j x) (here θ are the decays of the noise). Columns of H are sums of
+exponentials times d, so with backward sums
+    D_j(s) = Σ_{t>=s} d_t θ_j^{t−s},    V_j(s) = Σ_{t>=s} (n−t) d_t θ_j^{t−s},
+    Ω_jl(s) = Σ_{t,t'>=s} θ_j^{t−s} θ_l^{t'−s} d_t d_t' (n − max(t,t')),
+each a first-order recursion, one gets for s' = s + qb > s
+    Γ(s,s') = χ(s')·(h(s) − Σ_j ν_j θ_j^{qb} D_j(s')) + Σ_j ν_j θ_j^{qb} Ψ_j(s'),
+    χ = κ(n−t)d + Σ ν_j V_j,   h = κd + Σ ν_j D_j,   Ψ_j = κ d V_j + Σ_l ν_l Ω_jl:
+the first term is what column s gathered before step s', the second what both do afterwards.
+
+Sensitivity. A unit at place j touches the columns j + lb; their inner products are partial sums
+of c_i c_{i+Db}, hence S_j² = Σ_D (2 − [D=0]) Σ_l g_{j+lb} g_{j+(l+D)b} |Σ_i c_i c_{i+Db}|.
+
+State kept: none; the arrays live for one evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy.signal import lfilter
+
+from noshuffle.strategies.recipe import Array
+
+
+def _forward(x: Array, decay: float) -> Array:
+    return np.asarray(lfilter([1.0], [1.0, -decay], x), dtype=np.float64)
+
+
+def _backward(x: Array, decay: float) -> Array:
+    """y_s = x_s + decay·y_{s+1}."""
+    return _forward(x[::-1], decay)[::-1]
+
+
+def sensitivity_classes(
+    c: Array, g: Array, *, epochs: int, smoothing: float = 0.0
+) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+    """S_j² for every place j of an epoch; pulled back to (c, g).
+
+    Guarantees: with smoothing 0, sens² <= max_j S_j², with equality when all inner products of
+    co-participating columns are >= 0. Smoothing replaces |x| by √(x² + smoothing²) > |x|, for the
+    search only.
+    """
+    n = len(c)
+    b = n // epochs
+    late = g[::-1]  # column t has n − t entries: count steps from the end
+    squared = np.zeros(b)
+    kept: list[tuple[Array, Array, Array]] = []
+    for lag in range(epochs):
+        m = n - lag * b
+        inner = np.cumsum(c[:m] * c[lag * b :])
+        size = np.sqrt(inner**2 + smoothing**2) if lag else np.abs(inner)
+        both = late[:m] * late[lag * b :]
+        squared += (2.0 if lag else 1.0) * (both * size).reshape(-1, b).sum(axis=0)
+        kept.append((inner, size, both))
+
+    def pull(bar: Array) -> tuple[Array, Array]:
+        c_bar, late_bar = np.zeros(n), np.zeros(n)
+        for lag, (inner, size, both) in enumerate(kept):
+            m = n - lag * b
+            weight = np.tile(bar[::-1], epochs - lag) * (2.0 if lag else 1.0)
+            late_bar[:m] += weight * size * late[lag * b :]
+            late_bar[lag * b :] += weight * size * late[:m]
+            slope = np.divide(inner, size, out=np.zeros(m), where=size > 0)
+            terms = np.cumsum((weight * both * slope)[::-1])[::-1]
+            c_bar[:m] += terms * c[lag * b :]
+            c_bar[lag * b :] += terms * c[:m]
+        return c_bar, late_bar[::-1]
+
+    return squared[::-1], pull
+
+
+def total_squared_error(
+    d: Array, decays: Array, nu: Array, kappa: float, taps: Array, *, lag: int
+) -> tuple[float, Callable[[], tuple[Array, Array, Array, float, Array]]]:
+    """‖tril(1)·diag(d)·T(N)‖²; pulled back to (d, decays, nu, kappa, taps)."""
+    n, size = len(d), len(decays)
+    blocks = -(-n // lag)
+    sigma = np.concatenate([[1.0], taps])[:blocks]
+    left = n - np.arange(n, dtype=np.float64)
+    wd = left * d
+    D = np.stack([_backward(d, t) for t in decays])
+    V = np.stack([_backward(wd, t) for t in decays])
+    omega = np.zeros((size, size, n))
+    for j in range(size):
+        for i in range(j, size):
+            source = d * (V[j] + V[i] - wd)
+            omega[j, i] = omega[i, j] = _backward(source, decays[j] * decays[i])
+    chi, h = kappa * wd + nu @ V, kappa * d + nu @ D
+    psi = kappa * d * V + np.tensordot(nu, omega, axes=(0, 0))
+    mixed = nu @ V
+    gamma = kappa**2 * d * wd + 2 * kappa * d * mixed + nu @ (psi - kappa * d * V)
+
+    def spread(q: int) -> Array:
+        """ω_q(s) for s < n − q·lag."""
+        products = sigma[: len(sigma) - q] * sigma[q:] * (2.0 if q else 1.0)
+        steps = np.zeros(blocks)
+        steps[: len(products)] = products
+        return np.repeat(np.cumsum(steps), lag)[: n - q * lag]
+
+    total = float(spread(0) @ gamma)
+    sums = [gamma]
+    for q in range(1, len(sigma)):
+        power = nu * decays ** (q * lag)
+        after = chi[q * lag :] * (h[: n - q * lag] - power @ D[:, q * lag :])
+        sums.append(after + power @ psi[:, q * lag :])
+        total += float(spread(q) @ sums[q])
+
+    def pull() -> tuple[Array, Array, Array, float, Array]:
+        first = spread(0)
+        d_bar = first * (kappa**2 * wd + 2 * kappa * mixed)
+        wd_bar = first * kappa**2 * d
+        kappa_bar = float(first @ (2 * kappa * d * wd + 2 * d * mixed))
+        V_bar = 2 * kappa * nu[:, None] * (first * d)
+        nu_bar = 2 * (V @ (first * d)) * kappa + 2 * ((omega @ first) @ nu)
+        omega_bar = (nu[:, None] * nu)[:, :, None] * first
+        chi_bar, h_bar = np.zeros(n), np.zeros(n)
+        D_bar, psi_bar = np.zeros((size, n)), np.zeros((size, n))
+        theta_bar, sigma_bar = np.zeros(size), np.zeros(len(sigma))
+        for q in range(len(sigma)):
+            ends = np.add.reduceat(sums[q], np.arange(0, n - q * lag, lag))
+            ends = np.cumsum(ends[::-1])[::-1] * (2.0 if q else 1.0)  # Σ over s >= l·lag
+            for place in range(min(len(sigma) - q, len(ends))):
+                sigma_bar[place] += sigma[place + q] * ends[place]
+                sigma_bar[place + q] += sigma[place] * ends[place]
+            if q == 0:
+                continue
+            weight, shift = spread(q), q * lag
+            power = decays**shift
+            chi_late = weight * chi[shift:]
+            chi_bar[shift:] += weight * (h[: n - shift] - (nu * power) @ D[:, shift:])
+            h_bar[: n - shift] += chi_late
+            D_bar[:, shift:] -= (nu * power)[:, None] * chi_late
+            psi_bar[:, shift:] += (nu * power)[:, None] * weight
+            both = psi[:, shift:] @ weight - D[:, shift:] @ chi_late
+            nu_bar += power * both
+            theta_bar += nu * both * shift * decays ** (shift - 1)
+        kappa_bar += float(np.sum(psi_bar * V * d) + chi_bar @ wd + h_bar @ d)
+        d_bar += kappa * (np.sum(psi_bar * V, axis=0) + h_bar)
+        V_bar += kappa * d * psi_bar + nu[:, None] * chi_bar
+        nu_bar += np.einsum("jn,jln->l", psi_bar, omega) + V @ chi_bar + D @ h_bar
+        omega_bar += nu[None, :, None] * psi_bar[:, None, :]
+        wd_bar += kappa * chi_bar
+        D_bar += nu[:, None] * h_bar
+        for j in range(size):
+            for i in range(j, size):
+                bar = omega_bar[j, i] + (omega_bar[i, j] if i > j else 0.0)
+                source_bar = _forward(bar, decays[j] * decays[i])
+                slope = float(source_bar[:-1] @ omega[j, i, 1:])
+                theta_bar[j] += slope * decays[i]
+                theta_bar[i] += slope * decays[j]
+                d_bar += source_bar * (V[j] + V[i] - wd)
+                V_bar[j] += source_bar * d
+                V_bar[i] += source_bar * d
+                wd_bar -= source_bar * d
+        for j in range(size):
+            for bar, value, target in ((V_bar[j], V[j], wd_bar), (D_bar[j], D[j], d_bar)):
+                x_bar = _forward(bar, decays[j])
+                target += x_bar
+                theta_bar[j] += float(x_bar[:-1] @ value[1:])
+        return d_bar + left * wd_bar, theta_bar, nu_bar, kappa_bar, sigma_bar[1:]
+
+    return total, pull
+
+
+def encoder_series(
+    decays: Array, r: Array, kappa: float, taps: Array, *, steps: int, lag: int
+) -> tuple[Array, Callable[[Array], tuple[Array, Array, float, Array]]]:
+    """c = (κ + Σ r_j/(1−θ_j x)) / S(x^lag), lag | steps; pulled back to (θ, r, κ, taps)."""
+    i = np.arange(steps, dtype=np.float64)
+    power = np.exp(i * np.log(decays)[:, None])
+    c = (r @ power).reshape(-1, lag)
+    c[0, 0] += kappa
+    blocks = len(c)
+    for a in range(1, blocks):
+        m = min(a, len(taps))
+        c[a] -= taps[:m] @ c[a - m : a][::-1]
+
+    def pull(bar: Array) -> tuple[Array, Array, float, Array]:
+        bar = bar.reshape(-1, lag).copy()  # becomes the derivative by the series before division
+        for a in range(blocks - 1, 0, -1):
+            m = min(a, len(taps))
+            bar[a - m : a] -= taps[:m][::-1, None] * bar[a]
+        taps_bar = np.array([-np.sum(bar[m:] * c[:-m]) for m in range(1, len(taps) + 1)])
+        flat = bar.ravel()
+        r_bar = power @ flat
+        theta_bar = r * (power @ (flat * i)) / decays
+        return theta_bar, r_bar, float(flat[0]), taps_bar
+
+    return c.ravel(), pull

@@ -1,0 +1,276 @@
+"""Fit a BLT: buffers, epoch taps and per-step gains, for a participation and a workload.
+
+    minimize  sens(C) · error(A·C⁻¹)   over   1 > θ_1 > θ̂_1 > θ_2 > … > θ̂_d > 0,  taps s,  gains g
+
+The poles are 1 − t_i = Π_{l>=i} sigmoid(u_l), so every u is a valid BLT with c >= 0, non-increasing
+(Dvijotham et al., arXiv 2404.16706; McMahan et al., arXiv 2408.08868). Without taps the objective
+is a closed form, as quick for 10⁶ steps as for ten. Taps make co-participating columns nearly
+orthogonal, and the sensitivity sums |⟨c_j, c_{j+lb}⟩|, which has its kinks just there: the search
+smooths them, less and less, and the value reported is always that of the unsmoothed bound. Several
+fixed starts, no randomness: the same call gives the same strategy.
+
+A buffer whose pole cancels against a zero is dropped, so fewer buffers than asked may come back.
+
+>>> from noshuffle.participation import SinglePass
+>>> found = fit_blt(SinglePass(1024), buffers=2)
+>>> round(found.objective, 3), found.converged
+(3.084, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy.optimize import minimize
+
+from noshuffle.errors import Unsupported, one_of, whole
+from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass
+from noshuffle.strategies import blt_forms as forms
+from noshuffle.strategies.blt import Blt
+from noshuffle.strategies.blt_gains import sensitivity_classes
+from noshuffle.strategies.blt_poles import (
+    ValueGradient,
+    bounds,
+    differentiate,
+    poles,
+    spaced,
+    strategy_at,
+)
+from noshuffle.strategies.fit_gains import fit_gains, fit_normalized, scheduled_error
+from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.workload import Workload, prefix
+
+#: Horizon up to which learning-rate schedules (O(n) per evaluation) and gains are fitted.
+SCHEDULE_LIMIT, GAINS_LIMIT = 200_000, 20_000
+
+#: Epochs up to which taps are fitted: the search keeps all inner products of k columns.
+TAPS_LIMIT = 256
+
+MAX_BUFFERS = 12
+_TAP_BOUNDS = (-0.95, 0.95)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is minimized: sensitivity for k participations b apart, times one error of A·C⁻¹."""
+
+    steps: int
+    participations: int
+    separation: int
+    workload: Workload
+    is_max: bool
+
+    @property
+    def rates(self) -> Array | None:
+        return None if self.workload.is_toeplitz else self.workload.rates(self.steps)
+
+
+def fit_blt(
+    participation: Participation,
+    *,
+    buffers: int = 2,
+    taps: int = 0,
+    gains: bool = False,
+    workload: Workload | None = None,
+    objective: str = "rms",
+) -> Fit:
+    """The BLT with the least error × sensitivity, never worse than its closed-form start.
+
+    `taps` (for Epochs) is how many past draws feed the filter besides the present one. `gains`
+    gives every step its own scale: for a single participation unit columns (`normalized`), for
+    Epochs n optimized numbers.
+    """
+    whole(at_most=MAX_BUFFERS, buffers=buffers)
+    whole(at_least=0, taps=taps)
+    one_of(("rms", "max"), objective=objective)
+    task = _task(participation, workload or prefix(), is_max=objective == "max")
+    _check(task, participation, taps=taps, gains=gains)
+    taps = min(taps, task.participations - 1)
+    found = _fit_poles(task, buffers)
+    if taps:
+        found = _fit_taps(task, found, buffers, taps)
+    if not gains:
+        return found
+    assert isinstance(found.strategy, Blt)
+    if task.participations == 1:
+        return fit_normalized(found, steps=task.steps, rates=task.rates, is_max=task.is_max)
+    return fit_gains(
+        found, steps=task.steps, epochs=task.participations, rates=task.rates, buffers=buffers
+    )
+
+
+def _task(participation: Participation, workload: Workload, *, is_max: bool) -> Task:
+    n = participation.steps
+    if isinstance(participation, SinglePass):
+        return Task(n, 1, n, workload, is_max)
+    if isinstance(participation, Epochs):
+        k, b = participation.epochs, participation.steps_per_epoch
+        return Task(n, k, b, workload, is_max)
+    if isinstance(participation, MinSeparation):
+        return Task(n, participation.most, participation.separation, workload, is_max)
+    raise Unsupported(
+        "blt is fitted for SinglePass, Epochs or MinSeparation, got "
+        f"{type(participation).__name__}; use identity() under sampling, a tree under restarts"
+    )
+
+
+def _check(task: Task, participation: Participation, *, taps: int, gains: bool) -> None:
+    beta, n = task.workload.beta, task.steps
+    if (taps or gains) and task.participations > 1 and not isinstance(participation, Epochs):
+        raise Unsupported(
+            "taps and gains over several participations are proved for Epochs (same order every "
+            "epoch) only; fit a plain blt for MinSeparation"
+        )
+    if taps and task.participations == 1:
+        raise Unsupported("taps need Epochs with at least 2 epochs; fit without taps")
+    if taps and task.participations > TAPS_LIMIT:
+        raise Unsupported(
+            f"taps are fitted for at most {TAPS_LIMIT} epochs, got {task.participations}; fit "
+            "without taps"
+        )
+    if task.rates is not None and n > SCHEDULE_LIMIT:
+        raise Unsupported(
+            f"a learning-rate schedule is fitted for at most {SCHEDULE_LIMIT} steps, got {n}; fit "
+            "for a constant learning rate (the guarantee does not depend on it)"
+        )
+    if taps and task.rates is not None and (beta or task.is_max):
+        raise Unsupported(
+            "taps under a schedule are fitted for rms error without momentum; leave out the "
+            "schedule or the taps (the guarantee does not depend on the workload)"
+        )
+    if gains and beta:
+        raise Unsupported("gains are fitted without momentum; fit them for prefix sums")
+    if gains and task.participations > 1 and (task.is_max or n > GAINS_LIMIT):
+        raise Unsupported(
+            f"gains over several epochs are fitted for rms error and at most {GAINS_LIMIT} steps, "
+            f"got {'max error' if task.is_max else f'{n} steps'}; fit with taps only"
+        )
+
+
+# ---- objectives: log of the squared error and of the squared sensitivity, with gradients
+
+
+def _log_error(task: Task, x: Array, d: int) -> ValueGradient:
+    rates = task.rates
+    if rates is not None and not (task.workload.beta or task.is_max):
+        return scheduled_error(x, d, rates, lag=task.separation if len(x) > 2 * d else task.steps)
+
+    def function(point: forms.Numbers) -> forms.Numbers:
+        gap, hat = poles(point[..., : 2 * d])
+        if rates is not None:
+            errors = forms.step_errors(gap, hat, rates, momentum=task.workload.beta)
+            if not task.is_max:
+                return np.asarray(np.log(np.mean(errors, axis=-1)))
+            worst = np.argmax(errors.real, axis=-1)
+            return np.asarray(np.log(np.take_along_axis(errors, worst[..., None], -1)[..., 0]))
+        squared = forms.squared_error(
+            gap,
+            hat,
+            steps=task.steps,
+            momentum=task.workload.beta,
+            is_max=task.is_max,
+            taps=point[..., 2 * d :],
+            lag=task.separation if len(x) > 2 * d else 0,
+        )
+        return np.asarray(np.log(squared))
+
+    return differentiate(function, x)
+
+
+def _log_sensitivity(
+    task: Task, x: Array, d: int, smoothing: float, places: Sequence[int]
+) -> ValueGradient:
+    k, b = task.participations, task.separation
+
+    def function(point: forms.Numbers) -> forms.Numbers:
+        gap, hat = poles(point[..., : 2 * d])
+        taps = point[..., 2 * d :]
+        if not taps.shape[-1]:
+            squared = forms.sensitivity_squared(
+                gap, hat, steps=task.steps, participations=k, separation=b
+            )
+            return np.asarray(np.log(squared))
+        classes = []
+        for offset in places:
+            gram = forms.block_gram(gap, hat, taps, blocks=k, length=b, offset=offset)
+            classes.append(np.sum(np.sqrt(gram * gram + smoothing**2), axis=(-1, -2)))
+        logs = np.log(np.stack(classes, axis=-1))
+        top = np.max(logs.real, axis=-1, keepdims=True)
+        heat = max(smoothing, 1e-9) / 10  # log-sum-exp: a smooth maximum over the places
+        return np.asarray(top[..., 0] + heat * np.log(np.sum(np.exp((logs - top) / heat), axis=-1)))
+
+    return differentiate(function, x)
+
+
+def _objective(
+    task: Task, x: Array, d: int, smoothing: float = 0.0, places: Sequence[int] = (0,)
+) -> ValueGradient:
+    error, by_error = _log_error(task, x, d)
+    sensitivity, by_sensitivity = _log_sensitivity(task, x, d, smoothing, places)
+    return (error + sensitivity) / 2, (by_error + by_sensitivity) / 2
+
+
+# ---- searches
+
+
+def _fit_poles(task: Task, d: int) -> Fit:
+    n, b = task.steps, task.separation
+    starts = [spaced(d, 0.3 / n, 0.6), spaced(d, 0.3 / n, 0.95), spaced(d, 2.0 / n, 0.8)]
+    if task.participations > 1:
+        starts += [spaced(d, 0.3 / b, 0.6), spaced(d, 1.0 / b, 0.9), spaced(d, 0.1, 0.9)]
+    begin = min(_objective(task, x, d)[0] for x in starts)
+    best, value, converged, iterations = starts[0], np.inf, False, 0
+    for x in starts:
+        found = minimize(
+            partial(_objective, task, d=d),
+            x,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=bounds(d),
+            options={"maxiter": 500, "maxcor": 40, "ftol": 1e-14, "gtol": 1e-7},
+        )
+        iterations += int(found.nit)
+        if found.fun < value:
+            best, value, converged = found.x, float(found.fun), bool(found.success)
+    return Fit(strategy_at(best), float(np.exp(value)), converged, iterations, float(np.exp(begin)))
+
+
+def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:
+    """(log objective, worst place) with the exact bound over every place of an epoch."""
+    c = strategy_at(x[: 2 * d], taps=x[2 * d :], lag=task.separation).coefficients(task.steps)
+    squared, _ = sensitivity_classes(c, np.ones(task.steps), epochs=task.participations)
+    return (_log_error(task, x, d)[0] + float(np.log(squared.max()))) / 2, int(squared.argmax())
+
+
+def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:
+    b = task.separation
+    best_x, best, converged, iterations = None, np.log(plain.objective), False, plain.iterations
+    for low, high in ((0.3 / b, 0.6), (1.0 / b, 0.9)):
+        x = np.concatenate([spaced(d, low, high), 0.3 * 0.6 ** np.arange(p)])
+        places = [0]
+        for attempt in range(3):
+            for smoothing in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)[3 * bool(attempt) :]:
+                found = minimize(
+                    partial(_objective, task, d=d, smoothing=smoothing, places=tuple(places)),
+                    x,
+                    jac=True,
+                    method="L-BFGS-B",
+                    bounds=bounds(d) + [_TAP_BOUNDS] * p,
+                    options={"maxiter": 300, "maxcor": 40, "ftol": 1e-13, "gtol": 1e-7},
+                )
+                x = found.x
+                iterations += int(found.nit)
+            value, place = _tapped_value(task, x, d)
+            if value < best:
+                best_x, best, converged = x, value, bool(found.success)
+            if place in places:
+                break
+            places.append(place)
+    if best_x is None:
+        return plain
+    strategy = strategy_at(best_x[: 2 * d], taps=best_x[2 * d :], lag=b)
+    return Fit(strategy, float(np.exp(best)), converged, iterations, plain.start)

@@ -1,0 +1,89 @@
+"""The best restart of a tree, and whether to complete trees before they restart.
+
+A tree over all epochs pays for a unit's participations in every common node, Σ_nodes (count)²; one
+that restarts after r epochs pays less and carries the noise of finished trees along. Completion
+(Kairouz et al., arXiv 2103.00039, appendix D) goes on with virtual steps up to a power of two, so
+that one root is carried instead of several nodes, and pays for that root. Which r is best has no
+formula: all divisors of the number of epochs are compared by error × sensitivity, both exact.
+
+>>> from noshuffle.participation import Epochs
+>>> found = fit_tree(Epochs(epochs=20, steps_per_epoch=240))
+>>> found.strategy.restart_every, found.strategy.completion, round(found.objective, 1)
+(480, True, 33.8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted
+from noshuffle.strategies.fit_forms import cost, layout
+from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.tree import Tree, tree
+from noshuffle.strategies.workload import Workload, prefix
+
+
+def fit_tree(
+    participation: Participation,
+    *,
+    variant: str = "honaker",
+    restart_every: int | None = None,
+    completion: bool | None = None,
+    workload: Workload | None = None,
+    objective: str = "rms",
+) -> Fit:
+    """The tree with the least error × sensitivity among what is left open.
+
+    `restart_every` counts steps; all of them means one tree. Without it restarts fall on whole
+    epochs (or separations), at divisors of their number. On workloads other than prefix sums the
+    choice is made by the rms error of prefix sums, which is a closed form for trees.
+
+    Guarantees: never worse than `start`, the tree without restart where that was open.
+    """
+    workload = workload or prefix()
+    options = list(_options(participation, variant, restart_every, completion))
+    value = cost(options[0], participation, workload=workload, objective=objective)
+    first = Fit(options[0], value, converged=True, iterations=0, start=value)
+    if len(options) == 1:
+        return first
+    by = "rms" if workload != prefix() else objective
+
+    def rank(strategy: Tree) -> float:
+        return cost(strategy, participation, workload=prefix(), objective=by)
+
+    found = min(options, key=rank)
+    reached = cost(found, participation, workload=workload, objective=objective)
+    if reached > value:
+        return first
+    return Fit(found, reached, converged=True, iterations=len(options), start=value)
+
+
+def _options(
+    participation: Participation, variant: str, every: int | None, completion: bool | None
+) -> Iterator[Tree]:
+    restarts: list[int | None]
+    if isinstance(participation, Restarted):
+        restarts = [every or participation.every]
+    elif every is not None:
+        restarts = [every if every < participation.steps else None]
+    else:
+        restarts = [None, *_restarts(participation)]
+    for restart in restarts:
+        if restart is not None:
+            for is_completed in (False, True) if completion is None else (completion,):
+                yield tree(variant, restart, is_completed)
+        elif not completion or every is not None:
+            yield tree(variant)
+        elif len(restarts) == 1:
+            yield tree(variant, completion=True)  # refused there: nothing restarts
+
+
+def _restarts(participation: Participation) -> Iterator[int]:
+    """Whole epochs, at divisors of their number, fewer than all of them."""
+    if not isinstance(participation, Epochs | MinSeparation):
+        return
+    n, separation, _ = layout(participation)
+    rounds = -(-n // separation)
+    for count in range(1, rounds):
+        if rounds % count == 0:
+            yield count * separation
