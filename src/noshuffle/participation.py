@@ -165,9 +165,7 @@ class Restarted(Participation):
         return 1
 
     def words(self) -> str:
-        return (
-            f"{self.participation.words()}; the order may change after every {self.every} steps"
-        )
+        return f"{self.participation.words()}; the order may change after every {self.every} steps"
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, SinglePass
 from noshuffle.strategies import recipe as recipes
 from noshuffle.strategies.registry import BUILDERS, by_name
+from noshuffle.strategies.two_sided import two_sided
 
 N = 12
 RISING = tuple(np.linspace(0.6, 1.7, N).tolist())
@@ -55,6 +56,10 @@ CASES = {
     "blt-normalized": st.blt((0.95, 0.5), (0.2, 0.3), normalized=N),
     "blt-taps": st.blt((0.95, 0.5), (0.2, 0.3), taps=(0.3, 0.2), lag=3),
     "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
+    "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
+    "blt-two-sided-taps": two_sided(
+        (0.9,), (0.4,), taps=(0.3, -0.2), lag=3, gains=(*RISING, 1.0), draw_gains=(0.7, *RISING)
+    ),
     "dense": st.dense(LOWER),
     "dense-positive": st.dense(np.abs(LOWER)),
 }

@@ -11,7 +11,6 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
 from noshuffle.strategies.base import lower_toeplitz, reciprocal
 from noshuffle.strategies.fit_banded import _join, _split, fit_banded, fit_banded_inverse
-from noshuffle.strategies.base import reciprocal
 from noshuffle.strategies.fit_forms import (
     cost,
     error_form,

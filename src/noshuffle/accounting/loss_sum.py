@@ -94,7 +94,8 @@ class Tail:
         points = self.first + self.step * np.arange(len(self.above) - 1)
         gap = points - self.centre
         alias = self.alias * np.exp(-self.tilt * gap)
-        at_points = self.above[1:] - np.exp(gap) * self.shifted[1:] - alias
+        # Far above the centre the factor would overflow; a smaller one keeps the curve too high.
+        at_points = self.above[1:] - np.exp(np.minimum(gap, 700.0)) * self.shifted[1:] - alias
         higher = np.flatnonzero(at_points > goal)
         if not len(higher):
             return max(0.0, self.first) if is_upper else 0.0

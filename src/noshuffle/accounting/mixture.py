@@ -6,9 +6,11 @@
     mixture       P = Σ p_i N(c_i, σ²)                   Q = N(0, σ²)
 
 The first two are the tight pair for Poisson sampling with add/remove neighbours (Zhu, Dong, Wang,
-2022), the third for replace-one neighbours with the same clip norm (the two contributions point
-in opposite directions), the last for banded noise and other sums over several steps (Choquette-
-Choo et al., 2024). Losses are computed so that small ones keep their relative accuracy. No state.
+2022). The third is what other libraries use for replace-one neighbours (two contributions of the
+clip norm in opposite directions); that no other replacement is worse is believed, not proved, and
+a plan that uses it says so. The last is for banded noise and other sums over several steps
+(Choquette-Choo et al., 2024). Losses are computed so that small ones keep their relative
+accuracy. No state.
 
 >>> pair = remove_pair(noise_multiplier=1.0, rate=0.5)
 >>> float(pair.loss(np.array([0.5]))[0])

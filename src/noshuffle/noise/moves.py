@@ -9,7 +9,7 @@ with the buffers read before they are written. What each recipe puts in:
 
     FeedForward   draws z_t … z_{t−p}                                        no buffer
     Recursive     inner: past x in a ring of p−1 slots; store: the oldest    p−1 buffers
-    Buffered      draws: the taps; inner: ω; decays: θ                       d buffers
+    Buffered      draws: the taps, by draw scale; inner: ω; decays: θ        d buffers
     Forest        one buffer per height, see `_forest`                       ⌈log₂ block⌉ buffers
     Rows          draws z_0 … z_t                                            no buffer
 
@@ -73,8 +73,9 @@ class Moves:
         if isinstance(recipe, Buffered):
             if len(recipe.decays) != len(recipe.scales):
                 raise InvalidInput("a Buffered recipe needs as many scales as decays")
-            count = len(recipe.decays)
-            return Moves(len(recipe.scale) or None, count, lambda t: _buffered(recipe, t))
+            lengths = [len(part) for part in (recipe.scale, recipe.draw_scale) if part]
+            horizon = min(lengths, default=None)
+            return Moves(horizon, len(recipe.decays), lambda t: _buffered(recipe, t))
         if isinstance(recipe, Rows):
             return Moves(recipe.matrix.shape[0], 0, lambda t: _rows(recipe, t))
         if isinstance(recipe, Forest):
@@ -101,7 +102,8 @@ def _recursive(recipe: Recursive, t: int) -> Move:
 
 
 def _buffered(recipe: Buffered, t: int) -> Move:
-    draws = tuple((t - lag, w) for lag, w in recipe.taps if lag <= t and w)
+    own = recipe.draw_scale
+    draws = tuple((t - lag, w * _gain(own, t - lag)) for lag, w in recipe.taps if lag <= t and w)
     inner = tuple(enumerate(recipe.scales)) if t else ()
     return Move(draws, inner, _gain(recipe.scale, t), decays=recipe.decays)
 

@@ -1,7 +1,7 @@
 """Strategies: how noise is correlated over time. Matrices only; no torch, no accounting.
 
     builders    identity, release_each, release_sums, tree, sqrt_toeplitz, banded, banded_inverse,
-                blt, dense, column_normalized
+                blt, two_sided, dense, column_normalized
     measures    sensitivity(strategy, participation), error(strategy, steps, workload=…)
     workloads   prefix, momentum, Workload
     records     Strategy, from_dict
@@ -22,6 +22,7 @@ from noshuffle.strategies.registry import column_normalized, from_dict
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.toeplitz import banded, banded_inverse, sqrt_toeplitz
 from noshuffle.strategies.tree import tree
+from noshuffle.strategies.two_sided import two_sided
 from noshuffle.strategies.workload import Workload, momentum, prefix
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "sensitivity",
     "sqrt_toeplitz",
     "tree",
+    "two_sided",
 ]
 
 

@@ -59,7 +59,8 @@ def without_cancelled(gap: Array, hat: Array) -> tuple[Array, Array]:
     mixed = list(np.stack([gap, hat], axis=-1).ravel())
     i = 0
     while i + 1 < len(mixed) and len(mixed) > 2:
-        if mixed[i + 1] - mixed[i] < 1e-7 * mixed[i + 1]:
+        # The second limit: gaps may differ where the poles 1 − gap themselves no longer do.
+        if mixed[i + 1] - mixed[i] < max(1e-7 * mixed[i + 1], 1e-14):
             del mixed[i : i + 2]
             i = 0
         else:

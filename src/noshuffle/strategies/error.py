@@ -29,6 +29,7 @@ from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS, sensitivity
 from noshuffle.strategies.tree import Tree
+from noshuffle.strategies.two_sided import TwoSidedBlt
 from noshuffle.strategies.workload import Workload, prefix
 
 #: Longest run of a Toeplitz strategy whose error is computed row by row.
@@ -89,16 +90,20 @@ def normalized_error(
 
 def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
     """‖B_t‖² for every step, by the cheapest exact way there is."""
-    if isinstance(strategy, ToeplitzStrategy):
-        if workload.is_toeplitz and not strategy.has_gains:
+    if isinstance(strategy, ToeplitzStrategy | TwoSidedBlt):
+        if isinstance(strategy, TwoSidedBlt):
+            rows = strategy.noising_rows(n)
+        elif workload.is_toeplitz and not strategy.has_gains:
             b = workload.apply(strategy.noising_coefficients(n))
             return np.asarray(np.cumsum(b * b), dtype=np.float64)
+        else:
+            rows = _toeplitz_rows(strategy, n)
         if n > ROW_STEPS:
             raise Unsupported(
                 f"the error with gains or a schedule is computed for at most {ROW_STEPS:,} "
                 f"steps, got {n:,}; compare on a shorter run, or without gains and schedule"
             )
-        return _by_rows(_toeplitz_rows(strategy, n), n, workload, n)
+        return _by_rows(rows, n, workload, n)
     if isinstance(strategy, Tree) and workload == prefix():
         return np.asarray(strategy.prefix_variance(n), dtype=np.float64)
     if n > DENSE_LIMIT:

@@ -6,7 +6,8 @@
     bisr             first `bands` coefficients of the inverse square root
     banded           best `bands` coefficients of C       banded_inverse    … of C⁻¹
     blt              best buffered linear Toeplitz        blt_tapped        … with taps by epochs
-    blt_gains        … with taps and one gain per step    dense             best matrix, small runs
+    blt_gains        … with taps and one gain per step    blt_two_sided     … and one per draw
+    dense            best matrix, small runs
 
 `fit` returns the strategy with its error × sensitivity, the figure by which mechanisms compare at
 equal privacy; `candidates` fits all that suit a memory limit, `best` takes the least rms error.
@@ -26,6 +27,7 @@ independent noise alone, orders that change at restarts for trees and independen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from noshuffle.errors import Unsupported, one_of, whole
 from noshuffle.participation import Participation, Restarted
@@ -35,6 +37,7 @@ from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
 from noshuffle.strategies.fit_forms import cost, layout
 from noshuffle.strategies.fit_tree import fit_tree
+from noshuffle.strategies.fit_two_sided import fit_two_sided
 from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.identity import identity
 from noshuffle.strategies.registry import column_normalized
@@ -53,6 +56,7 @@ MECHANISMS = (
     "blt",
     "blt_tapped",
     "blt_gains",
+    "blt_two_sided",
     "dense",
 )
 
@@ -144,7 +148,8 @@ def fit(
             participation,
             buffers=buffers,
             taps=_taps(mechanism, taps, most=most),
-            gains=mechanism == "blt_gains",
+            gains=mechanism in ("blt_gains", "blt_two_sided"),
+            two_sided=mechanism == "blt_two_sided",
             workload=workload,
             objective=objective,
         )
@@ -215,6 +220,7 @@ def _blt(
     buffers: int | None,
     taps: int,
     gains: bool,
+    two_sided: bool,
     workload: Workload,
     objective: str,
 ) -> Fit:
@@ -225,6 +231,10 @@ def _blt(
     """
 
     def build(size: int, scaled: bool) -> Fit:
+        if scaled and two_sided:
+            return fit_two_sided(
+                participation, buffers=size, taps=taps, workload=workload, objective=objective
+            )
         return fit_blt(
             participation,
             buffers=size,
@@ -310,12 +320,15 @@ def _attempts(
                 tapped.append(named("blt_tapped", buffers=limit)())
                 return tapped[0]
 
-            def with_gains() -> Fit:  # of the size that taps settled on
+            def with_gains(mechanism: str) -> Fit:  # of the size that taps settled on
                 size = tapped[0].strategy.buffers(n) if tapped else limit
-                return named("blt_gains", buffers=size)()
+                return named(mechanism, buffers=size)()
 
             yield with_taps
-            yield with_gains
+            yield partial(with_gains, "blt_gains")
+            yield partial(with_gains, "blt_two_sided")
+        elif n <= NORMALIZED_STEPS:
+            yield named("blt_two_sided", buffers=limit)
 
 
 def best(

@@ -6,13 +6,14 @@ is plain data, one of
 
     FeedForward   y_t = a_t Σ_i w_i z_{t−i}                                (past draws come again)
     Recursive     x_t = w_0 z_t + Σ_{i≥1} w_i x_{t−i},   y_t = a_t x_t     (keeps p−1 past x)
-    Buffered      u_t = Σ_(lag,w) w z_{t−lag},  x_t = u_t + Σ_j ω_j S_j,  S_j ← θ_j S_j + u_t,
-                  y_t = a_t x_t                                            (keeps S; draws again)
+    Buffered      u_t = Σ_(lag,w) w d_{t−lag} z_{t−lag},  x_t = u_t + Σ_j ω_j S_j,
+                  S_j ← θ_j S_j + u_t,  y_t = a_t x_t                      (keeps S; draws again)
     Forest        trees over blocks of steps; see `Forest`                 (keeps one stack)
     Rows          y_t = Σ_{r≤t} M[t, r] z_r                                (past draws come again)
 
-with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty). `materialize` runs a recipe
-on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path.
+with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty) and, in Buffered, a scale of
+every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `materialize` runs a
+recipe on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path.
 
 >>> materialize(FeedForward(weights=(1.0, -1.0)), steps=3)
 array([[ 1.,  0.,  0.],
@@ -51,13 +52,15 @@ class Recursive:
 class Buffered:
     """Forward form of a buffered linear Toeplitz filter, fed with tapped draws.
 
-    `taps` lists (lag, weight) pairs and always starts with (0, 1.0).
+    `taps` lists (lag, weight) pairs and always starts with (0, 1.0). With a `draw_scale`,
+    draw_scale[r]·z_r takes the place of z_r, when it is new and when a tap draws it again.
     """
 
     decays: tuple[float, ...]
     scales: tuple[float, ...]
     taps: tuple[tuple[int, float], ...] = ((0, 1.0),)
     scale: tuple[float, ...] = ()
+    draw_scale: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def materialize(recipe: Recipe, steps: int) -> Array:
         return np.array(recipe.matrix[:steps, :steps])
     if isinstance(recipe, Forest):
         return _materialize_forest(recipe, steps, draws)
+    if isinstance(recipe, Buffered) and recipe.draw_scale:
+        draws *= np.asarray(recipe.draw_scale)[:m, None]
     past: list[Array] = []
     state = np.zeros((len(recipe.decays), m)) if isinstance(recipe, Buffered) else zero
     for t in range(steps):

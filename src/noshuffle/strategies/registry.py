@@ -35,6 +35,7 @@ from noshuffle.strategies.toeplitz import (
     sqrt_toeplitz,
 )
 from noshuffle.strategies.tree import Tree, tree
+from noshuffle.strategies.two_sided import TwoSidedBlt, two_sided
 
 BUILDERS: dict[str, Callable[..., Strategy]] = {
     "identity": identity,
@@ -45,12 +46,23 @@ BUILDERS: dict[str, Callable[..., Strategy]] = {
     "banded": banded,
     "banded_inverse": banded_inverse,
     "blt": blt,
+    "blt_two_sided": two_sided,
     "dense": dense,
 }
 
 _CLASSES: dict[str, type[Strategy]] = {
     cls.name: cls
-    for cls in (Identity, ReleaseSums, Tree, SqrtToeplitz, Banded, BandedInverse, Blt, Dense)
+    for cls in (
+        Identity,
+        ReleaseSums,
+        Tree,
+        SqrtToeplitz,
+        Banded,
+        BandedInverse,
+        Blt,
+        TwoSidedBlt,
+        Dense,
+    )
 }
 
 

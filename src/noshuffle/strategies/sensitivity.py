@@ -14,6 +14,7 @@ here forms a matrix unless the strategy is one, or the run is short.
     min-separation, short run       branch and bound over |X| (see `gram`)
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           exact counting (see `tree_sensitivity`)
+    gains on both sides             no Toeplitz form, paths of its own (see `two_sided_gram`)
 
 Guarantees. `value` is never below the truth (beyond 1e-12 relative, for rounding). `exact` is said
 only when some unit is known to reach the value; otherwise the value is an upper bound, which costs
@@ -53,6 +54,8 @@ from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import tree_squared_sensitivity
+from noshuffle.strategies.two_sided import TwoSidedBlt
+from noshuffle.strategies.two_sided_gram import largest_column, worst_class
 
 #: Longest run whose coefficients are laid out in memory.
 MAX_COEFFICIENTS = 2**26
@@ -112,6 +115,8 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
         raise Unsupported(f"no sensitivity is proved under {type(participation).__name__}")
     if isinstance(strategy, ToeplitzStrategy):
         return _toeplitz(strategy, participation)
+    if isinstance(strategy, TwoSidedBlt):
+        return _two_sided(strategy, participation)
     if isinstance(strategy, Dense):
         C = strategy.encoder(participation.steps)
         return _explicit(C.T @ C, participation)
@@ -170,6 +175,28 @@ def _toeplitz(
         sizes = lag_sizes(c, g, first=b)
         upper = min(upper, gram.lag_bound(columns, sizes, separation=b, most=k))
     return _record(upper, 0.0)
+
+
+def _two_sided(
+    strategy: TwoSidedBlt, participation: SinglePass | Epochs | MinSeparation
+) -> Sensitivity:
+    n = participation.steps
+    a, g = strategy.draw_gain_values(n), strategy.gain_values(n)
+    c = strategy.core.coefficients(n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if participation.most == 1:
+            squared = largest_column(c, a, g)
+            return _record(squared, squared)
+        if isinstance(participation, Epochs):
+            upper, is_attained = worst_class(c, a, g, epochs=participation.epochs)
+            return _record(upper, upper if is_attained else 0.0)
+    if n <= SEARCH_STEPS and n * n * participation.most <= SEARCH_WORK:
+        C = strategy.encoder(n)
+        return _explicit(C.T @ C, participation)
+    raise Unsupported(
+        f"two-sided gains under min-separation are searched for at most {SEARCH_STEPS} steps, got "
+        f"{n:,}; use Epochs if the order is the same in every epoch, or a plain blt"
+    )
 
 
 def _explicit(X: Array, participation: SinglePass | Epochs | MinSeparation) -> Sensitivity:

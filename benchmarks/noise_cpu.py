@@ -1,0 +1,163 @@
+"""How long noise takes on a CPU: nanoseconds a number, beside torch and NumPy in the same process.
+
+    python benchmarks/noise_cpu.py [--threads 1 2] [--numbers 4000000] [--repeat 15]
+
+Every row is the best of the repeats; rows of one group take turns, so that a busy machine slows
+them alike. `draw` rows fill a float32 tensor with standard normals, preparation not counted.
+`step` rows add the noise of a mechanism to the gradients of a model, eight steps from step 4096 on
+(all taps and bands in use), and give the mean of the eight: the CNN has 26,010 parameters in 8
+tensors, the MLP (784-1024-1024-10) 1,863,690 in 6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from noshuffle.noise import NoiseStream, native, test_source
+from noshuffle.noise.constants import CPU_CHUNK, TILE
+from noshuffle.noise.layout import Layout
+from noshuffle.noise.workers import share
+from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
+
+CNN = {"conv1.weight": (16, 1, 8, 8), "conv1.bias": (16,), "conv2.weight": (32, 16, 4, 4)}
+CNN |= {"conv2.bias": (32,), "fc1.weight": (32, 512), "fc1.bias": (32,)}
+CNN |= {"fc2.weight": (10, 32), "fc2.bias": (10,)}
+MLP = {"0.weight": (1024, 784), "0.bias": (1024,), "1.weight": (1024, 1024), "1.bias": (1024,)}
+MLP |= {"2.weight": (10, 1024), "2.bias": (10,)}
+
+STEPS, LAPS = 10**6, 8
+BLT4 = Buffered(
+    decays=(0.99885911, 0.98734501, 0.88051219, 0.26915574),
+    scales=(-3.27832e-5, -1.048014e-3, -0.030251166, -0.457538471),
+)
+TAPPED = Buffered(BLT4.decays[:2], BLT4.scales[:2], tuple((240 * i, 0.3**i) for i in range(7)))
+BISR16 = FeedForward(tuple(1.0 if i == 0 else -0.5 / i**1.5 for i in range(16)))
+RECIPES: dict[str, Recipe] = {
+    "independent": FeedForward((1.0,)),
+    "Honaker tree": Forest("honaker", STEPS),
+    "BLT, 4 buffers": BLT4,
+    "BLT, 2 buffers, 6 taps": TAPPED,
+    "banded, 4 bands": Recursive((1.0, -0.5, -0.125, -0.0625)),
+    "banded inverse, 16 redrawn": BISR16,
+}
+
+
+def best(rows: dict[str, Callable[[], object]], *, repeat: int) -> dict[str, float]:
+    """Best seconds of each row; the rows take turns."""
+    times = dict.fromkeys(rows, float("inf"))
+    for turn in range(repeat + 1):
+        for name, do in rows.items():
+            start = time.perf_counter()
+            do()
+            if turn:
+                times[name] = min(times[name], time.perf_counter() - start)
+    return times
+
+
+def draws(numbers: int) -> dict[str, Callable[[], object]]:
+    out = torch.empty(numbers)
+    array = out.numpy()
+
+    def numpy_fill(bits: np.random.BitGenerator) -> Callable[[], object]:
+        generator = np.random.Generator(bits)
+        return lambda: generator.standard_normal(dtype=np.float32, out=array)
+
+    layout = Layout.of({"w": (numbers,)}, chunk_tiles=CPU_CHUNK)
+    tiles = torch.empty(layout.tiles, TILE)
+    rooms = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
+    workers = torch.get_num_threads()
+
+    def ours(kind: str) -> Callable[[], object]:
+        source = test_source(seed="benchmark", kind=kind)
+        drawer = source.drawer(layout.chunks, device=out.device, workers=workers)
+
+        def fill(worker: int, i: int) -> None:
+            drawer.draw_(rooms[i], chunk=i, row=1, weight=1.0, accumulate=False, worker=worker)
+
+        return lambda: share(fill, items=len(rooms), workers=workers)
+
+    def without_compiler(kind: str) -> Callable[[], object]:
+        run = ours(kind)
+
+        def slow() -> None:
+            with mock.patch.object(native, "library", return_value=None):
+                run()
+
+        return slow
+
+    return {
+        "torch normal_": lambda: out.normal_(),
+        "NumPy Philox, float32": numpy_fill(np.random.Philox(1)),
+        "NumPy SFC64, float32": numpy_fill(np.random.SFC64(1)),
+        "noshuffle aes": ours("aes"),
+        "noshuffle philox": ours("philox"),
+        "noshuffle aes, no C compiler": without_compiler("aes"),
+        "noshuffle philox, no C compiler": without_compiler("philox"),
+    }
+
+
+def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], object]]:
+    values = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    rooms = {name: torch.empty(shape) for name, shape in shapes.items()}
+
+    def plain() -> None:
+        for _ in range(LAPS):
+            for name, value in values.items():
+                value.add_(rooms[name].normal_(), alpha=0.1)
+
+    rows: dict[str, Callable[[], object]] = {"torch normal_ and add_, independent": plain}
+    for name, recipe in RECIPES.items():
+        source = test_source(seed="benchmark")
+        stream = NoiseStream(recipe, source, shapes, scale=0.1, steps=STEPS)
+        state = stream.state_dict() | {"step": 4096}
+
+        def laps(stream: NoiseStream = stream, state: dict[str, Any] = state) -> None:
+            stream.load_state_dict(state)
+            for _ in range(LAPS):
+                stream.add_(values)
+
+        rows[name] = laps
+    return rows
+
+
+def table(title: str, numbers: int, laps: int, measured: dict[int, dict[str, float]]) -> None:
+    heads = [f"{unit}, {threads} thread(s)" for threads in measured for unit in ("ms", "ns/number")]
+    print(f"\n| {title} | " + " | ".join(heads) + " |")
+    print("|---" * (len(heads) + 1) + "|")
+    for name in next(iter(measured.values())):
+        cells = []
+        for times in measured.values():
+            once = times[name] / laps
+            cells += [f"{once * 1e3:.3f}", f"{once / numbers * 1e9:.2f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Noise on a CPU, in nanoseconds a number.")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--numbers", type=int, default=4_000_000)
+    parser.add_argument("--repeat", type=int, default=15)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, NumPy {np.__version__}, C loops: {bool(native.library())}")
+    groups: list[tuple[str, int, Callable[[], dict[str, Callable[[], object]]]]] = [
+        (f"draw {options.numbers:,}", options.numbers, lambda: draws(options.numbers)),
+        ("step, CNN", 26_010, lambda: steps(CNN)),
+        ("step, MLP", 1_863_690, lambda: steps(MLP)),
+    ]
+    for title, numbers, make in groups:
+        measured = {}
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            measured[threads] = best(make(), repeat=options.repeat)
+        table(title, numbers, LAPS if title.startswith("step") else 1, measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The noise of a step on a GPU by one kernel: the tables it reads, and its launch.
+
+    small tables on the device  ──►  one launch of `triton_kernels.move` per tensor type
+
+What the kernel needs to know of the step lies on a tape (`tape`), of which a counter on the device
+reads the next record; what it needs to know of the tensors lies in a table of regions (one per
+tensor: size, place in the buffers, generator key) and a table of addresses. Many small tensors
+thus cost one launch. A launch reads nothing from the host, so it can be captured in a CUDA graph
+and replayed: the counter goes on by itself, and the tape is filled up between replays.
+
+State: the counter, which only mirrors the number of steps that the stream has released. A second
+counter holds how many steps may begin; a replay beyond it reads the record of NaN.
+
+>>> is_ready(torch.device("cpu"))
+False
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import triton_kernels
+from noshuffle.noise.constants import TILE
+from noshuffle.noise.layout import Layout
+from noshuffle.noise.moves import Moves
+from noshuffle.noise.philox import BLOCKS, address, split_seed
+from noshuffle.noise.tape import STEPS, WORDS, Tape, record_tape
+
+#: Tiles of one program where there are many of them; a small model has more use for more programs.
+TILES, MANY_TILES = 4, 2**14
+WARPS = 4
+
+
+def is_ready(device: torch.device) -> bool:
+    """Whether the kernel can run there. NOSHUFFLE_FUSED=off in the environment says no."""
+    is_off = os.environ.get("NOSHUFFLE_FUSED", "").lower() in ("off", "0")
+    return device.type == "cuda" and triton_kernels.HAS_TRITON and not is_off
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """For one choice of tensor types: the regions, and per type which program works on which."""
+
+    regions: Tensor
+    owners: tuple[tuple[torch.dtype, Tensor], ...]
+
+
+class Fused:
+    """Adds the noise of a step to flat tensors and brings the buffers forward, in one pass.
+
+    Guarantees: adds the same numbers as the torch path of `NoiseStream`, bit for bit when `exact`
+    (without, up to rounding of the last places). A replay that was not announced turns its tensors
+    into NaN; it never repeats a draw, nor makes one that the stream has not counted.
+    """
+
+    def __init__(
+        self,
+        moves: Moves,
+        *,
+        layout: Layout,
+        seeds: Mapping[str, bytes],
+        state: Tensor,
+        scale: float,
+        steps: int,
+        exact: bool = True,
+        tiles: int | None = None,
+        warps: int = WARPS,
+    ) -> None:
+        self._moves, self._scale, self._steps = moves, scale, steps
+        self._device, self._state, self._exact, self._warps = state.device, state, exact, warps
+        self._tiles = tiles or (TILES if layout.tiles >= MANY_TILES else 1)
+        self._table, self._names = _regions(layout, seeds)
+        self._has_decays = bool(moves.buffers) and bool(moves.at(0).decays)
+        self._words = self._zeros(WORDS, torch.int32)
+        self._offsets = self._zeros(STEPS + 1, torch.int32)
+        self._clock = self._zeros(2, torch.int32)
+        self._one_step = torch.ones_like(self._clock)
+        self._one_replay = torch.tensor([1, 0], dtype=torch.int32, device=self._device)
+        self._places = self._zeros(2, torch.int64)
+        self._places.copy_(torch.tensor([state.data_ptr(), layout.tiles * TILE]))
+        self._tape: Tape | None = None
+        self._next = -1
+        self._plans: dict[tuple[torch.dtype, ...], _Plan] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._targets = self._zeros(max(1, len(self._names)), torch.int64)
+        self._spare: tuple[Tensor, Tensor] | None = None
+        self._captured: list[tuple[Tensor, Tensor]] = []
+
+    def add_(self, targets: Mapping[str, Tensor], *, step: int) -> None:
+        """Add the noise of `step` to contiguous tensors. While a graph is being captured nothing
+        runs: each replay then adds the noise of the next step that was announced.
+        """
+        is_capturing = self._is_capturing()
+        key = tuple(targets[name].dtype for name in self._names)
+        if not is_capturing:
+            self._seek(step=step, count=1)
+        elif key not in self._plans or self._spare is None:
+            raise Unsupported("call prepare() with tensors of the same types before each capture")
+        plan = self._plans.get(key) or self._planned(key)
+        found = tuple(targets[name].data_ptr() for name in self._names)
+        where = self._captured_table(found) if is_capturing else self._table_of(found)
+        self._clock.add_(self._one_replay if is_capturing else self._one_step)
+        for dtype, owners in plan.owners:
+            self._launch(plan, dtype, owners, where, programs=len(owners))
+
+    def prepare(self, targets: Mapping[str, Tensor]) -> None:
+        """Build the tables and compile the kernel for tensors like these; adds nothing.
+
+        A graph keeps a table of addresses to itself, so this comes before every capture.
+        """
+        key = tuple(targets[name].dtype for name in self._names)
+        plan = self._plans.get(key) or self._planned(key)
+        for dtype, owners in plan.owners:
+            self._launch(plan, dtype, owners, self._targets, programs=0)
+        if self._spare is None and self._device.type == "cuda":
+            pinned = torch.zeros(len(self._targets), dtype=torch.int64, pin_memory=True)
+            self._spare = (pinned, torch.zeros_like(self._targets))
+
+    def announce(self, *, step: int, count: int) -> None:
+        """Allow `count` replays, the steps [step, step + count), on the current CUDA stream."""
+        self._seek(step=step, count=count)
+        self._clock[1].add_(count)
+
+    def _seek(self, *, step: int, count: int) -> None:
+        """Put the records of these steps on the tape, and both counters at the first of them."""
+        tape = self._tape
+        if tape is None or not tape.first <= step <= step + count <= tape.first + tape.count:
+            tape = record_tape(self._moves, scale=self._scale, first=step, steps=self._steps)
+            if count > tape.count:
+                raise InvalidInput(f"at most {tape.count} steps can be announced, got {count}")
+            self._write(tape)
+        if self._next != step:
+            self._clock.fill_(step - tape.first)
+        self._next = step + count
+
+    def _write(self, tape: Tape) -> None:
+        if len(tape.words) > len(self._words):
+            if self._captured:
+                raise Unsupported("a step needs a longer tape than the captured graph has")
+            self._words = self._zeros(len(tape.words), torch.int32)
+        self._words[: len(tape.words)].copy_(torch.from_numpy(tape.words.view(np.int32)))
+        self._offsets.copy_(torch.from_numpy(tape.offsets))
+        self._tape, self._next = tape, -1
+
+    def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self._device)
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _planned(self, key: tuple[torch.dtype, ...]) -> _Plan:
+        """Share the regions of each type out among programs of `tiles` tiles."""
+        table, owners = self._table.copy(), []
+        for dtype in dict.fromkeys(key):
+            _element(dtype)
+            index = np.flatnonzero([other == dtype for other in key])
+            programs = -(-table[index, 2] // self._tiles)
+            table[index, 9] = np.cumsum(programs) - programs
+            owner = np.repeat(index, programs).astype(np.int32)
+            owners.append((dtype, torch.from_numpy(owner).to(self._device)))
+        regions = torch.from_numpy(table).to(self._device)
+        self._plans[key] = _Plan(regions, tuple(owners))
+        return self._plans[key]
+
+    def _table_of(self, addresses: tuple[int, ...]) -> Tensor:
+        """The table of addresses, written again only when tensors have moved."""
+        if addresses != self._addresses:
+            self._targets[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
+            self._addresses = addresses
+        return self._targets
+
+    def _captured_table(self, addresses: tuple[int, ...]) -> Tensor:
+        """A table of its own for a graph, copied from pinned memory that stays as it is."""
+        assert self._spare is not None
+        pinned, table = self._spare
+        pinned[: len(addresses)] = torch.tensor(addresses, dtype=torch.int64)
+        table.copy_(pinned, non_blocking=True)
+        self._captured.append(self._spare)
+        self._spare = None
+        return table
+
+    def _launch(
+        self, plan: _Plan, dtype: torch.dtype, owners: Tensor, where: Tensor, *, programs: int
+    ) -> None:
+        kernel: Any = triton_kernels.move
+        # Triton launches on the current device, which need not be the one of these tensors.
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            kernel[(programs,)](
+                owners,
+                plan.regions,
+                where,
+                self._words,
+                self._offsets,
+                self._clock,
+                STEPS,
+                self._places,
+                ELEMENT=_element(dtype),
+                TILES=self._tiles,
+                DECAYS=self._moves.buffers if self._has_decays else 0,
+                HAS_LISTS=bool(self._moves.buffers) and not self._has_decays,
+                EXACT=self._exact,
+                ASSEMBLY=self._device.type == "cuda" and torch.version.hip is None,
+                num_warps=self._warps,
+                num_stages=1,
+                enable_fp_fusion=not self._exact,
+            )
+
+
+def _element(dtype: torch.dtype) -> Any:
+    """Triton's name of a floating-point type."""
+    names = {
+        torch.float32: "float32",
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+        torch.float64: "float64",
+    }
+    if dtype not in names:
+        raise Unsupported(f"noise can be added to {', '.join(names.values())}, got {dtype}")
+    import triton.language as tl
+
+    return getattr(tl, names[dtype])
+
+
+def _regions(
+    layout: Layout, seeds: Mapping[str, bytes]
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]:
+    """Per tensor that is not empty: numel, elements of its first tile that come before it, tiles,
+    first tile in the buffers, first block, key (2), tag (2), first program (set by the plan).
+    """
+    first: dict[str, tuple[int, int]] = {}
+    tiles: dict[str, int] = {}
+    for chunk in layout.chunks:
+        for piece in chunk.pieces:
+            first.setdefault(piece.name, (chunk.first + piece.at, piece.tile))
+            tiles[piece.name] = tiles.get(piece.name, 0) + piece.tiles
+    rows = []
+    for name, (flat, tile) in first.items():
+        address(row=0, tile=tile + tiles[name] - 1)
+        numel = int(np.prod(layout.shapes[name], dtype=np.int64))
+        skip = layout.starts[name] - tile * TILE
+        words = split_seed(seeds[name])
+        rows.append((numel, skip, tiles[name], flat, tile * BLOCKS, *words, 0))
+    return np.array(rows, dtype=np.int64).reshape(-1, 10), tuple(first)

@@ -1,0 +1,314 @@
+"""The noise of a run, one step at a time: row t of scale·C⁻¹Z onto named tensors.
+
+Z has independent standard normal rows, one per draw, made by a `Source` from (row, name, element);
+C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as a `Move` a
+step. State kept: the number of steps released, and the recipe's buffers in float32 as one flat
+tensor (none for independent noise, banded inverses and dense matrices, whose past draws are made
+again). All arithmetic is float32, chunk by chunk, so a chunk stays in the cache between drawing,
+correlating and adding. On CUDA with Triton and philox the step is one kernel instead (`fused`),
+with the same bits.
+
+>>> from noshuffle.noise.source import test_source
+>>> from noshuffle.strategies.recipe import FeedForward
+>>> stream = NoiseStream(FeedForward(weights=(1.0, -1.0)), test_source(seed=1), {"w": (2, 3)},
+...                      scale=0.5, steps=10)
+>>> first, second = torch.zeros(2, 3), torch.zeros(2, 3)
+>>> stream.add_({"w": first})
+>>> stream.add_({"w": second})
+>>> z = torch.empty(2, 2, 3)
+>>> for row in range(2):
+...     test_source(seed=1).normal_(z[row], row=row, name="w")
+>>> bool(torch.allclose(second, 0.5 * (z[1] - z[0]))), stream.step
+(True, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    NoshuffleError,
+    Unsupported,
+    non_negative,
+    whole,
+)
+from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
+from noshuffle.noise.correlate import Buffers, correlate_
+from noshuffle.noise.fused import Fused, is_ready
+from noshuffle.noise.layout import Layout
+from noshuffle.noise.moves import Move, Moves, fingerprint
+from noshuffle.noise.source import AnySource, Source
+from noshuffle.noise.workers import share
+from noshuffle.strategies.recipe import Recipe
+
+VERSION = 1
+
+
+class NoiseStream:
+    """Adds scale·(row t of C⁻¹Z) to named tensors, t = 0, 1, …
+
+    Guarantees: the value added to element i of `name` at step t is a function of (key, recipe,
+    scale, t, name, i) only. Every step adds noise to every tensor, whatever the values are (zero,
+    infinite and NaN included), and counts as released once it has begun to change them: a step
+    that fails half-way leaves a stream that refuses to go on, rather than one that would draw the
+    same noise twice onto different values. Past the horizon nothing is drawn.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: AnySource,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        scale: float,
+        steps: int,
+        device: torch.device | str = "cpu",
+        starts: Mapping[str, int] | None = None,
+    ) -> None:
+        non_negative(scale=scale)
+        whole(steps=steps)
+        self._moves = Moves.of(recipe)
+        if self._moves.horizon is not None and steps > self._moves.horizon:
+            raise InvalidInput(
+                f"the recipe covers {self._moves.horizon} steps, steps={steps}; fit it again"
+            )
+        self.scale = float(scale)
+        self.horizon = int(steps)
+        self._device = torch.device(device)
+        on_cpu = self._device.type == "cpu"
+        self._workers = torch.get_num_threads() if on_cpu else 1
+        chunk = CPU_CHUNK if on_cpu else DEVICE_CHUNK
+        self._layout = Layout.of(shapes, starts=starts, chunk_tiles=chunk)
+        self._source = source.on(self._device)
+        self._source.check_names(self._layout.shapes)
+        self._identity = {
+            "version": VERSION,
+            "recipe": fingerprint(recipe),
+            "source": self._source.kind,
+            "key": self._source.fingerprint,
+            "scale": self.scale,
+            "horizon": self.horizon,
+            "shapes": {name: list(shape) for name, shape in self._layout.shapes.items()},
+            "starts": dict(self._layout.starts),
+        }
+        self._step = 0
+        self._is_broken = False
+        self._state = torch.zeros((self.buffers, self._layout.tiles, TILE), device=self._device)
+        self._fused = self._fuse()
+        if self._fused is None:
+            self._cut()
+
+    def _fuse(self) -> Fused | None:
+        """The step as one kernel, where there is one for this device and source."""
+        source = self._source
+        if not isinstance(source, Source) or source.kind != "philox" or not is_ready(self._device):
+            return None
+        seeds = {name: source.seed(name) for name in self._layout.shapes}
+        settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
+        return Fused(self._moves, layout=self._layout, seeds=seeds, state=self._state, **settings)
+
+    def _cut(self) -> None:
+        """What the chunks are drawn and worked on with, made once."""
+        chunks, buffers = self._layout.chunks, self.buffers
+        self._workers = max(1, min(self._workers, len(chunks)))
+        self._drawer = self._source.drawer(chunks, device=self._device, workers=self._workers)
+        largest = max((c.tiles for c in chunks), default=0)
+        self._views = [
+            Buffers([self._state[b, c.first : c.first + c.tiles] for b in range(buffers)])
+            for c in chunks
+        ]
+        room = torch.empty((self._workers, 2, largest, TILE), device=self._device)
+        # The rooms that chunks are worked on in, cut once: item i is always worker i mod workers.
+        self._rooms = []
+        for i, c in enumerate(chunks):
+            y, u = room[i % self._workers, :, : c.tiles].unbind()
+            parts = [y.view(-1)[s.at : s.at + s.end - s.begin] for s in c.spans]
+            self._rooms.append((y, u, parts))
+
+    @property
+    def step(self) -> int:
+        """Rows released so far; the next one is row `step`."""
+        return self._step
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the noise comes from a named test seed, which protects nobody."""
+        return self._source.is_test
+
+    @property
+    def buffers(self) -> int:
+        """Model-sized float32 tensors kept between steps."""
+        return self._moves.buffers
+
+    @torch.no_grad()
+    def add_(self, values: Mapping[str, Tensor]) -> None:
+        """Add the noise of this step to every named tensor, in place, and go on to the next.
+
+        Low-precision values are raised to float32, receive the noise there and are rounded once.
+        While a CUDA graph is captured nothing is added or counted; see `prepare`, `announce`.
+        """
+        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_captured and self._fused is None:
+            # A graph would freeze the row and add the same noise at every replay.
+            raise Unsupported("only fused noise can be captured: install triton and use philox")
+        self._check_whole()
+        self._check_left(0 if is_captured else 1)
+        self._check(values)
+        # Views where that is possible; a tensor with other strides gets its noise at the end.
+        targets, detours = {}, {}
+        for name, value in values.items():
+            if value.is_contiguous():
+                targets[name] = value.view(-1)
+            else:
+                detours[name] = torch.zeros(value.shape, device=self._device)
+                targets[name] = detours[name].view(-1)
+        self._is_broken = not is_captured
+        if self._fused is not None:
+            self._fused.add_(targets, step=self._step)
+        else:
+            move = self._moves.at(self._step)
+            share(
+                lambda worker, index: self._add_chunk(move, targets, index=index, worker=worker),
+                items=len(self._layout.chunks),
+                workers=self._workers,
+            )
+        for name, noise in detours.items():
+            values[name].add_(noise)
+        self._step += not is_captured
+        self._is_broken = False
+
+    def prepare(self, values: Mapping[str, Tensor]) -> None:
+        """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing."""
+        self._check(values)
+        if self._fused is None:
+            raise Unsupported("only fused noise can be captured: install triton and use philox")
+        self._fused.prepare(values)
+
+    def announce(self, *, replays: int = 1) -> None:
+        """Count the steps of the next replays of a captured graph as released, and allow them.
+
+        Call it before the replays, on their CUDA stream. One that was not announced gives NaN.
+        """
+        whole(replays=replays)
+        self._check_whole()
+        self._check_left(replays)
+        if self._fused is None:
+            raise Unsupported("no graph can have captured this noise: it is not fused")
+        self._fused.announce(step=self._step, count=replays)
+        self._step += replays
+
+    def _check_left(self, steps: int) -> None:
+        if self._step + steps > self.horizon:
+            raise HorizonExceeded(
+                f"the noise was planned for {self.horizon} steps, {self._step} are released and "
+                f"{steps} more were to come; plan again"
+            )
+
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            raise NoshuffleError(
+                "an earlier step failed half-way; go on from the last checkpoint of the stream"
+            )
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        shapes = self._layout.shapes
+        if values.keys() != shapes.keys():
+            missing, extra = sorted(shapes.keys() - values), sorted(values.keys() - shapes)
+            raise InvalidInput(
+                f"tensors are matched by name: missing {missing}, not expected {extra}"
+            )
+        for name, value in values.items():
+            if value.shape != shapes[name]:
+                raise InvalidInput(
+                    f"{name!r} must have shape {shapes[name]}, got {tuple(value.shape)}"
+                )
+            if not value.is_floating_point() or value.device.type != self._device.type:
+                raise InvalidInput(
+                    f"{name!r} must be floating point on {self._device}, "
+                    f"got {value.dtype} on {value.device}"
+                )
+
+    def _add_chunk(
+        self, move: Move, targets: Mapping[str, Tensor], *, index: int, worker: int
+    ) -> None:
+        chunk = self._layout.chunks[index]
+        y, u, parts = self._rooms[index]
+        # Without buffers the weights can carry gain and scale, and u is the noise itself.
+        into, factor = (u, 1.0) if self.buffers else (y, move.gain * self.scale)
+        if not move.draws:
+            into.zero_()
+        for i, (row, w) in enumerate(move.draws):
+            self._drawer.draw_(
+                into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
+            )
+        if self.buffers:
+            correlate_(y, u=u, move=move, state=self._views[index], scale=self.scale)
+        for span, part in zip(chunk.spans, parts):
+            target = targets[span.name]
+            if span.end - span.begin != target.numel():
+                target = target[span.begin : span.end]
+            target.add_(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
+        self._check_whole()
+        buffers = {}
+        if self.buffers:
+            for name, pieces in self._spans().items():
+                shape = (self.buffers, *self._layout.shapes[name])
+                buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
+        return {**self._identity, "step": self._step, "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where the stream that wrote `state` stopped; refuses another stream's."""
+        for key, own in self._identity.items():
+            if key not in state or state[key] != own:
+                shown = "another" if key in ("shapes", "starts") else repr(state.get(key))
+                raise InvalidInput(
+                    f"the saved noise state has {shown} {key}, this stream has "
+                    f"{'its own' if key in ('shapes', 'starts') else repr(own)}; "
+                    "resume with the plan and key of the run that was saved"
+                )
+        whole(at_least=0, at_most=self.horizon, step=state["step"])
+        spans = self._spans()
+        expected = set(spans) if self.buffers else set()
+        if set(state["buffers"]) != expected:
+            raise InvalidInput(f"the saved buffers must be those of {sorted(expected)}")
+        for name in expected:
+            saved, shape = state["buffers"][name], (self.buffers, *self._layout.shapes[name])
+            if saved.dtype != torch.float32 or tuple(saved.shape) != shape:
+                raise InvalidInput(
+                    f"the saved buffer of {name!r} must be float32 of shape {shape}, "
+                    f"got {saved.dtype} of {tuple(saved.shape)}"
+                )
+        # The padding of a tile is never read by anyone, so it need not be restored.
+        self._state.zero_()
+        for name in expected:
+            at = 0
+            flat = state["buffers"][name].reshape(self.buffers, -1)
+            for piece in spans[name]:
+                piece.copy_(flat[:, at : at + piece.shape[1]])
+                at += piece.shape[1]
+        self._step = int(state["step"])
+        self._is_broken = False
+
+    def _spans(self) -> dict[str, list[Tensor]]:
+        """The buffers of each name, as views of shape (buffers, some elements), in order."""
+        flat = self._state.flatten(1)
+        found: dict[str, list[Tensor]] = {}
+        for name, shape in self._layout.shapes.items():
+            if not math.prod(shape):
+                found[name] = [flat[:, :0]]
+        for chunk in self._layout.chunks:
+            for span in chunk.spans:
+                begin = chunk.first * TILE + span.at
+                view = flat[:, begin : begin + span.end - span.begin]
+                found.setdefault(span.name, []).append(view)
+        return found

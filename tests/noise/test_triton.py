@@ -1,0 +1,278 @@
+"""The fused kernel adds the numbers of the torch path: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput
+from noshuffle.noise import NoiseStream, test_source
+from noshuffle.noise.constants import CPU_CHUNK, ROOT_HALF_BITS, TILE
+from noshuffle.noise.layout import Layout
+from noshuffle.noise.moves import Moves
+from noshuffle.noise.tape import HEAD, STEPS, WORDS, record, record_tape
+from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+if HAS_TRITON and not HAS_GPU:
+    # The interpreter is chosen when Triton and the kernel are imported, so this comes before.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from noshuffle.noise.fused import Fused  # noqa: E402
+
+
+def why_not() -> str:
+    """Why the kernel cannot be run here, or nothing."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if HAS_GPU:
+        return ""
+    fused, _ = fused_of(FeedForward((1.0,)))
+    try:
+        fused.add_({name: value.view(-1) for name, value in values_of(0, {}).items()}, step=0)
+    except Exception as error:
+        # Older interpreters turn arrays of one element into integers, which NumPy 2.4 refuses.
+        if "0-dimensional" in str(error):
+            return "this Triton's interpreter does not work with this NumPy; take a newer one"
+        raise
+    return ""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+needs_triton = pytest.mark.usefixtures("kernel")
+needs_gpu = pytest.mark.skipif(not (HAS_TRITON and HAS_GPU), reason="needs a GPU and triton")
+
+N = 7
+GAINS = tuple(1.0 / (1 + 0.1 * t) for t in range(N))
+DENSE = np.tril(np.random.default_rng(0).standard_normal((N, N)))
+TAPS = ((0, 1.0), (2, 0.3), (5, -0.2))
+RECIPES: dict[str, Recipe] = {
+    "identity": FeedForward((1.0,)),
+    "banded inverse": FeedForward((1.0, -0.5, 0.0, -0.1), scale=GAINS),
+    "banded": Recursive((0.8, -0.4, 0.2, 0.1)),
+    "one band": Recursive((0.7,), scale=GAINS),
+    "blt": Buffered((0.95, 0.6), (-0.1, -0.3)),
+    "blt with taps and gains": Buffered((0.95, 0.6, 0.2), (-0.1, -0.3, 0.1), TAPS, GAINS),
+    "dense": Rows(DENSE),
+    "plain tree": Forest("plain", N),
+    "honaker": Forest("honaker", N),
+    "honaker completed": Forest("honaker", N, 3, True),
+}
+SHAPES: dict[str, tuple[int, ...]] = {"w": (7, 100), "b": (3,), "none": (0, 4)}
+STARTS = {"w": 700}
+SCALE = 0.37
+
+
+def values_of(seed: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtypes.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+def twin_of(recipe: Recipe) -> NoiseStream:
+    source = test_source(seed="fused", kind="philox")
+    return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N, starts=STARTS)
+
+
+def fused_of(recipe: Recipe, **settings: object) -> tuple[Fused, Tensor]:
+    moves, source = Moves.of(recipe), test_source(seed="fused", kind="philox")
+    layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
+    state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
+    seeds = {name: source.seed(name) for name in SHAPES}
+    settings = {"scale": SCALE, "steps": N} | settings
+    fused = Fused(moves, layout=layout, seeds=seeds, state=state, **settings)  # type: ignore[arg-type]
+    return fused, state
+
+
+def both(
+    recipe: Recipe, *, steps: Sequence[int] = range(N), **settings: object
+) -> list[tuple[Tensor, Tensor]]:
+    dtypes = settings.pop("dtypes", {})
+    assert isinstance(dtypes, dict)
+    twin, (fused, _) = twin_of(recipe), fused_of(recipe, **settings)
+    pairs = []
+    for step in steps:
+        expected = values_of(step, dtypes)
+        got = {name: value.to(DEVICE) for name, value in values_of(step, dtypes).items()}
+        twin.add_(expected)
+        fused.add_({name: value.view(-1) for name, value in got.items()}, step=step)
+        pairs += [(expected[name], got[name].cpu()) for name in SHAPES]
+    return pairs
+
+
+@needs_triton
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_of_the_torch_path(name: str) -> None:
+    for expected, got in both(RECIPES[name]):
+        assert torch.equal(expected, got)
+
+
+@needs_triton
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_tiles_of_a_program_do_not_matter(tiles: int) -> None:
+    for expected, got in both(RECIPES["blt"], steps=range(3), tiles=tiles):
+        assert torch.equal(expected, got)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_beside_float32(dtype: torch.dtype) -> None:
+    dtypes = {"w": dtype}
+    # Triton's interpreter cuts bfloat16 off instead of rounding it: one unit of its last place.
+    close = 2**-7 if dtype == torch.bfloat16 and not HAS_GPU else 0.0
+    for expected, got in both(RECIPES["blt"], steps=range(2), dtypes=dtypes):
+        assert expected.dtype == got.dtype
+        torch.testing.assert_close(got, expected, rtol=close, atol=0.0)
+
+
+@needs_triton
+def test_without_exact_it_is_equal_up_to_rounding() -> None:
+    for expected, got in both(RECIPES["banded inverse"], steps=range(3), exact=False):
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-6)
+
+
+@needs_triton
+def test_steps_can_be_left_and_taken_up_again() -> None:
+    """The counter follows the step that is asked for, as after a checkpoint was loaded."""
+    expected, got = (dict[int, Tensor]() for _ in range(2))
+    twin, (fused, _) = twin_of(RECIPES["banded inverse"]), fused_of(RECIPES["banded inverse"])
+    for step in range(4):
+        values = values_of(0, {})
+        twin.add_(values)
+        expected[step] = values["w"]
+    for step in (0, 2, 3, 1):
+        values = {name: value.to(DEVICE) for name, value in values_of(0, {}).items()}
+        fused.add_({name: value.view(-1) for name, value in values.items()}, step=step)
+        got[step] = values["w"].cpu()
+        assert torch.equal(got[step], expected[step])
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["identity", "blt", "honaker"])
+def test_a_step_that_was_not_announced_gives_nan(name: str) -> None:
+    fused, _ = fused_of(RECIPES[name])
+    values = {n: v.to(DEVICE).view(-1) for n, v in values_of(0, {}).items()}
+    fused.add_(values, step=0)
+    assert all(bool(torch.isfinite(value).all()) for value in values.values())
+    fused._clock[0].add_(1)  # what one replay too many does
+    fused.add_(values, step=1)
+    assert all(bool(torch.isnan(value).all()) for value in values.values())
+
+
+@needs_triton
+def test_more_steps_than_there_are_cannot_be_announced() -> None:
+    fused, _ = fused_of(RECIPES["identity"])
+    fused.announce(step=2, count=N - 2)
+    with pytest.raises(InvalidInput, match="at most 5 steps"):
+        fused.announce(step=2, count=N - 1)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_replays_of_a_graph_are_the_steps(name: str) -> None:
+    twin, (fused, _) = twin_of(RECIPES[name]), fused_of(RECIPES[name])
+    values = {n: v.to(DEVICE) for n, v in values_of(0, {}).items()}
+    flat = {n: v.view(-1) for n, v in values.items()}
+    fused.prepare(flat)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused.add_(flat, step=0)
+    expected = values_of(0, {})
+    for step in range(N):
+        if step % 3 == 0:
+            fused.announce(step=step, count=min(3, N - step))
+        graph.replay()
+        twin.add_(expected)
+        assert all(torch.equal(values[n].cpu(), expected[n]) for n in SHAPES)
+    graph.replay()
+    assert all(bool(torch.isnan(value).all()) for value in values.values())
+
+
+def test_a_tape_holds_the_moves_in_order() -> None:
+    moves = Moves.of(RECIPES["blt with taps and gains"])
+    tape = record_tape(moves, scale=SCALE, first=2, steps=N)
+    assert (tape.first, tape.count) == (2, N - 2)
+    for i in range(tape.count):
+        expected = record(moves.at(2 + i), buffers=moves.buffers, scale=SCALE)
+        begin = tape.offsets[i]
+        np.testing.assert_array_equal(tape.words[begin : begin + len(expected)], expected)
+    for begin in tape.offsets[tape.count :]:
+        assert tape.words[begin] == 1
+        assert np.isnan(tape.words[begin:].view(np.float32)[HEAD + 1])
+
+
+def test_a_tape_is_bounded_but_holds_at_least_one_record() -> None:
+    long = FeedForward(tuple(1.0 for _ in range(WORDS)))
+    assert record_tape(Moves.of(long), scale=1.0, first=WORDS, steps=2 * WORDS).count == 1
+    short = record_tape(Moves.of(RECIPES["identity"]), scale=1.0, first=5, steps=10**8)
+    assert short.count == STEPS
+    assert len(short.words) <= WORDS
+
+
+def fused_multiply(a: object, b: object, c: object) -> NDArray[np.float32]:
+    """a·b + c rounded once: the sum has 64 bits, of which float32 keeps 24."""
+    a, b, c = (np.asarray(x, dtype=np.float32).astype(np.longdouble) for x in (a, b, c))
+    return (a * b + c).astype(np.float32)
+
+
+has_long_double = pytest.mark.skipif(
+    np.finfo(np.longdouble).nmant < 63, reason="needs a long double of 64 bits"
+)
+every = pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@has_long_double
+@every
+@pytest.mark.parametrize("error", [-3, -1, 0, 1, 3])
+def test_the_quotient_of_the_kernel_is_exact_for_every_m(stride: int, error: int) -> None:
+    """The steps of `triton_kernels.quotient` from a reciprocal that is off by some units."""
+    fma = fused_multiply
+    for begin in range(ROOT_HALF_BITS, ROOT_HALF_BITS + 2**23, 2**20):
+        bits = np.arange(begin, begin + 2**20, stride, dtype=np.int32)
+        bits = np.append(bits, np.int32(0x3F7FFFFE))  # b = 2 − 2⁻²³, where the Newton step fails
+        m = bits.view(np.float32)
+        a, b = m - np.float32(1), m + np.float32(1)
+        r = ((1 / b.astype(np.float64)).astype(np.float32).view(np.int32) + error).astype(np.int32)
+        r = r.view(np.float32)
+        r = fma(r, fma(-b, r, 1.0), r)
+        r = (r.view(np.int32) + 1).astype(np.int32).view(np.float32)
+        q = a * r
+        q = fma(r, fma(-b, q, a), q)
+        q = fma(r, fma(-b, q, a), q)
+        np.testing.assert_array_equal(q, (a.astype(np.float64) / b).astype(np.float32))
+
+
+@has_long_double
+@every
+@pytest.mark.parametrize("error", [-2, -1, 0, 1, 2])
+def test_the_root_of_the_kernel_is_exact_for_every_x(stride: int, error: int) -> None:
+    """The steps of `triton_kernels.root`; two binades stand for all, by powers of four."""
+    fma = fused_multiply
+    one = int(np.float32(1).view(np.int32))
+    for begin in range(one, one + 2**24, 2**20):
+        x = np.arange(begin, begin + 2**20, stride, dtype=np.int32).view(np.float32)
+        true = np.sqrt(x.astype(np.float64))
+        y = ((1 / true).astype(np.float32).view(np.int32) + error).astype(np.int32)
+        y = y.view(np.float32)
+        g, h = x * y, np.float32(0.5) * y
+        miss = fma(-g, h, 0.5)
+        g, h = fma(g, miss, g), fma(h, miss, h)
+        g = fma(fma(-g, g, x), h, g)
+        np.testing.assert_array_equal(g, true.astype(np.float32))
