@@ -1,0 +1,27 @@
+"""Clipped sums: per-example (or per-user) gradients, each bounded, added up.
+
+objective   how a loss is written          forms     per-example gradients not written out
+clipped     bounds and the clipped sum     rules*    one rule per layer type
+members     units, weights, the last steps ghost     one backward pass (tape, layers, trial)
+check       what a model must not contain  per_example  any model, written out
+adaptive    a threshold that follows a quantile      choose  which engine, and why
+"""
+
+from noshuffle.clipping.check import validate
+from noshuffle.clipping.choose import auto
+from noshuffle.clipping.clipped import Clip, ClippedSum, Flat, PerLayer
+from noshuffle.clipping.ghost import Ghost
+from noshuffle.clipping.objective import ModelLoss
+from noshuffle.clipping.per_example import PerExample
+
+__all__ = [
+    "Clip",
+    "ClippedSum",
+    "Flat",
+    "Ghost",
+    "ModelLoss",
+    "PerExample",
+    "PerLayer",
+    "auto",
+    "validate",
+]

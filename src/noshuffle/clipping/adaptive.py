@@ -1,0 +1,150 @@
+"""A clip norm that follows a quantile of the gradient norms, privately.
+
+Andrew, Thakkar, McMahan, Ramaswamy, "Differentially private learning with adaptive clipping"
+(2021). With γ the wanted fraction below the threshold and m the planned number of units a step,
+
+    count = Σ_u (1[‖g_u‖ ≤ C] − ½) + N(0, σ_b²),     b̃ = count/m + ½,     C ← C · exp(−η (b̃ − γ))
+
+Each unit moves the count by ½ (zero-out neighbours: a unit that is absent adds nothing), so the
+count is a Gaussian mechanism with noise multiplier 2σ_b, released at every step. Gradients and
+count together cost what one release with multiplier z costs if the gradients use
+
+    z_Δ = (z⁻² − (2σ_b)⁻²)^(−½).
+
+With correlated noise the clip norm must stay constant while noise is being cancelled. The estimate
+therefore moves at every step, and the threshold in force takes it over only where the mechanism
+allows a change (`may_change`: every step for independent noise, a restart for trees).
+
+State: the threshold in force and the running estimate, a value; `update` returns the next one.
+
+>>> config = QuantileClip(initial=1.0, units=100)
+>>> state = start(config)
+>>> state = update(state, -50.0, config=config, may_change=False)    # nobody below: must grow
+>>> state.threshold, round(state.estimate, 4)
+(1.0, 1.1052)
+>>> round(gradient_multiplier(1.0, bit_noise=config.noise), 4)
+1.005
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping.clipped import Flat
+from noshuffle.errors import InvalidInput, open_unit, positive, whole
+
+#: How far one unit moves the shifted count.
+BIT_SENSITIVITY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantileClip:
+    """Which quantile to follow, how fast, and with how much noise on the count.
+
+    `units` is the planned number of units a step (never the realised one); `bit_noise` is the
+    standard deviation of the noise on the count, `units`/20 if not given. `smallest` and `largest`
+    keep the threshold within reason whatever the noise does.
+    """
+
+    initial: float
+    units: int
+    quantile: float = 0.5
+    rate: float = 0.2
+    bit_noise: float | None = None
+    smallest: float = 1e-6
+    largest: float = 1e6
+
+    def __post_init__(self) -> None:
+        positive(initial=self.initial, rate=self.rate)
+        positive(smallest=self.smallest, largest=self.largest)
+        open_unit(quantile=self.quantile)
+        whole(units=self.units)
+        if self.bit_noise is not None:
+            positive(bit_noise=self.bit_noise)
+        if not self.smallest <= self.initial <= self.largest:
+            raise InvalidInput(
+                f"initial must lie between smallest ({self.smallest}) and largest "
+                f"({self.largest}), got {self.initial}"
+            )
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on the count."""
+        return self.units / 20 if self.bit_noise is None else float(self.bit_noise)
+
+
+@dataclass(frozen=True)
+class QuantileState:
+    """`threshold` is the clip norm in force, `estimate` where the quantile is thought to be."""
+
+    threshold: float
+    estimate: float
+
+    @property
+    def clip(self) -> Flat:
+        return Flat(self.threshold)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"threshold": self.threshold, "estimate": self.estimate}
+
+
+def start(config: QuantileClip) -> QuantileState:
+    """The state before the first step."""
+    return QuantileState(config.initial, config.initial)
+
+
+def shifted_count(norms: Tensor, state: QuantileState, *, present: Tensor | None = None) -> float:
+    """Σ over present units of 1[norm ≤ estimate] − ½, before noise.
+
+    Guarantees: one unit changes the result by at most ½ under zero-out, by at most 1 under
+    replacement. A NaN or infinite norm counts as above the estimate. Not private by itself.
+    """
+    below = (norms <= state.estimate).double() - BIT_SENSITIVITY
+    if present is not None:
+        below = torch.where(present, below, torch.zeros_like(below))
+    return float(below.sum())
+
+
+def privatise(count: float, *, config: QuantileClip, normal: float) -> float:
+    """The count with noise; `normal` is one standard normal draw from the run's noise source."""
+    return count + config.noise * normal
+
+
+def update(
+    state: QuantileState, noisy_count: float, *, config: QuantileClip, may_change: bool
+) -> QuantileState:
+    """Move the estimate by a privatised count; the threshold follows only if it may change."""
+    if not math.isfinite(noisy_count):
+        raise InvalidInput(f"noisy_count must be finite, got {noisy_count!r}")
+    fraction = noisy_count / config.units + BIT_SENSITIVITY
+    exponent = -config.rate * (fraction - config.quantile)
+    moved = state.estimate * math.exp(min(max(exponent, -50.0), 50.0))
+    moved = min(max(moved, config.smallest), config.largest)
+    return QuantileState(moved if may_change else state.threshold, moved)
+
+
+def gradient_multiplier(noise_multiplier: float, *, bit_noise: float) -> float:
+    """z_Δ: the noise multiplier of the gradients that leaves room for the count within z."""
+    positive(noise_multiplier=noise_multiplier, bit_noise=bit_noise)
+    left = noise_multiplier**-2 - (bit_noise / BIT_SENSITIVITY) ** -2
+    if left <= 0:
+        raise InvalidInput(
+            f"bit_noise must exceed noise_multiplier/2 = {noise_multiplier / 2:.6g}, got "
+            f"{bit_noise!r}: the count alone would spend the whole budget"
+        )
+    return float(left**-0.5)
+
+
+def count_mu(*, bit_noise: float, participations: int) -> float:
+    """GDP parameter of all counts together: a unit is counted `participations` times.
+
+    The counts of different steps have independent noise, so μ = √k · ½/σ_b. A run with gradient
+    parameter μ_g then has √(μ_g² + μ²) in all (adaptive composition of Gaussian mechanisms).
+    """
+    positive(bit_noise=bit_noise)
+    whole(participations=participations)
+    return math.sqrt(participations) * BIT_SENSITIVITY / bit_noise

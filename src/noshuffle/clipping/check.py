@@ -1,0 +1,64 @@
+"""What a model must not contain: layers through which one example changes another's gradient.
+
+Clipping bounds one example's gradient. Batch normalisation in training mode mixes the batch into
+every gradient, so no bound on one example holds; an embedding with `max_norm` rewrites its own
+weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused.
+Batch normalisation in eval mode is a fixed affine map of each example and is allowed. Dropout is
+allowed: every example draws its own mask.
+
+>>> from torch import nn
+>>> validate(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))
+Traceback (most recent call last):
+    ...
+noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.GroupNorm(8, 8) instead
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from noshuffle.errors import InvalidInput, Unsupported
+
+
+def original(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`'s wrapper: per-example gradients need the layers."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name; a tied one appears once, under its first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def validate(model: nn.Module) -> None:
+    """Refuse a model in which examples are coupled, and name the replacement.
+
+    Guarantees: a model of torch's own layers that passes has, for every example, a gradient that
+    does not depend on the rest of the batch. Own layers are the author's responsibility; the ghost
+    engine tries them on two examples before it trusts them.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidInput("the model must have a trainable parameter, got none that requires grad")
+    for name, layer in model.named_modules():
+        kind = type(layer).__name__
+        if isinstance(layer, _InstanceNorm):
+            if layer.track_running_stats and layer.training:
+                raise Unsupported(
+                    f"layer {name!r} ({kind}) keeps statistics of the data that are not private; "
+                    f"use nn.{kind}({layer.num_features}, affine=True) without running statistics"
+                )
+        elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            groups = math.gcd(32, layer.num_features)
+            raise Unsupported(
+                f"layer {name!r} ({kind}) mixes examples; use nn.GroupNorm({groups}, "
+                f"{layer.num_features}) instead"
+            )
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if getattr(layer, option):
+                    raise Unsupported(f"layer {name!r} ({kind}) mixes examples; leave {option} out")

@@ -1,0 +1,38 @@
+"""Pick the engine for a model, and say why.
+
+Ghost clipping costs one plain step plus the norms. Writing gradients out costs memory and time in
+proportion to batch × parameters, which only very small models can afford; it is also what is left
+when the model cannot be taken layer by layer. No state.
+
+>>> from torch import nn
+>>> type(auto(nn.Linear(1024, 1024))).__name__
+'Ghost'
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from noshuffle.clipping.check import original, trainable, validate
+from noshuffle.clipping.ghost import Ghost
+from noshuffle.clipping.layers import NotByLayer, read
+from noshuffle.clipping.per_example import PerExample
+
+
+def auto(model: nn.Module, *, microbatch: int | None = None) -> Ghost | PerExample:
+    """The engine for a model; `.why` is the reason in words."""
+    model = original(model)
+    validate(model)
+    count = sum(p.numel() for p in trainable(model).values())
+    try:
+        layers = read(model)
+    except NotByLayer as reason:
+        return PerExample(microbatch, why=f"written out per example: {reason}")
+    opaque = sum(
+        p.numel() for layer in layers.opaque.values() for p in layer.parameters() if p.requires_grad
+    )
+    if opaque > count // 2:
+        named = ", ".join(sorted({type(layer).__name__ for layer in layers.opaque.values()}))
+        return PerExample(microbatch, why=f"most parameters are in layers without a rule ({named})")
+    kinds = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
+    return Ghost(microbatch, why=f"{count:,} parameters with layer rules for {', '.join(kinds)}")

@@ -1,0 +1,278 @@
+"""Per-example gradients that are not written out.
+
+A gradient of one parameter for B examples has one of three forms:
+
+    Dense   d[b]                         kept as it is: biases, norm layers, small weights
+    Outer   Σ_t g[b,t] a[b,t]ᵀ           linear maps: output gradients times inputs
+    Rows    row index[b,t] += g[b,t]     embeddings
+
+Each gives its squared norms, its weighted sum over examples, and itself written out. For Outer,
+
+    ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩       (two T×T Gram matrices)
+
+is cheaper than the product of size o×i when T² is small; the cost decides (mixed ghost clipping:
+Bu, Mao, Xu 2022; ghost norms: Goodfellow 2015, Li et al. 2022). A parameter used in several
+places has several forms; `merge` joins them and the cross terms are exact.
+
+Where the steps nearly cancel, the Gram sum loses digits and could come out far too small, so that
+too little would be clipped. Rounding moves it by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u the unit
+roundoff and κ ≈ √i + √o (the usual growth of errors in inner products), and that much is added: a
+squared norm here is never too small. Without cancellation the addition is below 1e-5 in single
+precision.
+
+>>> import torch
+>>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
+>>> form = Outer(a, g, (2, 4))
+>>> torch.allclose(form.squares(), form.dense().flatten(1).square().sum(1))
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which unit every example belongs to: example b is number `slot[b]` of unit `of[b]`."""
+
+    of: Tensor
+    slot: Tensor
+    count: int
+    widest: int
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """[B, T, …] → [U, widest·T, …]: the rows of one unit side by side, zeros where none."""
+        out = rows.new_zeros((self.count * self.widest, *rows.shape[1:]))
+        out[self.of * self.widest + self.slot] = rows
+        return out.reshape(self.count, -1, *rows.shape[2:])
+
+    def total(self, rows: Tensor) -> Tensor:
+        """[B, …] → [U, …]: the sum over the examples of each unit."""
+        return rows.new_zeros((self.count, *rows.shape[1:])).index_add_(0, self.of, rows)
+
+
+def wide(t: Tensor) -> Tensor:
+    """At least single precision: norms and sums are never taken in half precision."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def _scaled(g: Tensor, factors: Tensor) -> Tensor:
+    g = wide(g)
+    return g * factors.to(g.dtype).reshape(-1, *[1] * (g.dim() - 1))
+
+
+def _zeroed(t: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
+
+
+def _allowance(dtype: torch.dtype, *lengths: int) -> float:
+    """κu: relative rounding error of products of inner products of these lengths."""
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return 0.5 * eps * (2.0 + sum(math.sqrt(n) for n in lengths))
+
+
+class Form:
+    """Base of the three forms; B examples, one parameter."""
+
+    def squares(self) -> Tensor:
+        """Squared norm per example, [B]."""
+        raise NotImplementedError
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ_b factors[b] · gradient[b], in the parameter's shape."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """The gradients written out, [B, *shape]."""
+        raise NotImplementedError
+
+    def kept(self, keep: Tensor) -> Form:
+        """The same with the examples outside `keep` replaced by zeros (NaN and ∞ included)."""
+        raise NotImplementedError
+
+    def scaled(self, factors: Tensor) -> Form:
+        """The same with example b multiplied by factors[b]."""
+        raise NotImplementedError
+
+    def by_unit(self, units: Units) -> Form:
+        """The gradients summed over the examples of each unit."""
+        return Dense(units.total(self.dense()))
+
+
+@dataclass(frozen=True)
+class Dense(Form):
+    """Gradients written out: [B, *shape]."""
+
+    grads: Tensor
+
+    def squares(self) -> Tensor:
+        if self.grads.dim() == 1:
+            return self.grads.square()
+        norms: Tensor = torch.linalg.vector_norm(self.grads.flatten(1), dim=1)
+        return norms.square()
+
+    def total(self, factors: Tensor) -> Tensor:
+        flat = self.grads.reshape(self.grads.shape[0], -1)
+        return (factors.to(flat.dtype) @ flat).reshape(self.grads.shape[1:])
+
+    def dense(self) -> Tensor:
+        return self.grads
+
+    def kept(self, keep: Tensor) -> Form:
+        return Dense(_zeroed(self.grads, keep))
+
+    def scaled(self, factors: Tensor) -> Form:
+        return Dense(_scaled(self.grads, factors))
+
+
+@dataclass(frozen=True)
+class Outer(Form):
+    """Σ_t g[b,t] a[b,t]ᵀ with a [B, T, i], g [B, T, o]; `shape` is the parameter's shape."""
+
+    a: Tensor
+    g: Tensor
+    shape: tuple[int, ...]
+    written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    def is_small(self) -> bool:
+        """Whether writing the gradients out costs less than the two Gram matrices."""
+        t, i, o = self.a.shape[1], self.a.shape[2], self.g.shape[2]
+        return t > 1 and i * o <= t * (i + o)
+
+    def squares(self) -> Tensor:
+        if self.a.shape[1] == 1:
+            return wide(self.a).square().sum((1, 2)) * wide(self.g).square().sum((1, 2))
+        if self.is_small():
+            return Dense(self.dense()).squares()
+        a, g = wide(self.a), wide(self.g)
+        gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
+        reach = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt().sum(1, dtype=torch.float64)
+        exact = gram.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+        return exact + self.allowance() * reach.square()
+
+    def allowance(self) -> float:
+        return _allowance(self.g.dtype, self.a.shape[2], self.g.shape[2])
+
+    def reach(self) -> Tensor:
+        """Σ_t ‖g_t‖‖a_t‖ per example: the norm if nothing cancelled."""
+        a, g = wide(self.a), wide(self.g)
+        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
+        summed: Tensor = sizes.sum(1, dtype=torch.float64)
+        return summed
+
+    def total(self, factors: Tensor) -> Tensor:
+        if self.written:
+            return Dense(self.written[0]).total(factors)
+        g = _scaled(self.g, factors)
+        product = g.reshape(-1, g.shape[2]).mT @ wide(self.a).reshape(-1, self.a.shape[2])
+        return product.reshape(self.shape)
+
+    def dense(self) -> Tensor:
+        if not self.written:
+            product = torch.bmm(wide(self.g).mT, wide(self.a))
+            self.written.append(product.reshape(-1, *self.shape))
+        return self.written[0]
+
+    def kept(self, keep: Tensor) -> Form:
+        return Outer(_zeroed(self.a, keep), _zeroed(self.g, keep), self.shape)
+
+    def scaled(self, factors: Tensor) -> Form:
+        return replace(self, g=_scaled(self.g, factors), written=[])
+
+    def by_unit(self, units: Units) -> Form:
+        return Outer(units.gather(self.a), units.gather(self.g), self.shape)
+
+
+@dataclass(frozen=True)
+class Rows(Form):
+    """Row index[b,t] receives g[b,t]: index [B, T], g [B, T, d], `shape` = (rows, d)."""
+
+    index: Tensor
+    g: Tensor
+    shape: tuple[int, ...]
+
+    def squares(self) -> Tensor:
+        b, t, d = self.g.shape
+        if t == 0 or b == 0:
+            return self.g.new_zeros(b)
+        if t <= max(64, d):
+            same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
+            gram = torch.where(same, torch.bmm(self.g, self.g.mT), 0.0)
+            exact = gram.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+            return exact + _allowance(self.g.dtype, d) * self.reach().square()
+        owner = torch.arange(b, device=self.index.device).unsqueeze(1)
+        key, inverse = torch.unique(owner * self.shape[0] + self.index, return_inverse=True)
+        rows = self.g.new_zeros(len(key), d).index_add_(
+            0, inverse.reshape(-1), self.g.flatten(0, 1)
+        )
+        exact = self.g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
+        return exact + _allowance(self.g.dtype, d) * self.reach().square()
+
+    def reach(self) -> Tensor:
+        """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
+        sizes: Tensor = torch.linalg.vector_norm(self.g, dim=2)
+        return sizes.sum(1, dtype=torch.float64)
+
+    def total(self, factors: Tensor) -> Tensor:
+        g = _scaled(self.g, factors).reshape(-1, self.g.shape[2])
+        return g.new_zeros(self.shape).index_add_(0, self.index.reshape(-1), g)
+
+    def dense(self) -> Tensor:
+        b, _, d = self.g.shape
+        owner = torch.arange(b, device=self.index.device).unsqueeze(1)
+        flat = self.g.new_zeros(b * self.shape[0], d)
+        flat.index_add_(0, (owner * self.shape[0] + self.index).reshape(-1), self.g.reshape(-1, d))
+        return flat.reshape(b, *self.shape)
+
+    def kept(self, keep: Tensor) -> Form:
+        return replace(self, g=_zeroed(self.g, keep))
+
+    def scaled(self, factors: Tensor) -> Form:
+        return replace(self, g=_scaled(self.g, factors))
+
+    def by_unit(self, units: Units) -> Form:
+        return Rows(units.gather(self.index), units.gather(self.g), self.shape)
+
+
+def merge(forms: Sequence[Form]) -> list[Form]:
+    """The forms of one parameter joined: at most one Outer and one Rows, or one Dense.
+
+    Two uses of a linear map are one with the steps of both; so are two of an embedding. A tied
+    embedding and output layer stay an Outer beside a Rows. Anything else is written out.
+    """
+    if len(forms) <= 1:
+        return list(forms)
+    outer = [f for f in forms if isinstance(f, Outer)]
+    rows = [f for f in forms if isinstance(f, Rows)]
+    if len(outer) + len(rows) < len(forms):
+        return [Dense(torch.stack([f.dense() for f in forms]).sum(0))]
+    joined: list[Form] = []
+    if outer:
+        a, g = torch.cat([f.a for f in outer], 1), torch.cat([f.g for f in outer], 1)
+        joined.append(Outer(a, g, outer[0].shape))
+    if rows:
+        index, g = torch.cat([f.index for f in rows], 1), torch.cat([f.g for f in rows], 1)
+        joined.append(Rows(index, g, rows[0].shape))
+    return joined
+
+
+def squares(forms: Sequence[Form]) -> Tensor:
+    """Squared norm per example of the sum of merged forms, the cross term included."""
+    own = sum((f.squares() for f in forms[1:]), forms[0].squares())
+    if len(forms) == 1:
+        return own
+    outer, rows = forms
+    if not isinstance(outer, Outer) or not isinstance(rows, Rows):
+        raise TypeError("squares expects merged forms")
+    # ⟨Σ_s g_s a_sᵀ, Σ_t e(index_t) h_tᵀ⟩ = Σ_{s,t} g_s[index_t] ⟨a_s, h_t⟩
+    steps = outer.g.shape[1]
+    picked = wide(outer.g).gather(2, rows.index.unsqueeze(1).expand(-1, steps, -1))
+    cross = (picked * torch.bmm(wide(outer.a), rows.g.mT)).sum((1, 2), dtype=torch.float64)
+    room = 2.0 * outer.allowance() * outer.reach() * rows.reach()
+    return (own + 2.0 * cross).clamp_min(0.0) + room

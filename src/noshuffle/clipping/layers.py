@@ -1,0 +1,187 @@
+"""Which layers of a model to watch, and where their example axis is.
+
+`read(model)` sorts the modules that hold trainable parameters into ruled (a registered rule),
+rewritten (recurrent, attention) and opaque (neither: their per-example gradients are written out
+by vmap of the layer alone). A root module with parameters of its own is no layer: `NotByLayer`.
+
+The example axis of each call is found by running two and then three examples: it is the axis whose
+length goes from 2 to 3 (or from 2k to 3k in front: a batch flattened with its positions). A call
+without one, such as positions [T] shared by all examples, is given one for embeddings.
+
+>>> from torch import nn
+>>> sorted(read(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.PReLU())).opaque)
+['2']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
+from noshuffle.clipping.rules import find_rewrite, find_rule
+from noshuffle.clipping.tape import Tape, watching
+
+Axes = tuple[int | None, ...]
+
+
+class NotByLayer(Exception):
+    """The model cannot be clipped layer by layer; the text says why. Never leaves the package."""
+
+
+class NotNow(NotByLayer):
+    """Nothing can be said from this batch; the next one is asked again."""
+
+
+@dataclass
+class Layers:
+    """Modules by name, sorted by how their gradients are had."""
+
+    ruled: dict[str, nn.Module] = field(default_factory=dict)
+    rewritten: dict[str, nn.Module] = field(default_factory=dict)
+    opaque: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def watched(self) -> dict[str, nn.Module]:
+        return {**self.ruled, **self.opaque}
+
+
+def _trains(module: nn.Module, *, recurse: bool) -> bool:
+    return any(p.requires_grad for p in module.parameters(recurse=recurse))
+
+
+def read(model: nn.Module) -> Layers:
+    """Sort the layers of a model."""
+    layers = Layers()
+    done: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> None:
+        if id(module) in done or not _trains(module, recurse=True):
+            return
+        done.add(id(module))
+        inner = any(_trains(child, recurse=True) for child in module.children())
+        if find_rewrite(module) is not None:
+            layers.rewritten[name] = module
+        elif find_rule(module) is not None and not inner:
+            layers.ruled[name] = module
+        elif parametrize.is_parametrized(module) or _trains(module, recurse=False):
+            if not name:
+                raise NotByLayer("the model holds parameters of its own, outside any layer")
+            layers.opaque[name] = module
+            done.update(id(child) for child in module.modules())
+        else:
+            for child_name, child in module.named_children():
+                walk(child, f"{name}.{child_name}" if name else child_name)
+
+    walk(model, "")
+    for name, module in layers.opaque.items():
+        if any(_is_random(m) for m in module.modules()):
+            raise NotByLayer(f"layer {name!r} has no rule and draws random numbers (dropout)")
+    return layers
+
+
+def _is_random(module: nn.Module) -> bool:
+    rate = getattr(module, "p", getattr(module, "dropout", 0.0))
+    return module.training and isinstance(rate, float) and rate > 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """For each layer and each of its calls: the example axis of every input and output tensor."""
+
+    inputs: dict[str, list[Axes]]
+    outputs: dict[str, list[Axes]]
+    shared: frozenset[str]  # embeddings whose index has no example axis and must be given one
+
+    def axes(self, name: str, call: int) -> tuple[Axes, Axes]:
+        """Input and output axes of one call; a layer always used alike may be used more often."""
+        known = list(zip(self.inputs.get(name, ()), self.outputs.get(name, ())))
+        if call < len(known):
+            return known[call]
+        if len(set(known)) != 1:
+            raise NotByLayer(f"layer {name!r} was called more often than in the trial")
+        return known[0]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a nested structure, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _axis(two: torch.Size, three: torch.Size, name: str) -> int | None:
+    if len(two) != len(three):
+        raise NotByLayer(f"layer {name!r} sees tensors whose rank depends on the batch size")
+    moved = [d for d in range(len(two)) if two[d] != three[d]]
+    if not moved:
+        return None
+    (d, *more) = moved
+    if more or two[d] * 3 != three[d] * 2 or (d > 0 and two[d] != 2):
+        raise NotByLayer(f"layer {name!r} mixes the example axis with another")
+    return d
+
+
+@contextmanager
+def spread(layers: Layers, shared: frozenset[str], size: int) -> Iterator[None]:
+    """Give the index of shared embeddings an example axis, for as long as the block lasts."""
+
+    def expand(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        index = args[0]
+        lead = index.shape[1:] if index.dim() > 1 and index.shape[0] == 1 else index.shape
+        return (index.expand(size, *lead), *args[1:])
+
+    with ExitStack() as stack:
+        for name in shared:
+            handle = layers.ruled[name].register_forward_pre_hook(expand)
+            stack.callback(handle.remove)
+        yield
+
+
+def find_layout(
+    model: nn.Module, layers: Layers, run: Callable[[int], Tensor], *, shared: Sequence[str] = ()
+) -> Layout:
+    """Run two and three examples (`run(n)` gives n losses) and compare the shapes of every call."""
+    shapes: list[dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]] = []
+    held = frozenset(shared)
+    for size in (2, 3):
+        calls: dict[str, list[tuple[list[torch.Size], list[torch.Size]]]] = {}
+
+        def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            ins = [t.shape for t in tensors((args, kwargs))]
+            calls.setdefault(name, []).append((ins, [t.shape for t in tensors(out)]))  # noqa: B023
+
+        tape = Tape(size, is_on=False)
+        watch = watching(model, layers.watched, seen, tape)
+        with torch.no_grad(), watch, spread(layers, held, size):
+            run(size)
+        shapes.append(calls)
+    two, three = shapes
+    inputs: dict[str, list[Axes]] = {}
+    outputs: dict[str, list[Axes]] = {}
+    lacking: set[str] = set()
+    for name, calls_two in two.items():
+        calls_three = three.get(name, [])
+        if len(calls_two) != len(calls_three):
+            raise NotByLayer(f"layer {name!r} is called a number of times that depends on the data")
+        for (in2, out2), (in3, out3) in zip(calls_two, calls_three):
+            ins = tuple(_axis(x, y, name) for x, y in zip(in2, in3))
+            outs = tuple(_axis(x, y, name) for x, y in zip(out2, out3))
+            inputs.setdefault(name, []).append(ins)
+            outputs.setdefault(name, []).append(outs)
+            if None in outs or (name in layers.ruled and None in ins):
+                lacking.add(name)
+            merged = any(s[0] != 2 for s, d in zip([*in2, *out2], [*ins, *outs]) if d == 0)
+            if name in layers.opaque and merged:
+                raise NotByLayer(f"layer {name!r} has no rule and sees a flattened batch")
+    for name in lacking:
+        if name in held or not isinstance(layers.ruled.get(name), nn.Embedding):
+            raise NotByLayer(f"layer {name!r} sees a tensor without an example axis")
+    if lacking:
+        return find_layout(model, layers, run, shared=[*held, *lacking])
+    return Layout(inputs, outputs, held)

@@ -1,0 +1,127 @@
+"""Who takes part, and the last steps that every engine shares: unit sums, factors, the sum.
+
+    examples --(weights)--> present examples --(units)--> unit gradients --(clip)--> one sum
+
+An engine hands over per-example gradients as forms; `finish` adds up the examples of each unit
+(or averages them), clips each unit once, and sums. No state.
+
+>>> import torch
+>>> members(torch.tensor([0, 1, 0]), None, size=3, device=torch.device("cpu")).units.widest
+2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
+from noshuffle.clipping.forms import Form, Units, merge, squares
+from noshuffle.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Members:
+    """The examples that count (`keep`, None for all) and the units they belong to (or None)."""
+
+    size: int
+    keep: Tensor | None
+    units: Units | None
+    examples: Tensor | None  # how many examples each unit has
+
+    @property
+    def count(self) -> int:
+        return self.size if self.units is None else self.units.count
+
+
+def members(
+    units: Tensor | None, weights: Tensor | None, *, size: int, device: torch.device
+) -> Members:
+    """Read `units` (index of the unit of each example) and `weights` (0 leaves one out)."""
+    keep = None
+    if weights is not None:
+        if tuple(weights.shape) != (size,):
+            raise InvalidInput(f"weights must have shape ({size},), got {tuple(weights.shape)}")
+        keep = (weights != 0).to(device)
+        if not is_capturing(weights) and not bool(((weights == 0) | (weights == 1)).all()):
+            raise InvalidInput("weights must be 0 (left out) or 1 (counts); scale the loss instead")
+    if units is None:
+        return Members(size, keep, None, None)
+    if tuple(units.shape) != (size,) or units.is_floating_point() or units.dtype == torch.bool:
+        raise InvalidInput(
+            f"units must hold one whole number per example ({size},), got {units.dtype} "
+            f"{tuple(units.shape)}"
+        )
+    of = units.to(device=device, dtype=torch.long)
+    if size and int(of.min()) < 0:
+        raise InvalidInput(f"units must be numbered from 0, got {int(of.min())}")
+    counts = torch.bincount(of)
+    order = torch.argsort(of, stable=True)
+    slot = torch.empty_like(of)
+    first = torch.cumsum(counts, 0) - counts
+    slot[order] = torch.arange(size, device=device) - first[of[order]]
+    widest = int(counts.max()) if size else 0
+    live = counts if keep is None else torch.bincount(of[keep], minlength=len(counts))
+    return Members(size, keep, Units(of, slot, len(counts), widest), live)
+
+
+def is_capturing(reference: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
+    return reference.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
+    """The merged forms of one parameter, one gradient per unit."""
+    joined = merge(forms)
+    if who.keep is not None:
+        joined = [form.kept(who.keep) for form in joined]
+    if who.units is None or who.examples is None:
+        return joined
+    if reduce == "mean":
+        share = 1.0 / who.examples.clamp_min(1).double()[who.units.of]
+        joined = [form.scaled(share) for form in joined]
+    return [form.by_unit(who.units) for form in joined]
+
+
+def finish(
+    forms: Mapping[str, Sequence[Form]],
+    like: Mapping[str, Tensor],
+    losses: Tensor,
+    who: Members,
+    *,
+    clip: Clip,
+) -> ClippedSum:
+    """Clip every unit and sum. `forms` are per unit, by parameter name; `like` gives the shapes.
+
+    Guarantees: one unit moves `values` by at most `bound` in L2 norm, whatever the other units
+    are; a unit with a NaN or an infinity in its loss or gradient contributes exactly zero and is
+    counted; a parameter that no example reached has a zero gradient.
+    """
+    device = losses.device
+    ok = torch.isfinite(losses)
+    present = torch.ones_like(ok) if who.keep is None else who.keep
+    if who.units is not None and who.examples is not None:
+        broken = torch.zeros(who.count, dtype=torch.long, device=device)
+        ok = broken.index_add_(0, who.units.of, (~ok & present).long()) == 0
+        present = who.examples > 0
+    zeros = torch.zeros(who.count, device=device)
+    norms2 = {name: squares(forms[name]) if forms.get(name) else zeros for name in like}
+    aim = max(slack(tensor) for tensor in like.values())
+    factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
+    spoiled = is_capturing(losses) or bool(bad.any())
+    values: dict[str, Tensor] = {}
+    for names, factor in factors:
+        for name in names:
+            own = forms.get(name, ())
+            if spoiled:
+                own = [form.kept(~bad) for form in own]
+            totals = [form.total(factor) for form in own]
+            value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
+            values[name] = value.to(like[name].dtype)
+    bound = clip.bound(tuple(like))
+    return ClippedSum(
+        {name: values[name] for name in like}, bound, norms, losses.detach(), bad, present
+    )

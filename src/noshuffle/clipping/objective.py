@@ -1,0 +1,180 @@
+"""How a loss is written, and how it is read one example at a time.
+
+The ordinary call is `step(loss_fn, inputs, *targets)` with any torch criterion. Its value for
+example i is the criterion of a batch that holds only example i,
+
+    ℓ_i(θ) = loss_fn(model(x_i[None]), *y_i[None]),
+
+so a mean over tokens, an ignored index or a class weight never couples two examples, whatever
+the criterion's reduction (a result with several entries is summed). `ModelLoss(fn)` hands the
+model itself to `fn(model, *batch)` for dictionaries, several inputs or several terms.
+
+Batches are tensors, or tuples, lists and dictionaries of tensors, example axis first.
+
+>>> import torch
+>>> outputs, targets = torch.zeros(2, 3), torch.tensor([0, -100])
+>>> row_losses(torch.nn.CrossEntropyLoss(), outputs, (targets,))     # row 1 has no valid token
+tensor([1.0986,    nan])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from noshuffle.errors import InvalidInput
+
+Criterion = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """A loss that calls the model itself: `fn(model, *batch)`.
+
+    By default `fn` returns one number and is evaluated on one example at a time. With
+    `by_row=True` it returns one number per example and is evaluated on the whole batch at once;
+    row i must then depend on example i alone (a mean over the batch must not be inside). That
+    form lets the ghost engine run the model once.
+    """
+
+    fn: Callable[..., Tensor]
+    by_row: bool = False
+
+
+def batch_size(batch: tuple[Any, ...]) -> int:
+    """The number of examples; every tensor in the batch must agree on it."""
+    sizes = set()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            if leaf.dim() == 0:
+                raise InvalidInput(
+                    "every tensor of a batch must have the example axis first, got one with no "
+                    "axis at all; give constants through the loss function instead"
+                )
+            sizes.add(leaf.shape[0])
+    if len(sizes) != 1:
+        raise InvalidInput(
+            "the tensors of a batch must agree on the number of examples (first axis), got "
+            f"{sorted(sizes) or 'no tensor'}"
+        )
+    return int(sizes.pop())
+
+
+def take(batch: tuple[Any, ...], rows: Tensor | slice) -> tuple[Any, ...]:
+    """Some examples of a batch."""
+    picked: tuple[Any, ...] = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, batch)
+    return picked
+
+
+def batch_axes(batch: tuple[Any, ...]) -> Any:
+    """The `in_dims` of a batch for vmap: 0 for tensors, None for everything else."""
+    return tree_map(lambda t: 0 if isinstance(t, Tensor) else None, batch)
+
+
+def one(example: Any) -> Any:
+    """An example as a batch of one."""
+    return tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, example)
+
+
+def _number(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise InvalidInput(
+            f"the loss must return a floating-point tensor, got {type(value).__name__}"
+        )
+    return value if value.dim() == 0 else value.sum()
+
+
+def single_loss(
+    call: Callable[..., Any], loss_fn: Criterion | ModelLoss, single: tuple[Any, ...]
+) -> Tensor:
+    """The loss of a batch that holds one example; `call` is the model."""
+    if isinstance(loss_fn, ModelLoss):
+        return _number(loss_fn.fn(call, *single))
+    return _number(loss_fn(call(single[0]), *single[1:]))
+
+
+def is_rowwise(loss_fn: Criterion | ModelLoss) -> bool:
+    """Whether all losses of a batch can be had from one run of the model."""
+    return not isinstance(loss_fn, ModelLoss) or loss_fn.by_row
+
+
+def batch_losses(
+    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+) -> Tensor:
+    """One loss per example from one run of the model on the whole batch."""
+    size = batch_size(batch)
+    if isinstance(loss_fn, ModelLoss):
+        losses = loss_fn.fn(model, *batch)
+    else:
+        outputs = model(batch[0])
+        got = {leaf.shape[:1] for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        if got != {(size,)}:
+            raise InvalidInput(
+                f"the model must return tensors with the example axis ({size}) first, got first "
+                f"axes {sorted(map(tuple, got))}; wrap the loss in ModelLoss if they differ"
+            )
+        losses = row_losses(loss_fn, outputs, batch[1:])
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        came = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise InvalidInput(f"the loss must give one number per example ({size},), got {came}")
+    return losses
+
+
+def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor:
+    """The criterion of every row as a batch of one, without a Python loop where possible."""
+    fast = _known_criterion(loss_fn, outputs, targets)
+    if fast is not None:
+        return fast
+    rows = (outputs, *targets)
+
+    def of_one(*row: Any) -> Tensor:
+        first, *rest = one(row)
+        return _number(loss_fn(first, *rest))
+
+    try:
+        mapped: Tensor = torch.vmap(of_one, in_dims=batch_axes(rows), randomness="different")(*rows)
+        return mapped
+    except RuntimeError as error:
+        if not _is_vmap_limit(error):
+            raise
+        size = batch_size(rows)
+        each = (take(rows, slice(i, i + 1)) for i in range(size))
+        return torch.stack([_number(loss_fn(*row)) for row in each])
+
+
+def _is_vmap_limit(error: RuntimeError) -> bool:
+    """Whether an error says that vmap cannot do something, rather than that it went wrong."""
+    text = str(error)
+    return any(word in text for word in ("vmap", "functorch", "BatchedTensor", "batching rule"))
+
+
+def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:
+    """Criteria whose row form is known: the unreduced loss, then the reduction inside each row."""
+    if not isinstance(outputs, Tensor) or len(targets) != 1 or not isinstance(targets[0], Tensor):
+        return None
+    target = targets[0]
+    if loss_fn is F.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss:
+        ignore, reduction, plain = -100, "mean", True
+        if isinstance(loss_fn, nn.CrossEntropyLoss):
+            ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
+            plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
+            return None
+        each = F.cross_entropy(outputs, target, reduction="none", ignore_index=ignore)
+        total = each.reshape(each.shape[0], -1).sum(1)
+        if reduction != "mean":
+            return total
+        return total / (target != ignore).reshape(each.shape[0], -1).sum(1)
+    if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
+        if outputs.shape != target.shape:
+            return None
+        each = (outputs - target).square().reshape(outputs.shape[0], -1)
+        mean = getattr(loss_fn, "reduction", "mean") == "mean"
+        return each.mean(1) if mean else each.sum(1)
+    return None

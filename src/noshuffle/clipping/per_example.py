@@ -1,0 +1,182 @@
+"""Per-example gradients of any model, by vmap of its gradient.
+
+    g_i = ∇_θ ℓ_i(θ),  all i at once:  vmap(grad(ℓ), in_dims=(None, 0))(θ, batch)
+
+Memory is one gradient per example of a microbatch (per unit, with units). What vmap cannot do
+(data-dependent control flow, a layer without a batching rule) is done one example at a time, and
+`fallbacks` says so. State: none that matters; `fallbacks` is a log.
+
+>>> import torch
+>>> from noshuffle.clipping.clipped import Flat
+>>> model, x, y = torch.nn.Linear(2, 1), torch.randn(5, 2), torch.randn(5, 1)
+>>> got = PerExample().clipped_sum(model, torch.nn.MSELoss(), (x, y), clip=Flat(0.1))
+>>> got.units, got.bound, bool(got.values["weight"].norm() <= 0.5)
+(5, 0.1, True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from noshuffle.clipping.check import original, trainable, validate
+from noshuffle.clipping.clipped import Clip, ClippedSum
+from noshuffle.clipping.forms import Dense, Form, wide
+from noshuffle.clipping.members import Members, by_unit, finish, members
+from noshuffle.clipping.objective import (
+    Criterion,
+    ModelLoss,
+    _is_vmap_limit,
+    batch_axes,
+    batch_size,
+    one,
+    single_loss,
+    take,
+)
+from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.errors import one_of, whole
+
+
+class _Bound(nn.Module):
+    """The model and its loss as one module, so that the loss may call any part of the model."""
+
+    def __init__(self, model: nn.Module, loss_fn: Criterion | ModelLoss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *single: Any) -> Tensor:
+        return single_loss(self.model, self.loss_fn, single)
+
+
+def per_example_gradients(
+    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients [B, *shape] by parameter name, and losses [B]; every example is a batch of one."""
+    bound = _Bound(model, loss_fn)
+    params = {f"model.{n}": p.detach() for n, p in trainable(model).items()}
+
+    def loss(theta: dict[str, Tensor], example: tuple[Any, ...]) -> Tensor:
+        value: Tensor = functional_call(bound, theta, one(example))
+        return value
+
+    mapped = vmap(grad_and_value(loss), in_dims=(None, batch_axes(batch)), randomness="different")
+    # Fused attention has no batching rule and would be run example by example.
+    with rewritten(model, Tape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
+        grads, losses = mapped(params, batch)
+    return {n.removeprefix("model."): g for n, g in grads.items()}, losses
+
+
+def one_at_a_time(
+    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same by plain autograd, one example after the other: slow, and for every model."""
+    params = trainable(model)
+    rows: list[list[Tensor]] = []
+    losses = []
+    for i in range(batch_size(batch)):
+        with torch.enable_grad():
+            loss = single_loss(model, loss_fn, take(batch, slice(i, i + 1)))
+        losses.append(loss.detach())
+        if not loss.requires_grad:
+            rows.append([torch.zeros_like(p) for p in params.values()])
+            continue
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        rows.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads)]
+        )
+    stacked = [torch.stack(column) for column in zip(*rows)]
+    return dict(zip(params, stacked)), torch.stack(losses)
+
+
+@dataclass
+class PerExample:
+    """Clip by writing out the gradient of every example, `microbatch` examples at a time."""
+
+    microbatch: int | None = None
+    why: str = "gradients of every example are written out: any model, memory grows with the batch"
+    fallbacks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.microbatch is not None:
+            whole(microbatch=self.microbatch)
+
+    def clipped_sum(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        clip: Clip,
+        units: Tensor | None = None,
+        reduce: str = "sum",
+        weights: Tensor | None = None,
+    ) -> ClippedSum:
+        """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
+        one_of(("sum", "mean"), reduce=reduce)
+        model = original(model)
+        validate(model)
+        like = trainable(model)
+        size = batch_size(batch)
+        device = next(iter(like.values())).device
+        if size == 0:
+            return empty_sum(like, clip=clip, device=device)
+        step = self.microbatch or size
+        who = members(units, weights, size=size, device=device)
+        parts: list[ClippedSum] = []
+        totals: dict[str, list[Form]] = {}
+        losses = []
+        for start in range(0, size, step):
+            rows = slice(start, start + step)
+            grads, values = self._gradients(model, loss_fn, take(batch, rows))
+            losses.append(values)
+            part = who if step >= size else _part(who, rows)
+            forms = {n: by_unit([Dense(wide(g))], part, reduce=reduce) for n, g in grads.items()}
+            if who.units is None:
+                parts.append(finish(forms, like, values, part, clip=clip))
+            else:
+                totals = {n: [*totals.get(n, []), *f] for n, f in forms.items()}
+                totals = {n: [Dense(sum(f.dense() for f in fs))] for n, fs in totals.items()}  # type: ignore[arg-type]
+        if who.units is not None:
+            return finish(totals, like, torch.cat(losses), who, clip=clip)
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _gradients(
+        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        try:
+            return per_example_gradients(model, loss_fn, batch)
+        except RuntimeError as error:
+            if not _is_vmap_limit(error):
+                raise
+            note = f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}"
+            if note not in self.fallbacks:
+                self.fallbacks.append(note)
+            return one_at_a_time(model, loss_fn, batch)
+
+
+def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device) -> ClippedSum:
+    """The clipped sum of nobody: zeros of the right shapes."""
+    none, nobody = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
+    values = {name: torch.zeros_like(p) for name, p in like.items()}
+    return ClippedSum(values, clip.bound(tuple(like)), none, none, nobody, nobody)
+
+
+def _part(who: Members, rows: slice) -> Members:
+    """The members among some rows; units keep their numbers, and their means their divisors."""
+    keep = None if who.keep is None else who.keep[rows]
+    units = who.units
+    if units is not None:
+        units = type(units)(units.of[rows], units.slot[rows], units.count, units.widest)
+    return Members(len(range(*rows.indices(who.size))), keep, units, who.examples)
+
+
+def _joined(parts: list[ClippedSum]) -> ClippedSum:
+    values = {name: sum(p.values[name] for p in parts) for name in parts[0].values}
+    lists = ([getattr(p, field) for p in parts] for field in ("norms", "losses", "bad", "present"))
+    return ClippedSum(values, parts[0].bound, *(torch.cat(items) for items in lists))  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""Layer rules: from a layer's input and output gradient to its per-example gradients.
+
+    @rule(nn.Linear)
+    def linear(layer, a, g, size): …  ->  {"weight": Outer(…), "bias": Dense(…)}
+
+`a` is the input, `g` the gradient at the output, both with the example axis first; the first axis
+may also be examples × positions (a batch that was flattened), which is why rules reshape to
+(size, -1, …). A rule applies to its own class, and to subclasses that keep its `forward`.
+
+`@rewrite(nn.LSTM)` is for layers whose inside must be seen: the function runs in place of
+`forward`, computes the same, and records on a tape what it computed. No state but the two tables.
+
+>>> from torch import nn
+>>> find_rule(nn.Linear(2, 3)).__name__, find_rule(nn.Bilinear(2, 2, 2)) is None
+('linear', True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from noshuffle.clipping.forms import Dense, Form, Outer, Rows, wide
+
+Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Form]]
+Rewrite = Callable[..., Any]
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_REWRITES: dict[type[nn.Module], Rewrite] = {}
+
+
+def rule(*layers: type[nn.Module]) -> Callable[[_Fn], _Fn]:
+    """Register a rule for layer classes."""
+
+    def register(fn: _Fn) -> _Fn:
+        _RULES.update(dict.fromkeys(layers, fn))
+        return fn
+
+    return register
+
+
+def rewrite(*layers: type[nn.Module]) -> Callable[[_Fn], _Fn]:
+    """Register a `forward(layer, tape, *args, **kwargs)` that records what it computes."""
+
+    def register(fn: _Fn) -> _Fn:
+        _REWRITES.update(dict.fromkeys(layers, fn))
+        return fn
+
+    return register
+
+
+def _find(table: dict[type[nn.Module], _Fn], layer: nn.Module) -> _Fn | None:
+    if parametrize.is_parametrized(layer):
+        return None  # its weight is computed, not held: weight norm, spectral norm
+    for base in type(layer).__mro__:
+        if base in table:
+            return table[base] if type(layer).forward is base.forward else None
+    return None
+
+
+def find_rule(layer: nn.Module) -> Rule | None:
+    """The rule of a layer, or None."""
+    return _find(_RULES, layer)
+
+
+def find_rewrite(layer: nn.Module) -> Rewrite | None:
+    """The rewrite of a layer, or None (also where the layer uses an option it lacks)."""
+    found = _find(_REWRITES, layer)
+    is_plain = not (
+        getattr(layer, "bias_k", None) is not None or getattr(layer, "add_zero_attn", False)
+    )
+    return found if is_plain else None
+
+
+def affine(a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int) -> tuple[Form, Form]:
+    """Weight and bias of x ↦ W x + b, with any number of axes between example and feature."""
+    a = a.reshape(size, -1, a.shape[-1])
+    g = g.reshape(size, -1, g.shape[-1])
+    return Outer(a, g, shape), Dense(wide(g).sum(1))
+
+
+@rule(nn.Linear)
+def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
+    return {"weight": weight, "bias": bias}
+
+
+@rule(nn.Embedding)
+def embedding(layer: nn.Embedding, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    index = a.reshape(size, -1).long()
+    g = wide(g).reshape(size, index.shape[1], -1)
+    if layer.padding_idx is not None:
+        g = torch.where((index == layer.padding_idx).unsqueeze(2), torch.zeros_like(g), g)
+    return {"weight": Rows(index, g, tuple(layer.weight.shape))}
+
+
+def _scale_and_shift(unit: Tensor, g: Tensor, shape: tuple[int, ...]) -> dict[str, Form]:
+    """weight and bias of y = weight · unit + bias; both are [B, positions, *shape]."""
+    return {
+        "weight": Dense((unit * g).sum(1).reshape(-1, *shape)),
+        "bias": Dense(g.sum(1).reshape(-1, *shape)),
+    }
+
+
+@rule(nn.LayerNorm)
+def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    shape = tuple(layer.normalized_shape)
+    unit = F.layer_norm(wide(a), shape, eps=layer.eps).reshape(size, -1, *shape)
+    return _scale_and_shift(unit, wide(g).reshape(size, -1, *shape), shape)
+
+
+@rule(nn.RMSNorm)
+def rms_norm(layer: nn.RMSNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    shape = tuple(layer.normalized_shape)
+    unit = F.rms_norm(wide(a), shape, eps=layer.eps).reshape(size, -1, *shape)
+    return {"weight": _scale_and_shift(unit, wide(g).reshape(size, -1, *shape), shape)["weight"]}
+
+
+def _by_channel(t: Tensor, channels: int, size: int) -> Tensor:
+    """[B·k, C, …] → [B, positions, C]"""
+    return wide(t).reshape(size, -1, channels, t[0, 0].numel()).transpose(2, 3).flatten(1, 2)
+
+
+@rule(nn.GroupNorm)
+def group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    unit = F.group_norm(wide(a), layer.num_groups, eps=layer.eps)
+    c = layer.num_channels
+    return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))
+
+
+@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(layer: nn.InstanceNorm2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    unit = F.instance_norm(wide(a), eps=layer.eps)
+    c = layer.num_features
+    return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))

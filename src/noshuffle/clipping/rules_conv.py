@@ -1,0 +1,136 @@
+"""Convolutions of one, two and three axes: stride, padding, dilation, groups, padding modes.
+
+With the input cut into windows, a convolution is a linear map applied at every position:
+
+    grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
+
+in each group. The windows are a strided view until a product needs them; the weighted sum over
+examples is torch's own weight gradient, which needs no windows at all.
+
+>>> import torch
+>>> windows(torch.arange(4.0).reshape(1, 1, 4), (2,), (1,), (1,)).shape   # [N, C, L, k]
+torch.Size([1, 1, 3, 2])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from noshuffle.clipping.forms import Dense, Form, Outer, _scaled, _zeroed, wide
+from noshuffle.clipping.rules import rule
+
+
+def windows(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
+    """[N, C, *space] → [N, C, *positions, *kernel], a view."""
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
+        x = x.unfold(2 + axis, (k - 1) * d + 1, s)
+        if d > 1:
+            x = x[..., ::d]
+    return x
+
+
+def _padded(layer: Any, x: Tensor) -> Tensor:
+    if layer.padding == "valid":
+        return x
+    sides: list[int] = []
+    for axis in reversed(range(len(layer.kernel_size))):
+        if layer.padding == "same":
+            whole = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            sides += [whole // 2, whole - whole // 2]
+        else:
+            sides += [layer.padding[axis]] * 2
+    if not any(sides):
+        return x
+    mode = layer.padding_mode
+    return F.pad(x, sides) if mode == "zeros" else F.pad(x, sides, mode=mode)
+
+
+@dataclass(frozen=True)
+class Convolution(Form):
+    """The weight of a convolution: x [B·k, C, *space] padded, g [B·k, O, *positions]."""
+
+    layer: Any
+    x: Tensor
+    g: Tensor
+    size: int
+    written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    def _outer(self) -> Outer:
+        """One Outer over (example, group) pairs."""
+        layer, (n, c), o = self.layer, self.x.shape[:2], self.g.shape[1]
+        w = windows(self.x, layer.kernel_size, layer.stride, layer.dilation)
+        axes = len(layer.kernel_size)
+        length = self.g[0, 0].numel() if n else 0
+        many = layer.groups
+        w = w.reshape(n, many, c // many, *w.shape[2:])
+        places, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+        # a [N, groups, positions, (c, kernel)], copied in the order with the longer runs
+        if layer.kernel_size[-1] >= 8:
+            a = w.permute(0, 1, *places, 2, *kernel).reshape(n, many, length, -1)
+        else:
+            a = w.permute(0, 1, 2, *kernel, *places).reshape(n, many, -1, length).mT
+        g = self.g.reshape(n, many, o // many, length).transpose(2, 3)
+        frames = n // self.size
+        if frames > 1:
+            a = a.reshape(self.size, frames, *a.shape[1:]).transpose(1, 2).flatten(2, 3)
+            g = g.reshape(self.size, frames, *g.shape[1:]).transpose(1, 2).flatten(2, 3)
+        shape = (o // many, *layer.weight.shape[1:])
+        return Outer(a.flatten(0, 1), g.flatten(0, 1), shape)
+
+    def squares(self) -> Tensor:
+        outer = self._outer()
+        if outer.is_small() or outer.a.shape[1] == 1:
+            return Dense(self.dense(outer)).squares()
+        return outer.squares().reshape(self.size, -1).sum(1)
+
+    def dense(self, outer: Outer | None = None) -> Tensor:
+        if not self.written:
+            full = (outer or self._outer()).dense()
+            self.written.append(full.reshape(self.size, *self.layer.weight.shape))
+        return self.written[0]
+
+    def total(self, factors: Tensor) -> Tensor:
+        if self.written:
+            return Dense(self.written[0]).total(factors)
+        layer, frames = self.layer, self.g.shape[0] // self.size
+        g = _scaled(self.g, factors.repeat_interleave(frames))
+        no_padding = [0] * len(layer.kernel_size)
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g,
+            self.x,
+            wide(layer.weight.detach()),
+            None,
+            layer.stride,
+            no_padding,
+            layer.dilation,
+            False,
+            no_padding,
+            layer.groups,
+            [False, True, False],
+        )[1]
+        return found
+
+    def kept(self, keep: Tensor) -> Form:
+        keep = keep.repeat_interleave(self.g.shape[0] // self.size)
+        return replace(self, x=_zeroed(self.x, keep), g=_zeroed(self.g, keep), written=[])
+
+    def scaled(self, factors: Tensor) -> Form:
+        frames = self.g.shape[0] // self.size
+        return replace(self, g=_scaled(self.g, factors.repeat_interleave(frames)), written=[])
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+    g = wide(g)
+    per_channel = g.reshape(size, -1, g.shape[1], g[0, 0].numel())
+    return {
+        "weight": Convolution(layer, _padded(layer, wide(a)), g, size),
+        "bias": Dense(per_channel.sum((1, 3))),
+    }
