@@ -1,0 +1,118 @@
+"""Mechanisms side by side at equal privacy: what `noshuffle plan` prints.
+
+For one participation every mechanism gets the noise that its own sensitivity needs for the same
+(ε, δ); the error column is then what a model would feel: z · ‖row t of A·C⁻¹‖, the standard
+deviation of the noise in the running sum after step t, in units of the clip norm.
+
+>>> from noshuffle.participation import SinglePass
+>>> [row.name for row in compare(SinglePass(16), mechanism="identity", epsilon=1.0, delta=1e-5)]
+['identity']
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
+from noshuffle.participation import Participation
+from noshuffle.plan import Plan
+from noshuffle.strategies import Workload, error
+from noshuffle.strategies.fit import MECHANISMS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mechanism at its own noise; errors are in units of the clip norm."""
+
+    name: str
+    plan: Plan
+    epsilon: float
+    rms: float
+    max: float
+    buffers: int
+    seconds: float
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.plan.noise_multiplier
+
+    @property
+    def sensitivity(self) -> float:
+        return self.plan.sensitivity.value
+
+    @property
+    def exact(self) -> bool:
+        return self.plan.sensitivity.exact
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `normalized_*` are error × sensitivity (noise-free comparison)."""
+        scale = self.sensitivity / self.noise_multiplier
+        return {
+            "mechanism": self.name,
+            "epsilon": self.epsilon,
+            "delta": self.plan.delta,
+            "noise_multiplier": self.noise_multiplier,
+            "sensitivity": self.sensitivity,
+            "exact": self.exact,
+            "rms_error": self.rms,
+            "max_error": self.max,
+            "normalized_rms_error": self.rms * scale,
+            "normalized_max_error": self.max * scale,
+            "buffers": self.buffers,
+            "fit_seconds": self.seconds,
+            "plan_hash": self.plan.hash,
+        }
+
+
+def compare(
+    participation: Participation,
+    *,
+    mechanism: str = "all",
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float = 1e-5,
+    neighbours: str = "",
+    unit: str = "example",
+    workload: Workload | None = None,
+    max_buffers: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Rows sorted by rms error, the best first; mechanisms that do not apply are left out."""
+    workload = workload or Workload()
+    wanted = MECHANISMS if mechanism == "all" else (mechanism,)
+    rows: list[Row] = []
+    refusals: list[NoshuffleError] = []
+    for name in wanted:
+        if progress is not None:
+            progress(name)
+        started = time.perf_counter()
+        try:
+            plan = Plan.fit(
+                participation,
+                mechanism=name,
+                epsilon=epsilon,
+                noise_multiplier=noise_multiplier,
+                delta=delta,
+                neighbours=neighbours,
+                unit=unit,
+                workload=workload,
+            )
+            seconds = time.perf_counter() - started
+            buffers = plan.strategy.buffers(plan.steps)
+            if max_buffers is not None and buffers > max_buffers:
+                refusals.append(Unsupported(f"{name} needs {buffers} buffers"))
+                continue
+            felt = error(plan.strategy, plan.steps, workload=workload)
+        except Unsupported as refusal:
+            refusals.append(refusal)
+            continue
+        z = plan.noise_multiplier
+        rows.append(Row(name, plan, plan.epsilon(), z * felt.rms, z * felt.max, buffers, seconds))
+    if progress is not None:
+        progress("")
+    if not rows:
+        raise refusals[0] if refusals else InvalidInput(f"no mechanism is called {mechanism!r}")
+    return sorted(rows, key=lambda row: row.rms)

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noshuffle.accounting import gaussian
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
+from noshuffle.participation import (
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Participation,
+    Poisson,
+    Restarted,
+    SinglePass,
+)
+from noshuffle.plan import Plan
+from noshuffle.strategies import banded, blt, identity, sqrt_toeplitz, tree
+
+PLANS = [
+    Plan(participation=SinglePass(1600), strategy=tree(), noise_multiplier=1.13, delta=1e-6),
+    Plan(participation=Epochs(4, 16), strategy=sqrt_toeplitz(bands=8), noise_multiplier=2.0),
+    Plan(
+        participation=MinSeparation(100, 20, 4),
+        strategy=blt((0.9,), (0.3,)),
+        noise_multiplier=3.0,
+        unit="user",
+    ),
+    Plan(participation=Poisson(100, 0.01), strategy=identity(), noise_multiplier=1.0),
+    Plan(participation=FixedSize(100, 10, 1000), strategy=identity(), noise_multiplier=2.0),
+    Plan(
+        participation=Restarted(Epochs(10, 8), 16),
+        strategy=tree(restart_every=16, completion=True),
+        noise_multiplier=5.0,
+    ),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.participation.kind)
+def test_canonical_json_round_trip(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.hash == plan.hash
+    assert again.statement() == plan.statement()
+    shuffled = json.dumps(dict(reversed(list(json.loads(plan.to_json()).items()))), indent=3)
+    assert Plan.from_json(shuffled).hash == plan.hash
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.participation.kind)
+def test_statement_says_everything(plan: Plan) -> None:
+    statement = plan.statement()
+    assert statement.epsilon > 0
+    assert len(statement.assumptions) >= 6
+    assert all(sentence.endswith(".") for sentence in statement.assumptions)
+    record = json.loads(json.dumps(statement.to_dict()))
+    for key in ("epsilon", "delta", "unit", "neighbours", "participation", "mechanism", "exact"):
+        assert key in record
+    assert statement.headline() in statement.words()
+
+
+def test_published_settings() -> None:
+    plan = PLANS[0]
+    assert plan.epsilon() == pytest.approx(17.666751, abs=1e-5)
+    rdp = Plan(**{**plan._decisions(), "accountant": "rdp"})
+    assert rdp.epsilon() == pytest.approx(18.709610, abs=1e-5)
+    assert not rdp.statement().exact
+    cifar = Plan(
+        participation=Restarted(Epochs(100, 100), 2000),
+        strategy=tree(restart_every=2000, completion=True),
+        noise_multiplier=46.3,
+    )
+    assert cifar.statement().squared_sensitivity == pytest.approx(4129, rel=1e-12)
+    assert cifar.epsilon() == pytest.approx(6.4275284, abs=1e-6)
+
+
+def test_replace_one_doubles_the_sensitivity() -> None:
+    plan = PLANS[0]
+    doubled = Plan(**{**plan._decisions(), "neighbours": "replace-one"})
+    assert doubled.statement().sensitivity == 2 * plan.statement().sensitivity
+    mu = plan.mu()
+    assert mu is not None
+    assert doubled.epsilon() == pytest.approx(gaussian.epsilon(mu=2 * mu, delta=1e-6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    epsilon=st.floats(0.01, 50),
+    delta=st.floats(1e-12, 0.1),
+    steps=st.integers(1, 300),
+)
+def test_calibration_ends_on_the_safe_side(epsilon: float, delta: float, steps: int) -> None:
+    plan = Plan.fit(SinglePass(steps), mechanism=sqrt_toeplitz(), epsilon=epsilon, delta=delta)
+    assert plan.epsilon() <= epsilon
+    assert plan.epsilon() == pytest.approx(epsilon, rel=1e-6)
+
+
+@pytest.mark.parametrize("part", [Poisson(200, 0.02), FixedSize(200, 20, 1000)])
+def test_sampled_calibration_ends_on_the_safe_side(part: Participation) -> None:
+    plan = Plan.fit(part, mechanism="identity", epsilon=2.0, delta=1e-5)
+    assert 1.98 < plan.epsilon() <= 2.0
+
+
+def test_epsilon_grows_with_the_steps_done() -> None:
+    plan = Plan(participation=Epochs(5, 20), strategy=tree(), noise_multiplier=5.0)
+    values = [plan.epsilon_after(t) for t in range(101)]
+    assert values[0] == 0
+    assert values[-1] == plan.epsilon()
+    assert all(a <= b for a, b in pairwise(values))
+
+
+def test_best_is_the_least_error_within_the_memory() -> None:
+    plan = Plan.fit(SinglePass(64), mechanism="best", epsilon=2.0, max_buffers=2)
+    assert plan.strategy.buffers(64) <= 2
+    poorer = Plan.fit(SinglePass(64), mechanism="identity", epsilon=2.0)
+    from noshuffle.strategies import error
+
+    felt = plan.noise_multiplier * error(plan.strategy, 64).rms
+    assert felt < poorer.noise_multiplier * error(poorer.strategy, 64).rms
+
+
+def test_no_noise_is_no_privacy() -> None:
+    plan = Plan(participation=SinglePass(3), strategy=identity(), noise_multiplier=0.0)
+    statement = plan.statement()
+    assert math.isinf(statement.epsilon)
+    assert statement.to_dict()["epsilon"] is None
+    assert any("no privacy" in sentence for sentence in statement.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: Plan.fit(SinglePass(5), mechanism="tree", delta=1e-5), InvalidInput),
+        (
+            lambda: Plan.fit(SinglePass(5), mechanism="tree", epsilon=1.0, noise_multiplier=1.0),
+            InvalidInput,
+        ),
+        (lambda: Plan.fit(SinglePass(5), mechanism="tree", noise_multiplier=-1.0), InvalidInput),
+        (lambda: Plan.fit(SinglePass(5), mechanism="tree", epsilon=math.nan), InvalidInput),
+        (lambda: Plan.fit(SinglePass(5), mechanism="tree", epsilon=0.0), InvalidInput),
+        (lambda: Plan.fit(SinglePass(5), mechanism="tree", epsilon=1.0, delta=1.0), InvalidInput),
+        (lambda: Plan.fit(SinglePass(5), mechanism="wishes", epsilon=1.0), NoshuffleError),
+        (lambda: Plan.fit(Poisson(5, 0.1), mechanism="tree", epsilon=1.0), Unsupported),
+        (
+            lambda: Plan(
+                participation=Poisson(5, 0.1), strategy=banded((1.0, 0.5)), noise_multiplier=1.0
+            ),
+            Unsupported,
+        ),
+        (
+            lambda: Plan(
+                participation=SinglePass(5),
+                strategy=identity(),
+                noise_multiplier=1.0,
+                accountant="fourier",
+            ),
+            Unsupported,
+        ),
+        (lambda: Plan.from_json("{}"), InvalidInput),
+        (lambda: Plan.from_json("not json"), InvalidInput),
+        (
+            lambda: Plan.from_json(PLANS[0].to_json().replace('"delta"', '"dilta"')),
+            InvalidInput,
+        ),
+    ],
+)
+def test_bad_input_is_one_line(make: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        make()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
