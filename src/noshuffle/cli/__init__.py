@@ -1,0 +1,49 @@
+"""The command line. Commands are thin and import late; every error is one line and exit status 2.
+
+noshuffle epsilon   a number and its assumptions
+noshuffle plan      mechanisms side by side at equal privacy
+noshuffle train     train a model privately and keep the evidence
+noshuffle verify    recompute the guarantee of a run from its folder
+noshuffle report    draw the report of a run again
+"""
+
+from __future__ import annotations
+
+import sys
+
+from noshuffle.cli.app import app
+from noshuffle.errors import NoshuffleError
+
+__all__ = ["app", "main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status instead of leaving the process."""
+    from typer.main import get_command
+
+    command = get_command(app)
+    try:
+        status = command.main(args=arguments, prog_name="noshuffle", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except NoshuffleError as error:
+        return _refuse(str(error))
+    except Exception as error:
+        # typer may carry its own click: recognise usage errors by shape, not by class.
+        if hasattr(error, "format_message"):
+            return _refuse(error.format_message() or "give a command; noshuffle --help lists them")
+        if type(error).__name__ == "Abort":
+            return _refuse("stopped", status=130)
+        raise
+    except KeyboardInterrupt:
+        return _refuse("stopped", status=130)
+
+
+def _refuse(message: str, *, status: int = 2) -> int:
+    line = " ".join(message.split())
+    print(f"noshuffle: {line}", file=sys.stderr)
+    return status
+
+
+def run() -> None:
+    """Console entry point."""
+    raise SystemExit(main())

@@ -1,0 +1,250 @@
+"""The main job: data, plan, model, private training, evidence, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from noshuffle import datasets
+from noshuffle.cli.settings import TrainSettings
+from noshuffle.clipping import Flat, PerExample
+from noshuffle.datasets import DataSet
+from noshuffle.errors import InvalidInput
+from noshuffle.noise import test_source
+from noshuffle.optim import FTRL
+from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
+from noshuffle.plan import Plan
+from noshuffle.report import write_report
+from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies.workload import cooldown
+from noshuffle.training import Private, RunFolder, fit_model, models, privatize
+from noshuffle.training.batches import TensorBatches, in_order
+from noshuffle.training.loop import Callback
+
+#: Held-out examples whose gradient norms go into the report.
+_NORM_EXAMPLES = 500
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training run ended with."""
+
+    path: Path
+    plan: Plan
+    statement: PrivacyStatement
+    steps: int
+    accuracy: float
+    baseline: float | None
+    seconds: float
+
+
+def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
+    """What one unit may do under these settings."""
+    rows, batch = len(data), settings.batch_size
+    if batch > rows:
+        raise InvalidInput(f"batch_size must be at most the {rows} training rows, got {batch}")
+    steps = settings.epochs * (rows // batch)
+    if settings.sampling == "poisson":
+        return Poisson(steps, batch / rows)
+    if settings.sampling == "fixed":
+        return FixedSize(steps, batch, rows)
+    if settings.unit == "user":
+        return _user_participation(settings, data, steps)
+    return Epochs(settings.epochs, rows // batch)
+
+
+def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> Participation:
+    """The tightest promise that the order of the rows keeps for users.
+
+    Who comes when is treated as public here: the promise is read off the order of the ids.
+    """
+    if data.units is None:
+        raise InvalidInput(f"{data.name} has no user ids; use --unit example")
+    batch = settings.batch_size
+    per_epoch = len(data) // batch
+    step = torch.arange(per_epoch * batch) // batch
+    pairs = torch.unique(torch.stack([data.units[: per_epoch * batch], step], dim=1), dim=0)
+    gaps = pairs[1:, 1] - pairs[:-1, 1]
+    same = pairs[1:, 0] == pairs[:-1, 0]
+    inside = int(gaps[same].min()) if bool(same.any()) else per_epoch
+    counts = torch.unique(pairs[:, 0], return_counts=True)[1]
+    first = torch.full((int(pairs[:, 0].max()) + 1,), per_epoch).scatter_reduce(
+        0, pairs[:, 0], pairs[:, 1], "amin"
+    )
+    last = torch.zeros_like(first).scatter_reduce(0, pairs[:, 0], pairs[:, 1], "amax")
+    seen = torch.unique(pairs[:, 0])
+    around = int((first[seen] + per_epoch - last[seen]).min())
+    separation = min(inside, around) if settings.epochs > 1 else inside
+    return MinSeparation(steps, max(separation, 1), int(counts.max()) * settings.epochs)
+
+
+def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
+    """The plan of a run; mechanisms by name are fitted here."""
+    participation = participation_of(settings, data)
+    mechanism = "identity" if settings.sampling != "none" else settings.mechanism
+    if mechanism == "blt_tapped" and not isinstance(participation, Epochs):
+        mechanism = "blt"
+    if mechanism == "blt_tapped" and settings.epochs == 1:
+        mechanism = "blt"
+    return Plan.fit(
+        participation,
+        mechanism=mechanism,
+        epsilon=settings.epsilon,
+        noise_multiplier=settings.noise_multiplier,
+        delta=settings.delta,
+        unit=settings.unit,
+    )
+
+
+def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:
+    """The model with public initial weights."""
+    name = settings.model or models.default_for(data.kind, data.shape)
+    torch.manual_seed(settings.seed)
+    return models.build(name, data.shape, data.classes).to(settings.device)
+
+
+def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
+    """The update rule: FTRL, or any torch optimizer on the private gradient."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if settings.optimizer == "ftrl":
+        return FTRL(params, lr=settings.lr, momentum=settings.momentum)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=settings.lr, momentum=settings.momentum)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(params, lr=settings.lr)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(params, lr=settings.lr)
+    return torch.optim.Adafactor(params, lr=settings.lr)
+
+
+def make_scheduler(
+    settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Constant learning rate, then linear down over the last part of the run."""
+    factors = cooldown(steps, last=settings.cooldown) if settings.cooldown else (1.0,) * steps
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, steps - 1)])
+
+
+def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, chunk: int = 1000) -> float:
+    """Share of right answers on held-out data (of right characters for text)."""
+    device = next(model.parameters()).device
+    right = 0.0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for begin in range(0, len(x), chunk):
+            scores = model(x[begin : begin + chunk].to(device))
+            target = y[begin : begin + chunk].to(device)
+            right += float((scores.argmax(1) == target).float().mean()) * len(target)
+    model.train(was_training)
+    return right / len(x)
+
+
+def run_job(
+    settings: TrainSettings, path: Path, *, callbacks: tuple[Callback, ...] = (), say: Any = None
+) -> Result:
+    """Train (or resume) the run in `path`, write its evidence and its report."""
+    say = say or (lambda _: None)
+    began = time.perf_counter()
+    data = datasets.load(settings.data)
+    folder = RunFolder(path)
+    model = make_model(settings, data)
+    say("fitting the mechanism")
+    plan = folder.plan() if folder.is_started else make_plan(settings, data)
+    if not folder.is_started:
+        folder.write_config(settings.to_dict())
+    optimizer = make_optimizer(settings, model)
+    source = None if settings.test_seed is None else test_source(seed=settings.test_seed)
+    private = privatize(
+        model,
+        optimizer,
+        plan,
+        clip_norm=settings.clip_norm,
+        batch_size=settings.batch_size,
+        source=source,
+        run=folder,
+        engine=PerExample() if data.kind == "image" else None,
+    )
+    batches = _batches(settings, data, private)
+    say("training")
+    statement = fit_model(
+        private,
+        batches,
+        nn.CrossEntropyLoss(),
+        epochs=1 if settings.sampling != "none" else settings.epochs,
+        evaluate=lambda m: {"test_accuracy": accuracy_of(m, data.x_test, data.y_test)},
+        evaluate_every=max(1, plan.steps // settings.epochs),
+        checkpoint_every=settings.checkpoint_every,
+        scheduler=make_scheduler(settings, optimizer, plan.steps),
+        callbacks=callbacks,
+    )
+    accuracy = accuracy_of(model, data.x_test, data.y_test)
+    summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
+    summary["held_out_norms"] = _norms(settings, data, model)
+    folder.append_metrics(summary)
+    baseline = None
+    if settings.baseline:
+        say("training once more without privacy, for comparison")
+        baseline = _baseline(settings, data, plan.steps)
+        _write_baseline(path, baseline)
+    private.close()
+    write_report(path)
+    seconds = time.perf_counter() - began
+    return Result(path, plan, statement, private.steps_done, accuracy, baseline, seconds)
+
+
+def _batches(settings: TrainSettings, data: DataSet, private: Private) -> TensorBatches:
+    tensors = (data.x_train.to(settings.device), data.y_train.to(settings.device))
+    if settings.sampling != "none":
+        return TensorBatches(tensors, private.sampler(len(data)))
+    units = None
+    if settings.unit == "user" and data.units is not None:
+        units = data.units.numpy()
+    return TensorBatches(tensors, in_order(len(data), settings.batch_size), units)
+
+
+def _norms(settings: TrainSettings, data: DataSet, model: nn.Module) -> list[float]:
+    """Gradient norms of held-out examples: their training counterparts are private."""
+    x = data.x_test[:_NORM_EXAMPLES].to(settings.device)
+    y = data.y_test[:_NORM_EXAMPLES].to(settings.device)
+    clipped = PerExample(microbatch=100).clipped_sum(
+        model, nn.CrossEntropyLoss(), (x, y), clip=Flat(settings.clip_norm)
+    )
+    return [round(float(v), 6) for v in clipped.norms if torch.isfinite(v)]
+
+
+def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
+    """The same model, order and optimizer without clipping and noise. Not private."""
+    model = make_model(settings, data)
+    optimizer = make_optimizer(settings, model)
+    scheduler = make_scheduler(settings, optimizer, steps)
+    loss_fn: Callable[..., torch.Tensor] = nn.CrossEntropyLoss()
+    for group in optimizer.param_groups:
+        # Raw gradients are not bounded by a clip norm: a fifth of the rate keeps them stable.
+        group["lr"] = group["lr"] / 5
+    scheduler.base_lrs = [rate / 5 for rate in scheduler.base_lrs]
+    order = in_order(len(data), settings.batch_size)
+    for step in range(steps):
+        rows = torch.from_numpy(order[step % len(order)])
+        x, y = data.x_train[rows].to(settings.device), data.y_train[rows].to(settings.device)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_fn(model(x), y))
+        optimizer.step()
+        scheduler.step()
+    return accuracy_of(model, data.x_test, data.y_test)
+
+
+def _write_baseline(path: Path, accuracy: float) -> None:
+    """Kept apart from the run's metrics: this number comes from a model without privacy."""
+    record = {
+        "accuracy": accuracy,
+        "note": "NOT PRIVATE: trained on the same data without clipping and noise",
+    }
+    (path / "baseline.json").write_text(json.dumps(record, indent=2), encoding="utf8")

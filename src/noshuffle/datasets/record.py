@@ -1,0 +1,46 @@
+"""DataSet: tensors in their natural order, and what a model needs to know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """Training and held-out examples. The order of the training rows is the order of training.
+
+    `units` gives the id of the unit (writer, speaker, …) of every training row where there is one;
+    otherwise every row is a unit of its own.
+    """
+
+    name: str
+    kind: str  # "image", "table" or "text"
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    units: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for part, x, y in (
+            ("train", self.x_train, self.y_train),
+            ("test", self.x_test, self.y_test),
+        ):
+            if not isinstance(x, torch.Tensor) or len(x) != len(y):
+                raise InvalidInput(f"{self.name}: x and y of the {part} part differ in length")
+        if self.units is not None and len(self.units) != len(self.x_train):
+            raise InvalidInput(f"{self.name}: units must have one id for each training row")
+
+    def __len__(self) -> int:
+        return len(self.x_train)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return tuple(self.x_train.shape[1:])

@@ -1,0 +1,97 @@
+"""Where data files are found: $NOSHUFFLE_DATA, then the cache, then the original publisher.
+
+A file counts only if its checksum is the published one. A download goes to a temporary name, shows
+a progress bar, is checked, and only then takes its place, so that a broken one is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from noshuffle.errors import DataUnavailable
+
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file at its publisher, with the MD5 sum that the publisher or its users quote."""
+
+    name: str
+    url: str
+    md5: str
+
+
+def local(name: str) -> Path | None:
+    """The file of that name in $NOSHUFFLE_DATA, if it is there."""
+    folder = os.environ.get("NOSHUFFLE_DATA")
+    if not folder:
+        return None
+    path = Path(folder).expanduser() / name
+    return path if path.is_file() else None
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: $XDG_CACHE_HOME/noshuffle or ~/.cache/noshuffle."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "noshuffle"
+
+
+def fetch(remote: Remote, *, folder: Path | None = None) -> Path:
+    """The file from the cache, else downloaded and checked."""
+    folder = folder or cache_folder()
+    path = folder / remote.name
+    if path.is_file() and _md5(path) == remote.md5:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=remote.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            _download(remote, out.fileno())
+        found = _md5(Path(temporary))
+        if found != remote.md5:
+            raise DataUnavailable(
+                f"{remote.name} from {remote.url} has checksum {found}, expected {remote.md5}; "
+                "fetch it by hand and set NOSHUFFLE_DATA to its folder"
+            )
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _download(remote: Remote, descriptor: int) -> None:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    try:
+        with (
+            urllib.request.urlopen(remote.url, timeout=30) as response,
+            Progress(*columns, TransferSpeedColumn(), disable=not sys.stderr.isatty()) as bar,
+        ):
+            size = int(response.headers.get("Content-Length") or 0) or None
+            task = bar.add_task(remote.name, total=size)
+            while chunk := response.read(_CHUNK):
+                os.write(descriptor, chunk)
+                bar.advance(task, len(chunk))
+    except (urllib.error.URLError, OSError) as error:
+        raise DataUnavailable(
+            f"{remote.name} is not in $NOSHUFFLE_DATA and could not be downloaded from "
+            f"{remote.url} ({error}); put the file into a folder and set NOSHUFFLE_DATA to it, "
+            "or use --data digits, which needs no download"
+        ) from None
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

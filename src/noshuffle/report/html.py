@@ -1,0 +1,166 @@
+"""report.html: one self-contained page with the pictures, the numbers and the statement."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from noshuffle.report import plots
+from noshuffle.report.run import RunRecord, read_run
+
+_STYLE = """
+body{font:16px/1.55 system-ui,sans-serif;color:#1f2933;max-width:60rem;margin:2rem auto;
+padding:0 1rem;background:#fff}
+h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin:2rem 0 .4rem}
+.lead{color:#52606d;margin-top:0}
+.cards{display:flex;flex-wrap:wrap;gap:.8rem;margin:1.2rem 0}
+.card{border:1px solid #e4e7eb;border-radius:.5rem;padding:.6rem 1rem;min-width:7.5rem}
+.card b{display:block;font-size:1.35rem}.card span{color:#52606d;font-size:.85rem}
+.warn{border-left:4px solid #c8553d;padding:.5rem 1rem;background:#fdf3f0}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(24rem,1fr));gap:1.2rem}
+figure{margin:0}figure svg{width:100%;height:auto}figcaption{color:#52606d;font-size:.88rem}
+table{border-collapse:collapse}td{padding:.15rem 1rem .15rem 0;vertical-align:top}
+td:first-child{color:#52606d}code{font-size:.85rem;word-break:break-all}
+"""
+
+
+def write_report(path: Path) -> Path:
+    """Draw the report of the run in that folder; the page replaces the old one in one move."""
+    run = read_run(path)
+    target = path / "report.html"
+    temporary = path / ".report.html.part"
+    temporary.write_text(page(run), encoding="utf8")
+    os.replace(temporary, target)
+    return target
+
+
+def page(run: RunRecord) -> str:
+    """The whole page as text."""
+    title = f"noshuffle run {run.name}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class='lead'>{escape(_lead(run))}</p>",
+        _warnings(run),
+        _cards(run),
+        _figures(run),
+        _statement(run),
+        _settings(run),
+    ]
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _lead(run: RunRecord) -> str:
+    data = run.config.get("data", "own data")
+    model = run.config.get("model", "own model")
+    return f"{model} on {data}, {run.plan.steps} steps, {run.plan.strategy.words()}"
+
+
+def _warnings(run: RunRecord) -> str:
+    unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
+    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
+
+
+def _cards(run: RunRecord) -> str:
+    epsilon = run.statement.get("epsilon")
+    kind = "exact" if run.statement.get("exact") else "upper bound"
+    cards: list[tuple[str, str]] = [
+        ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})"),
+        (f"{run.plan.delta:g}", "δ"),
+        (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
+    ]
+    for value, label in (
+        (run.summary.get("test_accuracy"), "accuracy, private"),
+        (run.baseline, "accuracy, not private"),
+    ):
+        if isinstance(value, float):
+            cards.append((f"{100 * value:.1f} %", label))
+    return (
+        "<div class='cards'>"
+        + "".join(
+            f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+            for value, label in cards
+        )
+        + "</div>"
+    )
+
+
+def _figures(run: RunRecord) -> str:
+    figures: list[tuple[str, str]] = []
+    if any("test_accuracy" in row for row in run.evaluations):
+        figures.append(
+            (
+                plots.learning_curve(run.evaluations, run.baseline),
+                "Accuracy on held-out data, computed from the released model.",
+            )
+        )
+    figures.append(
+        (plots.epsilon_curve(run.plan), "Privacy spent so far, counted in whole epochs.")
+    )
+    series = plots.noise_series(run.plan)
+    if series:
+        batch = run.config.get("batch_size")
+        figures.append(
+            (
+                plots.noise_curve(series, batch_size=batch if isinstance(batch, int) else None),
+                "What the noise has added to the model's running sum: all mechanisms at this ε.",
+            )
+        )
+    norms, clip = run.summary.get("held_out_norms"), run.config.get("clip_norm")
+    if norms and isinstance(clip, int | float):
+        figures.append(
+            (
+                plots.norm_histogram(norms, float(clip)),
+                "Gradient norms of held-out examples under the final model. Norms of training "
+                "examples are private and are not kept.",
+            )
+        )
+    drawn = "".join(
+        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
+    )
+    return f"<h2>What happened</h2><div class='grid'>{drawn}</div>"
+
+
+def _statement(run: RunRecord) -> str:
+    statement = run.statement
+    sentences = "".join(f"<li>{escape(s)}</li>" for s in statement.get("assumptions", []))
+    rows = [
+        ("protected unit", statement.get("unit")),
+        ("neighbours", statement.get("neighbours")),
+        ("participation", statement.get("participation")),
+        ("mechanism", statement.get("mechanism")),
+        ("sensitivity", _number(statement.get("sensitivity"))),
+        ("μ (Gaussian DP)", _number(statement.get("mu"))),
+        ("ρ (zCDP)", _number(statement.get("rho"))),
+        ("accountant", statement.get("accountant")),
+    ]
+    return f"<h2>The guarantee</h2>{_table(rows)}<p>It holds provided that:</p><ul>{sentences}</ul>"
+
+
+def _settings(run: RunRecord) -> str:
+    rows: list[tuple[str, Any]] = [("plan hash", f"<code>{run.plan.hash}</code>")]
+    rows += [(key, escape(str(value))) for key, value in sorted(run.config.items())]
+    cells = "".join(f"<tr><td>{escape(k)}</td><td>{v}</td></tr>" for k, v in rows)
+    return (
+        f"<h2>Settings</h2><table>{cells}</table><p class='lead'>Recompute the guarantee from the "
+        f"evidence in this folder: <code>noshuffle verify {escape(str(run.path))}</code></p>"
+    )
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    cells = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>"
+        for key, value in rows
+        if value is not None
+    )
+    return f"<table>{cells}</table>"
+
+
+def _number(value: Any) -> str | None:
+    return f"{value:.6g}" if isinstance(value, int | float) else None

@@ -1,0 +1,113 @@
+"""`noshuffle fit`: from a CSV file to a verified run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from noshuffle.cli.fit import fit
+from noshuffle.convex.table_file import read_table
+from noshuffle.errors import DataUnavailable, InvalidInput, NoshuffleError
+from noshuffle.training.verify import verify
+
+
+def command(line: list[str]) -> None:
+    """Run the command as the application will."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(fit)
+    typer.main.get_command(app).main(args=line, standalone_mode=False)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0, 10, size=(600, 3))
+    kind = np.where(x[:, 0] > x[:, 1], "yes", "no")
+    price = x[:, 0] - x[:, 2] + rng.normal(size=600)
+    lines = ["a,b,c,city,who,price,sold"]
+    for i in range(600):
+        a, b, c = (f"{v:.3f}" for v in x[i])
+        lines.append(f"{a},{b},{c},{'Rome' if i % 3 else 'Oslo'},u{i},{price[i]:.3f},{kind[i]}")
+    file = tmp_path / "sales.csv"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+COMMON = ["--mechanism", "tree", "--test-seed", "t", "--bounds", "0,10", "--hash-text", "4"]
+
+
+def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    command([str(table), "--target", "sold", "--ids", "who", "--epsilon", "4", "--batch-size", "8",
+             "--bounds", "price=-10,10", "--out", str(out), "--json", *COMMON])  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 75
+    assert told["statement"]["epsilon"] <= 4
+    assert any("read from y" in s for s in told["statement"]["assumptions"])
+    verdict = verify(out)
+    assert verdict.failures == ()
+    assert verdict.released == 75
+    model = json.loads((out / "model.json").read_text())
+    assert model["classes"] == ["no", "yes"]
+    assert model["columns"][:4] == ["a", "b", "c", "city#0"]
+    assert np.array(model["coef"]).shape == (1, 8)
+    assert model["coef"][0][0] > 0 > model["coef"][0][1]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 75
+    assert all(set(row) == {"step", "epsilon"} for row in metrics)  # released values only
+    assert (out / "checkpoints" / "key.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("solver", ["ftrl", "sums"])
+def test_regression_of_several_passes(table: Path, tmp_path: Path, solver: str) -> None:
+    out = tmp_path / "run"
+    command([str(table), "--target", "price", "--task", "linear", "--target-bounds", "-12,12",
+             "--passes", "2", "--solver", solver, "--out", str(out), "--batch-size", "16",
+             "--bounds", "0,10", "--hash-text", "700", "--mechanism", "identity"]
+            if solver == "ftrl" else
+            [str(table), "--target", "price", "--task", "linear", "--target-bounds", "-12,12",
+             "--ids", "who", "--solver", solver, "--out", str(out), *COMMON])  # fmt: skip
+    assert verify(out).failures == ()
+
+
+def test_refusals(table: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "x")]
+    for line, match in (
+        (["--target", "nothing"], "no column 'nothing'"),
+        (["--target", "sold"], "holds text"),
+        (["--target", "price", "--task", "linear", "--hash-text", "4"], "target-bounds"),
+        (["--target", "sold", "--hash-text", "4", "--bounds", "a=0,10"], "must cover column 'b'"),
+        (["--target", "sold", "--hash-text", "4", "--bounds", "zero"], "low,high"),
+        (["--target", "sold", "--hash-text", "4", "--bounds", "q=0,1"], "no feature"),
+        (["--target", "sold", "--task", "magic"], "task"),
+        (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
+    ):
+        with pytest.raises(NoshuffleError, match=match):
+            command([str(table), *line, *out, "--mechanism", "tree"])
+    with pytest.raises(DataUnavailable, match="not a file"):
+        command([str(tmp_path / "gone.csv"), "--target", "y", *out])
+    with pytest.raises(InvalidInput, match="empty folder"):
+        command([str(table), "--target", "sold", "--out", str(tmp_path)])
+
+
+def test_tables_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    for text, match in (
+        ("", "empty"),
+        ("a,a\n1,2\n", "twice"),
+        ("a,y\n1\n", "line 2: expected 2 cells"),
+        ("a,y\nnan,1\n", "finite"),
+        ("y\n1\n", "at least one row"),
+        ("a,y\n", "at least one row"),
+    ):
+        file.write_text(text)
+        with pytest.raises(InvalidInput, match=match):
+            read_table(file, target="y")
+    file.write_text("\ufeffa , y\n 1,0.5\n\n,2\n")
+    made = read_table(file, target="y")
+    np.testing.assert_array_equal(made.x, [[1.0], [0.0]])
+    np.testing.assert_array_equal(made.y, [0.5, 2.0])

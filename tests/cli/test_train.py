@@ -1,0 +1,162 @@
+"""The main job as a person runs it: train, look, verify, resume."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from noshuffle.cli import main
+from noshuffle.cli.job import accuracy_of, make_model, participation_of
+from noshuffle.cli.settings import TrainSettings
+from noshuffle.datasets import DataSet
+from noshuffle.errors import InvalidInput
+from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
+
+QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    assert main(f"{QUICK} --test-seed here --out {path} --json".split()) == 0
+    return path
+
+
+def test_the_folder_holds_the_evidence(run: Path) -> None:
+    for name in ("plan.json", "statement.json", "ledger.sqlite", "metrics.jsonl", "config.json"):
+        assert (run / name).stat().st_size > 0
+    statement = json.loads((run / "statement.json").read_text())
+    assert statement["epsilon"] <= 8
+    assert any("NOT PRIVATE" in sentence for sentence in statement["assumptions"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "test_accuracy" in row][:2] == [11, 22]
+    assert not any("loss" in row for row in rows)  # losses of training data are not released
+    key = next((run / "checkpoints").glob("key*"))
+    assert key.stat().st_mode & 0o077 == 0
+
+
+def test_the_report_is_one_self_contained_page(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "NOT PRIVATE" in page
+    assert not re.findall(r"(?:src|href)=[\"']https?:", page)
+    assert "<script" not in page
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").read_text() == page
+
+
+def test_verify_passes_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == 0
+    assert "VERIFIED" in capsys.readouterr().out
+    statement = run / "statement.json"
+    honest = statement.read_text()
+    record = json.loads(honest)
+    record["epsilon"] /= 2
+    statement.write_text(json.dumps(record))
+    assert main(["verify", str(run)]) == 1
+    assert "epsilon" in capsys.readouterr().out
+    statement.write_text(honest)
+    assert main(["verify", str(run), "--json"]) == 0
+
+
+def test_a_finished_run_resumes_to_itself(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["steps"] == 22
+    assert main(["verify", str(run)]) == 0
+
+
+def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[train]\nepochs = 1\nbatch_size = 256\nmechanism = 'tree'\nepsilon = 3.0\n")
+    line = f"train --config {config} --no-baseline --optimizer adam --lr 0.01 --json"
+    assert main([*line.split(), "--out", str(tmp_path / "r")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["statement"]["epsilon"] <= 3.0
+    assert told["settings"]["optimizer"] == "adam"
+    assert "tree" in told["statement"]["mechanism"]
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_dp_sgd_is_the_same_command(
+    sampling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"train --sampling {sampling} --mechanism identity --epochs 1 --batch-size 128 "
+    line += f"--optimizer sgd --no-baseline --out {tmp_path / 'r'} --json"
+    assert main(line.split()) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["statement"]["epsilon"] <= 8
+    assert main(["verify", str(tmp_path / "r")]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --data wishes",
+        "train --model oak",
+        "train --epochs 0",
+        "train --batch-size 100000",
+        "train --lr -1",
+        "train --clip-norm nan",
+        "train --optimizer magic",
+        "train --epsilon 0",
+        "train --epsilon 1 --noise-multiplier 1",
+        "train --sampling poisson --mechanism tree",
+        "train --config missing.toml",
+        "train --resume nowhere",
+        "train --resume nowhere --epochs 3",
+        "train --unit user",
+        "verify nowhere",
+        "report nowhere",
+    ],
+)
+def test_bad_input_is_one_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = main(line.split())
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.err.count("\n") == 1, captured.err
+
+
+def test_an_out_folder_is_never_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK.split(), "--out", str(run)]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def small(units: list[int] | None = None) -> DataSet:
+    x, y = torch.zeros(12, 3), torch.zeros(12, dtype=torch.int64)
+    ids = None if units is None else torch.tensor(units)
+    return DataSet("small", "table", x, y, x, y, 2, units=ids)
+
+
+def test_participation_follows_the_settings() -> None:
+    base = {"data": "digits", "epochs": 2, "batch_size": 4, "mechanism": "identity"}
+    assert participation_of(TrainSettings.of(base), small()) == Epochs(2, 3)
+    poisson = TrainSettings.of({**base, "sampling": "poisson"})
+    assert participation_of(poisson, small()) == Poisson(6, 1 / 3)
+    fixed = TrainSettings.of({**base, "sampling": "fixed"})
+    assert participation_of(fixed, small()) == FixedSize(6, 4, 12)
+    user = TrainSettings.of({**base, "unit": "user"})
+    # user 0 is in steps 0 and 2 of an epoch of 3: once around the end of an epoch is one step
+    found = participation_of(user, small([0, 1, 1, 1, 2, 2, 2, 2, 0, 3, 3, 3]))
+    assert found == MinSeparation(6, 1, 4)
+    with pytest.raises(InvalidInput):
+        participation_of(user, small())
+
+
+def test_accuracy_counts_right_answers() -> None:
+    data = small()
+    model = make_model(TrainSettings.of({"model": "linear"}), data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model[1].bias[0] = 1.0  # type: ignore[index, union-attr]
+    assert accuracy_of(model, data.x_test, data.y_test, chunk=5) == 1.0
