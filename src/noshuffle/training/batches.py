@@ -1,0 +1,103 @@
+"""Batches with the names of their units, from tensors or from anything that can be iterated.
+
+`TensorBatches` cuts tensors by index arrays (natural order, or a secret sampler) and can start in
+the middle, so a resumed run reads nothing twice. `Batch` carries ids through a loader of one's own;
+`with_ids` wraps a data set so that every item brings its index; its `collate` makes batches of it,
+empty ones too (a secret draw may be empty).
+
+>>> import torch
+>>> epoch = TensorBatches((torch.arange(6.0), torch.arange(6)), in_order(6, 3))
+>>> [(batch.ids.tolist(), batch.data[0].tolist()) for batch in epoch.starting_at(1)]
+[([3, 4, 5], [3.0, 4.0, 5.0])]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from noshuffle.clipping.objective import take
+from noshuffle.training.sampler import Sampler, in_order
+from noshuffle.training.units import Ids
+
+__all__ = ["Batch", "TensorBatches", "as_batch", "in_order", "starting_at", "with_ids"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What goes into one step: the arguments of the loss, and the unit of every example."""
+
+    data: tuple[Any, ...]
+    ids: Any = None
+
+
+@dataclass(frozen=True)
+class TensorBatches:
+    """Tensors cut by index arrays: one epoch of them, or a sampler for the whole run.
+
+    `units` names the unit of every example (its user); by default an example is its own unit.
+    """
+
+    tensors: tuple[Tensor, ...]
+    order: Sequence[Ids] | Sampler
+    units: Ids | None = None
+
+    def __len__(self) -> int:
+        return self.order.steps if isinstance(self.order, Sampler) else len(self.order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.starting_at(0)
+
+    def starting_at(self, step: int) -> Iterator[Batch]:
+        """Batches from this position on."""
+        for i in range(step, len(self)):
+            rows = self.order.draw(i) if isinstance(self.order, Sampler) else self.order[i]
+            index = torch.from_numpy(rows)
+            data = tuple(t[index.to(t.device)] for t in self.tensors)
+            yield Batch(data, rows if self.units is None else self.units[rows])
+
+
+class with_ids(Dataset[Any]):
+    """A map-style data set whose items come as (index, *item), for
+
+    DataLoader(numbered, batch_size=250, collate_fn=numbered.collate)
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        item = self.dataset[index]
+        return (index, *item) if isinstance(item, tuple | list) else (index, item)
+
+    def collate(self, items: list[tuple[Any, ...]]) -> Batch:
+        """A `Batch` of some items; of none, one without rows but with the right shapes."""
+        ids, *data = default_collate(items or [self[0]])
+        if not items:
+            ids, data = take((ids, data), slice(0, 0))
+        return Batch(tuple(data), ids)
+
+
+def as_batch(item: Any) -> Batch:
+    """A loader's item as a batch: a `Batch`, a tuple or list of loss arguments, or one argument."""
+    if isinstance(item, Batch):
+        return item
+    return Batch(tuple(item)) if isinstance(item, tuple | list) else Batch((item,))
+
+
+def starting_at(batches: Iterable[Any], step: int) -> Iterator[Any]:
+    """Iterate from a position on, by random access where there is one, else by reading past."""
+    if isinstance(batches, TensorBatches):
+        return batches.starting_at(step)
+    if isinstance(batches, Sequence):
+        return (batches[i] for i in range(step, len(batches)))
+    return islice(iter(batches), step, None)

@@ -1,0 +1,53 @@
+"""Files that are either the old version or the new one, never something in between.
+
+Write to a temporary name in the same folder, flush to the disk, rename, flush the folder: after a
+crash at any instant the reader sees one complete version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace a file atomically; it has its permissions from the first byte on."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    """Replace a JSON file atomically."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode(), mode=mode)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))

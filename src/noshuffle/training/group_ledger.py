@@ -1,0 +1,93 @@
+"""One ledger for many ranks: rank 0 holds it, the others hold its facts.
+
+    admit    rank 0 looks at the units of all ranks; all get its leave, or its refusal
+    record   rank 0 writes; nobody goes on to the noise before the row is on its disk
+
+The other ranks keep the facts of the run (plan, key, number of released steps) in memory, so that
+a statement can be written anywhere without waiting for anybody. Which units took part is known to
+rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from noshuffle.errors import Unsupported
+from noshuffle.participation import Participation
+from noshuffle.training.evidence import Row
+from noshuffle.training.ledger import Admission, Ledger
+from noshuffle.training.team import Team
+from noshuffle.training.units import Ids, Seen
+
+
+class GroupLedger(Ledger):
+    """The ledger of a team. `admit` and `record` are collective calls; the rest is local.
+
+    Guarantees: every rank is admitted, or every rank raises the same refusal; when `record`
+    returns on any rank, the row of the step is durable on rank 0.
+    """
+
+    _holds_rows = True
+
+    def __init__(
+        self, participation: Participation, *, team: Team, path: Path | None, unit: str
+    ) -> None:
+        self._team = team
+        mine: list[Ledger] = []
+
+        def start() -> tuple[dict[str, str], int]:
+            Ledger.__init__(self, participation, path=path, unit=unit)
+            mine.append(self)
+            return self._facts(), self.released
+
+        facts, released = team.lead("open the ledger", start)
+        if not mine:
+            super().__init__(participation, unit=unit)
+            for name, value in facts.items():
+                self.bind(name, value)
+            self._released = released
+            self._holds_rows = False
+
+    def admit(
+        self,
+        step: int,
+        ids: Ids | None,
+        batch: bytes,
+        *,
+        state: bytes = b"",
+        drop: bool = False,
+        is_partial: bool = False,
+    ) -> Admission:
+        """The same leave on every rank, or the same refusal; see `Ledger.admit`."""
+        ask = super().admit
+        return self._team.lead(
+            f"admission of step {step}",
+            lambda: ask(step, ids, batch, state=state, drop=drop, is_partial=is_partial),
+        )
+
+    def record(self, admission: Admission) -> None:
+        """Durable on rank 0 when this returns, on whatever rank."""
+        write = super().record
+        self._team.lead(f"record of step {admission.step}", lambda: write(admission))
+        if not self._holds_rows and not admission.is_replay:
+            if not self.identified_by:
+                self.bind("identified_by", admission.identified_by)
+            self._released = admission.step + 1
+
+    def rows(self, *, start: int = 0) -> Iterator[Row]:
+        """Released steps in order; on rank 0 only."""
+        self._check_rows()
+        return super().rows(start=start)
+
+    def units(self) -> tuple[Ids, Seen]:
+        """Every unit with its record; on rank 0 only."""
+        self._check_rows()
+        return super().units()
+
+    def _facts(self) -> dict[str, str]:
+        return dict(self._db.execute("SELECT name, value FROM meta"))
+
+    def _check_rows(self) -> None:
+        if not self._holds_rows:
+            raise Unsupported("who took part is known to rank 0 alone; ask there")

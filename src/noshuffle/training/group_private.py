@@ -1,0 +1,205 @@
+"""A run on many ranks: which rows are whose, and whole states from parts.
+
+Rank 0 holds the folder. A saved state holds whole tensors, so a run goes on with another number of
+ranks, or sharded where it was not, and ends with the same bits. To save, every rank holds the whole
+state for a moment.
+
+>>> share(4, rank=1, ranks=3)
+(1, 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from noshuffle.errors import InvalidInput, Unsupported, whole
+from noshuffle.training import checkpoint, shards
+from noshuffle.training.group_step import GroupParts, GroupStep, blocks_of
+from noshuffle.training.private import Private
+from noshuffle.training.run_folder import RunFolder
+from noshuffle.training.spending import Ancestor
+from noshuffle.training.step import Step
+from noshuffle.training.team import is_known_to_all
+from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.units import Ids, as_ids
+
+
+def share(blocks: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The blocks [begin, end) of a batch that a rank takes, as evenly as they go."""
+    return blocks * rank // ranks, blocks * (rank + 1) // ranks
+
+
+class Elsewhere(RunFolder):
+    """The run folder as seen by a rank that does not hold it: writes go nowhere."""
+
+    def __init__(self, path: Path, ancestors: tuple[Ancestor, ...]) -> None:
+        super().__init__(path)
+        object.__setattr__(self, "_ancestors", ancestors)
+
+    def ancestors(self) -> tuple[Ancestor, ...]:
+        found: tuple[Ancestor, ...] = self._ancestors  # type: ignore[attr-defined]
+        return found
+
+    def write_statement(self, record: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def write_config(self, record: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Rank 0 does."""
+
+
+class GroupPrivate(Private):
+    """A model in private training on many ranks. Build it with `privatize_distributed`.
+
+    `step`, `accumulate`, `state_dict`, `save` and `resume` are collective calls: every rank makes
+    them, in the same order. Statements and properties are local.
+    """
+
+    _parts: GroupParts
+
+    def rows(self, size: int | None = None, *, ids: Any = None) -> Ids:
+        """The rows of a batch that are this rank's: whole blocks, users never torn apart.
+
+        Give the size of the whole batch, or (needed if the unit is a user) the ids of all rows.
+        """
+        team, block = self._parts.team, self._parts.block
+        users = None
+        if self._parts.groups_users:
+            if ids is None:
+                raise InvalidInput("a plan with unit='user' splits batches by user; pass ids=")
+            users = as_ids(ids, secret=self._parts.secret)
+        if size is None:
+            size = len(as_ids(ids, secret=self._parts.secret)) if ids is not None else None
+        if size is None or (users is not None and len(users) != size):
+            raise InvalidInput("give the size of the whole batch, or the ids of all its rows")
+        whole(at_least=0, size=size)
+        blocks = blocks_of(size, users, block=block)
+        begin, end = share(len(blocks), rank=team.rank, ranks=team.size)
+        return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *blocks[begin:end]]))
+
+    def _new_step(self) -> Step:
+        return GroupStep(self._parts, index=self._index)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[Step]:
+        """Several parts of one batch, one release at the end; the same number on every rank."""
+        step = self._new_step()
+        with self._engine_at_work():
+            try:
+                yield step
+            except Exception as error:
+                if not is_known_to_all(error):  # the others wait for the next part or release
+                    failed = error
+                    self._parts.team.meet("a step that is given up", lambda: _again(failed))
+                raise
+        self._finish(step)
+
+    @property
+    def optimizer(self) -> PrivateOptimizer:
+        """For an unchanged loop, on models that are whole on every rank."""
+        if self._parts.is_sharded:
+            raise Unsupported(
+                "under fully_shard `loss.backward()` would add up raw gradients between ranks; "
+                "use private.step"
+            )
+        return super().optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, the same on every rank and for any number of them."""
+        state = super().state_dict()
+        places, team = self._parts.places, self._parts.team
+        device = next(iter(self._parts.parameters.values())).device
+        noise = dict(state["noise"])
+        noise["buffers"] = {  # in one order on every rank; a stream lists empty shards first
+            name: shards.gather_rows(
+                noise["buffers"][name], places[name], team, dim=1, device=device
+            )
+            for name in sorted(noise["buffers"])
+        }
+        noise["shapes"] = {name: list(place.shape) for name, place in places.items()}
+        noise["starts"] = dict.fromkeys(places, 0)
+        state = {**state, "noise": noise}
+        return {key: shards.whole(value) for key, value in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a whole state was taken, by this or another number of ranks."""
+        places, parameters = self._parts.places, self._parts.parameters
+        noise = dict(state["noise"])
+        if noise.get("shapes") != {n: list(p.shape) for n, p in places.items()}:
+            raise InvalidInput("the saved state belongs to a model with other parameters")
+        noise["buffers"] = {
+            name: value[:, places[name].rows] if places[name].is_sharded else value
+            for name, value in noise["buffers"].items()
+        }
+        noise["shapes"] = {name: list(place.local) for name, place in places.items()}
+        noise["starts"] = {name: place.start for name, place in places.items()}
+        model = {
+            name: shards.cut(value, parameters[name].data, places[name])
+            if name in parameters
+            else value
+            for name, value in state["model"].items()
+        }
+        super().load_state_dict(
+            {**state, "noise": noise, "model": model, "optimizer": self._cut_optimizer(state)}
+        )
+
+    def _cut_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Optimizer state with this rank's part of every tensor that has its parameter's shape."""
+        saved: dict[str, Any] = state["optimizer"]
+        names = {id(p): name for name, p in self._parts.parameters.items()}
+        listed = [p for group in self._parts.optimizer.param_groups for p in group["params"]]
+        order = [index for group in saved["param_groups"] for index in group["params"]]
+        found = dict(saved["state"])
+        for index, parameter in zip(order, listed):
+            name = names.get(id(parameter))
+            if name is None or index not in found:
+                continue
+            found[index] = {
+                key: shards.cut(value, parameter.data, self._parts.places[name])
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in found[index].items()
+            }
+        return {**saved, "state": found}
+
+    def save(self) -> Path:
+        """Rank 0 writes a checkpoint and the statement; returns when they are there."""
+        run = self._folder()
+        state = self.state_dict()
+
+        def write() -> Path:
+            path = checkpoint.save(state, run.checkpoints)
+            self.ledger.summarise()
+            self.write_statement()
+            return path
+
+        return self._parts.team.lead("a checkpoint", write)
+
+    def resume(self) -> int:
+        """Rank 0 reads the newest checkpoint, if there is one, and sends it to all."""
+        run = self._folder()
+
+        def read() -> dict[str, Any] | None:
+            found = checkpoint.saved(run.checkpoints)
+            return checkpoint.load(found[-1]) if found else None
+
+        state = self._parts.team.lead("the newest checkpoint", read)
+        if state is not None:
+            self._parts.team.meet("loading", lambda: self.load_state_dict(state))
+        run.forget_metrics_after(self._index)
+        return self._index
+
+
+def _again(error: Exception) -> None:
+    raise error

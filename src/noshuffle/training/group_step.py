@@ -1,0 +1,294 @@
+"""One private step over many ranks; each brings its own part of the batch.
+
+    meet     ids, block fingerprints and the state of every rank; any difference is refused
+    admit    rank 0 asks the ledger about the whole batch, all hear the answer
+    clip     every rank, block by block; sums in fixed point (`fixed_sum`)
+    reduce   integers over the ranks, all_reduce or reduce_scatter: before any noise
+    record   rank 0, durable, before any rank goes on
+    noise    every rank for its own shard, or all the same for what is replicated
+
+A batch is cut into blocks of `block` units. A block is clipped in one piece by whoever has it,
+with random numbers (dropout) seeded by its place in the step; everything that follows is exact
+integer addition. So two runs agree bit for bit if their batches have the same blocks, whoever
+computed them, as far as the same block gives the same bits on both machines.
+
+State: the sum in the making, gone after `release`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import ClippedSum, ModelLoss
+from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.training import fingerprint, shards
+from noshuffle.training.fixed_sum import FixedSum, check_units
+from noshuffle.training.shards import Place
+from noshuffle.training.step import Outcome, Parts, Step
+from noshuffle.training.team import Team, all_agree
+from noshuffle.training.units import Ids
+
+
+@dataclass
+class GroupParts(Parts):
+    """Everything a step is made of, and who takes it together."""
+
+    team: Team = field(kw_only=True)
+    places: dict[str, Place] = field(kw_only=True)
+    block: int = field(kw_only=True)
+    is_sharded: bool = field(kw_only=True)
+
+
+def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:
+    """The rows of every block: `block` consecutive examples, or all rows of `block` users.
+
+    >>> [rows.tolist() for rows in blocks_of(5, None, block=2)]
+    [[0, 1], [2, 3], [4]]
+    >>> [rows.tolist() for rows in blocks_of(5, np.array([7, 3, 7, 9, 3]), block=2)]
+    [[0, 1, 2, 4], [3]]
+    """
+    place = np.arange(size)
+    if users is not None:
+        _, first, inverse = np.unique(users, return_index=True, return_inverse=True)
+        order = np.empty(len(first), dtype=np.int64)
+        order[np.argsort(first)] = np.arange(len(first))  # users in order of appearance
+        place = order[inverse]
+    of = place // block
+    return [np.flatnonzero(of == b) for b in range(int(of.max()) + 1 if size else 0)]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a rank brings to a step: the examples' ids, in block order, and their fingerprints."""
+
+    size: int
+    ids: Ids | None
+    prints: list[bytes]
+    state: bytes
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Raw figures of a rank's units, on the way to the ranks that hold the data's team."""
+
+    losses: Tensor
+    norms: Tensor
+    bad: Tensor
+    present: Tensor
+
+
+class GroupStep(Step):
+    """One release in the making, on every rank.
+
+    Guarantees: those of `Step` for the batch of all ranks together. A user whose examples lie on
+    two ranks is refused. Nothing is released unless every rank has clipped its part; a rank that
+    fails before the ledger is written stops all of them, and no noise was used.
+    """
+
+    parts: GroupParts
+
+    def __init__(self, parts: GroupParts, *, index: int) -> None:
+        self.parts = parts
+        self.index = index
+        self._fixed: FixedSum | None = None
+        self._part = 0
+        self._bits = shards.samples(parts.parameters, parts.places, parts.team)
+        # A rank whose noise fell out of step says so at the next meeting: the others are waiting.
+        self._late: NoshuffleError | None = None
+        try:
+            super().__init__(parts, index=index)
+        except NoshuffleError as error:
+            self._late = error
+        self._bits = []
+
+    def add(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        ids: Any = None,
+        is_last: bool = False,
+    ) -> None:
+        """Admit, clip and sum one part of the batch: of every rank, its own share of it."""
+        team, tag = self.parts.team, f"part {self._part} of step {self.index}"
+        blocks: list[Ids] = []
+
+        def bring() -> Brought:
+            if self._late is not None:
+                raise self._late
+            size = batch_size(batch)
+            own = self._own_ids(ids, size)
+            users = own if self.parts.groups_users else None
+            blocks.extend(blocks_of(size, users, block=self.parts.block))
+            prints = [
+                fingerprint.of_batch(
+                    take(batch, torch.from_numpy(rows)),
+                    None if own is None else own[rows],
+                    secret=self.parts.secret,
+                )
+                for rows in blocks
+            ]
+            order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
+            return Brought(size, None if own is None else own[order], prints, self._state)
+
+        told = team.meet(f"{tag}, last: {is_last}", bring)
+        self._check(told)
+        before = told[: team.rank]
+        keep = self._admit_all(told, is_last=is_last)
+        mine = keep[(at := sum(b.size for b in before)) : at + told[team.rank].size]
+        number = sum(len(b.prints) for b in before)
+
+        def clip() -> Figures:
+            own = told[team.rank].ids
+            with shards.gathered(self.parts.model) if self.parts.is_sharded else nullcontext():
+                return self._clip_blocks(loss_fn, batch, blocks, mine, own, first=number)
+
+        self._collect(team.meet(f"clipped {tag}", clip))
+        self._part += 1
+
+    def _check(self, told: list[Brought]) -> None:
+        """Refuse ranks that differ in state or in having ids, and users on several ranks."""
+        all_agree(
+            [
+                {"parameters or settings": b.state.hex(), "having ids": b.ids is not None}
+                for b in told
+            ]
+        )
+        if self.parts.groups_users:
+            users = np.concatenate([np.unique(b.ids) for b in told if b.ids is not None])
+            names, counts = np.unique(users, return_counts=True)
+            if (counts > 1).any():
+                raise InvalidInput(
+                    f"user {int(names[counts > 1][0])} has examples on two ranks, which would "
+                    "count as several contributions; split batches with private.rows"
+                )
+
+    def _admit_all(self, told: list[Brought], *, is_last: bool) -> Ids:
+        """Which rows of this part, over all ranks, may be used (truth values)."""
+        size = sum(b.size for b in told)
+        given = [b.ids for b in told if b.ids is not None]
+        self._ids.append(np.concatenate(given) if given else None)
+        joined = b"".join(p for b in told for p in b.prints)
+        self._prints.append(hashlib.blake2b(joined, digest_size=fingerprint.SIZE).digest())
+        admission = self._admit(is_partial=not is_last)
+        self._admission = admission if is_last else None
+        rows = self._rows(admission, size)
+        self._dropped += size - len(rows)
+        keep = np.zeros(size, dtype=bool)
+        keep[rows] = True
+        return keep
+
+    def _clip_blocks(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        blocks: list[Ids],
+        keep: Ids,
+        ids: Ids | None,
+        *,
+        first: int,
+    ) -> Figures:
+        """Clip and add up this rank's blocks; `keep` and `ids` are in block order."""
+        parts, at = self.parts, 0
+        clip, device = parts.threshold.clip, next(iter(parts.parameters.values())).device
+        shapes = {name: place.shape for name, place in parts.places.items()}
+        if self._fixed is None:
+            self._fixed = FixedSum(shapes, bound=clip.bound(tuple(shapes)), device=device)
+        none, nobody = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        figures = [Figures(none, none, nobody, nobody)]
+        for number, rows in enumerate(blocks, start=first):
+            used = keep[at : at + len(rows)]
+            whose = None if ids is None else ids[at : at + len(rows)][used]
+            at += len(rows)
+            units = None
+            if parts.groups_users:
+                assert whose is not None
+                units = torch.from_numpy(np.unique(whose, return_inverse=True)[1])
+            if not used.any():
+                continue
+            with self._luck(number, device):
+                got = parts.engine.clipped_sum(
+                    parts.model,
+                    loss_fn,
+                    take(batch, torch.from_numpy(rows[used])),
+                    clip=clip,
+                    units=units,
+                    reduce=parts.reduce,
+                )
+            self._fixed.add(got.values, units=len(got.norms))
+            figures.append(
+                Figures(got.losses.cpu(), got.norms.cpu(), got.bad.cpu(), got.present.cpu())
+            )
+        return _joined(figures)
+
+    @contextmanager
+    def _luck(self, block: int, device: torch.device) -> Iterator[None]:
+        """Random numbers of a block: the same whichever rank computes it, and in a replay."""
+        name = f"{self.index}/{self._part}/{block}".encode()
+        word = hashlib.blake2b(name, key=self.parts.secret, digest_size=7).digest()
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(int.from_bytes(word, "little"))
+            yield
+
+    def _collect(self, told: list[Figures]) -> None:
+        every = _joined(told)
+        assert self._fixed is not None
+        clip = self.parts.threshold.clip
+        self._sums.append(
+            ClippedSum(
+                {},
+                clip.bound(tuple(self.parts.places)),
+                every.norms,
+                every.losses,
+                every.bad,
+                every.present,
+            )
+        )
+        check_units(sum(len(s.norms) for s in self._sums))
+
+    def release(self) -> Outcome:
+        """Reduce over the ranks, record, add noise, divide by the planned batch size, update."""
+        if self._admission is None:  # a batch in parts: has every rank come to its end?
+            self.parts.team.meet(f"the release of step {self.index}", self._check_added)
+        return super().release()
+
+    def _check_added(self) -> None:
+        if self._late is not None:
+            raise self._late
+        if not self._sums:
+            raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
+
+    def _total(self) -> dict[str, Tensor]:
+        """The clipped sum over all ranks, and of it this rank's part. Exact in any order."""
+        assert self._fixed is not None
+        values = {}
+        for name, parameter in self.parts.parameters.items():
+            total = self._fixed.values.pop(name)  # one whole tensor after the other is let go
+            mine = shards.reduce(total, self.parts.places[name], self.parts.team)
+            values[name] = self._fixed.to_float(mine, parameter.dtype)
+        return values
+
+    def _give(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self.parts.parameters.items():
+            parameter.grad = shards.like(values[name], parameter.data)
+
+    def _state_print(self) -> bytes:
+        return fingerprint.of_state(self._settings(), self._bits)
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "block": self.parts.block}
+
+
+def _joined(figures: list[Figures]) -> Figures:
+    names = ("losses", "norms", "bad", "present")
+    return Figures(*(torch.cat([getattr(f, name) for f in figures]) for name in names))

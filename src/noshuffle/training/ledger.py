@@ -1,0 +1,311 @@
+"""The ledger: who may take part in a step, and the durable record of what was released.
+
+Write-ahead log with synchronous=FULL: when `record` returns, the row survives a power cut, and
+only then is the noisy gradient used. `path=None` keeps the same tables in memory.
+
+Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
+so. Under Epochs the batch of step t must then equal that of step t − b.
+
+>>> from noshuffle.participation import SinglePass
+>>> ledger = Ledger(SinglePass(steps=10))
+>>> ledger.record(ledger.admit(0, np.array([5, 6]), b"batch 0"))
+>>> ledger.admit(1, np.array([7, 6]), b"batch 1")
+Traceback (most recent call last):
+    ...
+noshuffle.errors.ParticipationViolation: unit 6 may not take part in step 1: it already took part \
+in step 0 and the plan allows one step; keep the order of the plan, or use on_violation='drop'
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    ParticipationViolation,
+    ReplayRefused,
+    VerificationFailed,
+)
+from noshuffle.participation import Epochs, Participation, Restarted
+from noshuffle.training import guard
+from noshuffle.training.evidence import SCHEMA, Row, encode_units, read_rows, read_units
+from noshuffle.training.guard import Mask
+from noshuffle.training.units import Ids, Seen, UnitTable, name_to_id
+
+FINGERPRINTS_ONLY = (
+    "Participation was checked by batch fingerprints only: that no unit sits in two different "
+    "batches is the word of whoever built them."
+)
+
+
+class Draws(Protocol):
+    """What the guard asks of a secret sampler."""
+
+    def draw(self, step: int) -> Ids:
+        """The units of this step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Leave to release a step: the units admitted, and which rows of the batch are theirs.
+
+    `keep` is one truth value per row (None: all of them); `is_empty` says that nothing of the
+    batch may be used, and noise alone is released.
+    """
+
+    step: int
+    batch: bytes
+    state: bytes
+    identified_by: str
+    units: Ids
+    keep: Mask | None = None
+    is_empty: bool = False
+    is_replay: bool = False
+
+
+class Ledger:
+    """Admission and evidence for one run."""
+
+    def __init__(
+        self,
+        participation: Participation,
+        *,
+        path: Path | None = None,
+        unit: str = "example",
+        sampler: Draws | None = None,
+    ) -> None:
+        self.participation = participation
+        self.sampler = sampler
+        self._groups_users = unit == "user"
+        self._db = sqlite3.connect(
+            path or ":memory:", isolation_level=None, check_same_thread=False
+        )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(SCHEMA)
+        self.bind("unit", unit)
+        self._table = UnitTable()
+        self._released = 0
+        self._catch_up()
+
+    @property
+    def released(self) -> int:
+        """How many steps were released; also the index of the next one."""
+        return self._released
+
+    @property
+    def identified_by(self) -> str:
+        """ "ids", "fingerprints", or "" before the first step."""
+        return self.meta("identified_by") or ""
+
+    def meta(self, name: str) -> str | None:
+        """A fact about the run."""
+        found = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def bind(self, name: str, value: str) -> None:
+        """Write a fact once; a different value later is refused."""
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
+        if self.meta(name) != value:
+            raise InvalidInput(
+                f"this ledger was started with {name} = {self.meta(name)}, got {value}; use a new "
+                "run folder"
+            )
+
+    def admit(
+        self,
+        step: int,
+        ids: Ids | None,
+        batch: bytes,
+        *,
+        state: bytes = b"",
+        drop: bool = False,
+        is_partial: bool = False,
+    ) -> Admission:
+        """Leave to release `step` from this batch; writes nothing.
+
+        `is_partial` checks the units of the first part of a batch that comes in several; the
+        whole batch is then admitted once more, with its fingerprint, before it is released.
+
+        Guarantees: raises before any gradient is computed if the step lies beyond the plan, if a
+        released step would be repeated from anything but the same batch and state, or if a unit
+        is outside its participation (with `drop`, its rows are left out instead). A unit appears
+        once in a batch unless the plan's unit is a user, whose examples form one contribution.
+        """
+        if step >= self.participation.steps:
+            raise HorizonExceeded(
+                f"step {step} (counted from 0) lies beyond the {self.participation.steps} planned "
+                "steps; fit a longer plan for a new run"
+            )
+        if step > self._released:
+            raise InvalidInput(f"the next step is {self._released}, got {step}")
+        mode = "fingerprints" if ids is None else "ids"
+        if self.identified_by not in ("", mode):
+            raise InvalidInput(
+                f"this run identifies units by {self.identified_by}, step {step} came with {mode}; "
+                "do the same in every step"
+            )
+        if step < self._released:
+            return self._replay(step, ids, batch, state, is_partial=is_partial)
+        if self.participation.is_sampled:
+            return self._sampled(step, ids, batch, state, is_partial=is_partial)
+        if ids is None:
+            return self._by_fingerprint(step, batch, state, drop=drop or is_partial)
+        units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
+        seen = self._table.look_up(units)
+        mask = guard.is_admitted(self.participation, step=step, seen=seen)
+        if not drop:
+            guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask)
+        keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
+        return Admission(step, batch, state, "ids", units[mask], _unless_all(keep), not keep.any())
+
+    def _sampled(
+        self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
+    ) -> Admission:
+        if self.sampler is None:
+            raise ParticipationViolation(
+                "a sampled plan takes its batches from our sampler; make one with "
+                "private.sampler(population)"
+            )
+        drawn = self.sampler.draw(step)
+        if ids is not None and self._groups_users:
+            ids = np.unique(ids)
+        guard.check_sampled(step=step, ids=ids, drawn=drawn, is_partial=is_partial)
+        assert ids is not None
+        return Admission(step, batch, state, "ids", np.sort(ids), is_empty=not len(ids))
+
+    def _by_fingerprint(self, step: int, batch: bytes, state: bytes, *, drop: bool) -> Admission:
+        """Without ids the batch is the unit, and every epoch must bring the same batches."""
+        unit = np.array([name_to_id(batch)], dtype=np.int64)
+        seen = self._table.look_up(unit)
+        mask = guard.is_admitted(self.participation, step=step, seen=seen)
+        is_fine = bool(mask.all()) and self._is_same_as_last_epoch(step, batch)
+        if not is_fine and not drop:
+            raise ParticipationViolation(
+                f"the batch of step {step} was seen before, or differs from the batch at its "
+                "place in the last epoch; keep one order, or pass ids= (augmented data needs them)"
+            )
+        units = unit if is_fine else unit[:0]
+        return Admission(step, batch, state, "fingerprints", units, None, not is_fine)
+
+    def _is_same_as_last_epoch(self, step: int, batch: bytes) -> bool:
+        rule, block = self.participation, 0
+        if isinstance(rule, Restarted):
+            block = step - step % rule.every
+            rule = rule.participation
+        if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
+            return True
+        return self.row(step - rule.steps_per_epoch).batch == batch
+
+    def _replay(
+        self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
+    ) -> Admission:
+        row = self.row(step)
+        pairs = (("data", row.batch, batch), ("parameters or settings", row.state, state))
+        for hint, old, new in pairs:
+            if old != new and not is_partial:
+                raise ReplayRefused(
+                    f"step {step} was already released with other {hint}; the same noise would "
+                    "cancel in the difference; give it exactly what it had, or fork the run"
+                )
+        if ids is None:
+            by, keep, is_empty = "fingerprints", None, not len(row.units)
+        else:
+            by = "ids"
+            _, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
+            keep = (rows >= 0) & np.isin(ids, row.units)
+            is_empty = not keep.any()
+            keep = _unless_all(keep)
+        return Admission(step, batch, state, by, row.units, keep, is_empty, is_replay=True)
+
+    def record(self, admission: Admission) -> None:
+        """Write the row of a step; durable when this returns. A replay is already written."""
+        if admission.is_replay:
+            return
+        row = (
+            admission.step,
+            time.time(),
+            admission.batch,
+            admission.state,
+            len(admission.units),
+            encode_units(admission.units),
+        )
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            if not self.identified_by:
+                self._db.execute(
+                    "INSERT INTO meta VALUES ('identified_by', ?)", (admission.identified_by,)
+                )
+            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._db.execute("COMMIT")
+        except sqlite3.IntegrityError:
+            self._db.execute("ROLLBACK")
+            raise ReplayRefused(
+                f"step {admission.step} was released by another process of this run; stop one"
+            ) from None
+        self._take(admission.step, admission.units)
+
+    def _take(self, step: int, units: Ids) -> None:
+        if not self.participation.is_sampled:
+            seen = self._table.look_up(units)
+            anew = guard.starts_anew(self.participation, step=step, seen=seen)
+            self._table.update(units, step=step, first=anew)
+        self._released = step + 1
+
+    def _catch_up(self) -> None:
+        """Rebuild the table: the saved summary, then the steps after it."""
+        through = int(self.meta("summarised") or 0)
+        saved = read_units(self._db)
+        if saved:
+            data = np.array(saved, dtype=np.int64).T
+            self._table.restore(data[0], Seen(first=data[1], last=data[2], count=data[3]))
+        self._released = through
+        for row in self.rows(start=through):
+            if row.step != self._released:
+                raise VerificationFailed(
+                    f"the ledger lacks step {self._released}; it was cut or edited"
+                )
+            self._take(row.step, row.units)
+
+    def row(self, step: int) -> Row:
+        """One released step."""
+        return next(self.rows(start=step))
+
+    def rows(self, *, start: int = 0) -> Iterator[Row]:
+        """Released steps in order."""
+        return read_rows(self._db, start=start)
+
+    def units(self) -> tuple[Ids, Seen]:
+        """Every unit with first step, last step and count, from the steps."""
+        return self._table.all()
+
+    def summarise(self) -> None:
+        """Bring the per-unit summary up to date (units seen since the last time only)."""
+        through = int(self.meta("summarised") or 0)
+        ids, seen = self._table.all()
+        new = np.flatnonzero(seen.last >= through)
+        rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
+        self._db.execute(
+            "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(self._released),)
+        )
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Summarise and let go of the file."""
+        self.summarise()
+        self._db.close()
+
+
+def _unless_all(keep: Mask) -> Mask | None:
+    return None if keep.all() else keep

@@ -1,0 +1,186 @@
+"""The loop over any batches, which can be killed at any instant and resumed.
+
+    for every batch:  private step → callbacks → evaluation, metrics, checkpoint when due
+
+Batches come from a DataLoader, a generator, a list or `TensorBatches`; several epochs need
+something that can be iterated again. With a run folder the loop first loads the newest checkpoint
+and goes on behind it: steps that were already released are replayed from the same batches, which
+the ledger checks, so the result is bit for bit that of a run that was never stopped.
+
+`metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
+gradient, and what `evaluate` returns (on public or held-out data). The loss of a batch is raw data
+and goes to the callbacks alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.objective import Criterion
+from noshuffle.errors import InvalidInput, whole
+from noshuffle.participation import Epochs, Participation, Restarted
+from noshuffle.statement import PrivacyStatement
+from noshuffle.training.batches import TensorBatches, as_batch, starting_at
+from noshuffle.training.private import Private
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the loop stands after a step. `loss` is raw and not private."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    is_replay: bool
+    metrics: dict[str, float]
+    private: Private = field(repr=False)
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the steps so far. Computed when asked for: some accountants take a while."""
+        return self.private.epsilon_after(self.step)
+
+
+Callback = Callable[[Progress], None]
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+def fit_model(
+    private: Private,
+    batches: Iterable[Any],
+    loss_fn: Criterion | ModelLoss,
+    *,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    scheduler: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> PrivacyStatement:
+    """Train until the batches or the plan end; returns the statement of what was released.
+
+    Arguments:
+        epochs: how often to go through `batches`; by default as the plan says (once if it is
+            silent).
+        steps_per_epoch: needed only to resume an iterable without a length in a later epoch.
+        evaluate: measures the model on data that is public or held out.
+        evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
+        scheduler: stepped after every step, and saved along.
+        callbacks: called after every step.
+    """
+    total = _epochs_of(private) if epochs is None else epochs
+    whole(epochs=total)
+    if scheduler is not None:
+        private.attach(scheduler=scheduler)
+    if private.run is not None and not private.steps_done:
+        private.resume()
+    length = _length(private, batches, steps_per_epoch)
+    if not length and private.steps_done and total > 1:
+        raise InvalidInput(
+            "to resume batches of unknown length over several epochs, give steps_per_epoch"
+        )
+    measured = private.steps_done
+    for epoch in range(private.steps_done // length if length else 0, total):
+        for item in starting_at(batches, _skip(private, batches, epoch * length)):
+            if private.steps_done >= private.plan.steps:
+                break
+            batch = as_batch(item)
+            is_replay = private.steps_done < private.steps_released
+            loss = private.step(loss_fn, *batch.data, ids=batch.ids)
+            if scheduler is not None:
+                scheduler.step()
+            step = private.steps_done
+            is_end = step == private.plan.steps or bool(length and step % length == 0)
+            metrics = {}
+            if is_end or (evaluate_every and step % evaluate_every == 0):
+                metrics, measured = _measure(private, evaluate, epoch), step
+            if private.run is not None and (
+                step % checkpoint_every == 0 if checkpoint_every else is_end
+            ):
+                private.save()
+            where = Progress(step, private.plan.steps, epoch, loss, is_replay, metrics, private)
+            for callback in callbacks:
+                callback(where)
+        if private.steps_done >= private.plan.steps:
+            break
+    if private.steps_done > measured:  # batches that ended before the plan, at an odd step
+        _measure(private, evaluate, epoch)
+    if private.run is not None:
+        private.save()
+    return private.statement()
+
+
+def _epochs_of(private: Private) -> int:
+    rule = _base(private)
+    return rule.epochs if isinstance(rule, Epochs) else 1
+
+
+def _base(private: Private) -> Participation:
+    rule = private.plan.participation
+    return rule.participation if isinstance(rule, Restarted) else rule
+
+
+def _length(private: Private, batches: Iterable[Any], given: int | None) -> int:
+    """Steps per epoch as far as they can be known, else 0."""
+    if private.plan.participation.is_sampled:
+        return private.plan.steps
+    rule = _base(private)
+    planned = rule.steps_per_epoch if isinstance(rule, Epochs) else 0
+    if given is not None:
+        whole(steps_per_epoch=given)
+    try:
+        length = given or len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return planned
+    if planned and length != planned:
+        raise InvalidInput(
+            f"the plan has {planned} steps per epoch, the data has {length} batches; leave out the "
+            "incomplete last batch (drop_last=True), or fit the plan again"
+        )
+    return length
+
+
+def _skip(private: Private, batches: Iterable[Any], before: int) -> int:
+    """How many batches of this epoch lie behind; `before` steps belong to earlier epochs."""
+    if private.plan.participation.is_sampled and not isinstance(batches, TensorBatches):
+        return 0  # a loader over private.sampler begins at the current step by itself
+    return private.steps_done - before
+
+
+def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[str, float]:
+    """Evaluate the model, and add a line to the metrics of the run."""
+    metrics: dict[str, float] = {}
+    if evaluate is not None:
+        was_training = private.model.training
+        private.model.eval()
+        with torch.no_grad():
+            metrics = {name: float(value) for name, value in evaluate(private.model).items()}
+        private.model.train(was_training)
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    if private.run is not None:
+        private.run.append_metrics({**_released(private, epoch), **metrics})
+    return metrics
+
+
+def _released(private: Private, epoch: int) -> dict[str, Any]:
+    """Values that are functions of released ones."""
+    optimizer = private._parts.optimizer
+    grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
+    norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+    epsilon = private.epsilon_after(private.steps_done)
+    return {
+        "step": private.steps_done,
+        "epoch": epoch,
+        "epsilon": epsilon if math.isfinite(epsilon) else None,
+        "learning_rate": float(optimizer.param_groups[0]["lr"]),
+        "private_gradient_norm": norm,
+    }

@@ -1,0 +1,244 @@
+"""Which part of every parameter lies on this rank, and how sums and states get there.
+
+A replicated parameter lies on every rank as a whole. `fully_shard` (FSDP2) leaves rank r with the
+rows [r·⌈m/R⌉, …) of a parameter with m rows; in the flattened parameter these are the elements
+[start, start + numel), so a noise stream with that `start` draws exactly the part of the noise that
+the whole parameter would get.
+
+    reduce     all_reduce (replicated) or reduce_scatter (sharded) of 64-bit integers: exact
+    gathered   the model with its whole parameters and without FSDP's hooks, for clipping
+    whole/own  states between "all of it" (checkpoints, any number of ranks) and "my part"
+
+No state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.team import Team
+
+#: Entries of a parameter that its fingerprint reads, as many as `fingerprint` itself would.
+SAMPLED = 4096
+#: torch 2.13 renamed both.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the part of one parameter that this rank holds lies in the whole."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    start: int
+    is_sharded: bool
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the whole that are here."""
+        first = self.start // max(1, math.prod(self.shape[1:]))
+        return slice(first, first + self.local[0])
+
+
+def places(parameters: Mapping[str, nn.Parameter], team: Team) -> dict[str, Place]:
+    """The place of every parameter; a layout whose shards are not contiguous is refused."""
+    return {name: _place(name, parameter, team) for name, parameter in parameters.items()}
+
+
+def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
+    shape = parameter.shape
+    value = parameter.data
+    if not isinstance(value, DTensor):
+        return Place(tuple(shape), tuple(shape), 0, False)
+    layout = value.placements
+    if len(layout) != 1 or layout[0] not in (Shard(0), Replicate()):
+        raise Unsupported(
+            f"parameter {name!r} is laid out as {layout}; only fully_shard over one mesh axis, "
+            "sharding rows, is supported (no tensor parallelism, no hybrid sharding)"
+        )
+    ranks = dist.get_process_group_ranks(value.device_mesh.get_group())
+    if ranks != dist.get_process_group_ranks(team.group or dist.group.WORLD):
+        raise Unsupported(
+            f"parameter {name!r} is sharded over the ranks {ranks}, which are not those of the "
+            "group that trains it; shard over the same ranks in the same order"
+        )
+    local = value.to_local().shape
+    if layout[0] == Replicate():
+        return Place(tuple(shape), tuple(local), 0, False)
+    rows = -(-shape[0] // team.size)
+    first = min(team.rank * rows, shape[0])
+    return Place(tuple(shape), tuple(local), first * math.prod(shape[1:]), True)
+
+
+def reduce(total: Tensor, place: Place, team: Team) -> Tensor:
+    """Add a 64-bit integer tensor up over the ranks; returns the part that belongs here."""
+    if not place.is_sharded:
+        dist.all_reduce(total, group=team.group)
+        return total
+    rows = -(-place.shape[0] // team.size)
+    padded = total.new_zeros((rows * team.size, *place.shape[1:]))
+    padded[: place.shape[0]] = total
+    out = total.new_empty((rows, *place.shape[1:]))
+    _reduce_scatter(out, padded, group=team.group)
+    return out[: place.local[0]]
+
+
+def local_of(value: Tensor) -> Tensor:
+    """The part of a tensor that lies in this process."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A local part as the same kind of tensor as `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return value
+    made: Tensor = DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def cut(value: Tensor, parameter: Tensor, place: Place) -> Tensor:
+    """My part of a whole tensor that has the shape of `parameter`, laid out like it."""
+    if not isinstance(parameter, DTensor):
+        return value
+    mine = value[place.rows] if place.is_sharded else value
+    return like(mine.to(local_of(parameter).device).clone(), parameter)
+
+
+def whole(state: Any) -> Any:
+    """The same state with whole tensors instead of shards (every rank must call it)."""
+    return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, state)
+
+
+def gather_rows(
+    value: Tensor, place: Place, team: Team, *, dim: int, device: torch.device
+) -> Tensor:
+    """A plain tensor whose axis `dim` is sharded as `place` says, as a whole, in ordinary memory.
+
+    It travels from `device`, since NCCL takes nothing from elsewhere.
+    """
+    if not place.is_sharded:
+        return value
+    rows = -(-place.shape[0] // team.size)
+    mine = value.movedim(dim, 0).to(device)
+    padded = mine.new_zeros((rows, *mine.shape[1:]))
+    padded[: mine.shape[0]] = mine
+    out = mine.new_empty((rows * team.size, *mine.shape[1:]))
+    _all_gather(out, padded, group=team.group)
+    return out[: place.shape[0]].movedim(0, dim).contiguous().cpu()
+
+
+def samples(
+    parameters: Mapping[str, nn.Parameter], where: Mapping[str, Place], team: Team
+) -> list[Tensor]:
+    """The entries of every parameter that a state fingerprint reads, the same on every rank.
+
+    Like `fingerprint.of_state`, it leaves accelerators out, where honest runs differ in last bits.
+    Shards send the bits of their entries as integers with zeros elsewhere; the sum is exact.
+    """
+    found, bits = [], []
+    parameters = {n: p for n, p in parameters.items() if p.device.type == "cpu"}
+    for name, parameter in parameters.items():
+        place = where[name]
+        flat = local_of(parameter.detach()).reshape(-1)
+        every = max(1, -(-math.prod(place.shape) // SAMPLED))
+        if not place.is_sharded:
+            found.append(flat[::every])
+            continue
+        count = -(-math.prod(place.shape) // every)
+        room = torch.zeros(count, dtype=torch.int64, device=flat.device)
+        first = -(-place.start // every)
+        mine = flat[first * every - place.start :: every]
+        room[first : first + len(mine)] = mine.contiguous().view(_INTEGERS[flat.element_size()])
+        found.append(room)
+        bits.append(room)
+    if bits:
+        packed = torch.cat(bits)
+        dist.all_reduce(packed, group=team.group)
+        for room, summed in zip(bits, torch.split(packed, [len(b) for b in bits])):
+            room.copy_(summed)
+    return [
+        v.to(_INTEGERS[p.element_size()]).view(p.dtype) if where[n].is_sharded else v
+        for v, (n, p) in zip(found, parameters.items())
+    ]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied anywhere in the model."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """The model with its whole parameters, as if FSDP had never touched it (a collective call).
+
+    Clipping engines choose rules by the class of a layer and run the model several times, under
+    vmap too; FSDP's own classes and hooks would get in the way, so they are taken off meanwhile.
+    """
+    managed = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = []
+    for module in managed:
+        module.unshard()
+    try:
+        for module in managed:
+            assert isinstance(module, nn.Module)
+            kept.append((module, type(module), module._forward_pre_hooks, module._forward_hooks))
+            module._forward_pre_hooks = _foreign(module._forward_pre_hooks)
+            module._forward_hooks = _foreign(module._forward_hooks)
+            module.__class__ = _plain_class(type(module))
+        yield
+    finally:
+        for module, kind, before, after in kept:
+            module.__class__ = kind
+            module._forward_pre_hooks, module._forward_hooks = before, after
+        for module in managed:
+            module.reshard()
+
+
+def _plain_class(kind: type) -> Any:
+    """The class that `fully_shard` derived this one from."""
+    return next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
+
+
+def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """The hooks that are not FSDP's."""
+    ours = "torch.distributed.fsdp"
+    return OrderedDict(
+        (k, h) for k, h in hooks.items() if not str(getattr(h, "__module__", "")).startswith(ours)
+    )
+
+
+def check_policies(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse policies that gather parameters in another type or on another device."""
+    own = {name: (p.dtype, p.device.type) for name, p in parameters.items()}
+    with gathered(model):
+        full = {n: (p.dtype, p.device.type) for n, p in model.named_parameters() if n in own}
+    for name, kept in own.items():
+        if full.get(name) != kept:
+            raise Unsupported(
+                f"FSDP keeps {name!r} as {kept} and gathers it as {full.get(name)}; mixed "
+                "precision and offload policies are not supported, use torch.autocast in the model"
+            )
+    if set(full) != set(own):
+        raise InvalidInput(f"the model has other parameters when gathered: {set(full) ^ set(own)}")

@@ -1,0 +1,248 @@
+"""One private step, as Algorithm 1 writes it.
+
+    admit    every unit is inside its participation, or nothing is computed        (guard)
+    clip     each unit's gradient to norm ζ, and sum them                          (clipping)
+    record   the step is in the ledger, on the disk, before anybody sees it        (ledger)
+    noise    add row t of z·ζ·C⁻¹Z                                                 (noise)
+    divide   by the planned batch size, whatever the realised one was
+    update   any torch optimizer: post-processing                                  (optim)
+
+A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
+raw sum never leaves this file. State: the sum in the making, gone after `release`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import Clip, ClippedSum, ModelLoss
+from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.noise import NoiseStream
+from noshuffle.training import fingerprint
+from noshuffle.training.ledger import Admission, Ledger
+from noshuffle.training.threshold import Threshold
+from noshuffle.training.units import Ids, as_ids
+
+
+class Engine(Protocol):
+    """What a clipping engine offers."""
+
+    def clipped_sum(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        clip: Clip,
+        units: Tensor | None = None,
+        reduce: str = "sum",
+        weights: Tensor | None = None,
+    ) -> ClippedSum: ...
+
+
+@dataclass
+class Parts:
+    """Everything a step is made of."""
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    engine: Engine
+    threshold: Threshold
+    noise: NoiseStream
+    ledger: Ledger
+    planned_batch: int
+    groups_users: bool
+    reduce: str
+    drop: bool
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step saw: raw figures of the data, for the eyes of whoever holds it anyway."""
+
+    losses: Tensor
+    norms: Tensor
+    bad: Tensor
+    dropped: int
+
+    @property
+    def nonfinite(self) -> int:
+        """How many units had a NaN or infinite gradient and contributed zero."""
+        return int(self.bad.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the finite examples (NaN if there are none)."""
+        finite = self.losses[torch.isfinite(self.losses)]
+        return float(finite.double().mean()) if finite.numel() else float("nan")
+
+
+class Step:
+    """One release in the making.
+
+    Guarantees: what `release` hands to the optimizer is (Σ_u clip(g_u) + noise of step t) divided
+    by the planned constant, for the admitted units only. A unit with a NaN or infinite gradient
+    contributes zero; an empty batch releases noise alone. If anything fails before the ledger is
+    written, nothing was released; if something fails after it, the noise stream refuses to go on
+    and the run continues from its last checkpoint.
+    """
+
+    def __init__(self, parts: Parts, *, index: int) -> None:
+        if parts.noise.step != index:
+            raise NoshuffleError(
+                f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "
+                "noise is out of step; go on from the last checkpoint (private.resume)"
+            )
+        self.parts = parts
+        self.index = index
+        self._ids: list[Ids | None] = []
+        self._prints: list[bytes] = []
+        self._sums: list[ClippedSum] = []
+        self._dropped = 0
+        self._admission: Admission | None = None
+        self._state = self._state_print()
+
+    def add(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        ids: Any = None,
+        is_last: bool = False,
+    ) -> None:
+        """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole."""
+        size = batch_size(batch)
+        own = self._own_ids(ids, size)
+        self._ids.append(own)
+        self._prints.append(fingerprint.of_batch(batch, own, secret=self.parts.secret))
+        admission = self._admit(is_partial=not is_last)
+        self._admission = admission if is_last else None
+        rows = self._rows(admission, size)
+        self._dropped += size - len(rows)
+        if len(rows) < size:
+            batch = take(batch, torch.from_numpy(rows))
+        units = None
+        if self.parts.groups_users:
+            assert own is not None
+            units = torch.from_numpy(np.unique(own[rows], return_inverse=True)[1])
+        part = self.parts.engine.clipped_sum(
+            self.parts.model,
+            loss_fn,
+            batch,
+            clip=self.parts.threshold.clip,
+            units=units,
+            reduce=self.parts.reduce,
+        )
+        if self._sums:
+            for name, value in self._sums[0].values.items():
+                value.add_(part.values[name])
+        self._sums.append(part)
+
+    def release(self) -> Outcome:
+        """Record, add noise, divide by the planned batch size, update."""
+        parts = self.parts
+        if not self._sums:
+            raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
+        values = self._total()
+        parts.ledger.record(self._admission or self._admit(is_partial=False))
+        # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
+        norm = self._sums[0].bound if parts.threshold.is_adaptive else 1.0
+        if norm != 1.0:
+            _scale_(values, 1.0 / norm)
+        parts.noise.add_(values)
+        _scale_(values, norm / parts.planned_batch)
+        self._give(values)
+        parts.threshold.learn(self._sums, step=self.index)
+        parts.optimizer.step()
+        return self._outcome()
+
+    def _total(self) -> dict[str, Tensor]:
+        """The clipped sum of the whole batch (`group_step` adds up over the ranks)."""
+        return self._sums[0].values
+
+    def _give(self, values: dict[str, Tensor]) -> None:
+        """Hand the private gradient to the optimizer."""
+        for name, parameter in self.parts.parameters.items():
+            parameter.grad = values[name]
+
+    def _state_print(self) -> bytes:
+        return fingerprint.of_state(self._settings(), self.parts.parameters.values())
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "clip": self.parts.threshold.settings(),
+            "batch_size": self.parts.planned_batch,
+            "reduce": self.parts.reduce,
+            "optimizer": type(self.parts.optimizer).__name__,
+            "groups": fingerprint.settings_of(self.parts.optimizer),
+        }
+
+    def _own_ids(self, ids: Any, size: int) -> Ids | None:
+        if ids is None:
+            if self.parts.groups_users:
+                raise InvalidInput(
+                    "a plan with unit='user' needs to know whose each example is; pass ids="
+                )
+            if any(other is not None for other in self._ids):
+                raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
+            return None
+        own = as_ids(ids, secret=self.parts.secret)
+        if len(own) != size:
+            raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
+        for other in self._ids:
+            if other is None:
+                raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
+            if self.parts.groups_users and np.isin(own, other).any():
+                raise InvalidInput(
+                    "all examples of a user must come in the same part of a batch, or they would "
+                    "count as several contributions; group them"
+                )
+        return own
+
+    def _admit(self, *, is_partial: bool) -> Admission:
+        """Leave for everything that was added so far."""
+        whose = [own for own in self._ids if own is not None]
+        ids = np.concatenate(whose) if whose else None
+        batch = self._prints[0]
+        if len(self._prints) > 1:
+            batch = hashlib.blake2b(b"".join(self._prints), digest_size=fingerprint.SIZE).digest()
+        return self.parts.ledger.admit(
+            self.index,
+            ids,
+            batch,
+            state=self._state,
+            drop=self.parts.drop,
+            is_partial=is_partial,
+        )
+
+    @staticmethod
+    def _rows(admission: Admission, size: int) -> Ids:
+        """Rows of the newest part that may be used."""
+        if admission.is_empty:
+            return np.empty(0, dtype=np.int64)
+        if admission.keep is None:
+            return np.arange(size)
+        return np.flatnonzero(admission.keep[len(admission.keep) - size :])
+
+    def _outcome(self) -> Outcome:
+        sums = self._sums
+        return Outcome(
+            losses=torch.cat([s.losses for s in sums]),
+            norms=torch.cat([s.norms for s in sums]),
+            bad=torch.cat([s.bad for s in sums]),
+            dropped=self._dropped,
+        )
+
+
+def _scale_(values: dict[str, Tensor], factor: float) -> None:
+    for value in values.values():
+        value.mul_(factor)

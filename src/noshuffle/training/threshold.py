@@ -1,0 +1,136 @@
+"""The clip norm of a run: constant, or following a quantile where the mechanism allows it.
+
+With correlated noise, later noise cancels earlier noise; that works only while both are in units of
+the same clip norm. So a threshold may move at every step under independent noise, at the end of a
+tree where trees restart, and nowhere else.
+
+The noisy count that steers it is one more Gaussian mechanism (see `clipping.adaptive`). A unit that
+takes part k times is counted k times, μ_count² = k / (2σ_b)², and the gradients get the noise z_Δ
+that leaves the plan's μ as it is,
+
+    S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
+
+so the statement is unchanged. Under sampling gradient and count are drawn by the same coin, and
+S = k = 1 for the joint release of a step. State: the threshold and the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from noshuffle.clipping import Clip, ClippedSum, Flat
+from noshuffle.clipping.adaptive import (
+    QuantileClip,
+    QuantileState,
+    gradient_multiplier,
+    privatise,
+    shifted_count,
+    start,
+    update,
+)
+from noshuffle.errors import Unsupported
+from noshuffle.noise import Source
+from noshuffle.plan import Plan
+from noshuffle.strategies.identity import Identity
+from noshuffle.strategies.tree import Tree
+
+#: Not a name that a parameter can have, so the counts have a noise stream of their own.
+COUNT = "(clip count)"
+
+
+class Threshold:
+    """What to clip to in the coming step."""
+
+    #: Whether sums are brought to units of the clip norm before noise is added.
+    is_adaptive = False
+
+    def __init__(self, clip: Clip) -> None:
+        self._clip = clip
+
+    @property
+    def clip(self) -> Clip:
+        """The clip in force."""
+        return self._clip
+
+    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
+        """Standard deviation of one row of noise."""
+        return plan.noise_multiplier * self._clip.bound(names)
+
+    def settings(self) -> str:
+        """What the coming step is clipped by, in words that tell two settings apart."""
+        return repr(self._clip)
+
+    def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
+        """Take in the norms of a step (nothing to do for a constant)."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class AdaptiveThreshold(Threshold):
+    """A threshold that follows a quantile; changes only where `_may_change` says."""
+
+    is_adaptive = True
+
+    def __init__(self, config: QuantileClip, plan: Plan, source: Source) -> None:
+        strategy = plan.strategy
+        self._every = 0
+        if isinstance(strategy, Identity) and not strategy.has_gains:
+            self._every = 1
+        elif isinstance(strategy, Tree) and strategy.restart_every:
+            self._every = strategy.restart_every
+        if not self._every:
+            raise Unsupported(
+                f"the clip norm may not change under {strategy.name!r}, whose noise is correlated "
+                "over the whole run; use a constant clip_norm, identity(), or a tree with restarts"
+            )
+        self.config = config
+        self._source = source
+        self._state = start(config)
+
+    @property
+    def clip(self) -> Clip:
+        return Flat(self._state.threshold)
+
+    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
+        """z_Δ, in units of the clip norm; see the module."""
+        if plan.noise_multiplier == 0:
+            return 0.0
+        ratio = 1.0
+        if not plan.participation.is_sampled:
+            ratio = math.sqrt(plan.sensitivity.squared / plan.participation.most)
+        return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
+
+    def settings(self) -> str:
+        return f"{self.config!r} {self._state!r}"
+
+    def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
+        """Count, add noise, move.
+
+        Guarantees: the count noise of step t is a draw of its own stream, the same in a replay.
+        """
+        count = sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)
+        normal = torch.empty(1)
+        self._source.on(normal.device).normal_(normal, row=step, name=COUNT)
+        noisy = privatise(count, config=self.config, normal=float(normal))
+        may_change = (step + 1) % self._every == 0
+        self._state = update(self._state, noisy, config=self.config, may_change=may_change)
+
+    def state_dict(self) -> dict[str, float]:
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = QuantileState(float(state["threshold"]), float(state["estimate"]))
+
+
+def threshold_for(clip: Clip | QuantileClip, plan: Plan, source: Source) -> Threshold:
+    """A constant clip, or one that follows a quantile."""
+    if isinstance(clip, QuantileClip):
+        return AdaptiveThreshold(clip, plan, source)
+    return Threshold(clip)

@@ -1,0 +1,172 @@
+"""The unchanged loop: `loss = criterion(model(x), y); loss.backward(); optimizer.step()`.
+
+By the chain rule the gradient of example i is a vector-Jacobian product with what the loss sends
+back into the model's output,
+
+    ∇_θ ℓ_i = (∂ model(x_i) / ∂θ)ᵀ c_i,      c_i = ∂ℓ_i/∂output_i = B · ∂(mean loss)/∂output_i,
+
+so a forward hook keeps the inputs, a hook on the output keeps c, and `step` runs the clipping
+engine on the linear loss ⟨model(x_i), c_i⟩, whose gradient is the same. The raw `.grad` of the
+backward pass is thrown away. This costs a second pass; `private.step` is faster, checks
+participation before any gradient, and never trusts the reduction of a loss.
+
+Several backward passes before one `step` are parts of one batch (do not divide their losses).
+The loss must be a mean or sum of terms that each depend on one example: a mean over valid tokens
+of the whole batch, or a contrastive loss, would couple examples. The statement says so.
+State: the passes since the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.units import as_ids
+
+if TYPE_CHECKING:
+    from noshuffle.training.private import Private
+
+
+def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor:
+    """⟨model(x_i), c_i⟩ for every row."""
+    out: Tensor = model(*args, **kwargs)
+    return (out * sent_back).reshape(out.shape[0], -1).sum(1)
+
+
+class _Pass:
+    """One forward pass whose output received a gradient."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.sent_back: Tensor | None = None
+
+
+class PrivateOptimizer(torch.optim.Optimizer):
+    """Stands in for the user's optimizer; `step` makes the gradient private first."""
+
+    def __init__(self, private: Private, *, loss_reduction: str) -> None:
+        # Not calling Optimizer.__init__: groups and state are those of the optimizer inside.
+        self._private = private
+        self._inner = private._parts.optimizer
+        self._is_mean = loss_reduction == "mean"
+        self._passes: list[_Pass] = []
+        self._is_paused = False
+        if hasattr(private.model, "_orig_mod"):
+            raise Unsupported(
+                "a compiled model hides the layers from `loss.backward()`; use private.step, or "
+                "privatize the model before torch.compile"
+            )
+        self._hook = private.model.register_forward_hook(self._on_forward, with_kwargs=True)
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Unsupported("parameters cannot join a private run; add them before privatize")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget raw gradients and the passes they came from."""
+        self._passes.clear()
+        self._inner.zero_grad(set_to_none)
+
+    def detach(self) -> None:
+        """Stop listening to the model."""
+        self._hook.remove()
+        self._passes.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While the clipping engine runs the model, nothing is recorded."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
+        """One private step from the backward passes since the last one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        passes, self._passes = self._passes, []
+        if not passes:
+            raise InvalidInput(
+                "no backward pass through the model since the last step; call loss.backward() "
+                "first (private.step takes an empty batch)"
+            )
+        self._private.ledger.bind("unchanged_loop", "yes")
+        given = None if ids is None else as_ids(ids, secret=self._private._parts.secret)
+        at = 0
+        with self._private.accumulate() as step:
+            for one in passes:
+                assert one.sent_back is not None
+                size = one.sent_back.shape[0]
+                part = None if given is None else given[at : at + size]
+                at += size
+                step.add(
+                    ModelLoss(linear_loss, by_row=True),
+                    (one.args, one.kwargs, one.sent_back),
+                    ids=part,
+                )
+            if given is not None and at != len(given):
+                raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
+        return loss
+
+    def _on_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_paused or not module.training or not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor):
+            raise Unsupported(
+                "`loss.backward()` needs a model that returns one tensor, got "
+                f"{type(output).__name__}; use private.step with a ModelLoss"
+            )
+        if not output.requires_grad:
+            return
+        _refuse_dropout(module)
+        one = _Pass(args, kwargs)
+
+        def on_gradient(grad: Tensor) -> None:
+            sent = grad.detach() * (grad.shape[0] if self._is_mean else 1)
+            if one.sent_back is None:
+                one.sent_back = sent
+                self._passes.append(one)
+            else:  # a second loss on the same outputs
+                one.sent_back = one.sent_back + sent
+
+        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    """A second pass would draw another mask, so its gradient would belong to neither."""
+    for name, layer in model.named_modules():
+        p = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
+        if layer.training and isinstance(p, float) and p > 0:
+            raise Unsupported(
+                f"layer {name!r} draws a dropout mask, which `loss.backward()` followed by a "
+                "second pass would not repeat; use private.step"
+            )

@@ -1,0 +1,237 @@
+"""Admission under every participation, against slow definitions; durability; replay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    ParticipationViolation,
+    ReplayRefused,
+    VerificationFailed,
+)
+from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted, SinglePass
+from noshuffle.training.ledger import Ledger
+
+
+def is_allowed(participation, pattern):
+    """The definition of each pattern, written for people: all steps of one unit at once."""
+    if isinstance(participation, SinglePass):
+        return len(pattern) <= 1
+    if isinstance(participation, Epochs):
+        return len({t % participation.steps_per_epoch for t in pattern}) <= 1
+    if isinstance(participation, MinSeparation):
+        gaps = [b - a for a, b in itertools.pairwise(pattern)]
+        return len(pattern) <= participation.max_participations and all(
+            g >= participation.separation for g in gaps
+        )
+    base, every = participation.participation, participation.every
+    if isinstance(base, Epochs):
+        blocks = [[t % every for t in pattern if t // every == i] for i in range(99)]
+        return all(is_allowed(base, block) for block in blocks)
+    return is_allowed(base, pattern)
+
+
+RULES = [
+    SinglePass(steps=8),
+    Epochs(epochs=4, steps_per_epoch=2),
+    MinSeparation(steps=8, separation=3, max_participations=2),
+    Restarted(Epochs(epochs=4, steps_per_epoch=2), every=4),
+    Restarted(Epochs(epochs=3, steps_per_epoch=3), every=4),
+    Restarted(SinglePass(steps=8), every=4),
+    Restarted(MinSeparation(steps=8, separation=2, max_participations=3), every=4),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_every_pattern_of_one_unit_is_judged_by_its_definition(rule):
+    """All 2^n patterns: the guard lets through exactly those that the promise allows."""
+    steps = rule.steps
+    for bits in range(2**steps):
+        pattern = [t for t in range(steps) if bits >> t & 1]
+        ledger, passed = Ledger(rule), True
+        for t in range(steps):
+            ids = np.array([1] if t in pattern else [], dtype=np.int64)
+            try:
+                ledger.record(ledger.admit(t, ids, bytes([t])))
+            except ParticipationViolation:
+                passed = False
+                break
+        assert passed == is_allowed(rule, pattern), pattern
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_dropping_admits_the_greedy_pattern(rule):
+    rng = np.random.default_rng(1)
+    ledger, taken = Ledger(rule), {}
+    for t in range(rule.steps):
+        ids = rng.integers(0, 6, size=5)
+        admission = ledger.admit(t, ids, bytes([t]), drop=True)
+        keep = np.ones(5, bool) if admission.keep is None else admission.keep
+        seen_now = set()
+        for unit, is_kept in zip(ids.tolist(), keep):
+            mine = taken.setdefault(unit, [])
+            fine = unit not in seen_now and is_allowed(rule, [*mine, t])
+            assert is_kept == fine
+            seen_now.add(unit)
+            if fine:
+                mine.append(t)
+        assert admission.is_empty == (not keep.any())
+        ledger.record(admission)
+        again = ledger.admit(t, ids, bytes([t]))  # a replay keeps the same rows, charges nothing
+        assert again.is_replay
+        assert np.array_equal(np.ones(5, bool) if again.keep is None else again.keep, keep)
+    ids, seen = ledger.units()
+    assert dict(zip(ids.tolist(), seen.count.tolist())) == {
+        u: len(p) for u, p in taken.items() if p
+    }
+
+
+def test_message_names_unit_step_and_rule():
+    ledger = Ledger(MinSeparation(steps=9, separation=3, max_participations=2))
+    ledger.record(ledger.admit(0, np.array([4, 5]), b"a"))
+    with pytest.raises(ParticipationViolation, match=r"unit 5 .* step 1: it took part in step 0"):
+        ledger.admit(1, np.array([9, 5]), b"b")
+    ledger = Ledger(Epochs(epochs=2, steps_per_epoch=2))
+    ledger.record(ledger.admit(0, np.array([4, 5]), b"a"))
+    with pytest.raises(ParticipationViolation, match=r"2 more|1 more units.*seen first in step 0"):
+        ledger.admit(1, np.array([4, 5]), b"b")
+
+
+def test_a_unit_twice_in_a_batch():
+    with pytest.raises(ParticipationViolation, match="unit 7 appears twice in step 0"):
+        Ledger(SinglePass(steps=3)).admit(0, np.array([7, 8, 7]), b"")
+    users = Ledger(SinglePass(steps=3), unit="user")
+    admission = users.admit(0, np.array([7, 8, 7]), b"")
+    assert admission.keep is None
+    assert admission.units.tolist() == [7, 8]
+
+
+def test_horizon_and_order_of_steps():
+    ledger = Ledger(SinglePass(steps=1))
+    with pytest.raises(InvalidInput, match="the next step is 0"):
+        Ledger(SinglePass(steps=5)).admit(2, np.array([1]), b"")
+    ledger.record(ledger.admit(0, np.array([1]), b""))
+    with pytest.raises(HorizonExceeded, match="beyond the 1 planned"):
+        ledger.admit(1, np.array([2]), b"")
+
+
+def test_without_ids_batches_are_units():
+    single = Ledger(SinglePass(steps=5))
+    single.record(single.admit(0, None, b"a"))
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        single.admit(1, None, b"a")
+    single.record(single.admit(1, None, b"b"))
+    with pytest.raises(InvalidInput, match="identifies units by fingerprints"):
+        single.admit(2, np.array([1]), b"c")
+    epochs = Ledger(Epochs(epochs=3, steps_per_epoch=2))
+    for t, batch in enumerate([b"a", b"b", b"a"]):
+        epochs.record(epochs.admit(t, None, batch))
+    for wrong in (b"a", b"c"):  # moved; changed
+        with pytest.raises(ParticipationViolation, match="last epoch"):
+            epochs.admit(3, None, wrong)
+    dropped = epochs.admit(3, None, b"c", drop=True)
+    assert dropped.is_empty
+    epochs.record(dropped)
+    assert epochs.admit(3, None, b"c").is_empty  # the replay releases noise alone again
+    restarted = Ledger(Restarted(Epochs(epochs=4, steps_per_epoch=2), every=4))
+    for t, batch in enumerate([b"a", b"b", b"a", b"b", b"b", b"a", b"b", b"a"]):
+        restarted.record(restarted.admit(t, None, batch))
+
+
+def test_replay_needs_the_same_batch_and_state(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=5), path=path)
+    for t in range(3):
+        ledger.record(ledger.admit(t, np.array([t, t + 10]), bytes([t]), state=b"s"))
+    again = Ledger(SinglePass(steps=5), path=path)  # a second process, after a crash of the first
+    assert again.released == 3
+    again.record(again.admit(1, np.array([1, 11]), bytes([1]), state=b"s"))
+    assert again.released == 3
+    with pytest.raises(ReplayRefused, match="step 1 was already released with other data"):
+        again.admit(1, np.array([1, 12]), bytes([9]), state=b"s")
+    with pytest.raises(ReplayRefused, match="other parameters or settings"):
+        again.admit(1, np.array([1, 11]), bytes([1]), state=b"t")
+    with pytest.raises(ParticipationViolation, match="unit 11"):
+        again.admit(3, np.array([11]), bytes([3]), state=b"s")
+
+
+@pytest.mark.parametrize("summarise_at", [None, 0, 3, 7])
+def test_reopened_ledger_knows_everything(tmp_path, summarise_at):
+    rule = Restarted(Epochs(epochs=6, steps_per_epoch=2), every=4)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(rule, path=path)
+    rng = np.random.default_rng(3)
+    for t in range(10):
+        ids = rng.permutation(30)[:12]
+        ledger.record(ledger.admit(t, ids, bytes([t]), drop=True))
+        if t == summarise_at:
+            ledger.summarise()
+    other = Ledger(rule, path=path)
+    for a, b in zip(vars(ledger.units()[1]).values(), vars(other.units()[1]).values()):
+        assert np.array_equal(a, b)
+    assert other.released == 10
+
+
+def test_two_processes_cannot_release_the_same_step(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    one, two = (Ledger(SinglePass(steps=5), path=path) for _ in range(2))
+    a, b = one.admit(0, np.array([1]), b"a"), two.admit(0, np.array([2]), b"b")
+    one.record(a)
+    with pytest.raises(ReplayRefused, match="another process"):
+        two.record(b)
+
+
+def test_a_cut_ledger_is_noticed(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=5), path=path)
+    for t in range(3):
+        ledger.record(ledger.admit(t, np.array([t]), bytes([t])))
+    ledger._db.execute("DELETE FROM steps WHERE step = 1")
+    with pytest.raises(VerificationFailed, match="lacks step 1"):
+        Ledger(SinglePass(steps=5), path=path)
+
+
+def test_facts_are_written_once():
+    ledger = Ledger(SinglePass(steps=5))
+    ledger.bind("plan", "a")
+    ledger.bind("plan", "a")
+    with pytest.raises(InvalidInput, match="started with plan = a, got b"):
+        ledger.bind("plan", "b")
+
+
+def test_sampled_steps_take_the_draw_and_nothing_else():
+    class Fixed:
+        def draw(self, step):
+            return np.array([1, 4, 6]) + step
+
+    ledger = Ledger(FixedSize(steps=4, batch=3, population=10))
+    with pytest.raises(ParticipationViolation, match="our sampler"):
+        ledger.admit(0, np.array([1, 4, 6]), b"")
+    ledger.sampler = Fixed()
+    with pytest.raises(ParticipationViolation, match="no ids"):
+        ledger.admit(0, None, b"")
+    for wrong in ([1, 4], [1, 4, 7], [1, 4, 4], [1, 4, 6, 7]):
+        with pytest.raises(ParticipationViolation, match="not the one"):
+            ledger.admit(0, np.array(wrong), b"")
+    ledger.record(ledger.admit(0, np.array([6, 1, 4]), b""))
+    ledger.record(ledger.admit(1, np.array([2, 5, 7]), b""))
+    assert ledger.released == 2
+
+
+def test_many_ids_do_not_need_python_loops():
+    """10⁵ ids a step for 30 steps: the work is a few array operations, the state stays right."""
+    rule = Epochs(epochs=3, steps_per_epoch=10)
+    ledger = Ledger(rule)
+    for t in range(rule.steps):
+        ids = np.arange(100_000, dtype=np.int64) + 100_000 * (t % 10)
+        ledger.record(ledger.admit(t, ids, bytes([t % 10])))
+    ids, seen = ledger.units()
+    assert len(ids) == 10**6
+    assert (seen.count == 3).all()
+    assert math.isclose(ledger.released, 30)

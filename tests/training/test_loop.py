@@ -1,0 +1,261 @@
+"""The loop over many kinds of batches; the run folder; checkpoints."""
+
+from __future__ import annotations
+
+import os
+import stat
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from noshuffle.errors import InvalidInput, ParticipationViolation
+from noshuffle.noise import test_source
+from noshuffle.participation import Epochs, Poisson, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity, tree
+from noshuffle.training import RunFolder, checkpoint, fit_model, in_order, privatize
+from noshuffle.training.batches import Batch, TensorBatches, with_ids
+from noshuffle.training.run_folder import Keys
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(2, (20,), generator=torch.Generator().manual_seed(1))
+LOSS = nn.CrossEntropyLoss()
+RULE = Epochs(epochs=3, steps_per_epoch=4)
+
+
+def make(run=None, rule=RULE, seed=1, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plan = Plan(
+        participation=rule,
+        strategy=identity() if rule.is_sampled else tree(),
+        noise_multiplier=1.0,
+    )
+    settings = {"clip_norm": 1.0, "batch_size": 5, "source": test_source(seed=seed), **options}
+    return privatize(model, optimizer, plan, run=run, **settings)
+
+
+def weights(private):
+    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
+
+
+def batches():
+    return TensorBatches((X, Y), in_order(20, 5))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y))
+
+
+def test_every_kind_of_batches_gives_the_same_model():
+    reference = make()
+    fit_model(reference, batches(), LOSS)
+    assert reference.steps_released == 12
+    plain = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
+    kinds = {
+        "list": plain,
+        "loader": DataLoader(TensorDataset(X, Y), batch_size=5),
+        "iterable data set": DataLoader(Stream(), batch_size=5),
+        "named": [Batch(b, range(5 * i, 5 * i + 5)) for i, b in enumerate(plain)],
+    }
+    for name, kind in kinds.items():
+        private = make()
+        statement = fit_model(private, kind, LOSS)
+        assert torch.equal(weights(private), weights(reference)), name
+        assert statement.epsilon == reference.plan.epsilon()
+
+
+def test_a_generator_makes_one_pass_and_stops_at_the_plan():
+    private = make(rule=SinglePass(steps=3))
+    fit_model(private, ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 20, 2)), LOSS)
+    assert private.steps_released == 3
+    short = make(rule=SinglePass(steps=30))
+    statement = fit_model(short, ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 20, 2)), LOSS)
+    assert short.steps_released == 10
+    assert 0 < statement.epsilon < short.plan.epsilon()
+    assert "So far 10 of 30" in statement.words()
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.4])  # at the small rate most draws are empty
+def test_loader_with_ids_and_the_secret_sampler_resumes(tmp_path, rate):
+    numbered = with_ids(TensorDataset(X, Y))
+    finals = []
+    for stops in ((), (3, 5)):
+        run = tmp_path / str(len(stops))
+        for stop in (*stops, 8):
+            private = make(run, rule=Poisson(steps=8, rate=rate))
+            private._keys = Keys(private._keys.source, b"s" * 32)  # the same draws in both runs
+            sampler = private.sampler(20)
+            loader = DataLoader(numbered, batch_sampler=sampler, collate_fn=numbered.collate)
+            private.resume()
+            fit_model(private, islice(loader, stop - private.steps_done), LOSS)
+            assert private.steps_released == stop
+        finals.append(weights(private))
+    assert torch.equal(*finals)
+
+
+def test_loader_with_ids_in_natural_order():
+    numbered = with_ids(TensorDataset(X, Y))
+    private, reference = make(), make()
+    fit_model(private, DataLoader(numbered, batch_size=5, collate_fn=numbered.collate), LOSS)
+    fit_model(reference, batches(), LOSS)
+    assert torch.equal(weights(private), weights(reference))
+    assert private.ledger.identified_by == "ids"
+
+
+def test_a_remainder_that_the_plan_does_not_know_is_refused_at_once():
+    private = make()
+    with pytest.raises(InvalidInput, match="drop_last"):
+        fit_model(private, DataLoader(TensorDataset(X, Y), batch_size=4), LOSS)
+    assert private.steps_released == 0
+
+
+def test_a_shuffling_loader_is_stopped():
+    torch.manual_seed(3)
+    private = make()
+    with pytest.raises(ParticipationViolation, match="last epoch"):
+        fit_model(private, DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True), LOSS)
+    assert private.steps_released == 4
+
+
+def test_resume_at_every_step_is_bit_identical(tmp_path):
+    reference = make()
+    fit_model(reference, batches(), LOSS)
+
+    class Stop(Exception):
+        pass
+
+    for stop in range(1, 12):
+        run = tmp_path / f"run{stop}"
+
+        def interrupt(where, stop=stop):
+            if where.step == stop:
+                raise Stop
+
+        private = make(run)
+        with pytest.raises(Stop):
+            fit_model(private, batches(), LOSS, checkpoint_every=5, callbacks=[interrupt])
+        seen = []
+        again = make(run)
+        fit_model(again, batches(), LOSS, checkpoint_every=5, callbacks=[seen.append])
+        assert torch.equal(weights(again), weights(reference))
+        assert seen[0].step == stop // 5 * 5 + 1
+        assert [p.step for p in seen if p.is_replay] == list(range(stop // 5 * 5 + 1, stop + 1))
+
+
+def test_progress_and_metrics_hold_released_values_only(tmp_path):
+    run = tmp_path / "run"
+    seen = []
+    private = make(run)
+
+    def accuracy(model):
+        assert not model.training
+        return {"accuracy": (model(X).argmax(1) == Y).double().mean().item()}
+
+    fit_model(
+        private, batches(), LOSS, evaluate=accuracy, evaluate_every=3, callbacks=[seen.append]
+    )
+    assert private.model.training
+    assert [p.step for p in seen] == list(range(1, 13))
+    assert seen[-1].epsilon == private.plan.epsilon()
+    metrics = list(RunFolder(run).metrics())
+    assert [m["step"] for m in metrics] == [3, 4, 6, 8, 9, 12]
+    names = {"step", "epoch", "epsilon", "learning_rate", "private_gradient_norm", "accuracy"}
+    assert all(set(m) == names for m in metrics)
+
+
+def test_torn_metrics_and_replayed_lines_are_dropped(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step})
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [m["step"] for m in run.metrics()] == [1, 2, 3]
+    run.forget_metrics_after(2)
+    assert [m["step"] for m in run.metrics()] == [1, 2]
+
+
+def test_run_folder_belongs_to_one_plan_and_key(tmp_path):
+    run = tmp_path / "run"
+    make(run).close()
+    key = run / "checkpoints/key.json"
+    assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
+    with pytest.raises(InvalidInput, match="another plan"):
+        make(run, rule=Epochs(epochs=2, steps_per_epoch=4))
+    with pytest.raises(InvalidInput, match="another key"):
+        make(run, seed=2)
+    with pytest.raises(InvalidInput, match=r"started with clip = Flat\(norm=1"):
+        make(run, clip_norm=2.0)
+    with pytest.raises(InvalidInput, match="started with batch_size = 5"):
+        make(run, batch_size=6)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("precious")
+    with pytest.raises(InvalidInput, match="not empty"):
+        make(other)
+    assert sorted(p.name for p in other.iterdir()) == ["thesis.tex"]
+    key.unlink()
+    with pytest.raises(InvalidInput, match="cannot be resumed"):
+        make(run)
+
+
+def test_key_is_found_again_without_being_given(tmp_path):
+    run = tmp_path / "run"
+    first = make(run, source=None)
+    fit_model(first, batches(), LOSS, epochs=1)
+    second = make(run, source=None)
+    fit_model(second, batches(), LOSS)
+    assert second.steps_released == 12
+    third = make(tmp_path / "another", source=None)
+    fit_model(third, batches(), LOSS)
+    assert not torch.equal(weights(second), weights(third))
+
+
+def test_checkpoints_are_complete_or_absent(tmp_path):
+    folder = tmp_path / "checkpoints"
+    tied = torch.ones(3)
+    state = {"step": 7, "model": {"a": tied, "b": tied}, "x": {"y": torch.arange(3)}, "lr": 0.5}
+    path = checkpoint.save(state, folder)
+    (folder / ".step-00000099.1.tmp").mkdir()  # what a crash leaves behind
+    assert checkpoint.saved(folder) == [path]
+    back = checkpoint.load(path)
+    assert torch.equal(back["model"]["b"], tied)
+    assert torch.equal(back["x"]["y"], torch.arange(3))
+    for step in (9, 8, 10, 11):
+        checkpoint.save({**state, "step": step}, folder, keep=2)
+    assert [p.name for p in checkpoint.saved(folder)] == ["step-00000010", "step-00000011"]
+    assert len(list(folder.iterdir())) == 2  # nothing is left over
+    (folder / "step-00000011/model.safetensors").unlink()
+    with pytest.raises(InvalidInput, match="not a checkpoint"):
+        checkpoint.load(folder / "step-00000011")
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
+    one, two = make(), make(seed=2)
+    with pytest.raises(InvalidInput, match="saved with key"):
+        two.load_state_dict(one.state_dict())
+    other = make(rule=SinglePass(steps=12))
+    with pytest.raises(InvalidInput, match="saved with plan"):
+        other.load_state_dict(one.state_dict())
+    one.attach(schedule=torch.optim.lr_scheduler.StepLR(one._parts.optimizer, 2))
+    with pytest.raises(InvalidInput, match="attached"):
+        make().load_state_dict(one.state_dict())
+
+
+def test_unknown_length_over_epochs_needs_steps_per_epoch_to_resume(tmp_path):
+    run = tmp_path / "run"
+    rule = Epochs(epochs=3, steps_per_epoch=4)
+    one = make(run, rule=rule)
+    loader = DataLoader(Stream(), batch_size=5)
+    fit_model(one, loader, LOSS, epochs=1)
+    two = make(run, rule=rule)
+    fit_model(two, loader, LOSS)
+    reference = make(rule=rule)
+    fit_model(reference, batches(), LOSS)
+    assert np.array_equal(weights(two), weights(reference))

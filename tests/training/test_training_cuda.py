@@ -1,0 +1,64 @@
+"""The same walk on a GPU: step, unchanged loop, adaptive clipping, checkpoint and resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.noise import test_source
+from noshuffle.optim import FTRL, l2_ball
+from noshuffle.participation import Epochs
+from noshuffle.plan import Plan
+from noshuffle.strategies import tree
+from noshuffle.training import fit_model, in_order, privatize, verify
+from noshuffle.training.batches import TensorBatches
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def make(run=None, device="cuda", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    optimizer = FTRL(model.parameters(), 0.1, momentum=0.9, constraint=l2_ball(5.0))
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=tree(restart_every=4), noise_multiplier=0.5)
+    settings = {"clip_norm": 1.0, "batch_size": 8, "source": test_source(seed=1, kind="philox")}
+    return privatize(model, optimizer, plan, run=run, **{**settings, **options})
+
+
+def batches(device="cuda"):
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(32, 6, generator=g), torch.randint(3, (32,), generator=g)
+    return TensorBatches((x.to(device), y.to(device)), in_order(32, 8))
+
+
+def weights(private):
+    return torch.cat([p.detach().reshape(-1).cpu() for p in private.model.parameters()])
+
+
+def test_gpu_run_agrees_with_the_cpu_run_and_resumes(tmp_path):
+    loss_fn = nn.CrossEntropyLoss()
+    slow, fast = make(device="cpu"), make(tmp_path / "whole")
+    fit_model(slow, batches("cpu"), loss_fn)
+    fit_model(fast, batches(), loss_fn)
+    torch.testing.assert_close(weights(fast), weights(slow), rtol=1e-3, atol=1e-4)
+    first = make(tmp_path / "parts")
+    fit_model(first, batches(), loss_fn, epochs=2)
+    second = make(tmp_path / "parts")
+    fit_model(second, batches(), loss_fn)
+    torch.testing.assert_close(weights(second), weights(fast), rtol=1e-5, atol=1e-6)
+    second.close()
+    assert verify(tmp_path / "parts").is_verified
+
+
+def test_unchanged_loop_and_adaptive_clipping_on_the_gpu():
+    private = make(clip_norm=None, clip=QuantileClip(initial=0.1, units=8))
+    optimizer, loss_fn = private.optimizer, nn.CrossEntropyLoss()
+    for batch in batches():
+        x, y = batch.data
+        loss_fn(private.model(x), y).backward()
+        optimizer.step(ids=batch.ids)
+    assert private.steps_released == 4
+    assert private._parts.threshold.clip.norm != 0.1

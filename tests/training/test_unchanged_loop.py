@@ -1,0 +1,165 @@
+"""`loss.backward(); private.optimizer.step()` gives what `private.step` gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.noise import test_source
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import tree
+from noshuffle.training import privatize
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(48, 4)
+    )
+
+
+class Words(nn.Module):
+    """Keyword inputs, an embedding, and one output per token."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 4)
+        self.out = nn.Linear(4, 11)
+
+    def forward(self, tokens, *, mask):
+        return self.out(torch.tanh(self.embed(tokens)) * mask[..., None]).transpose(1, 2)
+
+
+def make(model, **options):
+    plan = Plan(participation=SinglePass(steps=6), strategy=tree(), noise_multiplier=0.5)
+    return privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+        plan,
+        clip_norm=0.3,
+        batch_size=8,
+        source=test_source(seed=1),
+        **options,
+    )
+
+
+def agree(a, b):
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_same_as_private_step(reduction):
+    g = torch.Generator().manual_seed(2)
+    x, y = 4 * torch.randn(24, 1, 6, 6, generator=g), torch.randint(4, (24,), generator=g)
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+    ours, theirs = convolutional(), convolutional()
+    loop, plain = make(ours, loss_reduction=reduction), make(theirs)
+    optimizer = loop.optimizer
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    other = torch.optim.lr_scheduler.ExponentialLR(plain._parts.optimizer, 0.8)
+    for t in range(3):
+        rows = slice(8 * t, 8 * t + 8)
+        optimizer.zero_grad()
+        loss = loss_fn(ours(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step(ids=range(8 * t, 8 * t + 8))
+        schedule.step()
+        plain.step(nn.CrossEntropyLoss(), x[rows], y[rows], ids=range(8 * t, 8 * t + 8))
+        other.step()
+    agree(ours, theirs)
+    assert "depend on one example alone" in loop.statement().words()
+
+
+def test_keyword_inputs_and_token_losses():
+    g = torch.Generator().manual_seed(3)
+    tokens, target = (torch.randint(11, (8, 5), generator=g) for _ in range(2))
+    mask = torch.ones(8, 5)
+    ours, theirs = Words(), Words()
+    loop, plain = make(ours), make(theirs)
+    _ = loop.optimizer
+    nn.functional.cross_entropy(ours(tokens, mask=mask), target).backward()
+    loop.optimizer.step()
+    from noshuffle.clipping import ModelLoss
+
+    loss = ModelLoss(lambda m, a, b, c: nn.functional.cross_entropy(m(a, mask=b), c))
+    plain.step(loss, tokens, mask, target)
+    agree(ours, theirs)
+
+
+def test_accumulation_and_two_losses_on_one_output():
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(8, 1, 6, 6, generator=g), torch.randint(4, (8,), generator=g)
+    ours, theirs = convolutional(), convolutional()
+    loop, plain = make(ours), make(theirs)
+    optimizer, loss_fn = loop.optimizer, nn.CrossEntropyLoss()
+    for i in (0, 4):
+        out = ours(x[i : i + 4])
+        loss_fn(out, y[i : i + 4]).backward(retain_graph=True)
+        (0.5 * loss_fn(out, y[i : i + 4])).backward()
+    with torch.no_grad():
+        ours(x)  # evaluation leaves no trace
+    ours(x)  # nor does a pass without backward
+    optimizer.step(ids=range(8))
+    assert loop.steps_released == 1
+
+    def half_more(out, target):
+        return 1.5 * loss_fn(out, target)
+
+    plain.step(half_more, x, y, ids=range(8))
+    agree(ours, theirs)
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        optimizer.step()
+
+
+def test_violation_releases_nothing():
+    model = convolutional()
+    loop = make(model)
+    x, y = torch.randn(8, 1, 6, 6), torch.randint(4, (8,))
+    optimizer, loss_fn = loop.optimizer, nn.CrossEntropyLoss()
+    loss_fn(model(x), y).backward()
+    optimizer.step(ids=range(8))
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_fn(model(x), y).backward()
+    with pytest.raises(ParticipationViolation):
+        optimizer.step(ids=range(7, 15))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    loss_fn(model(x + 1), y).backward()
+    with pytest.raises(InvalidInput, match="8 examples, got 9"):
+        optimizer.step(ids=range(8, 17))
+    assert loop.steps_released == 1
+
+
+def test_mixing_both_forms_and_private_step_leaves_no_pass_behind():
+    model = convolutional()
+    loop = make(model)
+    optimizer = loop.optimizer
+    x, y = torch.randn(8, 1, 6, 6), torch.randint(4, (8,))
+    loop.step(nn.CrossEntropyLoss(), x, y)
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        optimizer.step()
+
+
+def test_refusals():
+    dropout = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    loop = make(dropout)
+    _ = loop.optimizer
+    with pytest.raises(Unsupported, match="dropout mask"):
+        dropout(torch.randn(8, 3))
+    dropout.eval()
+    dropout(torch.randn(8, 3))
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    pair = Pair(3, 2)
+    _ = make(pair).optimizer
+    with pytest.raises(Unsupported, match="returns one tensor"):
+        pair(torch.randn(8, 3))
+    with pytest.raises(Unsupported, match="before privatize"):
+        loop.optimizer.add_param_group({"params": []})
