@@ -23,7 +23,7 @@ from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participat
 from noshuffle.plan import Plan
 from noshuffle.report import write_report
 from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies.workload import cooldown
+from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
 from noshuffle.training.batches import TensorBatches, in_order
 from noshuffle.training.loop import Callback
@@ -89,10 +89,16 @@ def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
     """The plan of a run; mechanisms by name are fitted here."""
     participation = participation_of(settings, data)
     mechanism = "identity" if settings.sampling != "none" else settings.mechanism
-    if mechanism == "blt_tapped" and not isinstance(participation, Epochs):
-        mechanism = "blt"
-    if mechanism == "blt_tapped" and settings.epochs == 1:
-        mechanism = "blt"
+    if mechanism == "blt_tapped" and (
+        not isinstance(participation, Epochs) or participation.epochs == 1
+    ):
+        mechanism = "blt"  # taps sit at epoch lags: without epochs there are none
+    options: dict[str, Any] = {}
+    if mechanism == "blt_tapped":
+        # Two buffers are as good as more over several epochs; noise is shaped for the momentum.
+        options = {"buffers": 2}
+        if settings.optimizer in ("ftrl", "sgd"):
+            options["workload"] = momentum(settings.momentum)
     return Plan.fit(
         participation,
         mechanism=mechanism,
@@ -100,6 +106,7 @@ def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
         noise_multiplier=settings.noise_multiplier,
         delta=settings.delta,
         unit=settings.unit,
+        **options,
     )
 
 

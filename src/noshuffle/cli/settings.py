@@ -5,7 +5,7 @@ settings are written into the run folder, and a resumed run reads them from ther
 
 >>> made = TrainSettings.of({"data": "digits", "epochs": 3})
 >>> made.epochs, made.batch_size, made.model
-(3, 64, 'small_cnn')
+(3, 120, 'small_cnn')
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, posi
 OPTIMIZERS = ("ftrl", "sgd", "adam", "adamw", "adafactor")
 SAMPLINGS = ("none", "poisson", "fixed")
 
-#: What suits each data set; chosen by hand on held-out data, not by a search.
+#: What suits each data set at ε = 8. digits and mnist come from small searches on training rows
+#: that were held out; the others are starting points.
 PRESETS: dict[str, dict[str, Any]] = {
-    "digits": {"model": "small_cnn", "epochs": 15, "batch_size": 64, "lr": 0.5, "delta": 1e-4},
-    "mnist": {"model": "tanh_cnn", "epochs": 20, "batch_size": 250, "lr": 0.25},
-    "fashion_mnist": {"model": "tanh_cnn", "epochs": 20, "batch_size": 250, "lr": 0.25},
+    "digits": {"model": "small_cnn", "epochs": 20, "batch_size": 120, "lr": 0.2, "delta": 1e-4},
+    "mnist": {"model": "tanh_cnn", "epochs": 20, "batch_size": 250, "lr": 0.15},
+    "fashion_mnist": {"model": "tanh_cnn", "epochs": 20, "batch_size": 250, "lr": 0.15},
     "cifar10": {"model": "vgg", "epochs": 20, "batch_size": 500, "lr": 0.1},
     "shakespeare": {"model": "char_lstm", "epochs": 2, "batch_size": 64, "lr": 1.0, "delta": 1e-4},
     "adult": {"model": "linear", "epochs": 2, "batch_size": 250, "lr": 2.0},

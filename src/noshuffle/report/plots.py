@@ -109,7 +109,7 @@ def noise_curve(series: Sequence[tuple[str, Any]], *, batch_size: int | None) ->
         for (label, curve), colour in zip(series, (ACCENT, WARM, MUTED)):
             picks = np.unique(np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int))
             axes.plot(picks + 1, scale * curve[picks], color=colour, label=label, lw=1.4)
-        axes.set(xlabel="step", ylabel="noise std in the summed update / clip norm", ylim=(0, None))
+        axes.set(xlabel="step", ylabel="noise std / clip norm", ylim=(0, None))
         axes.legend(frameon=False)
 
     return _draw(draw)

@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from threadpoolctl import threadpool_limits
+
 from noshuffle.errors import Unsupported, one_of, whole
 from noshuffle.participation import Participation, Restarted
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
@@ -230,6 +232,9 @@ def _blt(
     unit columns: they cost nothing, so they are always tried.
     """
 
+    @threadpool_limits.wrap(
+        limits=1
+    )  # the matrices are tiny: more threads only wait for each other
     def build(size: int, scaled: bool) -> Fit:
         if scaled and two_sided:
             return fit_two_sided(

@@ -1,0 +1,205 @@
+"""Private training on many devices: every rank its own part of the batch, one guarantee.
+
+    clipped sums of all ranks  →  added up  →  one noise  →  ÷ planned batch  →  update
+
+The model is either whole on every rank (data parallel, as DDP does) or sharded by FSDP2
+(`torch.distributed.fsdp.fully_shard`). Sums are reduced before noise; the noise of an element is a
+function of (key, step, name, index), so a rank draws that of its own shard and the result is the
+same for any number of ranks, bit for bit (see `group_step` for what that takes). Participation,
+ledger, divisor and checkpoints are those of the run as a whole; rank 0 holds the files.
+
+    torchrun --nproc-per-node 4 train.py
+
+    dist.init_process_group("gloo")
+    private = privatize_distributed(model, optimizer, plan, clip_norm=1.0, batch_size=256)
+    for x, y, ids in batches:                       # the same batches on every rank
+        mine = private.rows(len(x))                 # the rows that are this rank's
+        private.step(loss_fn, x[mine], y[mine], ids=ids[mine])
+
+With FSDP2 the whole parameters and one 64-bit sum of every parameter are on each device while it
+clips; what stays sharded are parameters at rest, optimizer state and noise buffers.
+
+>>> privatize_distributed(nn.Linear(2, 1), None, None, batch_size=4)
+Traceback (most recent call last):
+    ...
+noshuffle.errors.InvalidInput: there is no process group; start the script with torchrun and call \
+torch.distributed.init_process_group() first, or use privatize
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from noshuffle.clipping import Clip, Flat, auto, validate
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.check import original, trainable
+from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
+from noshuffle.noise import NoiseStream, Source
+from noshuffle.plan import Plan
+from noshuffle.training import assemble, fingerprint, shards
+from noshuffle.training.group_ledger import GroupLedger
+from noshuffle.training.group_private import Elsewhere, GroupPrivate
+from noshuffle.training.group_step import GroupParts
+from noshuffle.training.run_folder import Keys, RunFolder
+from noshuffle.training.spending import Ancestor
+from noshuffle.training.step import Engine
+from noshuffle.training.team import Team
+from noshuffle.training.threshold import threshold_for
+
+#: A planned batch has this many blocks by default: up to 8 ranks share it evenly.
+BLOCKS = 8
+
+
+def privatize_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    *,
+    batch_size: int,
+    clip_norm: float | None = None,
+    clip: Clip | QuantileClip | None = None,
+    group: Any = None,
+    block: int | None = None,
+    unit: str | None = None,
+    reduce: str = "mean",
+    engine: Engine | None = None,
+    source: Source | None = None,
+    run: RunFolder | str | Path | None = None,
+    on_violation: str = "refuse",
+    loss_reduction: str = "mean",
+) -> GroupPrivate:
+    """Bind a model, an optimizer and a plan on every rank of a process group.
+
+    Every rank calls it with the same arguments; a difference is refused by name. Beyond those of
+    `privatize`:
+        batch_size: the planned batch of all ranks together.
+        group: the process group; all ranks by default.
+        block: units that are clipped in one piece. Runs with the same blocks agree bit for bit on
+            any number of ranks. By default an eighth of the batch; larger blocks are faster.
+        source: on every rank the same; by default rank 0 makes (or finds) the key and sends it.
+        run: a folder that rank 0 alone reads and writes.
+
+    Guarantees: ranks that disagree on plan, key, clipping, batch size, parameters or optimizer do
+    not start. What is released is what one process would have released from the whole batch.
+    """
+    team = Team.of(group)
+    inner = original(model)
+
+    def described() -> dict[str, Any]:
+        whole(batch_size=batch_size)
+        one_of(("refuse", "drop"), on_violation=on_violation)
+        one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
+        if block is not None:
+            whole(block=block)
+        if (clip_norm is None) == (clip is None):
+            raise InvalidInput("give exactly one of clip_norm and clip")
+        if unit not in (None, plan.unit):
+            raise InvalidInput(
+                f"the plan protects one {plan.unit}, got unit={unit!r}; fit it again"
+            )
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise Unsupported(
+                "DataParallel and DistributedDataParallel would add up raw gradients; privatize "
+                "the module inside"
+            )
+        validate(inner)
+        parameters = trainable(inner)
+        assemble._check_optimizer(optimizer, parameters)
+        shards.places(parameters, team)
+        return {
+            "plan": plan.hash,
+            "key": None if source is None else source.fingerprint,
+            "clip": repr(clip_norm if clip is None else clip),
+            "batch_size": batch_size,
+            "block": block,
+            "reduce": reduce,
+            "on_violation": on_violation,
+            "loss_reduction": loss_reduction,
+            "engine": type(engine).__name__,
+            "run": run is not None,
+            "device": assemble._one_device(parameters).type,
+            "optimizer": type(optimizer).__name__,
+            "optimizer settings": repr(fingerprint.settings_of(optimizer)),
+            "parameter shapes": {n: (tuple(p.shape), str(p.dtype)) for n, p in parameters.items()},
+        }
+
+    team.agree("privatize_distributed", described)
+    parameters = trainable(inner)
+    places = shards.places(parameters, team)
+    device = assemble._one_device(parameters)
+    is_sharded = shards.is_sharded(inner)
+    if is_sharded:
+        shards.check_policies(inner, parameters)
+    team.agree("the parameters", lambda: _digests(parameters))
+    bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
+    folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
+
+    def begin() -> tuple[Keys, tuple[Ancestor, ...]]:
+        keys = assemble._keys(folder, plan, source, device)
+        return keys, () if folder is None else folder.ancestors()
+
+    keys, ancestors = team.lead("the run folder", begin)
+    keys = replace(keys, source=keys.source.on(device))
+    if folder is not None and not team.is_lead:
+        folder = Elsewhere(folder.path, ancestors)
+    path = folder.ledger_file if folder is not None and team.is_lead else None
+    ledger = GroupLedger(plan.participation, team=team, path=path, unit=plan.unit)
+
+    def bind() -> None:
+        assemble._bind(ledger, plan, keys.source, bound_to, batch_size)
+
+    team.meet("the facts of the run", bind)
+    threshold = threshold_for(bound_to, plan, keys.source)
+    noise = NoiseStream(
+        plan.strategy.recipe(plan.steps),
+        keys.source,
+        {name: place.local for name, place in places.items()},
+        scale=threshold.noise_scale(plan, tuple(parameters)),
+        steps=plan.steps,
+        device=device,
+        starts={name: place.start for name, place in places.items()},
+    )
+    if engine is None:
+        with shards.gathered(inner) if is_sharded else nullcontext():
+            engine = auto(inner)
+    parts = GroupParts(
+        model=inner,
+        parameters=parameters,
+        optimizer=optimizer,
+        engine=engine,
+        threshold=threshold,
+        noise=noise,
+        ledger=ledger,
+        planned_batch=batch_size,
+        groups_users=plan.unit == "user",
+        reduce=reduce,
+        drop=on_violation == "drop",
+        secret=fingerprint.secret_of(keys.source.key),
+        team=team,
+        places=places,
+        block=block or -(-batch_size // BLOCKS),
+        is_sharded=is_sharded,
+    )
+    private = GroupPrivate(model, plan, parts, keys=keys, run=folder, loss_reduction=loss_reduction)
+    private.write_statement()
+    return private
+
+
+def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """A digest of every parameter that should be the same on all ranks."""
+    return {
+        f"the values of parameter {name!r}": hashlib.blake2b(
+            value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, digest_size=8
+        ).hexdigest()
+        for name, p in parameters.items()
+        if not isinstance(value := p.detach(), DTensor) and value.numel()
+    }

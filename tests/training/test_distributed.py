@@ -1,0 +1,723 @@
+"""Many ranks: real gloo processes on loopback, 1, 2 and 4 of them, end with the same bits.
+
+The file is its own worker: torchrun starts it with a folder to write results to, every rank runs
+all scenarios in order, and the tests below compare what the worlds left behind.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from noshuffle.clipping import PerExample
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.noise import NoiseStream
+from noshuffle.noise import test_source as make_source
+from noshuffle.participation import Epochs, MinSeparation, Poisson
+from noshuffle.plan import Plan
+from noshuffle.training import privatize, verify
+from noshuffle.training.distributed import privatize_distributed
+from noshuffle.training.fixed_sum import FixedSum
+from noshuffle.training.group_private import GroupPrivate, share
+from noshuffle.training.group_step import blocks_of
+from noshuffle.training.ledger import Ledger
+from noshuffle.training.team import all_agree
+
+WORLDS = (1, 2, 4)
+SIZES = (14, 14, 10)  # an epoch of three batches, the last one short
+BATCH, BLOCK = 14, 3
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    made = torch.Generator().manual_seed(5)
+    x = torch.randn(sum(SIZES), 6, generator=made)
+    y = torch.randint(3, (sum(SIZES),), generator=made)
+    return x, y, np.arange(sum(SIZES)) * 7 + 1000
+
+
+def batches(epochs: int = 2) -> Iterator[tuple[torch.Tensor, torch.Tensor, np.ndarray]]:
+    x, y, ids = data()
+    for _ in range(epochs):
+        at = 0
+        for size in SIZES:
+            yield x[at : at + size], y[at : at + size], ids[at : at + size]
+            at += size
+
+
+@functools.cache
+def plan_of(mechanism: str = "tree", **changed: Any) -> Plan:
+    settings: dict[str, Any] = {"mechanism": mechanism, "noise_multiplier": 0.7, **changed}
+    return Plan.fit(settings.pop("rule", Epochs(epochs=2, steps_per_epoch=3)), **settings)
+
+
+def model_of(seed: int = 3, *, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Dropout(dropout), nn.Linear(17, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def final(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters (a collective call for a sharded model)."""
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p.detach()).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def build(model: nn.Module, plan: Plan | None = None, **changed: Any) -> GroupPrivate:
+    settings: dict[str, Any] = {
+        "clip_norm": 1.0,
+        "batch_size": BATCH,
+        "block": BLOCK,
+        "source": make_source(seed=11),
+        **changed,
+    }
+    if settings.get("clip") is not None:
+        settings.pop("clip_norm")
+    return privatize_distributed(model, sgd(model), plan or plan_of(), **settings)
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(private: GroupPrivate, *, start: int = 0, stop: int = 6) -> list[float]:
+    losses = []
+    for step, (x, y, ids) in enumerate(batches()):
+        if start <= step < stop:
+            mine = private.rows(len(x))
+            losses.append(private.step(LOSS, x[mine], y[mine], ids=ids[mine]))
+    return losses
+
+
+def rows_of(ledger: Ledger) -> list[tuple[Any, ...]]:
+    return [(r.step, r.batch, r.state, r.units.tolist()) for r in ledger.rows()]
+
+
+def refused(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except NoshuffleError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+# What the ranks do. Every scenario returns what this rank saw.
+
+
+def replicated(out: Path) -> dict[str, Any]:
+    model = model_of()
+    private = build(model, run=out / "replicated")
+    losses = train(private)
+    rows = rows_of(private.ledger) if dist.get_rank() == 0 else None
+    nobody = "" if dist.get_rank() == 0 else refused(lambda: private.ledger.units())
+    private.close()
+    return {
+        "parameters": final(model),
+        "losses": losses,
+        "rows": rows,
+        "nobody": nobody,
+        "epsilon": private.plan.epsilon_after(6),
+    }
+
+
+def by_fsdp(out: Path) -> dict[str, Any]:
+    model = sharded(model_of())
+    private = build(model, run=out / "fsdp")
+    local = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
+    train(private, stop=4)
+    private.save()
+    train(private, start=4)
+    rows = rows_of(private.ledger) if dist.get_rank() == 0 else None
+    backward = refused(lambda: private.optimizer)
+    out_of_model = model(torch.ones(2, 6)).detach()  # FSDP's own hooks are back in place
+    private.close()
+    return {
+        "parameters": final(model),
+        "rows": rows,
+        "local": local,
+        "backward": backward,
+        "output": out_of_model,
+    }
+
+
+def resumed(out: Path) -> dict[str, Any]:
+    """Saved by replicated ranks after three steps, two more released; gone on with sharded ones."""
+    first = build(model_of(), run=out / "resumed")
+    train(first, stop=3)
+    first.save()
+    train(first, start=3, stop=5)
+    first.ledger.close()
+    model = sharded(model_of(seed=99))
+    second = build(model, run=out / "resumed", source=None)
+    start = second.resume()
+    train(second, start=start)
+    second.close()
+    other = build(model_of(seed=99), run=out / "resumed")
+    again = other.resume()  # back to whole parameters, from the same checkpoint
+    swapped = refused(lambda: other.step(LOSS, torch.ones(2, 6), torch.zeros(2).long(), ids=[1, 2]))
+    train(other, start=again)
+    other.close()
+    return {
+        "parameters": final(model),
+        "again": final(other.model),
+        "start": (start, again),
+        "swapped": swapped,
+    }
+
+
+def violation(out: Path) -> dict[str, Any]:
+    """One rank brings a unit that may not come yet; nobody takes the step; all can go on."""
+    private = build(model_of())
+    train(private, stop=1)
+    x, y, ids = list(batches())[1]
+    mine = private.rows(len(x))
+    wrong = ids[mine].copy()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        wrong[-1] = 1000  # took part in step 0
+    said = refused(lambda: private.step(LOSS, x[mine], y[mine], ids=wrong))
+    released = private.steps_released
+    train(private, start=1)
+    return {"said": said, "released": released, "parameters": final(private.model)}
+
+
+def dropped(out: Path) -> dict[str, Any]:
+    """The same with on_violation='drop': the row is left out, wherever it lies."""
+    private = build(model_of(), on_violation="drop")
+    for x, y, ids in list(batches())[:2]:
+        wrong = ids.copy()
+        wrong[4] = 1000
+        wrong[13] = 1000
+        mine = private.rows(len(x))
+        private.step(LOSS, x[mine], y[mine], ids=wrong[mine])
+    assert private.outcome is not None
+    return {"parameters": final(private.model), "dropped": private.outcome.dropped}
+
+
+def disagreements(out: Path) -> dict[str, Any]:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    said = {
+        "plan": refused(lambda: build(model_of(), plan_of("identity" if last else "tree"))),
+        "key": refused(lambda: build(model_of(), source=make_source(seed=int(last)))),
+        "batch_size": refused(lambda: build(model_of(), batch_size=BATCH + last)),
+        "values": refused(lambda: build(model_of(seed=int(last)))),
+        "bad": refused(lambda: build(model_of(), block=0 if last else 1)),
+    }
+    private = build(model_of())
+    private._parts.optimizer.param_groups[0]["lr"] = 0.1 + last
+    x, y, ids = next(batches())
+    mine = private.rows(len(x))
+    said["settings"] = refused(lambda: private.step(LOSS, x[mine], y[mine], ids=ids[mine]))
+    keyless = build(model_of(), source=None)
+    return {"said": said, "key": keyless._keys.source.fingerprint}
+
+
+def failing(out: Path) -> dict[str, Any]:
+    """A loss that fails on one rank stops the step everywhere and uses no noise."""
+    private = build(model_of())
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def broken(outputs: Any, target: Any) -> Any:
+        if last:
+            raise ZeroDivisionError("a fault in the loss")
+        return LOSS(outputs, target)
+
+    x, y, ids = next(batches())
+    mine = private.rows(len(x))
+    try:
+        private.step(broken, x[mine], y[mine], ids=ids[mine])
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    released = private.steps_released
+    train(private)
+    return {"said": said, "released": released, "parameters": final(private.model)}
+
+
+def in_parts(out: Path) -> dict[str, Any]:
+    """Two parts of a batch on every rank; a rank that brings one more is refused by name."""
+    private = build(model_of())
+    for x, y, ids in batches():
+        mine = private.rows(len(x))
+        with private.accumulate() as step:
+            step.add(LOSS, (x[mine], y[mine]), ids=ids[mine])
+            step.add(LOSS, (x[:0], y[:0]), ids=ids[:0])
+    other = build(model_of())
+    x, y, ids = next(batches())
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def uneven() -> None:
+        mine = other.rows(len(x))
+        with other.accumulate() as step:
+            step.add(LOSS, (x[mine], y[mine]), ids=ids[mine])
+            if last and dist.get_world_size() > 1:
+                step.add(LOSS, (x[:0], y[:0]), ids=ids[:0])
+
+    return {"parameters": final(private.model), "said": refused(uneven)}
+
+
+def users(out: Path) -> dict[str, Any]:
+    """The unit is a user; rows of one user are interleaved with others and never torn apart."""
+    plan = plan_of(rule=MinSeparation(steps=4, separation=2, max_participations=2), unit="user")
+    private = build(model_of(), plan)
+    x, y, _ = data()
+    whose = np.arange(28) % 9
+    counts = []
+    for step in range(4):
+        at = 14 * (step % 2)
+        ids = whose[at : at + 14] + 100 * (step % 2)
+        mine = private.rows(ids=ids)
+        counts.append(len(mine))
+        private.step(LOSS, x[at : at + 14][mine], y[at : at + 14][mine], ids=ids[mine])
+    torn = build(model_of(), plan)
+    said = refused(lambda: torn.step(LOSS, x[:2], y[:2], ids=[5, 6]))
+    return {"parameters": final(private.model), "said": said, "counts": counts}
+
+
+def by_luck(out: Path) -> dict[str, Any]:
+    """Dropout, and a clip norm that follows a quantile."""
+    plan = plan_of("identity", noise_multiplier=2.0)
+    clip = QuantileClip(initial=0.3, units=BATCH, bit_noise=4.0)
+    private = build(model_of(dropout=0.3), plan, clip=clip)
+    losses = train(private)
+    return {
+        "parameters": final(private.model),
+        "losses": losses,
+        "clip": repr(private._parts.threshold.clip),
+    }
+
+
+def sampled(out: Path) -> dict[str, Any]:
+    """Every rank draws the secret sample and takes its rows; the key comes from rank 0."""
+    plan = Plan.fit(
+        Poisson(steps=4, rate=0.3), mechanism="identity", noise_multiplier=1.0, delta=1e-3
+    )
+    private = build(model_of(), plan)
+    x, y, _ = data()
+    sampler = private.sampler(len(x))
+    drawn = [batch.tolist() for batch in sampler]
+    for batch in sampler:
+        mine = batch[private.rows(len(batch))]
+        private.step(LOSS, x[mine], y[mine], ids=mine)
+    return {"drawn": drawn, "steps": private.steps_released}
+
+
+def unchanged(out: Path) -> dict[str, Any]:
+    """`loss.backward(); optimizer.step()` on whole models; the wrapped model's hooks are quiet."""
+    private = build(model_of())
+    optimizer = private.optimizer
+    for x, y, ids in batches():
+        mine = private.rows(len(x))
+        optimizer.zero_grad()
+        LOSS(private.model(x[mine]), y[mine]).backward()
+        optimizer.step(ids=ids[mine])
+    return {"parameters": final(private.model)}
+
+
+def without_ids(out: Path) -> dict[str, Any]:
+    """Batches known by their content; with the order of an epoch changed, all refuse."""
+    private = build(model_of(), engine=PerExample())
+    for step, (x, y, _) in enumerate(batches()):
+        mine = private.rows(len(x))
+        if step == 3:
+            other = private.rows(len(x))[::-1].copy()
+            said = refused(lambda: private.step(LOSS, x[other], y[other]))  # noqa: B023
+        private.step(LOSS, x[mine], y[mine])
+    half = dist.get_rank() == 0 and dist.get_world_size() > 1
+    x, y, ids = next(batches())
+    new = build(model_of())
+    mixed = refused(lambda: new.step(LOSS, x, y, ids=None if half else ids))
+    return {"parameters": final(private.model), "said": said, "mixed": mixed}
+
+
+def by_adam(out: Path) -> dict[str, Any]:
+    """Optimizer state that is partly sharded, through a checkpoint, against whole models."""
+
+    def run(make: Callable[[nn.Sequential], nn.Sequential], name: str) -> dict[str, torch.Tensor]:
+        for stop in (3, 6):
+            model = make(model_of())
+            private = privatize_distributed(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=0.02),
+                plan_of(),
+                clip_norm=1.0,
+                batch_size=BATCH,
+                block=BLOCK,
+                source=make_source(seed=11),
+                run=out / name,
+            )
+            train(private, start=private.resume(), stop=stop)
+            private.save()
+        return final(model)
+
+    return {"parameters": run(lambda m: m, "adam"), "fsdp": run(sharded, "adam fsdp")}
+
+
+def unsupported(out: Path) -> dict[str, Any]:
+    """Layouts and policies that are refused by name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    said = {}
+    options: dict[str, dict[str, Any]] = {
+        "columns": {"shard_placement_fn": lambda p: Shard(p.dim() - 1)},
+        "precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    }
+    for name, option in options.items():
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8, bias=False)), mesh=mesh, **option)
+        said[name] = refused(lambda: build(model))  # noqa: B023
+    wrapped = nn.parallel.DistributedDataParallel(model_of())
+    said["ddp"] = refused(lambda: build(wrapped))
+    return {"said": said}
+
+
+SCENARIOS = (
+    without_ids,
+    by_adam,
+    unsupported,
+    replicated,
+    by_fsdp,
+    resumed,
+    violation,
+    dropped,
+    disagreements,
+    failing,
+    in_parts,
+    users,
+    by_luck,
+    sampled,
+    unchanged,
+)
+
+
+def worker(out: Path) -> None:
+    torch.set_num_threads(1)
+    seen = {scenario.__name__: scenario(out) for scenario in SCENARIOS}
+    torch.save(seen, out / f"rank-{dist.get_rank()}.pt")
+
+
+def alone(out: Path) -> None:
+    """A world of one rank, in this process."""
+    threads, luck = torch.get_num_threads(), torch.get_rng_state()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        worker(out)
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        torch.set_rng_state(luck)
+
+
+def launch(size: int, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, __file__, str(out)],
+        env={**os.environ, **loopback},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+Seen = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """world size → rank → scenario → what it saw."""
+    folders = {size: tmp_path_factory.mktemp(f"world{size}") for size in WORLDS}
+    running = [launch(size, folders[size]) for size in WORLDS[1:]]
+    try:
+        alone(folders[1])
+        for process in running:
+            _, said = process.communicate(timeout=150)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its own ranks
+                process.wait(timeout=30)
+    seen: Seen = {}
+    for size, out in folders.items():
+        files = (out / f"rank-{rank}.pt" for rank in range(size))
+        seen[size] = [torch.load(file, weights_only=False) for file in files]
+        for name in ("replicated", "fsdp", "resumed"):
+            seen[size][0][f"verified {name}"] = verify(out / name)
+    return seen
+
+
+def everywhere(worlds: Seen, scenario: str, key: str = "parameters") -> list[Any]:
+    return [seen[scenario][key] for size in WORLDS for seen in worlds[size]]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def truth() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process, the ordinary step, the whole batch at once."""
+    model = model_of()
+    private = privatize(
+        model, sgd(model), plan_of(), clip_norm=1.0, batch_size=BATCH, source=make_source(seed=11)
+    )
+    losses = [private.step(LOSS, x, y, ids=ids) for x, y, ids in batches()]
+    return final(model), losses
+
+
+SAME = ("replicated", "by_fsdp", "resumed", "violation", "failing", "in_parts")
+
+
+@pytest.mark.parametrize("scenario", SAME)
+def test_every_way_ends_with_the_same_bits(worlds: Seen, scenario: str) -> None:
+    """1, 2 and 4 ranks; whole, sharded, resumed, after refusals, in parts."""
+    first = worlds[1][0]["replicated"]["parameters"]
+    assert all(same(first, found) for found in everywhere(worlds, scenario))
+
+
+@pytest.mark.parametrize(
+    "scenario", ["dropped", "users", "by_luck", "by_adam", "unchanged", "without_ids"]
+)
+def test_world_sizes_agree(worlds: Seen, scenario: str) -> None:
+    first, *others = everywhere(worlds, scenario)
+    if scenario == "unchanged":  # the gradient is scaled by each rank's own number of rows
+        for found in others:
+            for name, value in first.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    else:
+        assert all(same(first, found) for found in others)
+
+
+def test_equals_one_process(worlds: Seen) -> None:
+    parameters, losses = truth()
+    for found in everywhere(worlds, "replicated"):
+        for name, value in parameters.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    for found in everywhere(worlds, "unchanged"):
+        torch.testing.assert_close(found["0.weight"], parameters["0.weight"], rtol=1e-4, atol=1e-5)
+    for found in everywhere(worlds, "replicated", "losses"):
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_ledger_is_the_same_for_any_world(worlds: Seen) -> None:
+    """Units, batch and state fingerprints, sharded or not; rank 0 alone holds them."""
+    rows = worlds[1][0]["replicated"]["rows"]
+    assert [len(row[3]) for row in rows] == [*SIZES, *SIZES]
+    for size in WORLDS:
+        assert worlds[size][0]["replicated"]["rows"] == rows
+        assert worlds[size][0]["by_fsdp"]["rows"] == rows
+        assert all("rank 0" in seen["replicated"]["nobody"] for seen in worlds[size][1:])
+        for name in ("replicated", "fsdp", "resumed"):
+            assert worlds[size][0][f"verified {name}"].failures == ()
+
+
+def test_resume_between_layouts(worlds: Seen) -> None:
+    first = worlds[1][0]["replicated"]["parameters"]
+    assert all(same(first, found) for found in everywhere(worlds, "resumed", "again"))
+    assert set(everywhere(worlds, "resumed", "start")) == {(3, 3)}
+    assert all("ReplayRefused" in said for said in everywhere(worlds, "resumed", "swapped"))
+
+
+def test_one_rank_cannot_break_the_rules_alone(worlds: Seen) -> None:
+    for size in WORLDS:
+        for rank, seen in enumerate(worlds[size]):
+            said = seen["violation"]["said"]
+            assert said.startswith("ParticipationViolation: unit 1000 may not take part in step 1")
+            assert seen["violation"]["released"] == 1
+            assert "a fault in the loss" in seen["failing"]["said"]
+            assert ("on rank" in seen["failing"]["said"]) == (rank != size - 1)
+            assert seen["failing"]["released"] == 0
+            assert seen["dropped"]["dropped"] == 2
+
+
+def test_disagreements_are_refused_by_name(worlds: Seen) -> None:
+    for size in WORLDS[1:]:
+        for seen in worlds[size]:
+            said = seen["disagreements"]["said"]
+            for name in ("plan", "key", "batch_size"):
+                assert f"disagree on {name}: rank 0 has" in said[name]
+            assert "disagree on the values of parameter '0.bias'" in said["values"]
+            assert "disagree on parameters or settings" in said["settings"]
+            assert "block must be" in said["bad"]
+            assert "'the release of step 0'" in seen["in_parts"]["said"]
+            assert "user 5 has examples on two ranks" in seen["users"]["said"]
+        keys = {seen["disagreements"]["key"] for seen in worlds[size]}
+        assert len(keys) == 1
+    assert len({worlds[size][0]["disagreements"]["key"] for size in WORLDS}) == len(WORLDS)
+
+
+def test_adam_is_the_same_sharded(worlds: Seen) -> None:
+    first = worlds[1][0]["by_adam"]["parameters"]
+    assert all(same(first, found) for found in everywhere(worlds, "by_adam", "fsdp"))
+
+
+def test_what_is_not_supported_is_refused(worlds: Seen) -> None:
+    for said in everywhere(worlds, "unsupported", "said"):
+        assert "only fully_shard over one mesh axis" in said["columns"]
+        assert "mixed precision and offload policies" in said["precision"]
+        assert "privatize the module inside" in said["ddp"]
+    for said in everywhere(worlds, "without_ids", "said"):
+        assert "ParticipationViolation" in said
+    for size in WORLDS[1:]:
+        assert all("disagree on having ids" in w["without_ids"]["mixed"] for w in worlds[size])
+
+
+def test_fsdp_holds_shards_only(worlds: Seen) -> None:
+    total = sum(p.numel() for p in model_of().parameters())
+    for size in WORLDS:
+        parts = [seen["by_fsdp"]["local"] for seen in worlds[size]]
+        assert sum(parts) == total
+        assert max(parts) <= -(-17 // size) * 7 + -(-3 // size) * 18
+        assert all("raw gradients" in seen["by_fsdp"]["backward"] for seen in worlds[size])
+    outputs = everywhere(worlds, "by_fsdp", "output")
+    assert all(torch.allclose(outputs[0], other) for other in outputs)
+
+
+def test_sampled_batches_are_split(worlds: Seen) -> None:
+    for size in WORLDS:
+        drawn = [seen["sampled"]["drawn"] for seen in worlds[size]]
+        assert all(other == drawn[0] for other in drawn)
+        assert all(seen["sampled"]["steps"] == 4 for seen in worlds[size])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("mechanism", ["blt", "tree", "identity"])
+def test_noise_of_shards_is_that_of_the_whole(ranks: int, mechanism: str) -> None:
+    """Rows as fully_shard cuts them, for sizes that do not divide, and empty shards."""
+    plan = plan_of(mechanism)
+    recipe, source = plan.strategy.recipe(6), make_source(seed=2)
+    for shape in ((5, 411), (2,), (1, 3, 700)):
+        whole = NoiseStream(recipe, source, {"w": shape}, scale=0.5, steps=6)
+        rows = -(-shape[0] // ranks)
+        cuts = [(min(r * rows, shape[0]), min((r + 1) * rows, shape[0])) for r in range(ranks)]
+        width = int(np.prod(shape[1:]))
+        streams = [
+            NoiseStream(
+                recipe,
+                source,
+                {"w": (end - begin, *shape[1:])},
+                scale=0.5,
+                steps=6,
+                starts={"w": begin * width},
+            )
+            for begin, end in cuts
+        ]
+        for _ in range(6):
+            all_of_it = torch.zeros(shape)
+            whole.add_({"w": all_of_it})
+            parts = [torch.zeros(end - begin, *shape[1:]) for begin, end in cuts]
+            for stream, part in zip(streams, parts):
+                stream.add_({"w": part})
+            assert torch.equal(torch.cat(parts), all_of_it)
+
+
+def test_fixed_sum_is_exact_in_any_order() -> None:
+    rng = torch.Generator().manual_seed(1)
+    for bound in (1e-6, 0.3, 1.0, 2.0, 37.5):
+        terms = [bound * torch.randn(50, generator=rng) / 8 for _ in range(20)]
+        sums = []
+        for order in (range(20), reversed(range(20)), torch.randperm(20, generator=rng).tolist()):
+            total = FixedSum({"w": (50,)}, bound=bound, device="cpu")
+            for i in order:
+                total.add({"w": terms[i]}, units=1)
+            sums.append(total.to_float(total.values["w"], torch.float64))
+        assert torch.equal(sums[0], sums[1])
+        assert torch.equal(sums[0], sums[2])
+        exact = torch.stack([t.double() for t in terms]).sum(0)
+        assert float((sums[0] - exact).abs().max()) <= 20 * bound * 2.0**-40
+
+
+def test_fixed_sum_never_wraps() -> None:
+    total = FixedSum({"w": (4,)}, bound=1.0, device="cpu")
+    total.add({"w": torch.tensor([float("inf"), float("nan"), -float("inf"), 1e30])}, units=3)
+    got = total.to_float(total.values["w"], torch.float32)
+    assert got.tolist() == [3.0, 0.0, -3.0, 3.0]
+    with pytest.raises(InvalidInput, match="at most"):
+        total.add({}, units=2**22)
+
+
+def test_blocks_and_shares_cover_everything_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size, block = int(rng.integers(0, 40)), int(rng.integers(1, 9))
+        users = rng.integers(0, 12, size) if rng.random() < 0.5 else None
+        blocks = blocks_of(size, users, block=block)
+        assert sorted(np.concatenate([*blocks, []]).tolist()) == list(range(size))
+        for rows in blocks[:-1]:
+            assert len(np.unique(rows if users is None else users[rows])) == block
+        for ranks in (1, 2, 3, 5):
+            cuts = [share(len(blocks), rank=r, ranks=ranks) for r in range(ranks)]
+            assert cuts[0][0] == 0
+            assert cuts[-1][1] == len(blocks)
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
+            for begin, end in cuts:  # a rank cuts its own rows into the same blocks
+                mine = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *blocks[begin:end]]))
+                own = blocks_of(len(mine), None if users is None else users[mine], block=block)
+                assert [mine[rows].tolist() for rows in own] == [
+                    rows.tolist() for rows in blocks[begin:end]
+                ]
+
+
+def test_no_process_group_is_one_clear_line() -> None:
+    model = model_of()
+    with pytest.raises(InvalidInput, match="torchrun"):
+        build(model)
+
+
+def test_agreement_names_the_fact() -> None:
+    all_agree([{"a": 1}, {"a": 1}])
+    with pytest.raises(InvalidInput, match=r"disagree on b: rank 0 has None, rank 1 has 2"):
+        all_agree([{"a": 1}, {"a": 1, "b": 2}])
+
+
+@pytest.mark.slow
+def test_the_documented_script_runs(tmp_path: Path) -> None:
+    """The script of docs/distributed.md by its own command, whole and sharded."""
+    text = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    script, sharding = (part.split("```")[0] for part in text.split("```python\n")[1:3])
+    (tmp_path / "whole.py").write_text(script)
+    cut = script.index("plan = ")
+    (tmp_path / "shards.py").write_text(script[:cut] + sharding + script[cut:])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for name in ("whole.py", "shards.py"):
+        done = subprocess.run(
+            [*torchrun, "--nproc-per-node", "2", str(tmp_path / name)],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "delta" in done.stdout.lower() or "δ" in done.stdout
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=40))
+    worker(Path(sys.argv[1]))
+    dist.destroy_process_group()
