@@ -37,6 +37,8 @@ EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
 #: Middle of the grid of learning rates for each ε, and the factors around it.
 MIDDLE = {1.0: 0.03, 2.0: 0.05, 4.0: 0.075, 8.0: 0.12, 16.0: 0.2, float("inf"): 0.05}
 FACTORS = (0.44, 0.67, 1.0, 1.5, 2.25, 3.4)
+#: More noise wants smaller steps: where the grid of a mechanism sits relative to the middle.
+SHIFT = {"tree": 0.67, "identity": 0.1}
 BATCH, EPOCHS, DELTA, MOMENTUM = 250, 20, 1e-5, 0.9
 MECHANISMS = {
     "BLT, 6 taps, fitted to momentum": "blt_momentum",
@@ -146,7 +148,8 @@ def main() -> None:
                 return 0.0
             return plan_for(name, strategy, rows, epsilon).noise_multiplier
 
-        grid = [(e, round(MIDDLE[e] * factor, 4)) for e in epsilons for factor in FACTORS]
+        middle = {e: MIDDLE[e] * SHIFT.get(name, 1.0) for e in epsilons}
+        grid = [(e, float(f"{middle[e] * f:.3g}")) for e in epsilons for f in FACTORS]
         levels = {e: noise(search[name], 50_000, e) for e in epsilons}
         settings = [
             Setting(noise_multiplier=levels[e], learning_rate=r, clip_norm=clip, seed=99)
