@@ -23,14 +23,14 @@ LAYERS = {
     "clipping": 3,
     "optim": 3,
     "training": 4,
-    "federated": 4,
-    "convex": 4,
-    "auditing": 4,
-    "report": 5,
-    "datasets": 5,
-    "cli": 6,
-    "__init__": 6,
-    "__main__": 7,
+    "datasets": 4,
+    "federated": 5,
+    "convex": 5,
+    "auditing": 5,
+    "report": 6,
+    "cli": 7,
+    "__init__": 7,
+    "__main__": 8,
 }
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = ({"errors", "participation"}, {"statement", "guarantee", "plan", "comparison"})

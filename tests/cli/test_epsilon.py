@@ -140,7 +140,7 @@ def test_a_real_process_exits_with_2_and_no_traceback() -> None:
 
 def test_plan_compares_mechanisms(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     picture = tmp_path / "plan.png"
-    line = f"plan --epochs 4 --steps-per-epoch 16 --target-epsilon 4 --plot {picture}"
+    line = f"plan --epochs 2 --steps-per-epoch 8 --target-epsilon 4 --plot {picture}"
     rows = output(capsys, *line.split())
     names = [row["mechanism"] for row in rows]
     assert {"identity", "tree", "blt"} <= set(names)

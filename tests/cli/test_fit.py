@@ -111,3 +111,15 @@ def test_tables_that_cannot_be_read(tmp_path: Path) -> None:
     made = read_table(file, target="y")
     np.testing.assert_array_equal(made.x, [[1.0], [0.0]])
     np.testing.assert_array_equal(made.y, [0.5, 2.0])
+
+
+def test_parquet_and_csv_hold_the_same_table(table: Path, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    pandas.read_csv(table).to_parquet(tmp_path / "sales.parquet")
+    models = []
+    for file in (table, tmp_path / "sales.parquet"):
+        out = tmp_path / f"run-{file.suffix[1:]}"
+        command([str(file), "--target", "sold", "--ids", "who", *COMMON, "--out", str(out)])
+        models.append(json.loads((out / "model.json").read_text()))
+    assert models[0] == models[1]

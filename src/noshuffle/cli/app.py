@@ -6,7 +6,9 @@ import typer
 
 from noshuffle.cli.epsilon import epsilon
 from noshuffle.cli.evidence import report, verify
+from noshuffle.cli.fit import fit
 from noshuffle.cli.plan import plan
+from noshuffle.cli.reproduce import reproduce
 from noshuffle.cli.train import train
 
 app = typer.Typer(
@@ -16,5 +18,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (train, plan, epsilon, verify, report):
+for _command in (train, fit, plan, epsilon, verify, report, reproduce):
     app.command()(_command)

@@ -232,22 +232,20 @@ def _blt(
     unit columns: they cost nothing, so they are always tried.
     """
 
-    @threadpool_limits.wrap(
-        limits=1
-    )  # the matrices are tiny: more threads only wait for each other
     def build(size: int, scaled: bool) -> Fit:
-        if scaled and two_sided:
-            return fit_two_sided(
-                participation, buffers=size, taps=taps, workload=workload, objective=objective
+        with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
+            if scaled and two_sided:
+                return fit_two_sided(
+                    participation, buffers=size, taps=taps, workload=workload, objective=objective
+                )
+            return fit_blt(
+                participation,
+                buffers=size,
+                taps=taps,
+                gains=scaled,
+                workload=workload,
+                objective=objective,
             )
-        return fit_blt(
-            participation,
-            buffers=size,
-            taps=taps,
-            gains=scaled,
-            workload=workload,
-            objective=objective,
-        )
 
     if buffers is not None and gains:
         return build(buffers, True)

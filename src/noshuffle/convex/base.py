@@ -1,0 +1,242 @@
+"""What all private estimators share: parameters, the pass over the rows, the statement, pickling.
+
+The parameters are those of scikit-learn where there is one of that meaning. Everything that the
+mechanism depends on is given, nothing is measured: columns have `bounds`, rows a `feature_bound` or
+their gradients a `clip_norm`, and the number of rows is a public `horizon`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from noshuffle.convex.linear_rule import LinearRule, LinearSettings
+from noshuffle.convex.margins import Array, Loss, Targets
+from noshuffle.convex.phases import UNKNOWN_HORIZON, Budget, statement_of
+from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
+from noshuffle.convex.rows import RowMap
+from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
+from noshuffle.convex.stream import LearningStream, Observer, Rule
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
+from noshuffle.noise import Source, new_key, test_source
+from noshuffle.optim.composite import Composite
+from noshuffle.optim.constraints import Constraint
+from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies import Strategy
+
+#: Rows that are brought inside their bounds together; all memory beyond the model's is this.
+_BLOCK = 4096
+_NO_IDS = "No ids were given: every row is taken to be a unit of its own."
+_IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
+_TEST_SEED = (
+    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
+)
+_SCALED = "Bounds, horizon, batch size, radius and all other settings were chosen without the data."
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
+    """A linear model learned by DP-FTRL from rows in any order.
+
+    Parameters
+    ----------
+    epsilon, delta : the guarantee for the whole stream and every iterate. math.inf: no noise.
+    horizon : number of rows that will come. None: `fit` takes the number of rows it is given (it is
+        public under zero-out neighbours), `partial_fit` doubles (see `phases`).
+    batch_size : rows per step; None aims at five hundred steps of at most 256 rows.
+    passes : passes of `fit` over the rows, in the same order.
+    clip_norm : bound on the gradient of one row, clipped to it. None: derived from feature_bound.
+    feature_bound : rows are shortened to this norm.
+    bounds : (low, high) for all columns, or one pair per column; clamped and scaled (see `rows`).
+    penalty : None, "l2", "l1", "elasticnet", "group", or a `noshuffle.optim.composite` record.
+    alpha, l1_ratio, groups : its strength; the share of l1; one label per feature for "group".
+    constraint : None, "ball", "box", "simplex", "l1_ball" of size `radius`, or a record of
+        `noshuffle.optim.constraints`. Neither penalty nor constraint touch the intercept.
+    radius : size of the constraint set, and of the weights that the learning rate aims at.
+    mechanism : a name that `Plan.fit` knows, or a Strategy.
+    averaging : "linear", "uniform" or "last"; None takes "last" under a penalty that makes zeros
+        (an average is zero only where every iterate was), "linear" otherwise.
+    learning_rate : None takes it from theory (see `rate`).
+    neighbours : "zero-out", "add-remove" or "replace-one".
+    test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
+    """
+
+    epsilon: float = 1.0
+    delta: float = 1e-6
+    horizon: int | None = None
+    batch_size: int | None = None
+    passes: int = 1
+    clip_norm: float | None = 1.0
+    feature_bound: float | None = None
+    bounds: Any = None
+    penalty: str | Composite | None = None
+    alpha: float = 1e-4
+    l1_ratio: float = 0.5
+    groups: Any = None
+    constraint: str | Constraint | None = None
+    radius: float = 10.0
+    mechanism: str | Strategy = "blt"
+    averaging: str | None = None
+    learning_rate: float | None = None
+    fit_intercept: bool = True
+    neighbours: str = "zero-out"
+    test_seed: int | str | None = None
+
+    def _loss(self, classes: int) -> Loss:
+        raise NotImplementedError
+
+    def _score(self) -> Accuracy | RSquared:
+        raise NotImplementedError
+
+    def _publish(self) -> None:
+        """Set coef_ and intercept_ from the released weights."""
+        raise NotImplementedError
+
+    def _rule(self, features: int, classes: int) -> Rule:
+        loss = self._loss(classes)
+        outputs = loss.outputs(classes)
+        composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
+        averaging = "last" if makes_zeros(composite) else "linear"
+        settings = LinearSettings(
+            loss=loss,
+            features=features,
+            outputs=outputs,
+            clip_norm=self._clip(loss, outputs),
+            radius=self.radius,
+            learning_rate=self.learning_rate,
+            fit_intercept=self.fit_intercept,
+            averaging=averaging if self.averaging is None else self.averaging,
+            composite=composite,
+            constraint=constraint_of(self.constraint, radius=self.radius),
+            groups=groups_of(self.groups, features=features),
+        )
+        return LinearRule(settings, watch=self._watch)
+
+    def _clip(self, loss: Loss, outputs: int) -> float:
+        """The given clip norm, else the bound that follows from Lipschitz loss and bounded rows."""
+        if self.clip_norm is not None:
+            return float(self.clip_norm)
+        slope = loss.lipschitz(outputs)
+        if self.feature_bound is None or not np.isfinite(slope):
+            raise InvalidInput(
+                "clip_norm=None needs a feature_bound and a loss of bounded slope; give clip_norm"
+            )
+        return slope * float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
+
+    def _watch(self, margins: Array, y: Targets) -> None:
+        self._progress(margins, y)
+
+    def _begin(self, features: int, classes: int, *, rows: int | None) -> None:
+        """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
+        horizon = self.horizon if self.horizon is not None else rows
+        if self.passes != 1 and horizon != rows:
+            raise Unsupported(
+                f"{self.passes} passes are made by fit over all {horizon} rows of the horizon, got "
+                f"{'a stream' if rows is None else rows}; use passes=1, or leave horizon out"
+            )
+        self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
+        self._progress = self._score()
+        source = (
+            Source(new_key())
+            if self.test_seed is None
+            else test_source(seed=f"{type(self).__name__} {self.test_seed}")
+        )
+        self._stream = LearningStream(
+            self._rule(features, classes),
+            Budget(self.epsilon, self.delta, self.mechanism, self.neighbours),
+            source=source,
+            horizon=horizon,
+            passes=self.passes,
+            batch_size=self.batch_size,
+        )
+
+    def _learn(
+        self,
+        x: Any,
+        y: Targets,
+        ids: Iterable[Hashable] | None,
+        *,
+        observer: Observer | None = None,
+        passes: int = 1,
+    ) -> None:
+        """Admit, then feed block by block; later passes bring the same rows in the same order."""
+        stream = self._stream
+        stream.admit(x.shape[0], ids)
+        if observer is not None:
+            stream.watch(observer)
+        for index in range(passes):
+            # A second look at a row is no validation.
+            stream.rule.watch = None if index else self._watch
+            for first in range(0, x.shape[0], _BLOCK):
+                block = slice(first, first + _BLOCK)
+                stream.feed(self._rows.apply(x[block]), y[block])
+
+    def _finish(self, *notes: str) -> None:
+        stream = self._stream
+        self._weights: Array = stream.rule.weights.copy()
+        self.n_steps_ = stream.steps
+        self.n_rows_ = stream.rows
+        self.learning_rate_ = stream.rule.learning_rate
+        self.progressive_score_ = self._progress.value
+        self._publish()
+        said = [_IDS if stream.has_ids else _NO_IDS, NOT_COVERED, _SCALED, *notes]
+        if stream.horizon is None:
+            said.append(UNKNOWN_HORIZON)
+        if self.test_seed is not None:
+            said.insert(0, _TEST_SEED)
+        self.plan_ = stream.phase.plan
+        self.privacy_: PrivacyStatement = statement_of(stream.phases, notes=tuple(said))
+
+    def _continued(self) -> bool:
+        """Whether partial_fit goes on with an earlier stream."""
+        if not hasattr(self, "privacy_"):
+            return False
+        if not hasattr(self, "_stream"):
+            raise InvalidInput(
+                "this model was pickled or copied, which leaves its noise key behind; going on "
+                "needs the original, or a fresh model on new rows"
+            )
+        if self._stream.is_closed:
+            if self.horizon is not None:
+                raise HorizonExceeded(
+                    "fit has used its plan up; for a stream call partial_fit from the first row on"
+                )
+            self._stream.extend()
+        return True
+
+    def _margins(self, x: Any) -> Array:
+        check_is_fitted(self, "privacy_")
+        x = validate_data(self, x, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        out = [np.zeros((0, len(self._weights)))]
+        for first in range(0, x.shape[0], _BLOCK):
+            rows = self._rows.apply(x[first : first + _BLOCK])
+            out.append(rows @ self._weights[:, :-1].T + self._weights[:, -1])
+        return np.concatenate(out)
+
+    def _original_coordinates(self) -> tuple[Array, NDArray[np.float64]]:
+        """Weights and intercepts for rows as they came, while those lie within their bounds."""
+        coef = self._weights[:, :-1] * self._rows.scale
+        return coef, self._weights[:, -1] - coef @ self._rows.shift
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.non_deterministic = self.test_seed is None
+        return tags
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is released and nothing else: no key, no unfinished sums, no raw scores.
+
+        Two copies that went on with the same key would put the same noise on different rows, and
+        the difference of their answers would be free of noise; so copies cannot go on.
+        """
+        state = dict(super().__getstate__())
+        for secret in ("_stream", "_progress", "progressive_score_"):
+            state.pop(secret, None)
+        return state

@@ -1,0 +1,162 @@
+"""PrivateLogisticRegression and PrivateSVC: classifiers that learn from a stream.
+
+Two classes have one margin. More have one margin each: softmax for logistic regression, one against
+the rest for the SVC, and in both a row is clipped once, over all its margins together.
+
+The set of classes is public: give `classes`. Without it `fit` reads them from y as scikit-learn
+does, and the statement says that this was assumed to be public knowledge.
+
+>>> import numpy as np
+>>> rng = np.random.default_rng(0)
+>>> x = rng.normal(size=(2000, 3)); y = (x[:, 0] > x[:, 1]).astype(int)
+>>> model = PrivateLogisticRegression(epsilon=2.0, bounds=(-4, 4), classes=[0, 1], test_seed=1,
+...                                   mechanism="tree").fit(x, y)
+>>> bool(model.score(x, y) > 0.9), round(model.privacy_.epsilon, 6)
+(True, 2.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, softmax
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d, validate_data
+
+from noshuffle.convex.base import PrivateLinearModel
+from noshuffle.convex.margins import Array, Hinge, Logistic, Loss, SmoothHinge, Softmax
+from noshuffle.convex.progress import Accuracy
+from noshuffle.convex.stream import Observer
+from noshuffle.errors import InvalidInput, one_of
+
+_READ_CLASSES = (
+    "The set of classes was read from y; that these classes occur is taken to be public knowledge."
+)
+_FLOATS = [np.float64, np.float32]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
+    """Classes, predictions and the two ways to fit. See `PrivateLinearModel` for parameters."""
+
+    classes: Any = None
+
+    def _score(self) -> Accuracy:
+        return Accuracy()
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        ids: Iterable[Hashable] | None = None,
+        observer: Observer | None = None,
+    ) -> Self:
+        """Learn from a table in the order of its rows; anything learned before is forgotten."""
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS)
+        check_classification_targets(y)
+        self._set_classes(y if self.classes is None else self.classes)
+        codes = self._codes(y)
+        self._begin(X.shape[1], len(self.classes_), rows=X.shape[0])
+        self._learn(X, codes, ids, observer=observer, passes=self.passes)
+        self._stream.close()
+        self._end()
+        return self
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        classes: Any = None,
+        *,
+        ids: Iterable[Hashable] | None = None,
+        observer: Observer | None = None,
+    ) -> Self:
+        """Predict these rows, then learn from them; the first call names the classes."""
+        goes_on = self._continued()
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=not goes_on)
+        check_classification_targets(y)
+        if not goes_on:
+            known = classes if classes is not None else self.classes
+            if known is None:
+                raise InvalidInput("the first partial_fit needs classes=: all that may ever come")
+            self._set_classes(known)
+            self._begin(X.shape[1], len(self.classes_), rows=None)
+        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+            raise InvalidInput("classes= differs from that of the first call; leave it out")
+        self._learn(X, self._codes(y), ids, observer=observer)
+        self._end()
+        return self
+
+    def _end(self) -> None:
+        notes = () if self.classes is not None else (_READ_CLASSES,)
+        self._finish(*notes)
+
+    def _set_classes(self, labels: Any) -> None:
+        self.classes_ = np.unique(column_or_1d(labels))
+        if len(self.classes_) < 2:
+            raise InvalidInput(
+                f"a classifier needs at least 2 classes, got {len(self.classes_)} class"
+            )
+
+    def _codes(self, y: Any) -> NDArray[np.int64]:
+        codes = np.searchsorted(self.classes_, y)
+        codes = np.minimum(codes, len(self.classes_) - 1)
+        wrong = np.flatnonzero(self.classes_[codes] != y)
+        if len(wrong):
+            raise InvalidInput(
+                f"y holds {y[wrong[0]]!r}, which is none of the {len(self.classes_)} classes; name "
+                "every class that may come in classes="
+            )
+        return np.asarray(codes, dtype=np.int64)
+
+    def _publish(self) -> None:
+        self.coef_, self.intercept_ = self._original_coordinates()
+
+    def decision_function(self, X: Any) -> Array:
+        """Margins: one number per row for two classes, one per class for more."""
+        margins = self._margins(X)
+        return margins[:, 0] if margins.shape[1] == 1 else margins
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The class of every row."""
+        margins = self.decision_function(X)
+        codes = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
+        return np.asarray(self.classes_[codes])
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLogisticRegression(PrivateLinearClassifier):
+    """Logistic (two classes) or softmax regression by DP-FTRL, with probabilities."""
+
+    def _loss(self, classes: int) -> Loss:
+        return Logistic() if classes == 2 else Softmax()
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probability of every class, in the order of classes_."""
+        margins = self._margins(X)
+        if margins.shape[1] == 1:
+            positive = expit(margins)
+            return np.hstack([1.0 - positive, positive])
+        return np.asarray(softmax(margins, axis=1))
+
+    def predict_log_proba(self, X: Any) -> Array:
+        """Logarithm of `predict_proba`."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateSVC(PrivateLinearClassifier):
+    """A linear support vector classifier: "huber" rounds the hinge's kink, "hinge" keeps it."""
+
+    loss: str = "huber"
+
+    def _loss(self, classes: int) -> Loss:
+        one_of(("huber", "hinge"), loss=self.loss)
+        return SmoothHinge() if self.loss == "huber" else Hinge()

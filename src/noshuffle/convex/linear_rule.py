@@ -1,0 +1,164 @@
+"""LinearRule: DP-FTRL for linear models, with penalties, constraint sets and averaging.
+
+    ĝ_t = (Σ_{i in batch} clip(r_i ⊗ (x_i, 1)) + noise) / B
+    S_t = S_{t−1} + η ĝ_t                                   h_t = h_{t−1} + η
+    W_{t+1} = argmin_{W∈K} ⟨S_t, W⟩ + h_t·r(W) + ½‖W‖²      b_{t+1} = −S_t (free, no penalty)
+
+Kairouz et al. 2021 (arXiv 2103.00039), section 3. A row's gradient is residual ⊗ (x, 1), so its
+norm is ‖r‖·√(‖x‖²+1) and clipping is a factor on r: one product with X for the margins, one for the
+sum, and nothing per row is stored. The noise covers W and b as one flat vector.
+
+Averages of the iterates are post-processing: "uniform" gives every iterate equal weight (online to
+batch conversion), "linear" weight t (forgets the start), "last" takes the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from noshuffle.convex import rate
+from noshuffle.convex.margins import Array, Loss, Targets
+from noshuffle.convex.phases import Phase
+from noshuffle.convex.rows import squared_norms
+from noshuffle.convex.stream import Watch
+from noshuffle.errors import one_of, positive
+from noshuffle.optim.composite import Composite, GroupLasso, check_closed_form, solve
+from noshuffle.optim.constraints import Constraint
+
+AVERAGING = ("last", "uniform", "linear")
+#: Clipped norms stay this far below the bound, more than float64 can lose.
+_SLACK = 1.0 - 2.0**-40
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSettings:
+    """Everything about the update that is fixed before the data comes."""
+
+    loss: Loss
+    features: int
+    outputs: int
+    clip_norm: float
+    radius: float
+    learning_rate: float | None = None
+    fit_intercept: bool = True
+    averaging: str = "linear"
+    composite: Composite | None = None
+    constraint: Constraint | None = None
+    groups: tuple[NDArray[np.int64], ...] | None = None
+
+    def __post_init__(self) -> None:
+        one_of(AVERAGING, averaging=self.averaging)
+        positive(clip_norm=self.clip_norm, radius=self.radius)
+        if self.learning_rate is not None:
+            positive(learning_rate=self.learning_rate)
+        check_closed_form(self.composite, self.constraint)
+
+
+class LinearRule:
+    """The iterate and its sums. `watch` is shown margins and targets before they are learned."""
+
+    def __init__(self, settings: LinearSettings, *, watch: Watch | None = None) -> None:
+        self.settings = settings
+        self.clip_norm = settings.clip_norm
+        self.watch = watch
+        k, p = settings.outputs, settings.features
+        self.size = k * (p + 1)
+        self.learning_rate = 0.0
+        self._total = np.zeros(self.size)
+        self._weight = 0.0
+        self._theta = np.zeros(self.size)
+        self._average = np.zeros(self.size)
+        self._count = 0
+
+    @property
+    def weights(self) -> Array:
+        """The released answer, outputs × (features + 1), the intercept last."""
+        flat = self._theta if self.settings.averaging == "last" else self._average
+        return self._split(flat)
+
+    @property
+    def iterate(self) -> Array:
+        """The newest iterate, at which gradients are taken."""
+        return self._split(self._theta)
+
+    def _split(self, flat: Array) -> Array:
+        k, p = self.settings.outputs, self.settings.features
+        return np.hstack([flat[: k * p].reshape(k, p), flat[k * p :].reshape(k, 1)])
+
+    def start(self, phase: Phase) -> None:
+        s = self.settings
+        self.learning_rate = s.learning_rate or theory_rate(s, phase)
+
+    def clipped_sum(self, x: Any, y: Targets) -> Array:
+        s, k, p = self.settings, self.settings.outputs, self.settings.features
+        coef, intercept = self._theta[: k * p].reshape(k, p), self._theta[k * p :]
+        margins = x @ coef.T + intercept
+        if self.watch is not None:
+            self.watch(margins, y)
+        residual = s.loss.residual(margins, y)
+        norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
+        norms *= np.sqrt(squared_norms(x) + float(s.fit_intercept))
+        factor = np.minimum(1.0, s.clip_norm * _SLACK / np.maximum(norms, 1e-300))
+        residual *= factor[:, None]
+        # A row of infinite norm has factor 0; whatever is still not finite contributes nothing.
+        residual[~np.isfinite(residual).all(axis=1)] = 0.0
+        out = np.zeros(self.size)
+        out[: k * p] = (x.T @ residual).T.reshape(-1)
+        if s.fit_intercept:
+            out[k * p :] = residual.sum(axis=0)
+        return out
+
+    def update(self, mean: Array, *, step: int) -> None:
+        s, kp = self.settings, self.settings.outputs * self.settings.features
+        self._total += self.learning_rate * mean
+        self._weight += self.learning_rate
+        np.negative(self._total, out=self._theta)
+        if s.composite is not None or s.constraint is not None:
+            self._theta[:kp] = self._solved(self._theta[:kp])
+        if not s.fit_intercept:
+            self._theta[kp:] = 0.0
+        self._count += 1
+        if s.averaging != "last":
+            t = self._count
+            share = 1.0 / t if s.averaging == "uniform" else 2.0 / (t + 1)
+            self._average += share * (self._theta - self._average)
+
+    def _solved(self, point: Array) -> Array:
+        s = self.settings
+        coef = torch.from_numpy(point.reshape(s.outputs, s.features))
+        pieces: Sequence[torch.Tensor] = [coef]
+        if isinstance(s.composite, GroupLasso):
+            if s.groups is None:
+                pieces = [coef.T.contiguous()]  # a group is one feature over all classes
+            else:
+                pieces = [coef[:, torch.from_numpy(g)].reshape(-1) for g in s.groups]
+        found = solve(pieces, weight=self._weight, composite=s.composite, constraint=s.constraint)
+        if not isinstance(s.composite, GroupLasso):
+            return np.asarray(found[0].numpy().reshape(-1))
+        if s.groups is None:
+            return np.asarray(found[0].T.reshape(-1).numpy())
+        out = np.zeros((s.outputs, s.features))
+        for g, piece in zip(s.groups, found):
+            out[:, g] = piece.numpy().reshape(s.outputs, -1)
+        return out.reshape(-1)
+
+
+def theory_rate(settings: LinearSettings, phase: Phase) -> float:
+    """The default learning rate; see `rate` for where it comes from."""
+    noise = phase.worst_error * settings.clip_norm / phase.batch_size
+    common = {
+        "radius": settings.radius,
+        "steps": phase.plan.steps,
+        "clip_norm": settings.clip_norm,
+        "noise": noise,
+    }
+    curvature = settings.loss.curvature()
+    if curvature is None:
+        return rate.general(**common, dimension=settings.outputs * (settings.features + 1))  # type: ignore[arg-type]
+    return rate.smooth(**common, batch_size=phase.batch_size, curvature=curvature)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Accelerated DP-SRGD: one epoch, √n steps of √n rows, the optimal rate for smooth losses.
+
+Choquette-Choo, Ganesh, Thakurta 2024 (arXiv 2406.02716): stochastic recursive gradients, Nesterov's
+acceleration, and continual counting. With T steps on disjoint batches of B = n/T rows:
+
+    x_t = (1−τ_t)y_{t−1} + τ_t z_{t−1},    τ_t = 2/(t+1)
+    z_t = Π_K(z_{t−1} − η_t d̃_t),          η_t = t·η
+    y_t = (1−τ_t)y_{t−1} + τ_t z_t
+
+Gradient. t·d_t = (t−1)(d_{t−1} + Δ_t) + g_t with Δ_t = mean[∇f(x_t) − ∇f(x_{t−1})], g_t = mean
+∇f(x_t) over the batch. Unrolled, t·d_t = Σ_{s≤t} m_s with m_s = g_s + (s−1)Δ_s: a plain prefix
+sum, released by any continual-counting strategy; d̃_t is the released sum over t.
+
+Sensitivity. y_{t−1} = x_{t−1} + τ_{t−1}(z_{t−1} − z_{t−2}), so x_t − x_{t−1} = τ_{t−1}(z_{t−1} −
+z_{t−2}) + τ_t(z_{t−1} − y_{t−1}), at most 2R(τ_{t−1} + τ_t) ≤ 8R/t in a ball of radius R, and
+(t−1) of it less than 8R. One row's share of m_t is at most (L + 8βR)/B; m_t uses one batch only,
+so replacing a row moves the stream of sums by c(L + 8βR)/B at one step: a single participation.
+Convexity is not used.
+
+Noise in d̃_t is S·E_t·c(L + 8βR)/(Bμ·t) per coordinate: √d polylog/(εn) at t = T. Excess: β R²/T² +
+R·(L + βR)/√n + R(L + βR)√d polylog/(εn) with T = √n; η = min(1/(4β), the step of the noise bound).
+
+State: x, y, z, the running sum, the noise stream. Two gradients per row.
+
+>>> from noshuffle.convex.losses import logistic
+>>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (5000, 1)), np.tile([1.0, -1.0], 5000)
+>>> run = accelerated_srgd(logistic(), x, y, epsilon=4.0, delta=1e-6, domain=Ball(1.0), test_seed=0)
+>>> round(run.statement.epsilon, 6), bool(run.weights[0] > 0.5)
+(4.0, True)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from noshuffle.convex.losses import Loss, require
+from noshuffle.convex.solvers.base import Solution, generator, on_top_of_plan, split
+from noshuffle.convex.solvers.domains import Ball, Domain
+from noshuffle.convex.solvers.stream import NoiseStream
+from noshuffle.errors import Unsupported, positive, whole
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import error
+
+__all__ = ["Ball", "accelerated_srgd", "increment_bound"]
+
+
+def increment_bound(loss: Loss, *, radius: float, steps: int) -> float:
+    """Norm of one row's share of m_t, times the batch: max_t L + (t−1)β·2R(τ_{t−1} + τ_t).
+
+    The exact maximum over t ≤ steps: (t−1)·2R·(2/t + 2/(t+1)) rises in t towards 8R.
+    """
+    t = float(steps)
+    drift = (t - 1) * 2 * radius * (2 / t + 2 / (t + 1))
+    return loss.lipschitz + loss.smoothness * drift
+
+
+def accelerated_srgd(
+    loss: Loss,
+    rows: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    domain: Domain,
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    mechanism: Any = "blt",
+    neighbours: str = "replace-one",
+    test_seed: int | str | None = None,
+) -> Solution:
+    """One epoch; `weights` is y_T. `steps` defaults to √n.
+
+    Guarantees: the statement covers every released sum, hence all iterates, for smooth losses,
+    convex or not. The ridge of the loss is no data and enters outside of the sums.
+    """
+    x, y = loss.check(rows, labels)
+    n, d = x.shape
+    radius = domain.euclidean(d)
+    require(loss, "accelerated SRGD", convex=False, smooth=True, radius=radius, order=2.0)
+    if not math.isfinite(radius):
+        raise Unsupported("accelerated SRGD needs a bounded domain, got one without a radius")
+    steps = max(2, math.isqrt(n)) if steps is None else steps
+    whole(steps=steps, at_least=2)
+    batches = split(n, steps)
+    size = n // steps
+    plan = Plan.fit(
+        SinglePass(steps), mechanism=mechanism, epsilon=epsilon, delta=delta, neighbours=neighbours
+    )
+    bound = increment_bound(loss, radius=radius, steps=steps) / size
+    noise = plan.noise_multiplier * bound
+    stream = NoiseStream(
+        plan.strategy, steps=steps, size=d, scale=noise, draws=generator(test_seed)
+    )
+    if learning_rate is None:
+        smooth = 1 / (4 * max(loss.smoothness + loss.ridge, 1e-12))
+        # E‖t·d̃_t − t·∇F‖² is about t·L²/size + d(noise·E)²; balance R²/η with η·Σ of it.
+        spread = (
+            steps * loss.lipschitz**2 / size + d * (noise * error(plan.strategy, steps).max) ** 2
+        )
+        learning_rate = min(smooth, radius / math.sqrt(steps * spread))
+    positive(learning_rate=learning_rate)
+    z = w = point = domain.project(domain.start(d))
+    total = np.zeros(d)
+    for t in range(1, steps + 1):
+        tau = 2 / (t + 1)
+        previous, point = point, (1 - tau) * w + tau * z
+        batch = slice(batches[t - 1].start, batches[t - 1].start + size)
+        new = loss.data_gradient(point, x[batch], y[batch]) / size
+        share = new
+        if t > 1:
+            old = loss.data_gradient(previous, x[batch], y[batch]) / size
+            share = new + (t - 1) * (new - old)
+        total = total + share + stream.next()
+        # η_t·d̃_t = (t·η)·(released sum)/t: the weights cancel.
+        z = domain.project(z - learning_rate * (total + t * loss.ridge * point))
+        w = (1 - tau) * w + tau * z
+    notes = on_top_of_plan(rows=n, test_seed=test_seed)
+    details = {"noise": noise, "steps": float(steps), "learning_rate": learning_rate}
+    return Solution(weights=w, statement=plan.statement(notes=notes), details=details)

@@ -1,0 +1,90 @@
+"""DP-SGD by Poisson sampling on a loss object, with any update rule on the private gradient.
+
+    batch_t: every row by its own secret coin of probability q
+    ĝ_t = (Σ_{batch} g_i + N(0, (zL)² I)) / (qn)           divided by a constant, not by |batch|
+    w_{t+1} = Π_K(w_t + rule(ĝ_t))
+
+Abadi et al. 2016, accounted by the privacy-loss distribution (`accounting.fourier`). The bound L of
+the loss takes the place of clipping. Neighbours differ by adding or removing a row; n in the
+divisor is a public constant. Adam, AdamW and Adafactor of `updates` are post-processing.
+
+This solver needs sampling, which the rest of this library does without: it is here to compare with.
+
+State: the weights, the state of the rule, the average.
+
+>>> from noshuffle.convex.losses import logistic
+>>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
+>>> run = dp_sgd(logistic(), x, y, epsilon=2.0, delta=1e-6, domain=Ball(2.0), rate=0.1, steps=50,
+...              test_seed=0)
+>>> run.statement.epsilon <= 2.0, bool(run.weights[0] > 0.5)
+(True, True)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from noshuffle.convex.losses import Loss, require
+from noshuffle.convex.solvers.base import Solution, generator, on_top_of_plan
+from noshuffle.convex.solvers.domains import Ball, Domain
+from noshuffle.convex.solvers.updates import Rule, Sgd
+from noshuffle.errors import one_of, unit_rate, whole
+from noshuffle.participation import Poisson
+from noshuffle.plan import Plan
+
+__all__ = ["Ball", "dp_sgd"]
+
+OUTPUTS = ("average", "last")
+
+
+def dp_sgd(
+    loss: Loss,
+    rows: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    domain: Domain,
+    rate: float,
+    steps: int,
+    rule: Rule | None = None,
+    output: str = "average",
+    test_seed: int | str | None = None,
+) -> Solution:
+    """Poisson-sampled DP-SGD; `rule` defaults to SGD with the step size of the convex bound.
+
+    Guarantees: the statement (add-remove neighbours) covers every iterate. The coins come from
+    the same secret stream as the noise. An empty batch still releases noise.
+    """
+    one_of(OUTPUTS, output=output)
+    unit_rate(rate=rate)
+    whole(steps=steps)
+    x, y = loss.check(rows, labels)
+    n, d = x.shape
+    radius = domain.euclidean(d)
+    require(loss, "DP-SGD", convex=False, radius=radius, order=2.0)
+    radius = radius if math.isfinite(radius) else 1.0  # the step size needs some length
+    plan = Plan.fit(Poisson(steps, rate), mechanism="identity", epsilon=epsilon, delta=delta)
+    expected = rate * n
+    deviation = plan.noise_multiplier * loss.lipschitz / expected
+    if rule is None:
+        spread = loss.lipschitz**2 * (1 + 1 / expected) + d * deviation**2
+        rule = Sgd(radius / math.sqrt(steps * spread))
+    draws = generator(test_seed)
+    w = domain.project(domain.start(d))
+    average, state = np.zeros(d), rule.init(d)
+    for _ in range(steps):
+        chosen = np.flatnonzero(draws.random(n) < rate)
+        g = loss.data_gradient(w, x[chosen], y[chosen]) / expected + loss.ridge * w
+        move, state = rule.update(g + deviation * draws.standard_normal(d), state, w)
+        average += w / steps
+        w = domain.project(w + move)
+    notes = on_top_of_plan(rows=n, test_seed=test_seed)
+    return Solution(
+        weights=average if output == "average" else w,
+        statement=plan.statement(notes=notes),
+        details={"noise": deviation, "steps": float(steps), "rate": rate},
+    )

@@ -1,0 +1,96 @@
+"""Smooth constrained nonconvex optimization: Frank–Wolfe to a nearly stationary point, one pass.
+
+    p = 1 (l1 ball, simplex)     vertices by report-noisy-max        (`frank_wolfe_poly`)
+    1 < p ≤ 2 (l_p balls)        noisy gradients from a decayed tree (`frank_wolfe_noisy`)
+
+Bassily, Guzmán, Menart 2021 (arXiv 2107.05585). One step lowers F by η·gap(x_t) − 2η²L₁D² −
+2ηD‖e_t‖, e_t the error of the estimate in the dual norm, so over T steps
+
+    mean gap ≤ (F(x_0) − min F)/(ηT) + 2ηL₁D² + 2D·mean‖e_t‖ (or the loss of the noisy choice),
+
+and an iterate drawn uniformly has that gap in expectation. The total length A = ηT decides:
+‖e_t‖ ~ √(A/n)·(L₀ + L₁D) from sampling, and A·√d·log T/(εn) from the noise of a tree. For p = 1
+the noisy choice loses b·ln J, b ~ √(AT)/(εn) (`frank_wolfe_poly`), which stays below 1/A for the
+lengths below. Balancing with 1/A gives
+
+    A = min(n^{1/3}, (nμ/√d)^{1/2})  for 1 < p ≤ 2,    A = min(n^{1/3}, (nμ)^{1/3})  for p = 1,
+
+with T = n^{2/3} steps, so that 2ηL₁D² ~ n^{−1/3} too. The index of the returned iterate is drawn
+without data; all iterates are covered by the statement anyway.
+
+>>> from noshuffle.convex.losses import sigmoid
+>>> from noshuffle.convex.solvers.domains import Ball
+>>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (1000, 1)), np.tile([1.0, -1.0], 1000)
+>>> run = frank_wolfe_stationary(sigmoid(), x, y, epsilon=2.0, delta=1e-6, domain=Ball(1.0),
+...                              test_seed=0)
+>>> run.statement.epsilon <= 2.0, run.weights.shape
+(True, (2,))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from noshuffle.convex.losses import Loss
+from noshuffle.convex.solvers.base import Solution, budget, generator
+from noshuffle.convex.solvers.domains import Domain
+from noshuffle.convex.solvers.frank_wolfe_noisy import frank_wolfe_noisy
+from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly
+from noshuffle.errors import Unsupported
+
+
+def schedule(*, rows: int, dimension: int, mu: float, is_polytope: bool) -> tuple[int, float]:
+    """(steps, η) from public numbers, as derived in the docstring."""
+    steps = max(1, min(rows // 2, int(rows ** (2 / 3))))
+    private = (rows * mu) ** (1 / 3) if is_polytope else (rows * mu / dimension**0.5) ** 0.5
+    length = max(1.0, min(rows ** (1 / 3), private))
+    return steps, min(1.0, length / steps)
+
+
+def frank_wolfe_stationary(
+    loss: Loss,
+    rows: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    domain: Domain,
+    steps: int | None = None,
+    rate: float | None = None,
+    neighbours: str = "replace-one",
+    test_seed: int | str | None = None,
+) -> Solution:
+    """A uniformly drawn iterate; `iterates` holds all of them.
+
+    Guarantees: those of the two solvers above, which need smoothness and no convexity.
+    """
+    x, _ = loss.check(rows, labels)
+    n, d = x.shape
+    mu = budget(epsilon=epsilon, delta=delta)
+    planned = schedule(rows=n, dimension=d, mu=mu, is_polytope=domain.is_polytope)
+    steps, rate = steps or planned[0], rate or planned[1]
+    solver = frank_wolfe_poly if domain.is_polytope else frank_wolfe_noisy
+    run = solver(
+        loss,
+        rows,
+        labels,
+        epsilon=epsilon,
+        delta=delta,
+        domain=domain,
+        steps=steps,
+        rate=rate,
+        neighbours=neighbours,
+        convex=False,
+        test_seed=test_seed,
+    )
+    if run.iterates is None:
+        raise Unsupported("iterates are not kept beyond 10,000 dimensions; use fewer features")
+    picked = int(generator(None if test_seed is None else f"{test_seed}/pick").integers(steps + 1))
+    return Solution(
+        weights=np.array(run.iterates[picked]),
+        statement=run.statement,
+        iterates=run.iterates,
+        details={**run.details, "picked": float(picked)},
+    )

@@ -1,0 +1,107 @@
+"""The generalized Gaussian mechanism: noise shaped like the norm ‖·‖_q of l_p geometry, 1 < p ≤ 2.
+
+Gradients live in the dual norm q = p/(p−1) ≥ 2. Noise in R^d with density ∝ exp(−‖z‖_r²/(2σ²)),
+r = min(q, max(2, 2 ln d)) (Bassily, Guzmán, Nandi 2021).
+
+Sampling. ‖z‖_r²/(2σ²) is Gamma(d/2) and the direction follows the cone measure, independent of it:
+    z = ϱ·w/‖w‖_r,   ϱ = σ√(2·Gamma(d/2)),   w_i = ± Gamma(1/r)^{1/r},   so E‖z‖_r² = dσ² exactly.
+
+Privacy. f = ‖·‖_r² is 2κ₊-smooth with κ₊ = r − 1 (r ≥ 2). From the definition of smoothness along
+z → z − u → z − αu,   α f(z − u) ≥ (α−1) f(z) + f(z − αu) − κ₊ α(α−1)‖u‖_r²,  hence
+
+    ∫ p(z − u)^α p(z)^{1−α} dz ≤ e^{κ₊α(α−1)‖u‖_r²/(2σ²)} ∫ p(z − αu) dz:   D_α ≤ κ₊ α ‖u‖_r²/(2σ²).
+
+‖u‖_r ≤ d^{1/r−1/q}‖u‖_q for r ≤ q, so a query of sensitivity Δ in ‖·‖_q has ρ-zCDP with
+
+    ρ = κΔ²/(2σ²),   κ = (r−1)·d^{2(1/r−1/q)},      exact for p = 2, where this is the Gaussian.
+
+Not stable under sums: noise may be correlated only through released values. No state.
+
+>>> shape = Shape(p=2.0, d=7)
+>>> shape.r, shape.kappa
+(2.0, 1.0)
+>>> round(deviation(shape, sensitivity=1.0, rho=0.5), 6)       # N(0, 1): ρ = 1/2
+1.0
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from noshuffle.convex.losses import Array
+from noshuffle.convex.solvers.base import rho_budget
+from noshuffle.errors import InvalidInput, non_negative, positive, whole
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Geometry of the noise: exponent p of the primal norm and the dimension."""
+
+    p: float
+    d: int
+
+    def __post_init__(self) -> None:
+        whole(d=self.d)
+        if not 1 < self.p <= 2:
+            raise InvalidInput(f"p must lie in (1, 2], got {self.p!r}; p = 1 uses noisy_max")
+
+    @property
+    def q(self) -> float:
+        """Order of the dual norm, in which sensitivity is measured."""
+        return self.p / (self.p - 1)
+
+    @property
+    def r(self) -> float:
+        """Order of the norm in the density."""
+        return min(self.q, max(2.0, 2 * math.log(self.d)))
+
+    @property
+    def kappa(self) -> float:
+        """Smoothness of ‖·‖_r², times the cost of measuring in ‖·‖_q."""
+        return (self.r - 1) * math.exp(2 * (1 / self.r - 1 / self.q) * math.log(self.d))
+
+
+def deviation(shape: Shape, *, sensitivity: float, rho: float) -> float:
+    """σ of one ρ-zCDP release.
+
+    Guarantees: κΔ²/(2σ²) ≤ ρ as evaluated.
+    """
+    positive(sensitivity=sensitivity, rho=rho)
+    sigma = sensitivity * math.sqrt(shape.kappa / (2 * rho))
+    while shape.kappa * sensitivity**2 / (2 * sigma**2) > rho:
+        sigma = math.nextafter(sigma, math.inf)
+    return sigma
+
+
+def fit(shape: Shape, *, sensitivity: float, epsilon: float, delta: float) -> float:
+    """σ of one (ε, δ)-private release, by way of zCDP."""
+    rho = rho_budget(epsilon=epsilon, delta=delta)
+    return deviation(shape, sensitivity=sensitivity, rho=rho)
+
+
+def divergence(shape: Shape, *, order: float, sensitivity: float, sigma: float) -> float:
+    """The bound κ·α·Δ²/(2σ²) on the Rényi divergence of order α."""
+    positive(sigma=sigma)
+    if not order > 1:
+        raise InvalidInput(f"order must be above 1, got {order!r}")
+    return shape.kappa * order * sensitivity**2 / (2 * sigma**2)
+
+
+def sample(shape: Shape, *, sigma: float, count: int, draws: np.random.Generator) -> Array:
+    """`count` draws, count × d. For p = 2 they are Gaussian of standard deviation σ.
+
+    Guarantees: exact in law but for floating point; σ = 0 gives zeros.
+    """
+    non_negative(sigma=sigma)
+    whole(count=count)
+    d, r = shape.d, shape.r
+    if r == 2:
+        return sigma * draws.standard_normal((count, d))
+    sizes = draws.standard_gamma(1 / r, (count, d)) ** (1 / r)
+    signs = np.where(draws.random((count, d)) < 0.5, -1.0, 1.0)
+    norms = np.sum(sizes**r, axis=1) ** (1 / r)
+    lengths = sigma * np.sqrt(2 * draws.standard_gamma(d / 2, count))
+    return np.asarray(signs * sizes * (lengths / norms)[:, None])

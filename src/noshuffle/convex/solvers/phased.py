@@ -1,0 +1,239 @@
+"""Phased localisation: each phase learns from fresh rows, adds noise once, and halves the search.
+
+    phase i = 1, 2, …:   n_i = n/2^i fresh rows,   η_i = η/4^i,   start from the last release
+
+Feldman, Koren, Talwar 2020 (phased SGD) and Asi, Feldman, Koren, Talwar 2021 (mirror descent, l_p).
+Rows of different phases are disjoint: nothing composes across phases.
+
+Phased SGD (smooth losses, η_i ≤ 2/(β + ridge)). A projected gradient step of a convex β-smooth
+loss is a non-expansive map, so two runs that differ in one row separate only where it is used, by
+at most η_i·2L/batch, and never further: every iterate, hence their average, moves by that much,
+and N(0, (2Lη_i/(batch·μ))² I) makes the phase μ-GDP. With η = (R/L)·min(1/√n, μ/√d) the excess
+risk is R L·O(1/√n + √d/(εn)): optimal, n gradients.
+
+Phased mirror descent (any convex loss, 1 < p ≤ 2). Phase i minimises the regularised risk F_i(x)
++ λ_iψ(x − x_{i−1}), ψ = ‖·‖_p²/(2(p−1)) (1-strongly convex in ‖·‖_p), λ_i = 1/(η_i n_i), by T_i
+steps of dual averaging on noisy full gradients of its n_i rows,
+
+    x ← x_{i−1} + ∇ψ*(−ḡ/λ_i),   ḡ = mean of all noisy gradients so far,   ψ* = ((p−1)/2)‖·‖_q²,
+
+each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q. The noise in ḡ
+does not depend on T_i. η = (R/L)·min(1/√n, √(2ρ/(κd))): R L·O(1/√n + √(κd)/(εn)), κ of the noise.
+
+>>> from noshuffle.convex.losses import logistic
+>>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
+>>> run = phased_sgd(logistic(), x, y, epsilon=1.0, delta=1e-6, domain=Ball(1.0), test_seed=0)
+>>> round(run.statement.epsilon, 6), bool(run.weights[0] > 0.2)
+(1.0, True)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from noshuffle.convex.losses import Array, Loss, require
+from noshuffle.convex.solvers.base import (
+    Solution,
+    budget,
+    contribution,
+    gaussian_statement,
+    generator,
+    rho_budget,
+    rho_statement,
+)
+from noshuffle.convex.solvers.domains import Ball, Domain, Everywhere
+from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, sample
+from noshuffle.errors import InvalidInput, Unsupported, positive, whole
+
+__all__ = ["Ball", "Prox", "phased_mirror_descent", "phased_sgd"]
+
+_SINGLE = "each row is read in one of the phases only, in any order"
+
+
+def phase_slices(n: int) -> list[slice]:
+    """Consecutive slices of n/2, n/4, … rows; phases stop when fewer than two rows are left."""
+    out, start = [], 0
+    size = n // 2
+    while size >= 1:
+        out.append(slice(start, start + size))
+        start, size = start + size, size // 2
+    return out or [slice(0, n)]
+
+
+def phased_sgd(
+    loss: Loss,
+    rows: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    domain: Domain,
+    learning_rate: float | None = None,
+    batch_size: int = 1,
+    neighbours: str = "replace-one",
+    test_seed: int | str | None = None,
+) -> Solution:
+    """Phased one-pass SGD; only the end of each phase is released, with noise.
+
+    Guarantees: μ-GDP as derived above; step sizes beyond 2/(β + ridge), where steps may expand,
+    are refused, and so are losses with kinks. Iterates inside a phase are not released.
+    """
+    x, y = loss.check(rows, labels)
+    n, d = x.shape
+    radius = domain.euclidean(d)
+    require(loss, "phased SGD", smooth=True, radius=radius, order=2.0)
+    radius = radius if math.isfinite(radius) else 1.0
+    whole(batch_size=batch_size, at_most=n)
+    mu = budget(epsilon=epsilon, delta=delta)
+    limit = 2 / max(loss.smoothness + loss.ridge, 1e-12)
+    if learning_rate is None:
+        best = radius / loss.lipschitz * batch_size * min(4 / math.sqrt(n), 2 * mu / math.sqrt(d))
+        learning_rate = min(best, 4 * limit)
+    positive(learning_rate=learning_rate)
+    if learning_rate / 4 > limit * (1 + 1e-12):
+        raise InvalidInput(
+            f"learning_rate/4 must be at most 2/(smoothness + ridge) = {limit:g}, got "
+            f"{learning_rate / 4:g}; steps beyond it may expand"
+        )
+    draws = generator(test_seed)
+    w = domain.project(domain.start(d))
+    released = [w]
+    for i, part in enumerate(phase_slices(n), start=1):
+        eta = learning_rate / 4**i
+        v, average, count = w, np.zeros(d), 0
+        for start in range(part.start, part.stop, batch_size):
+            batch = slice(start, min(start + batch_size, part.stop))
+            # Divided by the planned batch size: a short last batch moves less, never more.
+            g = loss.data_gradient(v, x[batch], y[batch]) / batch_size
+            v = domain.project(v - eta * (g + loss.ridge * v))
+            average, count = average + v, count + 1
+        noise = contribution(neighbours) * loss.lipschitz * eta / (batch_size * mu)
+        w = domain.project(average / count + noise * draws.standard_normal(d))
+        released.append(w)
+    first = contribution(neighbours) * loss.lipschitz * learning_rate / (4 * batch_size)
+    statement = gaussian_statement(
+        mu=mu,
+        delta=delta,
+        sensitivity=first,
+        mechanism="phased SGD, Gaussian noise on the average of each phase",
+        participation=_SINGLE,
+        rows=n,
+        neighbours=neighbours,
+        test_seed=test_seed,
+        notes=("Iterates inside a phase are kept secret; the end of each phase is released.",),
+    )
+    details = {"learning_rate": learning_rate, "first_noise": first / mu}
+    return Solution(weights=w, statement=statement, iterates=np.array(released), details=details)
+
+
+class Prox(NamedTuple):
+    """An extra term (strength/2)‖x − centre‖² of which `convexify` makes the loss convex."""
+
+    centre: Array
+    strength: float
+    convexify: float
+
+
+def phased_mirror_descent(
+    loss: Loss,
+    rows: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    domain: Domain,
+    p: float = 2.0,
+    radius: float | None = None,
+    steps: int = 128,
+    prox: Prox | None = None,
+    neighbours: str = "replace-one",
+    test_seed: int | str | None = None,
+) -> Solution:
+    """Phased noisy mirror descent; non-smooth losses welcome. `radius` bounds the solution.
+
+    Guarantees: ρ-zCDP from the noisy gradients alone, convex or not; rows must be bounded in the
+    dual norm of order q = p/(p−1). A bounded domain goes with p = 2 only, where dual averaging
+    over it is a projection.
+    """
+    q = p / (p - 1) if p > 1 else math.inf
+    bounded = not isinstance(domain, Everywhere)
+    if bounded and p != 2:
+        raise Unsupported(
+            "phased mirror descent has a bounded domain for p = 2 only; use Everywhere"
+        )
+    x, y = loss.check(rows, labels)
+    n, d = x.shape
+    require(loss, "phased mirror descent", convex=prox is None, radius=domain.euclidean(d), order=q)
+    if prox is not None and (p != 2 or prox.convexify < loss.weak_convexity):
+        raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
+    if radius is None:
+        radius = domain.euclidean(d) if bounded else 1.0
+    positive(radius=radius)
+    whole(steps=steps)
+    rho = rho_budget(epsilon=epsilon, delta=delta)
+    shape = Shape(p=p, d=d)
+    eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho / (shape.kappa * d)))
+    eta *= 4  # the first phase then uses η itself
+    draws = generator(test_seed)
+    start = domain.project(domain.start(d)) if prox is None else prox.centre
+    released, noises = [start], []
+    for i, part in enumerate(phase_slices(n), start=1):
+        size = part.stop - part.start
+        count = min(steps, max(size, 8))
+        reach = contribution(neighbours) * loss.lipschitz / size
+        noises.append(deviation(shape, sensitivity=reach, rho=rho / count))
+        noise = sample(shape, sigma=noises[-1], count=count, draws=draws)
+        strength = 4**i / (eta * size)
+        centre, v = released[-1], released[-1]
+        mean, average, weight = np.zeros(d), np.zeros(d), 0.0
+        for t in range(count):
+            g = loss.data_gradient(v, x[part], y[part]) / size + loss.ridge * v + noise[t]
+            if prox is not None:
+                g = g + prox.convexify * (v - prox.centre)
+            mean += (g - mean) / (t + 1)
+            v = _dual_step(mean, centre=centre, strength=strength, p=p, prox=prox)
+            v = domain.project(v)
+            average, weight = average + (t + 1) * v, weight + t + 1
+        released.append(average / weight)
+    statement = rho_statement(
+        rho=rho,
+        delta=delta,
+        sensitivity=contribution(neighbours) * loss.lipschitz / max(1, n // 2),
+        noise=noises[0],
+        mechanism=f"phased dual averaging, generalized Gaussian noise of order {shape.r:g} on "
+        "every full gradient of a phase",
+        participation=_SINGLE,
+        rows=n,
+        neighbours=neighbours,
+        test_seed=test_seed,
+    )
+    details = {"learning_rate": eta, "first_noise": noises[0]}
+    return Solution(
+        weights=released[-1], statement=statement, iterates=np.array(released), details=details
+    )
+
+
+def _dual_step(
+    mean: Array, *, centre: Array, strength: float, p: float, prox: Prox | None
+) -> Array:
+    """argmin ⟨mean, x⟩ + strength·ψ(x − centre) (+ what is left of the prox term)."""
+    if prox is not None:
+        rest = prox.strength - prox.convexify
+        return np.asarray((strength * centre + rest * prox.centre - mean) / (strength + rest))
+    return centre + dual_map(-mean / strength, p=p)
+
+
+def dual_map(y: Array, *, p: float) -> Array:
+    """∇ψ*(y) for ψ = ‖·‖_p²/(2(p−1)): (p−1)‖y‖_q^{2−q} sign(y)|y|^{q−1}."""
+    if p == 2:
+        return y
+    q = p / (p - 1)
+    largest = float(np.max(np.abs(y)))
+    if largest == 0:
+        return np.zeros_like(y)
+    scaled = np.abs(y) / largest  # degree one overall, so the largest entry factors out
+    norm = float(np.sum(scaled**q)) ** (1 / q)
+    return np.asarray((p - 1) * largest * norm ** (2 - q) * np.sign(y) * scaled ** (q - 1))

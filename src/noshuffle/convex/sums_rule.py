@@ -1,0 +1,147 @@
+"""SumsRule: DP-FTRL-LS, least squares from private running sums of x̃x̃ᵀ and y x̃.
+
+    V_t = Σ_{i≤t} x̃_i x̃_iᵀ + N_t,   u_t = Σ_{i≤t} y_i x̃_i + n_t            x̃ = (x, 1)
+    θ_{t+1} = argmin_{θ∈K} θᵀV_tθ − 2⟨u_t, θ⟩ + λ_t‖θ‖²
+
+Both sums come from one mechanism on the concatenation of svec(x̃x̃ᵀ) (off-diagonals times √2, so
+that Euclidean norm is Frobenius norm) and τ·y x̃. One row contributes a vector of norm
+
+    √(‖x̃‖⁴ + τ²y²‖x̃‖²),
+
+which is clipped jointly: the row gets a weight in [0, 1] that depends on it alone, and the problem
+is weighted least squares. Unpacked, N has deviation s on the diagonal and s/√2 off it (s: clip
+norm × noise multiplier × error of the mechanism at step t), a Gaussian orthogonal matrix with
+operator norm about s√(2q) for q columns; λ_t is that, which keeps the problem convex, plus the
+ridge penalty. Inside a ball the answer is found by a search for the multiplier in the eigenbasis.
+(Kairouz et al. 2021, arXiv 2103.00039, theorem 4.3.) State: V, u and the variance of their noise.
+
+>>> unpack(pack(np.array([[1.0, 2.0], [2.0, 5.0]])), 2)
+array([[1., 2.],
+       [2., 5.]])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.phases import Phase
+from noshuffle.convex.rows import squared_norms
+from noshuffle.convex.stream import Watch
+from noshuffle.errors import non_negative, positive
+
+_SLACK = 1.0 - 2.0**-40
+
+
+def pack(matrix: Array) -> Array:
+    """svec of a symmetric matrix: upper triangle, off-diagonals times √2."""
+    upper = np.triu_indices(len(matrix))
+    return np.asarray(matrix[upper] * np.where(upper[0] == upper[1], 1.0, math.sqrt(2.0)))
+
+
+def unpack(vector: Array, size: int) -> Array:
+    """The symmetric matrix that `pack` flattened."""
+    upper = np.triu_indices(size)
+    out = np.zeros((size, size))
+    out[upper] = vector / np.where(upper[0] == upper[1], 1.0, math.sqrt(2.0))
+    return np.asarray(np.triu(out) + np.triu(out, 1).T)
+
+
+def ridge_in_ball(v: Array, u: Array, *, ridge: float, radius: float | None) -> Array:
+    """argmin θᵀVθ − 2⟨u,θ⟩ + ridge‖θ‖² over ‖θ‖ ≤ radius, for V + ridge·I made positive.
+
+    Eigenvalues of V + ridge·I below ridge/2 come from noise alone and are raised to it. With
+    V + ridge = QΛQᵀ and w = Qᵀu the answer is w_i/(Λ_i + ν); ν ≥ 0 is found by bisection.
+    """
+    values, basis = np.linalg.eigh(v)
+    scales = np.maximum(values + ridge, max(ridge / 2.0, 1e-12))
+    w = basis.T @ u
+    answer = w / scales
+    if radius is not None and np.linalg.norm(answer) > radius:
+        low, high = 0.0, float(np.linalg.norm(w)) / radius
+        for _ in range(100):
+            middle = (low + high) / 2.0
+            if np.linalg.norm(w / (scales + middle)) > radius:
+                low = middle
+            else:
+                high = middle
+        answer = w / (scales + high)
+    return np.asarray(basis @ answer)
+
+
+class SumsRule:
+    """The two sums and the answer they give; targets are scaled to [−1, 1] beforehand."""
+
+    def __init__(
+        self,
+        *,
+        features: int,
+        clip_norm: float,
+        tau: float = 1.0,
+        alpha: float = 0.0,
+        radius: float | None = None,
+        fit_intercept: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
+        positive(clip_norm=clip_norm, tau=tau)
+        non_negative(alpha=alpha)
+        self.clip_norm, self.tau, self.alpha, self.radius = clip_norm, tau, alpha, radius
+        self.watch = watch
+        self._intercept = fit_intercept
+        self._q = features + int(fit_intercept)
+        self._features = features
+        self._upper = np.triu_indices(self._q)
+        self.size = len(self._upper[0]) + self._q
+        self._total = np.zeros(self.size)
+        self._theta = np.zeros(self._q)
+        self._rows = 0.0
+        self._finished = 0.0
+        self._noise = 0.0
+        self.learning_rate = 1.0
+
+    @property
+    def weights(self) -> Array:
+        """The answer, 1 × (features + 1), the intercept last."""
+        out = np.zeros((1, self._features + 1))
+        out[0, : self._q] = self._theta
+        return out
+
+    iterate = weights
+
+    def start(self, phase: Phase) -> None:
+        # The noise of finished phases stays in the sums.
+        self._finished += self._noise**2
+        self._phase = phase
+
+    def clipped_sum(self, x: Any, y: Targets) -> Array:
+        # As 6.2 has it the matrix is dense anyway, so rows are made dense batch by batch.
+        rows = x.toarray() if sparse.issparse(x) else x
+        if self.watch is not None:
+            margins = rows @ self._theta[: self._features, None]
+            self.watch(margins + (self._theta[-1] if self._intercept else 0.0), y)
+        if self._intercept:
+            rows = np.hstack([rows, np.ones((len(rows), 1))])
+        squared = squared_norms(rows)
+        with np.errstate(over="ignore"):
+            norms = np.sqrt(squared) * np.sqrt(squared + (self.tau * y) ** 2)
+        weight = np.minimum(1.0, self.clip_norm * _SLACK / np.maximum(norms, 1e-300))
+        weighted = rows * weight[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            gram = weighted.T @ rows
+        factor = np.where(self._upper[0] == self._upper[1], 1.0, math.sqrt(2.0))
+        return np.concatenate([gram[self._upper] * factor, self.tau * (weighted.T @ y)])
+
+    def update(self, mean: Array, *, step: int) -> None:
+        batch = self._phase.batch_size
+        self._total += mean * batch
+        self._rows += batch
+        self._noise = float(self._phase.error[step]) * self.clip_norm
+        deviation = math.sqrt(self._finished + self._noise**2)
+        v = unpack(self._total[: -self._q], self._q)
+        u = self._total[-self._q :] / self.tau
+        ridge = deviation * math.sqrt(2.0 * self._q) + self.alpha * self._rows
+        self._theta = ridge_in_ball(v, u, ridge=ridge, radius=self.radius)

@@ -1,0 +1,143 @@
+"""A table from a file: CSV by the standard library, Parquet where a reader is installed.
+
+Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
+public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
+name and value, which depends on no other row; otherwise text is refused. Empty cells count as zero.
+
+>>> import pathlib, tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     file = pathlib.Path(folder) / "t.csv"
+...     _ = file.write_text("age,city,sold\\n30,Rome,yes\\n40,Oslo,no\\n")
+...     made = read_table(file, target="sold", hash_text=4)
+>>> made.x.shape, made.columns[:2], made.y.tolist()
+((2, 5), ('age', 'city#0'), ['yes', 'no'])
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noshuffle.convex.margins import Array
+from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Features in the order of the file, raw targets, and ids if a column was named for them."""
+
+    x: Array
+    y: NDArray[Any]
+    columns: tuple[str, ...]
+    ids: tuple[str, ...] | None
+
+
+def read_table(
+    path: Path, *, target: str, ids: str | None = None, hash_text: int | None = None
+) -> Table:
+    """Read a .csv or .parquet file; the first line of a CSV names the columns."""
+    if hash_text is not None:
+        whole(at_least=2, hash_text=hash_text)
+    if not path.is_file():
+        raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
+    cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
+    for name in (target, ids):
+        if name is not None and name not in cells:
+            raise InvalidInput(f"{path} has no column {name!r}; its columns: {', '.join(cells)}")
+    blocks, names = [], []
+    for name, column in cells.items():
+        if name in (target, ids):
+            continue
+        numbers = _numbers(column)
+        if numbers is not None:
+            blocks.append(numbers[:, None])
+            names.append(name)
+        elif hash_text is None:
+            raise InvalidInput(
+                f"column {name!r} holds text; encode it with a public list of values, or use "
+                "--hash-text 16"
+            )
+        else:
+            blocks.append(_indicators(name, column, hash_text))
+            names += [f"{name}#{i}" for i in range(hash_text)]
+    rows = len(cells[target])
+    if not blocks or not rows:
+        raise InvalidInput(f"{path} needs at least one row and one column beside {target!r}")
+    y = _numbers(cells[target])
+    return Table(
+        np.hstack(blocks),
+        np.asarray(cells[target], dtype=str) if y is None else _whole_numbers(y),
+        tuple(names),
+        None if ids is None else tuple(cells[ids]),
+    )
+
+
+def _csv(path: Path) -> dict[str, list[str]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file)
+        try:
+            names = [name.strip() for name in next(lines)]
+        except StopIteration:
+            raise InvalidInput(f"{path} is empty; its first line must name the columns") from None
+        if len(set(names)) < len(names):
+            raise InvalidInput(f"{path} names a column twice in its first line")
+        columns: list[list[str]] = [[] for _ in names]
+        for number, line in enumerate(lines, start=2):
+            if not line:
+                continue
+            if len(line) != len(names):
+                raise InvalidInput(
+                    f"{path}, line {number}: expected {len(names)} cells, got {len(line)}"
+                )
+            for column, cell in zip(columns, line):
+                column.append(cell.strip())
+    return dict(zip(names, columns))
+
+
+def _parquet(path: Path) -> dict[str, list[str]]:
+    if find_spec("pyarrow") is None:
+        raise Unsupported(
+            f"{path} is Parquet, which needs pyarrow; install it, or write the table as CSV"
+        )
+    from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
+
+    columns = parquet.read_table(path).to_pydict()
+    return {
+        name: ["" if cell is None else str(cell) for cell in column]
+        for name, column in columns.items()
+    }
+
+
+def _numbers(column: list[str]) -> Array | None:
+    """The column as finite numbers (empty cells zero), or None if it is text."""
+    try:
+        values = np.array([float(cell) if cell else 0.0 for cell in column])
+    except ValueError:
+        return None
+    if not np.isfinite(values).all():
+        raise InvalidInput("cells must be finite numbers, got nan or inf; leave them empty instead")
+    return values
+
+
+def _whole_numbers(y: Array) -> NDArray[Any]:
+    """Classes 0, 1, 2 read better as integers."""
+    return y.astype(np.int64) if (y == np.rint(y)).all() else y
+
+
+def _indicators(name: str, column: list[str], buckets: int) -> Array:
+    found = {value: _bucket(name, value, buckets) for value in set(column)}
+    out = np.zeros((len(column), buckets))
+    out[np.arange(len(column)), [found[value] for value in column]] = 1.0
+    return out
+
+
+def _bucket(name: str, value: str, buckets: int) -> int:
+    digest = hashlib.blake2b(f"{name}={value}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % buckets

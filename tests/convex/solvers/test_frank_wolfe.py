@@ -1,0 +1,321 @@
+"""Frank–Wolfe solvers: brute-force sensitivity of the recursion, trees, noise scales, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from noshuffle.convex import losses
+from noshuffle.convex.solvers.base import rho_budget
+from noshuffle.convex.solvers.domains import Ball, L1Ball, LpBall, Simplex
+from noshuffle.convex.solvers.frank_wolfe_noisy import DecayedTree, frank_wolfe_noisy, noises
+from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly, vertex_noise
+from noshuffle.convex.solvers.frank_wolfe_stationary import frank_wolfe_stationary, schedule
+from noshuffle.convex.solvers.frank_wolfe_tree import Phase, frank_wolfe_tree, phase_plan
+from noshuffle.convex.solvers.generalized_gaussian import Shape
+from noshuffle.convex.solvers.recursive import Recursion
+from noshuffle.convex.solvers.stationarity import frank_wolfe_gap
+from noshuffle.errors import InvalidInput, Unsupported
+
+
+def estimates(loss, recursion, x, y, path):
+    """All d_t by the recursion as printed, along a fixed path of public iterates."""
+    head, batches = recursion.slices()
+    eta = recursion.rate
+    d = loss.gradient(path[0], x[head], y[head])
+    out = [d]
+    for t, batch in enumerate(batches, start=1):
+        new = loss.gradient(path[t], x[batch], y[batch])
+        old = loss.gradient(path[t - 1], x[batch], y[batch])
+        d = (1 - eta) * (d + new - old) + eta * new
+        out.append(d)
+    return np.array(out)
+
+
+def public_path(recursion, domain, d, seed=0):
+    """Iterates x ← (1−η)x + ηv with arbitrary v of the set: what an adversary may see."""
+    draws = np.random.default_rng(seed)
+    path = [domain.start(d)]
+    for _ in range(recursion.steps):
+        v = domain.lmo(draws.standard_normal(d))
+        path.append((1 - recursion.rate) * path[-1] + recursion.rate * v)
+    return path
+
+
+@pytest.mark.parametrize(("domain", "order"), [(Ball(2.0), 2.0), (L1Ball(2.0), math.inf)])
+def test_recursion_moves_within_its_reach(domain, order: float) -> None:
+    loss = losses.logistic(order=order)
+    recursion = Recursion.plan(rows=24, steps=4, rate=0.4)
+    assert (recursion.first, recursion.batch) == (12, 3)
+    first, step = recursion.reaches(loss, radius=2.0, neighbours="replace-one")
+    assert first == pytest.approx(4 * loss.lipschitz / 24)
+    assert step == pytest.approx(2 * 0.4 * (2 * loss.smoothness * 2.0 + loss.lipschitz) / 3)
+    draws = np.random.default_rng(1)
+    worst_first = worst_step = 0.0
+    for trial in range(200):
+        path = public_path(recursion, domain, 2, seed=trial)
+        x = losses.fit_into(9 * draws.standard_normal((24, 2)), bound=1.0, order=order)
+        y = draws.choice([-1.0, 1.0], 24)
+        here = estimates(loss, recursion, x, y, path)
+        for row, s in ((0, 0), (13, 1), (20, 3)):
+            other, labels = x.copy(), y.copy()
+            other[row] = losses.fit_into(9 * draws.standard_normal((1, 2)), bound=1.0, order=order)
+            labels[row] = draws.choice([-1.0, 1.0])
+            there = estimates(loss, recursion, other, labels, path)
+            moves = np.linalg.norm(here - there, ord=order, axis=1)
+            assert np.all(moves[:s] == 0)
+            reach = first if s == 0 else step
+            decay = (1 - 0.4) ** np.arange(len(moves) - s)
+            assert np.all(moves[s:] <= reach * decay * (1 + 1e-9))
+            if s == 0:
+                worst_first = max(worst_first, moves[0])
+            else:
+                worst_step = max(worst_step, moves[s])
+    assert worst_first > 0.4 * first
+    assert worst_step > 0.15 * step
+
+
+def test_increment_is_the_recursion_unrolled() -> None:
+    loss, domain = losses.huber(), Ball(1.0)
+    recursion = Recursion.plan(rows=40, steps=5, rate=0.3)
+    draws = np.random.default_rng(2)
+    x = losses.fit_into(draws.standard_normal((40, 3)), bound=1.0)
+    y = draws.uniform(-1, 1, 40)
+    path = public_path(recursion, domain, 3)
+    head, batches = recursion.slices()
+    exact = loss.data_gradient(path[0], x[head], y[head]) / recursion.first
+    start = exact
+    tree = DecayedTree(decay=0.7, sigma=0.0, shape=Shape(p=2.0, d=3), draws=draws)
+    slow = estimates(loss, recursion, x, y, path)
+    for t, batch in enumerate(batches, start=1):
+        increment = recursion.increment(loss, path[t], path[t - 1], x[batch], y[batch])
+        exact = 0.7 * exact + increment
+        np.testing.assert_allclose(exact, slow[t], atol=1e-13)
+        np.testing.assert_allclose(0.7**t * start + tree.push(increment), slow[t], atol=1e-13)
+
+
+class Recorder:
+    """Stands in for noise: writes down every value that it is added to."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, seen: list[float]) -> None:
+        self.seen = seen
+
+    def __radd__(self, raw):
+        self.seen.append(float(raw[0]))
+        return raw
+
+
+@pytest.mark.parametrize("steps", [1, 5, 8, 13])
+def test_a_leaf_is_in_as_many_nodes_as_are_paid_for(steps: int, monkeypatch) -> None:
+    worst = 0.0
+    for leaf in range(steps):
+        seen: list[float] = []
+        monkeypatch.setattr(DecayedTree, "_noise", lambda self, seen=seen: Recorder(seen))
+        tree = DecayedTree(
+            decay=0.999, sigma=1.0, shape=Shape(p=2.0, d=1), draws=np.random.default_rng(0)
+        )
+        for t in range(steps):
+            tree.push(np.array([float(t == leaf)]))
+        assert len(seen) == 2 * steps - steps.bit_count()  # every node is released once
+        worst = max(worst, sum(v * v for v in seen))
+    assert 0.95 * steps.bit_length() <= worst <= steps.bit_length()
+
+
+@pytest.mark.parametrize("aggregation", ["naive", "tree"])
+def test_noise_formulas(aggregation: str) -> None:
+    recursion = Recursion.plan(rows=1000, steps=20, rate=0.1)
+    shape, rho = Shape(p=2.0, d=4), 0.02
+    sigma0, sigma = noises(
+        recursion, shape, first=0.01, step=0.03, rho=rho, aggregation=aggregation
+    )
+    if aggregation == "naive":
+        times = sum(0.9 ** (2 * t) for t in range(21))
+        assert times == pytest.approx(recursion.decayed_squares())
+        assert times * 0.03**2 / (2 * sigma**2) == pytest.approx(rho)
+        assert sigma0 == sigma
+    else:
+        assert 0.01**2 / (2 * sigma0**2) == pytest.approx(rho)
+        assert 5 * 0.03**2 / (2 * sigma**2) == pytest.approx(rho)  # ⌊lg 20⌋ + 1 = 5 nodes
+
+
+def test_first_noise_of_the_run_has_the_stated_scale() -> None:
+    n, d = 64, 30_000
+    run = frank_wolfe_noisy(
+        losses.linear(),
+        np.zeros((n, d)),
+        None,
+        epsilon=1.0,
+        delta=1e-6,
+        domain=Ball(1.0),
+        steps=1,
+        rate=0.5,
+        test_seed=0,
+    )
+    # x_1 = −η N/‖N‖ says nothing of the scale; the statement and the formula do.
+    rho = rho_budget(epsilon=1.0, delta=1e-6)
+    assert run.details["first_noise"] == pytest.approx((2 / 32) / math.sqrt(2 * rho))
+    assert run.statement.rho == pytest.approx(rho)
+    assert run.statement.epsilon <= 1.0
+    assert not run.statement.exact
+
+
+def test_released_tree_noise_is_of_the_stated_scale() -> None:
+    tree = DecayedTree(
+        decay=1.0, sigma=2.0, shape=Shape(p=2.0, d=4000), draws=np.random.default_rng(3)
+    )
+    values = [tree.push(np.zeros(4000)) for _ in range(7)]
+    for t, value in enumerate(values, start=1):
+        scale = 2.0 * math.sqrt(t.bit_count())
+        assert abs(value.std() / scale - 1) < 0.06
+        assert abs(value.std() / (scale * 1.5) - 1) > 0.06
+
+
+def test_vertex_noise_composes_to_rho() -> None:
+    recursion = Recursion.plan(rows=100, steps=10, rate=0.2)
+    scale = vertex_noise(recursion, reach=0.05, radius=3.0, rho=0.1)
+    moves = [3.0 * 0.05 * 0.8**t for t in range(11)]
+    assert sum((2 * m / scale) ** 2 / 8 for m in moves) == pytest.approx(0.1)
+    laplace = vertex_noise(recursion, reach=0.05, radius=3.0, rho=0.1, noise="laplace")
+    assert sum((2 * m / laplace) ** 2 / 2 for m in moves) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("solver", [frank_wolfe_poly, frank_wolfe_tree])
+def test_l1_solvers_find_the_coordinate(solver) -> None:
+    draws = np.random.default_rng(4)
+    x = draws.choice([-1.0, 1.0], (4096, 30))
+    y = np.clip(0.8 * x[:, 7], -1, 1)
+    loss = losses.squared(radius=1.0, order=math.inf)
+    run = solver(loss, x, y, epsilon=8.0, delta=1e-6, domain=L1Ball(1.0), test_seed=0)
+    assert np.argmax(np.abs(run.weights)) == 7
+    assert np.abs(run.weights).sum() <= 1 + 1e-9
+    assert run.statement.epsilon <= 8.0
+
+
+def test_l_p_solver_learns() -> None:
+    draws, p = np.random.default_rng(5), 1.5
+    x = losses.fit_into(draws.standard_normal((8192, 10)), bound=1.0, order=3.0)
+    y = np.clip(x @ np.r_[0.8, np.zeros(9)], -1, 1)
+    loss = losses.squared(radius=1.0, order=3.0)
+    run = frank_wolfe_noisy(loss, x, y, epsilon=8.0, delta=1e-6, domain=LpBall(1.0, p), test_seed=0)
+    assert loss.risk(run.weights, x, y) < 0.6 * loss.risk(np.zeros(10), x, y)
+
+
+def test_phases_use_each_row_once_and_as_planned() -> None:
+    for n in (64, 1000, 5000):
+        plan = phase_plan(n, phases=4)
+        assert sum(p.rows for p in plan) <= n
+        assert [p.before for p in plan] == [0, 2, 6, 14]
+    x = np.zeros((1000, 3))
+    run = frank_wolfe_tree(
+        losses.linear(order=math.inf),
+        x,
+        None,
+        epsilon=1.0,
+        delta=1e-6,
+        domain=L1Ball(1.0),
+        phases=4,
+        test_seed=0,
+    )
+    assert run.details["rows_used"] == sum(p.rows for p in phase_plan(1000, phases=4))
+    with pytest.raises(InvalidInput):
+        phase_plan(16, phases=6)
+
+
+def test_tree_phase_sensitivity_by_brute_force() -> None:
+    """Walk one tree along a fixed path of points and replace each row in turn."""
+    loss = losses.logistic(order=math.inf)
+    phase = Phase(depth=3, batch=16, before=6)
+    draws = np.random.default_rng(6)
+    radius, depth = 1.0, 3
+    points = [L1Ball(radius).start(2)]
+    for leaf in range(2**depth):
+        eta = 2 / (phase.before + leaf + 2)
+        vertex = L1Ball(radius).vertex(int(draws.integers(4)), 2)
+        points.append((1 - eta) * points[-1] + eta * vertex)
+
+    def walk(x, y):
+        """(score estimates of all leaves), recursive: the slow twin of the loop."""
+        out, used = [], [0]
+
+        def take(size):
+            used[0] += size
+            return slice(used[0] - size, used[0])
+
+        def visit(j, value, at):
+            if j == depth:
+                out.append(value)
+                return
+            visit(j + 1, value, at)
+            size = phase.size(j + 1)
+            rows, now = take(size), points[len(out)]
+            change = loss.gradient(now, x[rows], y[rows]) - loss.gradient(at, x[rows], y[rows])
+            visit(j + 1, value + change, now)
+
+        rows = take(phase.batch)
+        visit(0, loss.gradient(points[0], x[rows], y[rows]), points[0])
+        assert used[0] == phase.rows
+        return np.array(out)
+
+    rho = 0.3
+    scale = phase.noise(loss, radius=radius, rho=rho, neighbours="replace-one")
+    worst = 0.0
+    for _ in range(30):
+        x = draws.uniform(-1, 1, (phase.rows, 2))
+        y = draws.choice([-1.0, 1.0], phase.rows)
+        here = walk(x, y)
+        for row in range(phase.rows):
+            other, labels = x.copy(), y.copy()
+            other[row], labels[row] = draws.choice([-1.0, 1.0], 2), -y[row]
+            moves = radius * np.abs(walk(other, labels) - here).max(axis=1)
+            worst = max(worst, float(np.sum(moves**2) / (2 * scale**2)))
+    assert worst <= rho
+    assert worst > 0.05 * rho
+
+
+def test_refusals() -> None:
+    x, y = np.zeros((50, 2)), np.ones(50)
+    common = {"epsilon": 1.0, "delta": 1e-6}
+    with pytest.raises(Unsupported):
+        frank_wolfe_noisy(losses.hinge(), x, y, domain=Ball(1.0), **common)
+    with pytest.raises(Unsupported):
+        frank_wolfe_noisy(losses.logistic(), x, y, domain=L1Ball(1.0), **common)
+    with pytest.raises(Unsupported):
+        frank_wolfe_poly(losses.logistic(), x, y, domain=Ball(1.0), **common)
+    with pytest.raises(InvalidInput):
+        frank_wolfe_poly(losses.logistic(), x, y, domain=L1Ball(1.0), **common)
+    with pytest.raises(Unsupported):
+        frank_wolfe_poly(losses.sigmoid(order=math.inf), x, y, domain=Simplex(), **common)
+    with pytest.raises(InvalidInput):
+        Recursion.plan(rows=10, steps=6)
+
+
+@pytest.mark.parametrize("domain", [Ball(4.0), L1Ball(4.0)])
+def test_stationary_points_have_a_small_gap(domain) -> None:
+    draws = np.random.default_rng(7)
+    order = math.inf if domain.is_polytope else 2.0
+    x = losses.fit_into(draws.standard_normal((8192, 4)), bound=1.0, order=order)
+    y = np.where(x[:, 0] > 0, 1.0, -1.0)
+    loss = losses.sigmoid(order=order)
+    run = frank_wolfe_stationary(loss, x, y, epsilon=16.0, delta=1e-6, domain=domain, test_seed=0)
+    start = frank_wolfe_gap(loss, np.zeros(4), x, y, domain=domain)
+    gaps = [frank_wolfe_gap(loss, w, x, y, domain=domain) for w in run.iterates[-20:]]
+    assert np.mean(gaps) < 0.5 * start
+    assert any(np.array_equal(run.weights, w) for w in run.iterates)
+
+
+def test_schedule_uses_public_numbers() -> None:
+    steps, rate = schedule(rows=8000, dimension=4, mu=0.2, is_polytope=False)
+    assert steps in (399, 400)
+    assert rate == pytest.approx(20 / steps, rel=0.01)
+
+
+def test_tree_phase_noise_of_a_root_row_by_hand() -> None:
+    """A linear loss has no differences: only the root counts, in all 2^depth leaves."""
+    loss, phase, rho = losses.linear(order=math.inf), Phase(depth=3, batch=16, before=6), 0.3
+    scale = phase.noise(loss, radius=2.0, rho=rho, neighbours="replace-one")
+    move = 2.0 * 2 * loss.lipschitz / 16
+    assert 8 * (2 * move / scale) ** 2 / 8 == pytest.approx(rho)

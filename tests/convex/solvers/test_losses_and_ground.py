@@ -1,0 +1,245 @@
+"""Losses keep their bounds; domains project and minimise exactly; the noise stream is C⁻¹Z."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from noshuffle.accounting import renyi
+from noshuffle.convex import losses
+from noshuffle.convex.solvers.base import generator, rho_budget, split
+from noshuffle.convex.solvers.domains import Ball, Box, Everywhere, L1Ball, LpBall, Simplex
+from noshuffle.convex.solvers.minimise import minimise
+from noshuffle.convex.solvers.stream import NoiseStream
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
+from noshuffle.participation import SinglePass
+from noshuffle.strategies import banded_inverse, identity, sqrt_toeplitz, tree
+from noshuffle.strategies.fit import fit
+
+ALL = [
+    losses.logistic(),
+    losses.hinge(),
+    losses.smoothed_hinge(width=0.3),
+    losses.squared(radius=2.0),
+    losses.huber(width=0.7),
+    losses.absolute(),
+    losses.linear(),
+    losses.sigmoid(),
+    losses.phase(radius=2.0),
+]
+
+
+def data(n: int, d: int, *, seed: int = 0, classes: bool = True):
+    draws = np.random.default_rng(seed)
+    x = losses.fit_into(draws.standard_normal((n, d)), bound=1.0)
+    y = np.where(draws.random(n) < 0.5, -1.0, 1.0) if classes else draws.uniform(-1, 1, n)
+    return x, y
+
+
+@pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.name)
+def test_derivatives_and_bounds(loss) -> None:
+    draws = np.random.default_rng(1)
+    s = draws.uniform(-2, 2, 4000)
+    y = np.where(draws.random(4000) < 0.5, -1.0, 1.0)
+    if not loss.is_classifier:
+        y = draws.uniform(-1, 1, 4000)
+    h = 1e-6
+    slope = (loss.value_fn(s + h, y) - loss.value_fn(s - h, y)) / (2 * h)
+    smooth_here = np.abs(slope - loss.slope_fn(s, y)) < 1e-5
+    assert smooth_here.mean() > 0.999  # a kink may fall between s − h and s + h
+    assert np.all(np.abs(loss.slope_fn(s, y)) <= loss.slope_bound + 1e-12)
+    if loss.is_smooth:
+        curve = (loss.slope_fn(s + h, y) - loss.slope_fn(s - h, y)) / (2 * h)
+        assert (np.abs(curve - loss.curvature_fn(s, y)) < 1e-4).mean() > 0.999
+        assert np.all(np.abs(loss.curvature_fn(s, y)) <= loss.curvature_bound + 1e-12)
+    if loss.is_convex:
+        t = draws.uniform(-2, 2, 4000)
+        middle = loss.value_fn((s + t) / 2, y)
+        assert np.all(middle <= (loss.value_fn(s, y) + loss.value_fn(t, y)) / 2 + 1e-12)
+    else:  # f + (ϱ/2)s² is convex along the row
+        t, rho = draws.uniform(-2, 2, 4000), loss.weak_curvature
+
+        def bent(v):
+            return loss.value_fn(v, y) + rho / 2 * v * v
+
+        assert np.all(bent((s + t) / 2) <= (bent(s) + bent(t)) / 2 + 1e-12)
+
+
+@pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.name)
+def test_vectorised_gradient_is_the_mean_of_rows(loss) -> None:
+    x, y = data(30, 4)
+    w = np.array([0.3, -0.2, 0.5, 0.1])
+    np.testing.assert_allclose(
+        loss.gradient(w, x, y), loss.gradients(w, x, y).mean(axis=0), atol=1e-14
+    )
+    assert np.linalg.norm(loss.gradients(w, x, y), axis=1).max() <= loss.lipschitz + 1e-12
+
+
+def test_ridge_is_strong_convexity_and_no_data() -> None:
+    loss = losses.logistic(ridge=0.5)
+    x, y = data(10, 3)
+    w = np.ones(3)
+    assert loss.strong_convexity == 0.5
+    plain = losses.logistic()
+    np.testing.assert_allclose(loss.gradient(w, x, y), plain.gradient(w, x, y) + 0.5 * w)
+    assert loss.lipschitz == plain.lipschitz
+
+
+@pytest.mark.parametrize(
+    ("rows", "labels"),
+    [
+        (np.ones((2, 3)), np.ones(2)),
+        (np.full((2, 3), np.nan), np.ones(2)),
+        (np.zeros((2, 3)), np.zeros(2)),
+        (np.zeros((2, 3)), np.ones(3)),
+        (np.zeros((0, 3)), np.zeros(0)),
+        (np.zeros(3), np.zeros(3)),
+    ],
+)
+def test_data_beyond_the_bounds_is_refused(rows, labels) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        losses.logistic().check(rows, labels)
+    assert "\n" not in str(caught.value)
+
+
+DOMAINS = [Ball(1.5), Box(0.7), L1Ball(1.2), Simplex(1.3)]
+
+
+@pytest.mark.parametrize("domain", DOMAINS, ids=lambda v: type(v).__name__)
+def test_projection_and_linear_minimiser(domain) -> None:
+    draws = np.random.default_rng(2)
+    inside = [domain.project(draws.standard_normal(5)) for _ in range(200)]
+    for _ in range(20):
+        u = 2 * draws.standard_normal(5)
+        p = domain.project(u)
+        assert max(float((u - p) @ (v - p)) for v in inside) <= 1e-10  # variational inequality
+        v = domain.lmo(u)
+        np.testing.assert_allclose(domain.project(v), v, atol=1e-12)
+        assert min(float(u @ w) for w in inside) >= float(u @ v) - 1e-12
+        assert np.linalg.norm(v) <= domain.euclidean(5) + 1e-12
+        if domain.is_polytope:
+            scores = domain.scores(u)
+            each = [float(domain.vertex(i, 5) @ u) for i in range(len(scores))]
+            np.testing.assert_allclose(scores, each)
+            assert min(scores) == pytest.approx(float(u @ v))
+
+
+@pytest.mark.parametrize("p", [1.05, 1.5, 2.0])
+def test_l_p_minimiser_meets_hoelder(p: float) -> None:
+    g, domain = np.random.default_rng(3).standard_normal(6), LpBall(2.0, p)
+    v = domain.lmo(g)
+    assert np.linalg.norm(v, p) == pytest.approx(2.0)
+    assert float(g @ v) == pytest.approx(-2.0 * np.linalg.norm(g, p / (p - 1)))
+
+
+def test_domains_refuse_what_they_cannot() -> None:
+    with pytest.raises(Unsupported):
+        Everywhere().lmo(np.ones(2))
+    with pytest.raises(InvalidInput):
+        LpBall(1.0, 1.0)
+    with pytest.raises(Unsupported):
+        LpBall(1.0, 1.5).project(np.ones(2))
+
+
+STRATEGIES = [
+    identity(),
+    tree(),
+    tree("plain"),
+    tree("full"),
+    tree("honaker", restart_every=8, completion=True),
+    sqrt_toeplitz(),
+    sqrt_toeplitz(bands=4),
+    banded_inverse(3),
+    fit("blt", SinglePass(20)).strategy,
+]
+
+
+class Fixed:
+    """Hands out given rows of Z."""
+
+    def __init__(self, z: np.ndarray) -> None:
+        self.z, self.at = z, 0
+
+    def standard_normal(self, shape: tuple[int, int]) -> np.ndarray:
+        out = np.zeros(shape)
+        part = self.z[self.at : self.at + shape[0]]
+        out[: len(part)] = part
+        self.at += shape[0]
+        return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.words()[:40])
+def test_stream_is_the_noising_matrix(strategy) -> None:
+    matrix = strategy.noising(20)
+    z = np.random.default_rng(4).standard_normal((matrix.shape[1], 3))
+    stream = NoiseStream(strategy, steps=20, size=3, scale=2.0, draws=Fixed(z))
+    rows = np.array([stream.next() for _ in range(20)])
+    np.testing.assert_allclose(rows, 2 * matrix @ z, atol=1e-12)
+    with pytest.raises(HorizonExceeded):
+        stream.next()
+
+
+def test_generator_is_fresh_unless_named() -> None:
+    assert generator(None).normal() != generator(None).normal()
+    assert generator("a").normal() == generator("a").normal()
+    assert generator("a").normal() != generator("b").normal()
+
+
+def test_rho_budget_is_on_the_safe_side() -> None:
+    for epsilon in (0.1, 1.0, 8.0):
+        rho = rho_budget(epsilon=epsilon, delta=1e-6)
+        back = renyi.epsilon_from_rho(rho=rho, delta=1e-6, real_orders=True)
+        assert back <= epsilon
+        assert back == pytest.approx(epsilon, rel=1e-6)
+
+
+def test_split_covers_everything() -> None:
+    assert [s.stop - s.start for s in split(10, 3)] == [3, 3, 4]
+    with pytest.raises(InvalidInput):
+        split(2, 3)
+
+
+@pytest.mark.parametrize(
+    "loss", [losses.logistic(), losses.huber(width=0.1), losses.smoothed_hinge()]
+)
+def test_minimiser_is_a_minimiser(loss) -> None:
+    x, y = data(60, 4)
+    tilt = np.array([0.1, 0.0, -0.2, 0.05])
+    found = minimise(loss, x, y, ridge=0.01, tilt=tilt)
+    assert found.gradient_norm <= 1e-10
+
+    def objective(w):
+        return loss.risk(w, x, y) + 0.005 * w @ w + tilt @ w
+
+    draws = np.random.default_rng(5)
+    best = objective(found.weights)
+    for size in (1e-3, 0.1, 1.0):
+        others = found.weights + size * draws.standard_normal((50, 4))
+        assert all(objective(w) >= best for w in others)
+
+
+def test_minimiser_refuses_kinks() -> None:
+    x, y = data(5, 2)
+    with pytest.raises(Unsupported):
+        minimise(losses.hinge(), x, y, ridge=1.0)
+
+
+def test_fit_into_touches_only_long_rows() -> None:
+    x = np.array([[3.0, 4.0], [0.1, 0.0]])
+    np.testing.assert_allclose(losses.fit_into(x, bound=1.0), [[0.6, 0.8], [0.1, 0.0]])
+    np.testing.assert_allclose(
+        losses.fit_into(x, bound=2.0, order=math.inf), [[1.5, 2.0], [0.1, 0.0]]
+    )
+
+
+def test_one_row_seen_many_times_needs_no_copies() -> None:
+    loss, row = losses.logistic(), np.array([0.3, -0.4])
+    lazy = np.broadcast_to(row, (7, 2))
+    y, w = np.array([1.0, -1, 1, 1, -1, 1, -1]), np.array([0.5, 2.0])
+    for name in ("values", "slopes", "data_gradient", "gradient"):
+        fast = getattr(loss, name)(w, lazy, y)
+        np.testing.assert_allclose(fast, getattr(loss, name)(w, lazy.copy(), y), rtol=1e-13)
+    with pytest.raises(InvalidInput):
+        loss.check(np.broadcast_to(4 * row, (7, 2)), y)

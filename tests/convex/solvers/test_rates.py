@@ -1,0 +1,90 @@
+"""Fitted slopes of the rates that are quick to measure, the table, the figure and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from noshuffle.cli.reproduce import reproduce
+from noshuffle.convex import rates
+from noshuffle.convex.solvers import experiments
+from noshuffle.errors import InvalidInput
+
+QUICK = ["dp_gd", "noisy_max", "objective_perturbation", "output_perturbation", "phased_sgd"]
+
+
+def by_name(name: str) -> rates.Rate:
+    return next(r for r in rates.RATES if r.name == name)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_slopes_are_within(name: str) -> None:
+    curve = rates.measure(by_name(name), quick=True)
+    assert curve.is_within, curve
+
+
+def test_naive_and_tree_frank_wolfe_differ() -> None:
+    sizes = (2**12, 2**15)
+    slopes = {}
+    for aggregation in ("naive", "tree"):
+        excess = [experiments.frank_wolfe_excess(n, seed=0, aggregation=aggregation) for n in sizes]
+        slopes[aggregation] = rates.fitted_slope(sizes, excess)
+    assert -0.85 < slopes["naive"] < -0.65
+    assert -1.1 < slopes["tree"] < -0.8
+
+
+def test_least_squares_slope_with_five_features() -> None:
+    sizes = (2**12, 2**16)
+    excess = [experiments.least_squares_regret(n, seed=1) for n in sizes]
+    assert -1.05 < rates.fitted_slope(sizes, excess) < -0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", rates.RATES, ids=lambda r: r.name)
+def test_every_slope_is_within(rate: rates.Rate) -> None:
+    curve = rates.measure(rate)
+    assert curve.is_within, curve
+
+
+def test_fitted_slope_is_exact_on_powers() -> None:
+    assert rates.fitted_slope([1, 10, 100], [5, 0.5, 0.05]) == pytest.approx(-1)
+    with pytest.raises(InvalidInput):
+        rates.fitted_slope([1, 1], [1, 2])
+    with pytest.raises(InvalidInput):
+        rates.fitted_slope([1, 2], [1, -2])
+
+
+def app() -> typer.Typer:
+    out = typer.Typer()
+    out.command()(reproduce)
+    return out
+
+
+def test_command_writes_picture_table_and_json(tmp_path: Path) -> None:
+    target = tmp_path / "figure.png"
+    arguments = ["rates", "--quick", "--only", "noisy_max", "--output", str(target), "--json"]
+    result = CliRunner().invoke(app(), arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["curves"][0]["name"] == "noisy_max"
+    assert target.read_bytes()[:4] == b"\x89PNG"
+    assert "| noisy_max | ε |" in target.with_suffix(".md").read_text(encoding="utf8")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["histogram"],
+        ["rates", "--only", "nothing"],
+        ["rates", "--output", "picture.txt"],
+        ["rates", "--output", "no/such/folder/picture.png"],
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app(), arguments)
+    assert isinstance(result.exception, InvalidInput)
+    assert "\n" not in str(result.exception)

@@ -1,0 +1,303 @@
+"""The engine against slow twins: clipping, noise, FTRL, sums, phases, memory."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+from scipy.optimize import check_grad
+
+from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, rate
+from noshuffle.convex.linear_rule import LinearRule, LinearSettings
+from noshuffle.convex.margins import Hinge, Logistic, SmoothHinge, Softmax, Squared
+from noshuffle.convex.phases import Budget, make_phase, next_phase, statement_of
+from noshuffle.convex.rows import RowMap
+from noshuffle.convex.stream import LearningStream
+from noshuffle.convex.sums_rule import SumsRule, pack, ridge_in_ball, unpack
+from noshuffle.noise import test_source as source_of
+from noshuffle.strategies import blt
+
+RNG = np.random.default_rng(5)
+LOSSES = [
+    (Logistic(), 1),
+    (Softmax(), 4),
+    (SmoothHinge(), 1),
+    (SmoothHinge(0.2), 3),
+    (Squared(), 1),
+]
+
+
+def targets(loss: Any, n: int, outputs: int) -> Any:
+    if isinstance(loss, Squared):
+        return RNG.uniform(-1, 1, size=n)
+    return RNG.integers(max(outputs, 2), size=n)
+
+
+@pytest.mark.parametrize(("loss", "outputs"), LOSSES)
+def test_residual_is_the_gradient_within_its_bounds(loss: Any, outputs: int) -> None:
+    for _ in range(20):
+        y = targets(loss, 1, outputs)
+        m = RNG.normal(size=outputs) * 2
+        wrong = check_grad(
+            lambda v, y=y: loss.value(v[None], y)[0],
+            lambda v, y=y: loss.residual(v[None], y)[0],
+            m,
+        )
+        assert wrong < 1e-5
+        r = loss.residual(m[None], y)[0]
+        assert np.linalg.norm(r) <= loss.lipschitz(outputs) + 1e-12
+        step = RNG.normal(size=outputs) * 1e-3
+        change = loss.residual((m + step)[None], y)[0] - r
+        assert np.linalg.norm(change) <= loss.curvature() * np.linalg.norm(step) * (1 + 1e-6)
+
+
+def test_hinge_is_the_limit_of_its_smooth_form() -> None:
+    m, y = RNG.normal(size=(200, 3)), RNG.integers(3, size=200)
+    np.testing.assert_allclose(SmoothHinge(1e-9).value(m, y), Hinge().value(m, y), atol=1e-8)
+    np.testing.assert_allclose(SmoothHinge(1e-9).residual(m, y), Hinge().residual(m, y))
+
+
+def rule(loss: Any, outputs: int, clip: float, **more: Any) -> LinearRule:
+    return LinearRule(
+        LinearSettings(loss=loss, features=6, outputs=outputs, clip_norm=clip, radius=1.0, **more)
+    )
+
+
+def slow_sum(made: LinearRule, x: Any, y: Any) -> Any:
+    """Build every row's gradient, clip it, add them up."""
+    w, s = made.iterate, made.settings
+    total = np.zeros((s.outputs, s.features + 1))
+    for row, target in zip(x, y):
+        long = np.append(row, 1.0 if s.fit_intercept else 0.0)
+        r = s.loss.residual((w @ np.append(row, 1.0))[None], np.array([target]))[0]
+        gradient = np.outer(r, long)
+        norm = np.linalg.norm(gradient)
+        total += gradient * min(1.0, s.clip_norm / norm if norm else 1.0)
+    return np.concatenate([total[:, :-1].ravel(), total[:, -1]])
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize(("loss", "outputs"), [*LOSSES, (Hinge(), 3)])
+def test_clipped_sum_against_its_slow_twin(loss: Any, outputs: int, intercept: bool) -> None:
+    made = rule(loss, outputs, 0.8, fit_intercept=intercept, averaging="last", learning_rate=0.3)
+    made.start(None)  # type: ignore[arg-type]
+    made.update(RNG.normal(size=made.size), step=0)
+    x, y = RNG.normal(size=(40, 6)), targets(loss, 40, outputs)
+    expected = slow_sum(made, x, y)
+    np.testing.assert_allclose(made.clipped_sum(x, y), expected, atol=1e-9)
+    np.testing.assert_allclose(made.clipped_sum(sparse.csr_array(x), y), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e200, 1e308])
+def test_one_row_never_exceeds_the_clip_norm(size: float) -> None:
+    for loss, outputs in LOSSES:
+        made = rule(loss, outputs, 0.5)
+        sums = SumsRule(features=6, clip_norm=0.5, tau=0.7)
+        for _ in range(10):
+            x, y = size * RNG.uniform(-1, 1, size=(1, 6)), targets(loss, 1, outputs)
+            for out in (made.clipped_sum(x, y), sums.clipped_sum(x, y.astype(float))):
+                assert np.isfinite(out).all()
+                assert np.linalg.norm(out) <= 0.5
+
+
+def test_a_run_is_ftrl_on_explicit_correlated_noise() -> None:
+    """The whole estimator against Algorithm 1 with the dense C⁻¹ and the raw draws."""
+    n, p, batch = 60, 4, 7
+    x, y = RNG.normal(size=(n, p)), RNG.integers(2, size=n)
+    strategy = blt(decays=(0.9, 0.5), scales=(0.2, 0.3))
+    model = PrivateLogisticRegression(
+        epsilon=1.0,
+        mechanism=strategy,
+        batch_size=batch,
+        learning_rate=0.4,
+        averaging="uniform",
+        penalty="l2",
+        alpha=0.05,
+        test_seed="t",
+    ).fit(x, y)
+    steps = math.ceil(n / batch)
+    source, z = source_of(seed="PrivateLogisticRegression t"), torch.empty(steps, p + 1)
+    for t in range(steps):
+        source.on(torch.device("cpu")).normal_(z[t], row=t, name="phase 1")
+    scale = model.plan_.noise_multiplier
+    noise = scale * strategy.noising(steps) @ z.double().numpy()
+    theta, total, mean = np.zeros(p + 1), np.zeros(p + 1), np.zeros(p + 1)
+    for t in range(steps):
+        rows = np.hstack([x, np.ones((n, 1))])[t * batch : (t + 1) * batch]
+        gradient = np.zeros(p + 1)
+        for row, target in zip(rows, y[t * batch : (t + 1) * batch]):
+            g = (1 / (1 + np.exp(-row @ theta)) - target) * row
+            gradient += g * min(1.0, 1.0 / np.linalg.norm(g))
+        total += 0.4 * (gradient + noise[t]) / batch
+        theta = -total.copy()
+        theta[:p] /= 1 + 0.05 * 0.4 * (t + 1)
+        mean += theta / steps
+    np.testing.assert_allclose(model.coef_[0], mean[:p], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.intercept_[0], mean[p], rtol=1e-4, atol=1e-5)
+
+
+def test_noise_of_the_sums_has_the_planned_covariance() -> None:
+    """Empty rows leave noise alone; its prefix sums must have the deviation the phase claims."""
+    budget = Budget(1.0, 1e-6, "tree")
+    made = SumsRule(features=90, clip_norm=2.0, fit_intercept=False)
+    stream = LearningStream(made, budget, source=source_of(seed=3), horizon=12, batch_size=2)
+    stream.feed(np.zeros((12, 90)), np.zeros(12))
+    claimed = stream.phase.error[-1] * 2.0
+    assert made._total.std() == pytest.approx(claimed, rel=0.05)
+    assert made._total.std() != pytest.approx(claimed * 1.5, rel=0.05)
+
+
+def test_sums_without_noise_are_least_squares() -> None:
+    x, w = RNG.normal(size=(500, 4)), RNG.normal(size=4)
+    y = np.clip((x @ w + 0.3) / 10, -1, 1)
+    model = PrivateLinearRegression(
+        epsilon=math.inf, solver="sums", clip_norm=1e9, mechanism="identity"
+    ).fit(x, y)
+    long = np.hstack([x, np.ones((500, 1))])
+    best = np.linalg.lstsq(long, y, rcond=None)[0]
+    np.testing.assert_allclose(model.coef_, best[:4], atol=1e-8)
+    assert model.intercept_ == pytest.approx(best[4], abs=1e-8)
+
+
+def test_packing_keeps_the_norm() -> None:
+    a = RNG.normal(size=(5, 5))
+    a = a + a.T
+    assert np.linalg.norm(pack(a)) == pytest.approx(np.linalg.norm(a))
+    np.testing.assert_allclose(unpack(pack(a), 5), a)
+
+
+def test_ridge_in_ball_meets_its_optimality_conditions() -> None:
+    for _ in range(20):
+        a = RNG.normal(size=(4, 4))
+        v, u = a @ a.T, RNG.normal(size=4) * 5
+        free = ridge_in_ball(v, u, ridge=0.3, radius=None)
+        np.testing.assert_allclose((v + 0.3 * np.eye(4)) @ free, u, atol=1e-8)
+        radius = 0.5 * float(np.linalg.norm(free))
+        inside = ridge_in_ball(v, u, ridge=0.3, radius=radius)
+        assert np.linalg.norm(inside) == pytest.approx(radius)
+        slope = u - (v + 0.3 * np.eye(4)) @ inside  # must point outwards along the answer
+        cosine = slope @ inside / (np.linalg.norm(slope) * radius)
+        assert cosine == pytest.approx(1.0)
+
+
+def test_rows_depend_on_themselves_alone() -> None:
+    bounds = [(-1, 2), (5, 9), (0, 3), (-4, -1)]
+    made = RowMap.of(bounds, feature_bound=1.0, features=4)
+    x = RNG.normal(size=(50, 4)) * 10
+    together = made.apply(x)
+    for i in range(50):
+        np.testing.assert_array_equal(made.apply(x[i : i + 1])[0], together[i])
+    assert (np.linalg.norm(together, axis=1) <= 1 + 1e-12).all()
+    assert (np.abs(RowMap.of(bounds, feature_bound=None, features=4).apply(x)) <= 1).all()
+
+
+def test_phases_spend_what_the_budget_allows() -> None:
+    budget = Budget(0.7, 1e-5, "tree", "replace-one")
+    done = [next_phase(budget, [], batch_size=None)]
+    done.append(next_phase(budget, done, batch_size=None))
+    done.append(next_phase(budget, done, batch_size=None))
+    assert [phase.rows for phase in done] == [1024, 1024, 2048]
+    for phase in done:
+        assert 0.69 < phase.plan.epsilon() <= 0.7
+    together = statement_of(done, notes=("a note.",))
+    assert together.epsilon <= 0.7
+    assert together.neighbours == "replace-one"
+    assert "a note." in together.assumptions
+
+
+def test_rates_minimise_what_they_say() -> None:
+    common = {"radius": 3.0, "steps": 400, "clip_norm": 0.5, "noise": 0.2}
+    eta = rate.smooth(**common, batch_size=10**9, curvature=0.25)  # type: ignore[arg-type]
+
+    def bound(e: float) -> float:
+        return 9 / (2 * e * 400) + 0.5 * e**2 * 0.2**2 * 0.25 * 0.5**2
+
+    assert bound(eta) <= min(bound(eta * 0.9), bound(eta * 1.1))
+    eta = rate.general(**common, dimension=9)  # type: ignore[arg-type]
+
+    def regret(e: float) -> float:
+        return 9 / (2 * e * 400) + e * (0.25 + 0.5 * 0.2 * 3)
+
+    assert regret(eta) <= min(regret(eta * 0.9), regret(eta * 1.1))
+
+
+def test_observer_sees_every_row_once_per_pass_before_its_release() -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, int, int]] = []
+            self.after_steps: list[int] = []
+
+        def start(self, plan: Any, source: Any) -> None:
+            assert plan.steps == 10
+            assert source.is_test
+
+        def before(self, step: int, first: int, last: int) -> None:
+            assert len(self.after_steps) == step
+            self.seen.append((step, first, last))
+
+        def after(self, step: int) -> None:
+            self.after_steps.append(step)
+
+    notes = Notes()
+    x, y = RNG.normal(size=(23, 2)), RNG.integers(2, size=23)
+    PrivateLogisticRegression(passes=2, batch_size=5, mechanism="tree", test_seed=1).fit(
+        x, y, observer=notes
+    )
+    once = [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
+    assert [(a, b) for _, a, b in notes.seen] == once + once
+
+
+def test_memory_does_not_grow_with_the_rows() -> None:
+    def peak(n: int) -> int:
+        x = np.zeros((n, 20), dtype=np.float32)
+        y = np.arange(n) % 2
+        model = PrivateLogisticRegression(mechanism="identity", batch_size=256, classes=[0, 1])
+        tracemalloc.start()
+        model.partial_fit(x[:300], y[:300])
+        for first in range(300, n, 5000):
+            model.partial_fit(x[first : first + 5000], y[first : first + 5000])
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(1000)
+    assert peak(60_000) < 1.5 * peak(15_000)
+
+
+def test_make_phase_without_noise() -> None:
+    phase = make_phase(Budget(math.inf, 1e-6, "identity"), rows=10, passes=1, batch_size=None)
+    assert phase.worst_error == 0.0
+
+
+def test_phases_draw_independent_noise_under_one_key() -> None:
+    class Recorder:
+        size, clip_norm, learning_rate, watch = 4000, 1.0, 1.0, None
+        weights = np.zeros((1, 1))
+
+        def __init__(self) -> None:
+            self.heard: list[Any] = []
+
+        def start(self, phase: Any) -> None:
+            pass
+
+        def clipped_sum(self, x: Any, y: Any) -> Any:
+            return np.zeros(self.size)
+
+        def update(self, mean: Any, *, step: int) -> None:
+            self.heard.append(mean)
+
+    made = Recorder()
+    budget = Budget(1.0, 1e-6, "identity")
+    stream = LearningStream(made, budget, source=source_of(seed=0), horizon=None, batch_size=512)
+    stream.feed(np.zeros((4096, 1)), np.zeros(4096))
+    assert len(made.heard) == 8
+    assert [phase.rows for phase in stream.phases] == [1024, 1024, 2048]
+    claimed = stream.phase.plan.noise_multiplier / 512
+    correlations = np.corrcoef(made.heard) - np.eye(8)
+    assert np.abs(correlations).max() < 0.08  # five deviations of a chance correlation
+    np.testing.assert_allclose(np.std(made.heard, axis=1), claimed, rtol=0.06)
