@@ -134,7 +134,7 @@ def ours(model, loss_fn, batch, engine, noise=False):
     return step
 
 
-def opacus(make, loss_fn, batch, mode):
+def opacus(make, loss_fn, batch, mode, noise=0.0):
     from opacus import PrivacyEngine
     from opacus.layers import DPLSTM
 
@@ -147,7 +147,7 @@ def opacus(make, loss_fn, batch, mode):
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=loader,
-        noise_multiplier=0.0,
+        noise_multiplier=noise,
         max_grad_norm=1.0,
         poisson_sampling=False,
         grad_sample_mode=mode,

@@ -1,6 +1,7 @@
-"""Noise: where it comes from (`source`) and how steps correlate it (`stream`)."""
+"""Noise: where it comes from (`source`), how steps correlate it (`stream`), and rows on demand."""
 
+from noshuffle.noise.lazy import LazyNoise, SparseSGD
 from noshuffle.noise.source import Source, new_key, test_source
 from noshuffle.noise.stream import NoiseStream
 
-__all__ = ["NoiseStream", "Source", "new_key", "test_source"]
+__all__ = ["LazyNoise", "NoiseStream", "Source", "SparseSGD", "new_key", "test_source"]

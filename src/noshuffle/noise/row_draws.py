@@ -1,0 +1,122 @@
+"""Fresh normals for single rows of a table: a function of (key, name, row, step), nothing else.
+
+A step that touches a thousand rows out of ten million must not draw tiles of 1024 numbers for each
+of them. So a row owns exactly the counter blocks it needs, each giving four random words:
+
+    block of (row, i) = row·blocks + i,   i < blocks = ⌈count / 4⌉         counter = (step, block)
+
+under the seed of "name⟨NUL⟩lazy", which no tensor of an eager stream has. Different (row, step)
+have different counters by construction. With aes the words are those of counter mode (a counter
+block encrypted, NIST SP 800-38A), with philox those of Philox4x32-10. The first two words of a
+block give radii, the others angles, together four normals (`gaussian`); which rows are drawn
+together, in which order, and how many of their numbers, changes no bit.
+
+>>> from noshuffle.noise.source import test_source
+>>> draws = RowDraws(test_source(seed=1), name="table", count=6, rows=100, device="cpu")
+>>> both = draws.normals(torch.tensor([7, 3]), step=5)
+>>> both.shape, bool((both[1:] == draws.normals(torch.tensor([3]), step=5)).all())
+(torch.Size([2, 6]), True)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise.constants import TILE
+from noshuffle.noise.gaussian import normals_
+from noshuffle.noise.philox import BLOCKS, FIELD, philox, split_seed
+from noshuffle.noise.source import Source
+
+
+class RowDraws:
+    """Draws `count` standard normals for any rows of a table of `rows` rows.
+
+    Guarantees: no two (row, step) share a generator input, nor does any of them with a tensor of a
+    `NoiseStream` under the same key; rows and steps beyond their counter fields are refused.
+    """
+
+    def __init__(
+        self, source: Source, *, name: str, count: int, rows: int, device: torch.device | str
+    ) -> None:
+        if not name or "\0" in name:
+            raise InvalidInput(f"name must be a string without NUL characters, got {name!r}")
+        self._device = torch.device(device)
+        self._source = source.on(self._device)
+        self._seed = self._source.seed(f"{name}\0lazy")
+        self._source.check_names([name, f"{name}\0lazy"])
+        self._count, self._blocks = count, -(-count // 4)
+        self._field = FIELD if self._source.kind == "philox" else 2**62
+        if rows * self._blocks > self._field:
+            raise InvalidInput(
+                f"the {self._source.kind} generator numbers {self._field} blocks of a table, "
+                f"{rows} rows need {rows * self._blocks}; use aes or split the table by name"
+            )
+
+    @property
+    def source(self) -> Source:
+        """The source with its kind decided for the device."""
+        return self._source
+
+    def normals(self, rows: Tensor, *, step: int, first: int | None = None) -> Tensor:
+        """Float32 normals of shape (len(rows), count), or the `first` of them in each row.
+
+        `rows` are row numbers of the whole table.
+        """
+        count = self._count if first is None else first
+        if not 0 <= step < self._field or not 0 <= count <= self._count:
+            raise InvalidInput(
+                f"step must be from 0 to below {self._field} and first at most {self._count}, "
+                f"got step {step} and first {count}"
+            )
+        per_row = -(-count // 4)
+        used = len(rows) * per_row
+        if not used:
+            return torch.empty((len(rows), count), device=self._device)
+        index = torch.arange(per_row, dtype=torch.int64, device=rows.device)
+        blocks = (rows.unsqueeze(1) * self._blocks + index).view(-1)
+        tiles = -(-used // BLOCKS)
+        words_fn = self._aes if self._source.kind == "aes" else self._philox
+        words = words_fn(blocks, step, tiles * BLOCKS)
+        # Radii of all blocks into the first halves of tiles, angles into the second, and back; two
+        # words at a time, as one long.
+        longs = words.view(torch.int64).view(tiles, BLOCKS, 2)
+        words = longs.transpose(1, 2).contiguous().view(torch.int32).view(tiles, TILE)
+        out = torch.empty((tiles, TILE), device=words.device)
+        normals_(out, words=words)
+        longs = out.view(torch.int64).view(tiles, 2, BLOCKS)
+        out = longs.transpose(1, 2).contiguous().view(torch.float32).view(-1)[: 4 * used]
+        return out.view(len(rows), 4 * per_row)[:, :count].to(self._device)
+
+    def _aes(self, blocks: Tensor, step: int, size: int) -> Tensor:
+        """Words of the blocks, then zeros, `size` blocks in all."""
+        counters = np.empty((len(blocks), 2), dtype=">u8")
+        counters[:, 0] = step
+        counters[:, 1] = blocks.cpu().numpy()
+        # Scattered counters cannot be run through CTR mode; encrypting the counter blocks one by
+        # one is what CTR mode does, and no counter occurs twice.
+        stream = bytearray(size * 16 + 15)
+        _cipher(self._seed).update_into(counters.data.cast("B"), stream)
+        return torch.from_numpy(np.frombuffer(stream, dtype="<i4", count=size * 4))
+
+    def _philox(self, blocks: Tensor, step: int, size: int) -> Tensor:
+        """Words of the blocks, then zeros, `size` blocks in all."""
+        k0, k1, tag0, tag1 = (torch.tensor(w, device=blocks.device) for w in split_seed(self._seed))
+        row = torch.tensor(step, device=blocks.device)
+        words = torch.zeros((size, 4), dtype=torch.int32, device=blocks.device)
+        for lane, value in enumerate(philox((blocks, row, tag0, tag1), key=(k0, k1))):
+            words[: len(blocks), lane] = value - ((value >> 31) << 32)
+        return words
+
+
+def _cipher(key: bytes) -> Any:
+    """AES-256 of single blocks; the import is late because not every user draws from AES."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    except ImportError as error:  # pragma: no cover - a declared dependency
+        raise Unsupported("the aes generator needs the cryptography package; install it") from error
+    return Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
