@@ -8,10 +8,10 @@ import pytest
 
 from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput
-from noshuffle.participation import Epochs, Poisson, SinglePass
+from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
-from noshuffle.training.spending import Ancestor, notes_of, spent
+from noshuffle.training.spending import ADAPTIVE_CLIP, Ancestor, notes_of, spent
 
 
 def plan_of(rule=None, z=3.0, **options):
@@ -77,3 +77,22 @@ def test_facts_become_sentences():
     )
     assert len(said) == 4
     assert said[0].startswith("NOT PRIVATE")
+
+
+def test_an_unfinished_run_with_an_adaptive_clip_states_the_whole_plan():
+    """Its budget was split for all participations: a part of the run may cost more than its part.
+
+    S² / z_Δ² + k / (2σ_b)² = S² / z² over the whole run; over one participation of four the first
+    term shrinks more slowly than the plan's own figure says.
+    """
+    plan = Plan(
+        participation=MinSeparation(64, 16, 4),
+        strategy=tree(restart_every=16),
+        noise_multiplier=3.0,
+    )
+    part = spent(plan, 1, notes=(ADAPTIVE_CLIP,))
+    assert part.epsilon == plan.epsilon() > spent(plan, 1).epsilon
+    assert spent(plan, 0, notes=(ADAPTIVE_CLIP,)).epsilon == 0
+    fresh = spent(plan, 0, ancestors=[Ancestor(plan, 1, is_adaptive=True)])
+    assert fresh.epsilon == pytest.approx(plan.epsilon())
+    assert Ancestor.from_dict(Ancestor(plan, 1, is_adaptive=True).to_dict()).is_adaptive

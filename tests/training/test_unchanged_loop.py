@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
 
-from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.errors import InvalidInput, ParticipationViolation, ReplayRefused, Unsupported
 from noshuffle.noise import test_source
-from noshuffle.participation import SinglePass
+from noshuffle.participation import Epochs, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import tree
 from noshuffle.training import privatize
@@ -147,19 +150,76 @@ def test_mixing_both_forms_and_private_step_leaves_no_pass_behind():
 def test_refusals():
     dropout = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     loop = make(dropout)
-    _ = loop.optimizer
+    dropout(torch.randn(8, 3)).sum().backward()
     with pytest.raises(Unsupported, match="dropout mask"):
-        dropout(torch.randn(8, 3))
+        loop.optimizer.step()
     dropout.eval()
-    dropout(torch.randn(8, 3))
+    dropout(torch.randn(8, 3)).sum().backward()
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        loop.optimizer.step()
 
     class Pair(nn.Linear):
         def forward(self, x):
             return super().forward(x), x
 
     pair = Pair(3, 2)
-    _ = make(pair).optimizer
+    other = make(pair)
+    pair(torch.randn(8, 3))[0].sum().backward()
     with pytest.raises(Unsupported, match="returns one tensor"):
-        pair(torch.randn(8, 3))
+        other.optimizer.step()
     with pytest.raises(Unsupported, match="before privatize"):
         loop.optimizer.add_param_group({"params": []})
+
+
+def epochs(path=None):
+    model = convolutional()
+    plan = Plan(participation=Epochs(2, 2), strategy=tree(), noise_multiplier=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    return model, privatize(model, optimizer, plan, clip_norm=0.3, batch_size=4, run=path)
+
+
+def test_batches_come_again_in_the_next_epoch():
+    """Gradients differ from epoch to epoch; what identifies a batch is its data."""
+    model, loop = epochs()
+    torch.manual_seed(1)
+    data = [(torch.randn(4, 1, 6, 6), torch.randint(4, (4,))) for _ in range(2)]
+    for x, y in data * 2:
+        nn.functional.cross_entropy(model(x), y).backward()
+        loop.optimizer.step()
+    assert loop.steps_released == 4
+    model, loop = epochs()
+    for x, y in data:
+        nn.functional.cross_entropy(model(x), y).backward()
+        loop.optimizer.step()
+    nn.functional.cross_entropy(model(data[1][0]), data[1][1]).backward()
+    with pytest.raises(ParticipationViolation):
+        loop.optimizer.step()
+
+
+def test_a_replay_with_other_targets_is_refused(tmp_path):
+    model, loop = epochs(tmp_path / "run")
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
+    nn.functional.cross_entropy(model(x), y).backward()
+    loop.optimizer.step()
+    loop.close()
+    model, loop = epochs(tmp_path / "run")  # no checkpoint was written: step 0 is replayed
+    nn.functional.cross_entropy(model(x), y + 1).backward()
+    with pytest.raises(ReplayRefused):
+        loop.optimizer.step()
+
+
+def test_a_listened_model_can_be_copied_and_saved(tmp_path):
+    model, loop = epochs()
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.randn(2, 1, 6, 6)
+    for other in (twin, again):
+        other(x).sum().backward()
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        loop.optimizer.step()
+    hooks = len(model._forward_hooks)
+    del loop
+    gc.collect()
+    assert len(model._forward_hooks) == hooks - 1

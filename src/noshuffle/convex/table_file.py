@@ -106,7 +106,7 @@ def _parquet(path: Path) -> dict[str, list[str]]:
         raise Unsupported(
             f"{path} is Parquet, which needs pyarrow; install it, or write the table as CSV"
         )
-    from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
+    from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     columns = parquet.read_table(path).to_pydict()
     return {

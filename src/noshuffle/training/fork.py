@@ -32,7 +32,8 @@ def fork(parent: RunFolder | str | Path, path: str | Path) -> RunFolder:
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
     ledger = Ledger(plan.participation, path=old.ledger_file, unit=plan.unit)
     ledger.bind("forked", str(ledger.released))
-    ancestors = [*old.ancestors(), Ancestor(plan, ledger.released)]
+    is_adaptive = ledger.meta("adaptive_clip") == "yes"
+    ancestors = [*old.ancestors(), Ancestor(plan, ledger.released, is_adaptive)]
     ledger.close()
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])

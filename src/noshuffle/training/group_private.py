@@ -26,7 +26,7 @@ from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.spending import Ancestor
 from noshuffle.training.step import Step
 from noshuffle.training.team import is_known_to_all
-from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.unchanged import Listener, PrivateOptimizer
 from noshuffle.training.units import Ids, as_ids
 
 
@@ -104,6 +104,9 @@ class GroupPrivate(Private):
                     self._parts.team.meet("a step that is given up", lambda: _again(failed))
                 raise
         self._finish(step)
+
+    def _listen(self) -> Listener | None:
+        return None if self._parts.is_sharded else super()._listen()
 
     @property
     def optimizer(self) -> PrivateOptimizer:

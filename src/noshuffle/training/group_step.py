@@ -117,8 +117,13 @@ class GroupStep(Step):
         *,
         ids: Any = None,
         is_last: bool = False,
+        data: tuple[Any, ...] | None = None,
     ) -> None:
-        """Admit, clip and sum one part of the batch: of every rank, its own share of it."""
+        """Admit, clip and sum one part of the batch: of every rank, its own share of it.
+
+        Batches are told apart by all they bring, whatever `data` says: pass ids to have more
+        than one epoch of the `loss.backward()` form on several ranks.
+        """
         team, tag = self.parts.team, f"part {self._part} of step {self.index}"
         blocks: list[Ids] = []
 

@@ -24,7 +24,7 @@ own object with its own names. State: model, optimizer, noise buffers, step, ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,16 @@ from torch import nn
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import original
 from noshuffle.clipping.objective import Criterion
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import checkpoint
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.run_folder import Keys, RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler
-from noshuffle.training.spending import FACTS, notes_of, spent
+from noshuffle.training.spending import ADAPTIVE_CLIP, FACTS, notes_of, spent
 from noshuffle.training.step import Outcome, Parts, Step
-from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.unchanged import Listener, PrivateOptimizer
 
 
 class Private:
@@ -68,6 +68,7 @@ class Private:
         self._loss_reduction = loss_reduction
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
+        self._listener = self._listen()
         self._index = 0
         self.ancestors = run.ancestors() if run is not None else ()
 
@@ -115,23 +116,33 @@ class Private:
         return Step(self._parts, index=self._index)
 
     def _finish(self, step: Step) -> float:
+        if self._listener is not None:
+            self._listener.clear()
         self.outcome = step.release()
         self._index += 1
         return self.outcome.loss
 
+    def _listen(self) -> Listener | None:
+        """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""
+        if hasattr(self.model, "_orig_mod"):
+            return None
+        return Listener(self.model, is_mean=self._loss_reduction == "mean")
+
     @contextmanager
     def _engine_at_work(self) -> Iterator[None]:
-        if self._optimizer is None:
+        with self._listener.paused() if self._listener is not None else nullcontext():
             yield
-        else:
-            with self._optimizer.paused():
-                yield
 
     @property
     def optimizer(self) -> PrivateOptimizer:
         """For an unchanged loop: `loss.backward(); private.optimizer.step()`."""
+        if self._listener is None:
+            raise Unsupported(
+                "a compiled model hides the layers from `loss.backward()`; use private.step, or "
+                "privatize the model before torch.compile"
+            )
         if self._optimizer is None:
-            self._optimizer = PrivateOptimizer(self, loss_reduction=self._loss_reduction)
+            self._optimizer = PrivateOptimizer(self, self._listener)
         return self._optimizer
 
     def sampler(self, population: int | None = None) -> Sampler:
@@ -159,9 +170,11 @@ class Private:
 
     def epsilon_after(self, steps: int) -> float:
         """ε of the first `steps` steps of this run, and of the runs it was forked from."""
-        if not self.ancestors:
+        is_adaptive = self._parts.threshold.is_adaptive
+        if not self.ancestors and not is_adaptive:
             return self.plan.epsilon_after(steps)
-        return spent(self.plan, steps, ancestors=self.ancestors).epsilon
+        notes = (ADAPTIVE_CLIP,) if is_adaptive else ()
+        return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
 
     def attach(self, **objects: Any) -> None:
         """Objects with `state_dict` (schedulers, averages) to be saved along, by name."""
@@ -245,8 +258,8 @@ class Private:
         """Bring the evidence up to date and let go of the ledger."""
         self.write_statement()
         self.ledger.close()
-        if self._optimizer is not None:
-            self._optimizer.detach()
+        if self._listener is not None:
+            self._listener.stop()
 
     def _folder(self) -> RunFolder:
         if self.run is None:

@@ -45,14 +45,20 @@ class Ancestor:
 
     plan: Plan
     released: int
+    is_adaptive: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json(), "released": self.released}
+        return {
+            "plan": self.plan.to_json(),
+            "released": self.released,
+            "is_adaptive": self.is_adaptive,
+        }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Ancestor:
         whole(at_least=0, released=record["released"])
-        return cls(Plan.from_json(record["plan"]), int(record["released"]))
+        adaptive = bool(record.get("is_adaptive", True))
+        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive)
 
 
 def gaussian_sum(mus: Sequence[float]) -> float:
@@ -85,7 +91,11 @@ def spent(
     if released > plan.steps:
         raise InvalidInput(f"{released} steps were released, the plan covers {plan.steps}")
     own = _statement(plan, released, notes)
-    before = [_statement(a.plan, a.released, ()) for a in ancestors if a.released]
+    before = [
+        _statement(a.plan, a.released, (ADAPTIVE_CLIP,) if a.is_adaptive else ())
+        for a in ancestors
+        if a.released
+    ]
     if not before:
         return own
     words = f"This run is a fork; it adds up with {len(before)} earlier run(s) on the same data."
@@ -115,6 +125,10 @@ def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStat
         return plan.statement(notes=notes)
     so_far = f"So far {released} of {plan.steps} planned steps were released."
     whole_run = plan.statement(notes=(*notes, so_far))
+    if released and ADAPTIVE_CLIP in notes:
+        # The budget was split between counts and gradients for the participations of the whole
+        # run; over a part of them the same split can cost more than the part of the plan does.
+        return whole_run
     epsilon = plan.epsilon_after(released)
     mu = whole_run.mu
     if mu is None or not math.isfinite(mu) or epsilon >= whole_run.epsilon:

@@ -118,12 +118,23 @@ class Step:
         *,
         ids: Any = None,
         is_last: bool = False,
+        data: tuple[Any, ...] | None = None,
     ) -> None:
-        """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole."""
+        """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole.
+
+        `data` is the part of the batch that is the same in every epoch, where not all of it is
+        (gradients that come along): epochs are compared by it, replays by everything.
+        """
         size = batch_size(batch)
         own = self._own_ids(ids, size)
         self._ids.append(own)
-        self._prints.append(fingerprint.of_batch(batch, own, secret=self.parts.secret))
+        secret = self.parts.secret
+        self._prints.append(
+            fingerprint.of_batch(batch if data is None else data, own, secret=secret)
+        )
+        if data is not None:
+            everything = self._state + fingerprint.of_batch(batch, own, secret=secret)
+            self._state = hashlib.blake2b(everything, digest_size=fingerprint.SIZE).digest()
         admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
         rows = self._rows(admission, size)

@@ -18,6 +18,7 @@ State: the passes since the last step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,22 +49,95 @@ class _Pass:
         self.sent_back: Tensor | None = None
 
 
+class _Hook:
+    """A forward hook that keeps nothing alive, and is inert in copies and pickles of the model."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener: Callable[[], Listener | None] = weakref.ref(listener)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.hear(module, args, kwargs, output)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._listener = _nobody
+
+
+def _nobody() -> None:
+    return None
+
+
+class Listener:
+    """Keeps the forward passes of a model whose outputs received a gradient.
+
+    It is there from `privatize` on, so that the first pass of a loop is heard. It never stops a
+    pass: what makes one unusable is said by the step that wanted to use it.
+    """
+
+    def __init__(self, model: nn.Module, *, is_mean: bool) -> None:
+        self._is_mean = is_mean
+        self._is_paused = False
+        self.passes: list[_Pass] = []
+        self.refusal = ""
+        self._handle = model.register_forward_hook(_Hook(self), with_kwargs=True)
+        weakref.finalize(self, self._handle.remove)
+
+    def clear(self) -> None:
+        """Forget what was heard."""
+        self.passes, self.refusal = [], ""
+
+    def stop(self) -> None:
+        """Stop listening to the model."""
+        self._handle.remove()
+        self.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While the clipping engine runs the model, nothing is recorded."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """One forward pass."""
+        if self._is_paused or not module.training or not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor):
+            self.refusal = (
+                "`loss.backward()` needs a model that returns one tensor, got "
+                f"{type(output).__name__}; use private.step with a ModelLoss"
+            )
+            return
+        if not output.requires_grad:
+            return
+        self.refusal = self.refusal or _dropout(module)
+        one = _Pass(args, kwargs)
+
+        def on_gradient(grad: Tensor) -> None:
+            sent = grad.detach() * (grad.shape[0] if self._is_mean else 1)
+            if one.sent_back is None:
+                one.sent_back = sent
+                self.passes.append(one)
+            else:  # a second loss on the same outputs
+                one.sent_back = one.sent_back + sent
+
+        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+
 class PrivateOptimizer(torch.optim.Optimizer):
     """Stands in for the user's optimizer; `step` makes the gradient private first."""
 
-    def __init__(self, private: Private, *, loss_reduction: str) -> None:
+    def __init__(self, private: Private, listener: Listener) -> None:
         # Not calling Optimizer.__init__: groups and state are those of the optimizer inside.
         self._private = private
+        self._listener = listener
         self._inner = private._parts.optimizer
-        self._is_mean = loss_reduction == "mean"
-        self._passes: list[_Pass] = []
-        self._is_paused = False
-        if hasattr(private.model, "_orig_mod"):
-            raise Unsupported(
-                "a compiled model hides the layers from `loss.backward()`; use private.step, or "
-                "privatize the model before torch.compile"
-            )
-        self._hook = private.model.register_forward_hook(self._on_forward, with_kwargs=True)
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
 
@@ -90,22 +164,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget raw gradients and the passes they came from."""
-        self._passes.clear()
+        self._listener.clear()
         self._inner.zero_grad(set_to_none)
-
-    def detach(self) -> None:
-        """Stop listening to the model."""
-        self._hook.remove()
-        self._passes.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While the clipping engine runs the model, nothing is recorded."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
         """One private step from the backward passes since the last one."""
@@ -113,7 +173,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        passes, self._passes = self._passes, []
+        passes, refusal = self._listener.passes, self._listener.refusal
+        self._listener.clear()
+        if refusal:
+            raise Unsupported(refusal)
         if not passes:
             raise InvalidInput(
                 "no backward pass through the model since the last step; call loss.backward() "
@@ -132,41 +195,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     ModelLoss(linear_loss, by_row=True),
                     (one.args, one.kwargs, one.sent_back),
                     ids=part,
+                    data=(one.args, one.kwargs),
                 )
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
         return loss
 
-    def _on_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._is_paused or not module.training or not torch.is_grad_enabled():
-            return
-        if not isinstance(output, Tensor):
-            raise Unsupported(
-                "`loss.backward()` needs a model that returns one tensor, got "
-                f"{type(output).__name__}; use private.step with a ModelLoss"
-            )
-        if not output.requires_grad:
-            return
-        _refuse_dropout(module)
-        one = _Pass(args, kwargs)
 
-        def on_gradient(grad: Tensor) -> None:
-            sent = grad.detach() * (grad.shape[0] if self._is_mean else 1)
-            if one.sent_back is None:
-                one.sent_back = sent
-                self._passes.append(one)
-            else:  # a second loss on the same outputs
-                one.sent_back = one.sent_back + sent
-
-        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    """A second pass would draw another mask, so its gradient would belong to neither."""
+def _dropout(model: nn.Module) -> str:
+    """Why a model with dropout is refused: a second pass would draw another mask."""
     for name, layer in model.named_modules():
         p = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
         if layer.training and isinstance(p, float) and p > 0:
-            raise Unsupported(
+            return (
                 f"layer {name!r} draws a dropout mask, which `loss.backward()` followed by a "
                 "second pass would not repeat; use private.step"
             )
+    return ""
