@@ -1,0 +1,177 @@
+"""The client's part: train locally, send the clipped difference of the whole model.
+
+    θ_{s+1} = θ_s − η (∇ mean loss(θ_s; batch s) + μ (θ_s − θ₀)),     Δ = θ_S − θ₀
+    sent:   Δ · min(1, ζ/‖Δ‖)
+
+FedAvg (McMahan et al. 2017, arXiv 1602.05629) takes several steps, FedSGD one step with all of a
+user's examples; μ is the proximal term of FedProx (Li et al. 2020, arXiv 1812.06127). The norm is
+one L2 norm over all tensors, 0-d ones included. Local batches come in the order of the data, so
+that a client does the same thing every time. Server and client clip by the same function.
+
+No state is kept between rounds.
+
+>>> delta = {"w": torch.tensor([3.0, 0.0]), "scale": torch.tensor(4.0), "seen": torch.tensor(7)}
+>>> sent = clip_delta(delta, clip_norm=1.0)
+>>> sorted(sent.values), round(float(sent.values["scale"]), 4), sent.norm
+(['scale', 'w'], 0.8, 5.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from noshuffle.clipping.clipped import FINE_SLACK, SLACK, Flat
+from noshuffle.errors import InvalidInput, non_negative, positive, whole
+
+#: A target that counts for nothing, as in torch's cross-entropy.
+NO_TARGET = -100
+
+#: Scores and targets of a batch → one loss per example.
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """What every client does in a round.
+
+    Arguments:
+        learning_rate: η of the local steps.
+        steps: the largest number of local steps; a user with fewer batches goes through the data
+            again up to `epochs` times and then stops. FedSGD: steps=1, batch_size=None.
+        batch_size: examples of a local step; None takes all of the user's.
+        epochs: how often the data are gone through at most.
+        proximal: μ of FedProx, zero for FedAvg.
+        most_examples: examples of a user beyond this many are left alone; None uses all.
+    """
+
+    learning_rate: float
+    steps: int = 1
+    batch_size: int | None = None
+    epochs: int = 1
+    proximal: float = 0.0
+    most_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        positive(learning_rate=self.learning_rate)
+        whole(steps=self.steps, epochs=self.epochs)
+        non_negative(proximal=self.proximal)
+        if self.batch_size is not None:
+            whole(batch_size=self.batch_size)
+        if self.most_examples is not None:
+            whole(most_examples=self.most_examples)
+
+    def batches(self, examples: int) -> list[slice]:
+        """Which rows each local step takes."""
+        rows = examples if self.most_examples is None else min(examples, self.most_examples)
+        if not rows:
+            return []
+        size = rows if self.batch_size is None else self.batch_size
+        once = [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+        return (once * self.epochs)[: self.steps]
+
+
+@dataclass(frozen=True)
+class ClippedDelta:
+    """What a client contributes, and its norm before clipping (raw: for the noisy count only)."""
+
+    values: dict[str, Tensor]
+    norm: float
+    is_nonfinite: bool
+
+
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """One loss per example: the mean over its targets, those marked `NO_TARGET` left out."""
+    losses = nn.functional.cross_entropy(scores, targets, reduction="none", ignore_index=NO_TARGET)
+    if losses.dim() == 1:
+        return losses
+    counted = (targets != NO_TARGET).flatten(1).sum(1).clamp_min(1)
+    return losses.flatten(1).sum(1) / counted
+
+
+def clip_factor(norm: float, *, clip_norm: float, slack: float) -> float:
+    """What to multiply by. A vector that was clipped before is left as it is, bit for bit."""
+    if norm <= clip_norm * (1.0 - slack / 2):
+        return 1.0
+    return clip_norm * (1.0 - slack) / norm
+
+
+def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:
+    """A whole delta as one vector, clipped; its norm before; whether it was NaN or infinite.
+
+    Guarantees: the result has norm at most `clip_norm` after rounding. A vector with a NaN or an
+    infinity, or whose norm overflows double precision, becomes zeros; a zero vector stays zero.
+    """
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+    if not math.isfinite(norm):
+        return torch.zeros_like(flat), norm, True
+    slack = FINE_SLACK if flat.dtype == torch.float64 else SLACK
+    factor = clip_factor(norm, clip_norm=clip_norm, slack=slack)
+    return (flat if factor == 1.0 else flat * factor), norm, False
+
+
+def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta:
+    """Clip a client's whole update to one L2 norm.
+
+    Guarantees: those of `clip_flat`, over all floating-point tensors together, whatever their
+    number of dimensions. Integer and truth-value buffers are left out, not summed. Tensors in
+    half precision are raised to float32, where the bound holds.
+    """
+    Flat(clip_norm)  # checks the number
+    kept = {
+        name: value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        for name, value in delta.items()
+        if value.is_floating_point()
+    }
+    if not kept:
+        return ClippedDelta({}, 0.0, False)
+    wide = torch.float64 if any(v.dtype == torch.float64 for v in kept.values()) else torch.float32
+    flat = torch.cat([value.reshape(-1).to(wide) for value in kept.values()])
+    clipped, norm, is_bad = clip_flat(flat, clip_norm=clip_norm)
+    pieces = torch.split(clipped, [value.numel() for value in kept.values()])
+    values = {
+        name: piece.reshape(value.shape).to(value.dtype)
+        for (name, value), piece in zip(kept.items(), pieces)
+    }
+    return ClippedDelta(values, norm, is_bad)
+
+
+def local_train(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    *,
+    local: LocalTraining,
+    loss_fn: LossFn = cross_entropy,
+) -> dict[str, Tensor]:
+    """One client's round: Δ of the named parameters, not yet clipped; zero without examples.
+
+    `model` gives the architecture and whatever is not trained; its own parameters stay untouched.
+    A loss with a NaN runs through to the delta, where clipping turns it to zero.
+    """
+    if len(x) != len(y):
+        raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
+    now = {name: value.detach().clone() for name, value in parameters.items()}
+    for rows in local.batches(len(x)):
+        leaves = {name: value.requires_grad_() for name, value in now.items()}
+        loss = loss_fn(functional_call(model, leaves, (x[rows],)), y[rows]).mean()
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        now = {
+            name: stepped(value.detach(), grad, start=parameters[name], local=local)
+            for (name, value), grad in zip(leaves.items(), grads)
+        }
+    return {name: value - parameters[name].detach() for name, value in now.items()}
+
+
+def stepped(value: Tensor, grad: Tensor | None, *, start: Tensor, local: LocalTraining) -> Tensor:
+    """One local SGD step with the proximal term."""
+    pull = torch.zeros_like(value) if grad is None else grad
+    if local.proximal:
+        pull = pull + local.proximal * (value - start.detach())
+    return value - local.learning_rate * pull

@@ -1,0 +1,145 @@
+"""Who is asked in a round: users that the guard admits, in whatever order they check in.
+
+Nobody is sampled. Users are named by a stable id of their own (a string or an integer; never the
+connection they came by), the ledger knows when each was last asked and how often, and a cohort is
+the first `size` distinct users of the check-in list that the participation still admits. Whoever
+decides about check-ins, an adversary included, decides about utility and not about privacy.
+
+Where no server-side record can exist (devices that only keep a timer of their own), the limits are
+counted afterwards from the log of rounds: with the steps t_1 < t_2 < … of each user,
+
+    separation = min (t_{i+1} − t_i),      max_participations = max #steps     over all users,
+
+which is the index difference b of `MinSeparation`; b − 1 rounds lie strictly in between.
+
+State: the cached numbers of the users' names.
+
+>>> observed_participation([["ada", "bob"], ["eve"], ["bob"], [], ["bob", "eve"]])
+MinSeparation(steps=5, separation=2, max_participations=3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noshuffle.errors import InvalidInput, ParticipationViolation, whole
+from noshuffle.participation import MinSeparation
+from noshuffle.plan import Plan
+from noshuffle.statement import PrivacyStatement
+from noshuffle.training.ledger import Ledger
+from noshuffle.training.units import Ids, name_to_id
+
+UserId = str | int
+Users = Sequence[UserId] | Ids
+
+OBSERVED = (
+    "Participation was not enforced but counted afterwards from the log of rounds; the log is "
+    "complete, and who checked in when did not depend on the data of the protected user."
+)
+
+
+class Roster:
+    """The 64-bit units of users' names. One run names all users by strings, or all by integers.
+
+    Strings are hashed under a secret of the run, so that a ledger does not give away who took
+    part; integers stand for themselves. 5 and "5" would be two users, hence one kind per run.
+    """
+
+    def __init__(self, *, secret: bytes = b"", kind: str = "") -> None:
+        self._secret = secret
+        self.kind = kind
+        self._known: dict[str, int] = {}
+
+    def units(self, users: Users) -> Ids:
+        """One unit per user named, repeats included."""
+        if isinstance(users, np.ndarray) and users.dtype.kind in "iu":
+            self._settle("int")
+            return users.astype(np.int64)
+        names = users.tolist() if isinstance(users, np.ndarray) else users
+        return np.fromiter((self._unit(name) for name in names), np.int64, count=len(names))
+
+    def _unit(self, user: object) -> int:
+        if isinstance(user, str) and user:
+            self._settle("str")
+            unit = self._known.get(user)
+            if unit is None:
+                unit = self._known[user] = name_to_id(user, secret=self._secret)
+            return unit
+        if isinstance(user, int | np.integer) and not isinstance(user, bool):
+            self._settle("int")
+            if not -(2**63) <= int(user) < 2**63:
+                raise InvalidInput(f"a user id must fit into 64 bits, got {user}; use a string")
+            return int(user)
+        raise InvalidInput(f"a user id must be a non-empty string or an integer, got {user!r}")
+
+    def _settle(self, kind: str) -> None:
+        if self.kind not in ("", kind):
+            raise InvalidInput(
+                f"this run names users by {self.kind}, got {kind}; use one kind, since 5 and '5' "
+                "would count as two users"
+            )
+        self.kind = kind
+
+
+def draw_cohort(ledger: Ledger, checked_in: Ids, *, size: int) -> NDArray[np.intp]:
+    """Places in the check-in list of the users to ask in the ledger's next step, in that order.
+
+    Guarantees: the users are distinct, at most `size`, and each admitted by the participation at
+    this step. A user who checks in many times has one place. Nothing is charged here. Fewer than
+    `size` (or none) come back where too few are free.
+    """
+    whole(size=size)
+    if not len(checked_in):
+        return np.empty(0, dtype=np.intp)
+    _, places = np.unique(checked_in, return_index=True)
+    places.sort()
+    admission = ledger.admit(ledger.released, checked_in[places], b"", drop=True)
+    if admission.is_empty:
+        return np.empty(0, dtype=np.intp)
+    return places[:size] if admission.keep is None else places[admission.keep][:size]
+
+
+def observed_participation(
+    history: Iterable[Users], *, steps: int | None = None, roster: Roster | None = None
+) -> MinSeparation:
+    """The limits that held in a log of rounds: entry t lists the users who were sent work then.
+
+    `steps` is the number of rounds that noise was released for, if the log is shorter.
+
+    Guarantees: every user's steps are a pattern of the result. A user who stands twice in one
+    round is refused, since no separation covers two contributions to one step.
+    """
+    roster = roster or Roster()
+    rounds = [roster.units(users) for users in history]
+    horizon = len(rounds) if steps is None else steps
+    whole(at_least=max(1, len(rounds)), steps=horizon)
+    units = np.concatenate([np.empty(0, np.int64), *rounds])
+    when = np.repeat(np.arange(len(rounds)), [len(users) for users in rounds])
+    order = np.lexsort((when, units))
+    units, when = units[order], when[order]
+    is_same = units[1:] == units[:-1]
+    gaps = (when[1:] - when[:-1])[is_same]
+    if not len(gaps):
+        return MinSeparation(steps=horizon, separation=horizon, max_participations=1)
+    if gaps.min() == 0:
+        step = int(when[1:][is_same][gaps == 0][0])
+        raise ParticipationViolation(
+            f"a user stands twice in round {step} of the log; mend the log"
+        )
+    most = int(np.unique(units, return_counts=True)[1].max())
+    return MinSeparation(steps=horizon, separation=int(gaps.min()), max_participations=most)
+
+
+def account_afterwards(plan: Plan, history: Iterable[Users]) -> PrivacyStatement:
+    """The guarantee of a run whose participation is known only from its log of rounds.
+
+    Guarantees: strategy and noise are those of the plan, and the sensitivity is that of the
+    pattern that happened, over the planned number of steps; it may be better or worse than the
+    plan's own.
+    """
+    seen = observed_participation(history, steps=plan.steps)
+    return replace(plan, participation=seen).statement(notes=(OBSERVED,))

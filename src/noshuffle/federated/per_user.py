@@ -1,0 +1,110 @@
+"""ε of one user, from what that user really did.
+
+The run's statement holds for everybody who kept the limits. A user who was asked c times is
+covered by the same limits with at most c participations, which is a smaller maximum:
+
+    μ_user = S(separation b, at most c) / z ≤ S(b, k) / z = μ
+
+Who was asked when is decided by check-ins and limits, and neighbours (zero-out) leave it as it is,
+so the smaller number is a guarantee for that user; others must not learn c, if the fact of taking
+part is itself sensitive.
+
+>>> from noshuffle import MinSeparation, Plan
+>>> plan = Plan.fit(MinSeparation(100, 20, 5), mechanism="blt", epsilon=8.0, unit="user")
+>>> [round(epsilon_of(plan, participations=c), 2) for c in (0, 1, 5)]
+[0.0, 2.89, 8.0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from noshuffle.errors import Unsupported, whole
+from noshuffle.federated.cohort import UserId
+from noshuffle.federated.server import ServerOptimizer
+from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.statement import PrivacyStatement
+
+
+@dataclass(frozen=True)
+class Spending:
+    """How many users were asked so many times, and the ε of each of them."""
+
+    participations: int
+    users: int
+    epsilon: float
+
+
+def epsilon_of(plan: Plan, *, participations: int, released: int | None = None) -> float:
+    """ε, at the plan's δ, of a user who was asked this often in the first `released` rounds.
+
+    Guarantees: never below the exact value for any pattern of that many steps that the plan
+    admits, never above the ε of the whole run so far. Zero for a user who was never asked.
+    """
+    rounds = plan.steps if released is None else released
+    whole(at_least=0, participations=participations)
+    if not participations or not rounds:
+        return 0.0
+    whole_run = plan.epsilon_after(rounds)
+    narrow = _narrowed(plan.participation, rounds, participations)
+    if narrow is None:
+        return whole_run
+    try:
+        return min(whole_run, replace(plan, participation=narrow).epsilon())
+    except Unsupported:  # no proved sensitivity for the narrower pattern: the run's own covers it
+        return whole_run
+
+
+def _narrowed(part: Participation, steps: int, most: int) -> Participation | None:
+    """The plan's pattern with at most `most` steps; None where the plan's own must do."""
+    if isinstance(part, MinSeparation):
+        return MinSeparation(steps, part.separation, min(most, part.max_participations))
+    if isinstance(part, Epochs):  # same place in every epoch: at least an epoch apart
+        return MinSeparation(steps, part.steps_per_epoch, min(most, part.epochs))
+    if isinstance(part, SinglePass):
+        return SinglePass(steps)
+    if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
+        # The guard keeps separation and count across blocks too.
+        return _narrowed(part.participation, steps, most)
+    return None
+
+
+def spending(server: ServerOptimizer) -> tuple[Spending, ...]:
+    """The users of a run by how often they were asked, with the ε of each group."""
+    _, seen = server.ledger.units()
+    counts, users = np.unique(seen.count, return_counts=True)
+    return tuple(Spending(int(c), int(n), _own(server, int(c))) for c, n in zip(counts, users))
+
+
+def _own(server: ServerOptimizer, count: int) -> float:
+    """ε of a user asked so often. Where the clip norm is steered by noisy counts, the budget is
+    shared between deltas and counts for k participations, and where a fork adds up several runs we
+    do not know who did what in the others: the run's own ε holds in both cases.
+    """
+    run = server.statement().epsilon
+    if (server.needs_norms and count) or server.ancestors:
+        return run
+    return min(run, epsilon_of(server.plan, participations=count, released=server.ledger.released))
+
+
+def participations_of(server: ServerOptimizer, user: UserId) -> int:
+    """How often a user was asked so far."""
+    unit = int(server.roster.units([user])[0])
+    ids, seen = server.ledger.units()
+    at = int(np.searchsorted(ids, unit))
+    return int(seen.count[at]) if at < len(ids) and ids[at] == unit else 0
+
+
+def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:
+    """What can be promised to one user, for the rounds so far."""
+    count = participations_of(server, user)
+    run = server.statement()
+    epsilon = _own(server, count)
+    words = f"This is the guarantee of one user, who was sent work in {count} round(s) so far."
+    if epsilon >= run.epsilon:
+        return run.with_assumptions(words)
+    own = replace(run, epsilon=epsilon, mu=None, rho=None, exact=False)
+    return own.with_assumptions(words)

@@ -1,0 +1,300 @@
+"""Rounds: the protocol between a server and its clients, safe against crashes and bad replies.
+
+    begin    check-ins → users that the guard admits → intent durable → what to send
+    receive  one reply: names, shapes, invitation, first answer? → clipped again → kept
+    finish   sum in order of user id, unweighted → noise, update → checkpoint
+    resume   last checkpoint; rounds whose outcome is unknown are passed over
+
+The intent is the ledger row of the round: step (= row of noise) and cohort. The noise itself is a
+function of the key, which was durable before the first round. So a crash at any instant leaves one
+of two pictures: the checkpoint covers the last intent (nothing is lost, and going on is bit for bit
+the run that never stopped), or it does not, and the row is skipped: the model that came of it may
+or may not have been seen by somebody, so nothing else may ever be published under it.
+
+Any engine drives this: it brings check-ins, carries messages, and hands replies in.
+State: the open round with the replies so far, in memory only.
+
+>>> from noshuffle import MinSeparation, Plan
+>>> plan = Plan.fit(MinSeparation(8, 4, 2), mechanism="tree", noise_multiplier=1.0, unit="user")
+>>> server = ServerOptimizer({"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2,
+...     optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0))
+>>> rounds = Rounds(server)
+>>> rounds.begin(["ada", "bob", "eve"]).users
+('ada', 'bob')
+>>> rounds.receive("ada", {"w": torch.ones(2)})
+>>> rounds.receive("eve", {"w": torch.ones(2)})
+"round 0: user 'eve' was not asked; the reply is not used"
+>>> rounds.finish().answered
+1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import ClippedSum
+from noshuffle.errors import InvalidInput, whole
+from noshuffle.federated.clients import clip_flat
+from noshuffle.federated.cohort import UserId, Users, draw_cohort
+from noshuffle.federated.server import Cohort, ServerOptimizer
+from noshuffle.training import checkpoint
+from noshuffle.training.run_folder import RunFolder
+
+#: What a delta may be sent in.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What to send, and to whom. Everybody named here has been charged."""
+
+    step: int
+    users: tuple[UserId, ...]
+    parameters: dict[str, Tensor]
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """A finished round. Counts and refusals are raw figures, for whoever runs the server only."""
+
+    step: int
+    parameters: dict[str, Tensor]
+    asked: int
+    answered: int
+    nonfinite: int
+    refused: tuple[str, ...]
+
+
+@dataclass
+class _Open:
+    cohort: Cohort
+    clip_norm: float
+    asked: frozenset[UserId]
+    replies: dict[UserId, tuple[Tensor, float, bool]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+
+class Rounds:
+    """One round after another.
+
+    Arguments:
+        server: the private half.
+        at_least: with fewer admitted users than this, `begin` waits (returns None, charges
+            nobody); otherwise the round goes on with however many there are.
+        save_every: checkpoint after so many rounds; a crash costs the rounds since the last one.
+            Only with a run folder.
+    """
+
+    def __init__(self, server: ServerOptimizer, *, at_least: int = 1, save_every: int = 1) -> None:
+        whole(at_least=0, at_most=server.cohort_size, **{"at_least of Rounds": at_least})
+        whole(save_every=save_every)
+        self.server = server
+        self._at_least = at_least
+        self._save_every = save_every
+        self._open: _Open | None = None
+
+    def begin(self, checked_in: Users) -> Invitation | None:
+        """Open the next round with the first admitted users of the list; None to wait for more.
+
+        Under a sampled plan the cohort is the secret draw, and the list must hold all of it.
+
+        Guarantees: when this returns an invitation, step and cohort are durable; if it raises or
+        returns None, nobody was charged.
+        """
+        server = self.server
+        if server.run is not None and not checkpoint.saved(server.run.checkpoints):
+            self.save()  # so that a run resumes from its own first model, whatever is given then
+        users = self._sampled(checked_in) if server.plan.participation.is_sampled else None
+        if users is None:
+            units = server.roster.units(checked_in)
+            places = draw_cohort(server.ledger, units, size=server.cohort_size)
+            if len(places) < self._at_least:
+                return None
+            users = [_plain(checked_in[i]) for i in places]
+        clip_norm = server.clip_norm
+        cohort = server.open(users)
+        self._open = _Open(cohort, clip_norm, frozenset(cohort.users))
+        return Invitation(cohort.step, cohort.users, server.parameters(), clip_norm)
+
+    def _sampled(self, checked_in: Users) -> list[UserId]:
+        sampler = self.server.ledger.sampler
+        if sampler is None:
+            raise InvalidInput("a sampled plan draws its cohorts; call server.sampler(population)")
+        drawn = [int(unit) for unit in sampler.draw(self.server.round)]
+        missing = set(drawn) - {_plain(user) for user in checked_in}
+        if missing:
+            raise InvalidInput(
+                f"{len(missing)} users of the secret draw of round {self.server.round} have not "
+                "checked in; amplification by sampling needs all of them, so wait, or use a plan "
+                "without sampling"
+            )
+        return list(drawn)
+
+    def receive(
+        self,
+        user: UserId,
+        delta: Mapping[str, Tensor],
+        *,
+        norm: float | None = None,
+        step: int | None = None,
+    ) -> str | None:
+        """Take a reply. None if it was taken, else one line that says why it counts for nothing.
+
+        `norm` is the delta's norm before the client clipped it (for a clip norm that follows a
+        quantile); `step` the round that the client says it answers.
+
+        Guarantees: what is kept has norm at most the clip norm, whatever the client did. A refusal
+        changes nothing for anybody else. NaN or infinity count as a zero contribution.
+        """
+        if self._open is None:
+            return f"no round is open; the reply of user {user!r} came too late and is not used"
+        line = self._refusal(self._open, user, delta, norm, step)
+        if line is None:
+            flat = torch.cat([delta[name].detach().reshape(-1) for name in self.server.shapes])
+            dtype = torch.promote_types(flat.dtype, torch.float32)
+            flat = flat.to(self.server.device, dtype)
+            kept, own, is_bad = clip_flat(flat, clip_norm=self._open.clip_norm)
+            self._open.replies[user] = (kept, own if norm is None else float(norm), is_bad)
+            if is_bad:
+                line = f"round {self._open.cohort.step}: the delta of user {user!r} has NaN or "
+                line += "infinity and contributes zero"
+        if line is not None:
+            self._open.refused.append(line)
+        return line
+
+    def _refusal(
+        self,
+        now: _Open,
+        user: object,
+        delta: object,
+        norm: object,
+        step: int | None,
+    ) -> str | None:
+        """Nothing about a reply is trusted, not even its types."""
+        where, end = f"round {now.cohort.step}", "the reply is not used"
+        if step is not None and step != now.cohort.step:
+            return f"{where}: user {user!r} answers round {step}; {end}"
+        if not isinstance(user, str | int) or user not in now.asked:
+            return f"{where}: user {user!r} was not asked; {end}"
+        if user in now.replies:
+            return f"{where}: user {user!r} answers twice; the second {end[4:]}"
+        if not isinstance(delta, Mapping) or not isinstance(norm, float | int | None):
+            return f"{where}: user {user!r} must send named tensors and a norm; {end}"
+        shapes = self.server.shapes
+        for name in shapes:
+            if not isinstance(delta.get(name), Tensor):
+                return f"{where}: the delta of user {user!r} lacks {name!r}; {end}"
+        for name, value in delta.items():
+            if name not in shapes:
+                if isinstance(value, Tensor) and not value.is_floating_point():
+                    continue  # a buffer that counts; nothing of it is used
+                return f"{where}: the delta of user {user!r} has {name!r}, unknown here; {end}"
+            is_dense = value.dtype in FLOATS and value.layout == torch.strided
+            if tuple(value.shape) != shapes[name] or not is_dense:
+                return (
+                    f"{where}: {name!r} of user {user!r} must be floating point of shape "
+                    f"{shapes[name]}, got {value.dtype} of {tuple(value.shape)}; {end}"
+                )
+        return None
+
+    def finish(self) -> RoundReport:
+        """Sum what came, release, save. Who did not answer counts as zero."""
+        now = self._now()
+        total = self._sum(now)
+        parameters = self.server.step(total, cohort=now.cohort)
+        self._open = None
+        if self.server.run is not None and self.server.round % self._save_every == 0:
+            self.save()
+        return RoundReport(
+            step=now.cohort.step,
+            parameters=parameters,
+            asked=len(now.asked),
+            answered=len(now.replies),
+            nonfinite=total.nonfinite,
+            refused=tuple(now.refused),
+        )
+
+    def _sum(self, now: _Open) -> ClippedSum:
+        """Unweighted, in order of user id, so that the bits do not depend on who came first."""
+        like = self.server.parameters()
+        answered = [user for user in now.cohort.users if user in now.replies]
+        parts = [now.replies[user] for user in answered]
+        dtype = max((p[0].dtype for p in parts), key=lambda d: d.itemsize, default=torch.float32)
+        size = sum(value.numel() for value in like.values())
+        total = torch.zeros(size, dtype=dtype, device=self.server.device)
+        for flat, _, _ in parts:
+            total += flat
+        pieces = torch.split(total, [value.numel() for value in like.values()])
+        return ClippedSum(
+            values={n: piece.reshape(v.shape) for (n, v), piece in zip(like.items(), pieces)},
+            bound=now.clip_norm,
+            norms=torch.tensor([norm for _, norm, _ in parts], dtype=torch.float64),
+            losses=torch.empty(0),
+            bad=torch.tensor([is_bad for _, _, is_bad in parts], dtype=torch.bool),
+            present=torch.ones(len(parts), dtype=torch.bool),
+        )
+
+    def abandon(self) -> None:
+        """Give the open round up: nothing is published, its noise is skipped, the charge stays."""
+        self._now()
+        self._open = None
+        self.server.skip_unknown()
+
+    def _now(self) -> _Open:
+        if self._open is None:
+            raise InvalidInput("no round is open; begin one first")
+        return self._open
+
+    def save(self) -> None:
+        """Checkpoint and statement into the run folder."""
+        folder = self._folder()
+        checkpoint.save(self.server.state_dict(), folder.checkpoints)
+        self.server.ledger.summarise()
+        self.write_statement()
+
+    def write_statement(self) -> None:
+        """Bring statement.json up to date with the ledger."""
+        server = self.server
+        self._folder().write_statement(
+            {
+                **server.statement().to_dict(),
+                "plan_hash": server.plan.hash,
+                "planned_steps": server.plan.steps,
+                "released_steps": server.ledger.released,
+            }
+        )
+
+    def resume(self) -> tuple[int, ...]:
+        """Load the newest checkpoint and pass over what is unknown; the rounds passed over."""
+        folder = self._folder()
+        found = checkpoint.saved(folder.checkpoints)
+        if found:
+            self.server.load_state_dict(checkpoint.load(found[-1]))
+        self._open = None
+        skipped = self.server.skip_unknown()
+        folder.forget_metrics_after(self.server.round)
+        if skipped:
+            self.save()
+        return skipped
+
+    def close(self) -> None:
+        """Save, and let go of the ledger; an open round is given up."""
+        if self._open is not None:
+            self.abandon()
+        if self.server.run is not None:
+            self.save()
+        self.server.ledger.close()
+
+    def _folder(self) -> RunFolder:
+        if self.server.run is None:
+            raise InvalidInput("there is no run folder; give ServerOptimizer run='runs/NAME'")
+        return self.server.run
+
+
+def _plain(user: object) -> UserId:
+    return user if isinstance(user, str) else int(user)  # type: ignore[call-overload]

@@ -1,0 +1,227 @@
+"""Federated training in one process: the same rounds, server and clients, without an engine.
+
+    check_ins(t) → rounds.begin → local training of the invited → rounds.receive → rounds.finish
+
+Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise; the
+protocol is `Rounds` either way, the one that a network engine drives too. With `vectorise=False`
+the arithmetic of every client is that of a client on its own machine, bit for bit.
+
+Everything that is random in a simulation (who checks in, who fails to answer) is a function of the
+round number, so a run that was stopped and resumed is the run that was not.
+
+>>> order = in_random_order(["ada", "bob", "eve"], seed=1)
+>>> order(4) == order(4), sorted(order(4))
+(True, ['ada', 'bob', 'eve'])
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from noshuffle.errors import Unsupported, whole
+from noshuffle.federated.clients import (
+    NO_TARGET,
+    LocalTraining,
+    LossFn,
+    clip_delta,
+    cross_entropy,
+    local_train,
+)
+from noshuffle.federated.cohort import UserId
+from noshuffle.federated.per_user import Spending, spending
+from noshuffle.federated.recurrent import unrolled
+from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
+from noshuffle.federated.tasks import FederatedTask
+from noshuffle.federated.vectorised import can_vectorise, is_worth_it, local_train_many, pack
+from noshuffle.statement import PrivacyStatement
+
+#: Round number → the users that check in, in the order in which they come.
+CheckIns = Callable[[int], Sequence[UserId]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One round of a simulation, as it is told to whoever watches."""
+
+    round: int
+    of: int
+    report: RoundReport
+    epsilon: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulation ended with."""
+
+    parameters: dict[str, Tensor]
+    rounds: int
+    is_complete: bool
+    seconds: float
+    statement: PrivacyStatement
+    users: tuple[Spending, ...]
+
+    @property
+    def rounds_per_second(self) -> float:
+        return self.rounds / self.seconds if self.seconds else 0.0
+
+
+def in_random_order(users: Sequence[UserId], *, seed: int) -> CheckIns:
+    """Everybody checks in, in an order of its own every round."""
+
+    def order(step: int) -> list[UserId]:
+        return [users[i] for i in np.random.default_rng((seed, step)).permutation(len(users))]
+
+    return order
+
+
+def in_stream_order(users: Sequence[UserId], *, rounds: int) -> CheckIns:
+    """The population drifts by: round t asks those around place t/rounds of the list first."""
+    whole(rounds=rounds)
+
+    def order(step: int) -> list[UserId]:
+        at = min(step, rounds - 1) * len(users) // rounds
+        return [*users[at:], *users[:at]]
+
+    return order
+
+
+def simulate(
+    rounds: Rounds,
+    model: nn.Module,
+    task: FederatedTask,
+    *,
+    local: LocalTraining,
+    check_ins: CheckIns,
+    until: int | None = None,
+    loss_fn: LossFn = cross_entropy,
+    answers: Callable[[int, UserId], bool] | None = None,
+    vectorise: bool | None = None,
+    at_once: int = 50,
+    progress: Callable[[Progress], None] | None = None,
+) -> Simulation:
+    """Run rounds up to number `until` (the plan's last, if not given).
+
+    Arguments:
+        model: the architecture; the server has the parameters.
+        check_ins: who comes in which round; see `in_random_order`, `in_stream_order`.
+        answers: whether a user's reply arrives; everybody's does by default.
+        vectorise: train clients together; None does so where that is possible and quicker.
+        at_once: how many clients are trained together.
+        progress: called after every round.
+
+    Where fewer users are free than `rounds` insists on, the simulation ends early: limits count
+    rounds, so nobody gets free by waiting. The rest of the plan stays unused.
+    """
+    server = rounds.server
+    last = server.plan.steps if until is None else until
+    whole(at_least=0, at_most=server.plan.steps, until=last)
+    together = is_worth_it(model, device=server.device) if vectorise is None else vectorise
+    if together and not can_vectorise(model):
+        raise Unsupported("clients of this model cannot be trained together; use vectorise=False")
+    model = unrolled(model) if together else model
+    train = _together if together else _one_by_one
+    begin, done = time.perf_counter(), 0
+    while server.round < last:
+        invitation = rounds.begin(check_ins(server.round))
+        if invitation is None:
+            break
+        users = [u for u in invitation.users if answers is None or answers(invitation.step, u)]
+        for user, delta in train(model, invitation, users, task, local, loss_fn, at_once):
+            sent = clip_delta(delta, clip_norm=invitation.clip_norm)
+            rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
+        report = rounds.finish()
+        done += 1
+        if progress is not None:
+            epsilon = server.statement().epsilon
+            progress(Progress(server.round, last, report, epsilon, time.perf_counter() - begin))
+    return Simulation(
+        parameters=server.parameters(),
+        rounds=done,
+        is_complete=server.round >= last,
+        seconds=time.perf_counter() - begin,
+        statement=server.statement(),
+        users=spending(server),
+    )
+
+
+def _device(invitation: Invitation) -> torch.device:
+    return next(iter(invitation.parameters.values())).device
+
+
+def _one_by_one(
+    model: nn.Module,
+    invitation: Invitation,
+    users: Sequence[UserId],
+    task: FederatedTask,
+    local: LocalTraining,
+    loss_fn: LossFn,
+    at_once: int,
+) -> Iterator[tuple[UserId, dict[str, Tensor]]]:
+    for user in users:
+        x, y = (part.to(_device(invitation)) for part in task.client(user))
+        yield user, local_train(model, invitation.parameters, x, y, local=local, loss_fn=loss_fn)
+
+
+def _together(
+    model: nn.Module,
+    invitation: Invitation,
+    users: Sequence[UserId],
+    task: FederatedTask,
+    local: LocalTraining,
+    loss_fn: LossFn,
+    at_once: int,
+) -> Iterator[tuple[UserId, dict[str, Tensor]]]:
+    device = _device(invitation)
+    places = np.array([task.place(user) for user in users], dtype=np.int64)
+    # Users with a like number of examples share a stack, so that little of it is padding.
+    order = np.argsort(task.starts[places + 1] - task.starts[places], kind="stable")
+    for at in range(0, len(users), at_once):
+        some = order[at : at + at_once]
+        starts, stops = task.starts[places[some]], task.starts[places[some] + 1]
+        rows, weights = pack(starts, stops, local=local)
+        steps = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
+        batches = [(x.to(device), y.to(device), w.to(device)) for x, y, w in steps]
+        stacked = local_train_many(
+            model,
+            invitation.parameters,
+            batches,
+            clients=len(some),
+            local=local,
+            loss_fn=loss_fn,
+        )
+        for i, place in enumerate(some):
+            yield users[place], {name: value[i] for name, value in stacked.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    parameters: dict[str, Tensor],
+    task: FederatedTask,
+    *,
+    batch_size: int = 256,
+    most: int | None = None,
+) -> tuple[float, float]:
+    """Mean loss and accuracy per target on the held-out users (on the first `most` rows)."""
+    rows = len(task.x_test) if most is None else min(most, len(task.x_test))
+    device = next(iter(parameters.values())).device
+    loss, hits, targets = 0.0, 0, 0
+    for at in range(0, rows, batch_size):
+        end = min(at + batch_size, rows)
+        x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
+        x, y = x.to(device), y.to(device)
+        scores = functional_call(model, parameters, (x,))
+        is_target = y != NO_TARGET
+        losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
+        loss += float(losses)
+        hits += int(((scores.argmax(1) == y) & is_target).sum())
+        targets += int(is_target.sum())
+    return loss / max(1, targets), hits / max(1, targets)

@@ -1,0 +1,212 @@
+"""Federated data: real people, or roles, each with a few examples of their own.
+
+    shakespeare     next character, 1,350 speaking roles of 37 plays
+    german_drama    next character, 11,200 speaking roles of 774 plays in order of year (1510-1947)
+    mnist_writers   digits of 539 writers
+
+The rows of a user lie together: user i owns starts[i] … starts[i + 1] − 1. Every tenth user is held
+out whole for testing (MNIST has test writers of its own). Alphabets are fixed beforehand and not
+read off the data; other characters share one symbol. A text is cut into windows of `length` + 1
+characters, at most `most_windows` of a user; the end of the last one has no targets.
+
+>>> encode("Äa\\n", alphabet=GERMAN).tolist() == [GERMAN.index(c) for c in "Äa\\n"]
+True
+>>> x, y = windows(np.arange(5), length=3, most=9, filler=7)
+>>> x.tolist(), y.tolist()
+([[0, 1, 2], [4, 7, 7]], [[1, 2, 3], [-100, -100, -100]])
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from noshuffle.datasets.store import local
+from noshuffle.errors import DataUnavailable, InvalidInput, whole
+from noshuffle.federated.clients import NO_TARGET
+from noshuffle.federated.cohort import UserId
+
+Symbols = NDArray[np.int64]
+Batch = tuple[Tensor, Tensor]
+
+#: Printable ASCII and the line break.
+ENGLISH = "\n" + "".join(chr(code) for code in range(32, 127))
+#: The same with umlauts, sharp and long s, the accents of loan words, and German quotation marks.
+GERMAN = ENGLISH + "ÄÖÜäöüßẞſůàáâæçèéêëíîïñóôœúûÀÉ–—’‘‚“”„«»‹›…§"
+
+
+@dataclass(frozen=True, eq=False)
+class FederatedTask:
+    """Examples by user. `x` holds symbols or pixels in a narrow type; `batch` widens them."""
+
+    name: str
+    kind: str  # "text" or "image"
+    users: tuple[UserId, ...]
+    starts: NDArray[np.int64]
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    years: NDArray[np.int64] | None = None
+    _place: dict[UserId, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.users) + 1 or self.starts[-1] != len(self.x):
+            raise InvalidInput(f"{self.name}: starts must give each user's first row, and the end")
+        object.__setattr__(self, "_place", {user: i for i, user in enumerate(self.users)})
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return tuple(self.x.shape[1:])
+
+    def place(self, user: UserId) -> int:
+        """The number of a user."""
+        if user not in self._place:
+            raise InvalidInput(f"{self.name} has no user {user!r}")
+        return self._place[user]
+
+    def client(self, user: UserId) -> Batch:
+        """All examples of a user, in their natural order."""
+        i = self.place(user)
+        return self.widen(*(part[self.starts[i] : self.starts[i + 1]] for part in (self.x, self.y)))
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Examples by row number, in the shape of `rows`."""
+        return self.widen(self.x[rows], self.y[rows])
+
+    def widen(self, x: Tensor, y: Tensor) -> Batch:
+        """What a model takes: symbols as integers, pixels scaled to [−1, 1]."""
+        x = x.to(torch.float32) / 127.5 - 1 if self.kind == "image" else x.to(torch.int64)
+        return x, y.to(torch.int64)
+
+
+def encode(text: str, *, alphabet: str) -> Symbols:
+    """Characters as symbols 0 … len(alphabet), the last for everything else."""
+    composed = unicodedata.normalize("NFC", text)
+    codes = np.frombuffer(composed.encode("utf-32-le", "replace"), "<u4")
+    table = _table(alphabet)
+    found: Symbols = np.take(table, np.minimum(codes, len(table) - 1))
+    return found
+
+
+@lru_cache
+def _table(alphabet: str) -> Symbols:
+    table = np.full(max(map(ord, alphabet)) + 2, len(alphabet), dtype=np.int64)
+    table[[ord(c) for c in alphabet]] = np.arange(len(alphabet))
+    return table
+
+
+def windows(symbols: Symbols, *, length: int, most: int, filler: int) -> tuple[Symbols, Symbols]:
+    """Inputs and next characters, row by row; the rest of the last row has no targets."""
+    rows = min(-(-len(symbols) // (length + 1)), most)
+    room = np.full(rows * (length + 1), -1, dtype=np.int64)
+    used = symbols[: len(room)]
+    room[: len(used)] = used
+    cut = room.reshape(rows, length + 1)
+    x, y = cut[:, :-1], cut[:, 1:]
+    return np.where(x < 0, filler, x), np.where(y < 0, NO_TARGET, y)
+
+
+def shakespeare(*, length: int = 80, most_windows: int = 16, min_chars: int = 2) -> FederatedTask:
+    """Shakespeare's roles; one with fewer than `min_chars` characters is left out."""
+    return _roles("shakespeare", ENGLISH, length, most_windows, min_chars)
+
+
+def german_drama(*, length: int = 80, most_windows: int = 16, min_chars: int = 2) -> FederatedTask:
+    """German roles in order of year: streamed in that order, a population that drifts."""
+    return _roles("gerdracor", GERMAN, length, most_windows, min_chars)
+
+
+def _roles(
+    name: str, alphabet: str, length: int, most_windows: int, min_chars: int
+) -> FederatedTask:
+    whole(length=length, most_windows=most_windows)
+    whole(at_least=2, min_chars=min_chars)
+    users: list[UserId] = []
+    years: list[int] = []
+    kept: list[tuple[Symbols, Symbols]] = []
+    held: list[tuple[Symbols, Symbols]] = []
+    longest = most_windows * (length + 1)
+    with gzip.open(_file(f"{name}_roles.jsonl.gz"), "rt", encoding="utf8") as file:
+        for number, line in enumerate(file):
+            role = json.loads(line)
+            symbols = encode("\n".join(role["speeches"])[: longest + 1], alphabet=alphabet)
+            if len(symbols) < min_chars:
+                continue
+            cut = windows(symbols, length=length, most=most_windows, filler=len(alphabet))
+            if number % 10 == 9:
+                held.append(cut)
+                continue
+            kept.append(cut)
+            users.append(role["user"])
+            years.append(int(role.get("year", 0)))
+    x, y, x_test, y_test = (
+        torch.from_numpy(np.concatenate([cut[i] for cut in part]).astype(np.int16))
+        for part in (kept, held)
+        for i in (0, 1)
+    )
+    starts = np.cumsum([0, *(len(cut[0]) for cut in kept)])
+    when = np.array(years) if any(years) else None
+    classes = len(alphabet) + 1
+    return FederatedTask(
+        name, "text", tuple(users), starts, x, y, x_test, y_test, classes, years=when
+    )
+
+
+def mnist_writers() -> FederatedTask:
+    """MNIST by the person who wrote the digits."""
+    with np.load(_file("mnist.npz")) as file:
+        writers = file["writer_train"].astype(np.int64)
+        order = np.argsort(writers, kind="stable")
+        arrays = [file["x_train"][order], file["y_train"][order], file["x_test"], file["y_test"]]
+    x, y, x_test, y_test = (torch.from_numpy(array) for array in arrays)
+    users, first = np.unique(writers[order], return_index=True)
+    starts = np.append(first, len(writers)).astype(np.int64)
+    return FederatedTask(
+        "mnist_writers",
+        "image",
+        tuple(users.tolist()),
+        starts,
+        x.unsqueeze(1),
+        y,
+        x_test.unsqueeze(1),
+        y_test,
+        10,
+    )
+
+
+def _file(name: str) -> str:
+    path = local(name)
+    if path is None:
+        raise DataUnavailable(
+            f"{name} is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the folder that holds it"
+        )
+    return str(path)
+
+
+TASKS: dict[str, Callable[[], FederatedTask]] = {
+    "shakespeare": shakespeare,
+    "german_drama": german_drama,
+    "mnist_writers": mnist_writers,
+}
+
+
+def load_task(name: str) -> FederatedTask:
+    """A federated task by name."""
+    if name not in TASKS:
+        raise InvalidInput(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    return TASKS[name]()

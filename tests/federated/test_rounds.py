@@ -1,0 +1,295 @@
+"""The protocol: bad replies cost nobody else, crashes skip a row, resumed runs are the same run."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from noshuffle import MinSeparation, Plan, Poisson
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
+from noshuffle.federated import Rounds, ServerOptimizer, observed_participation
+from noshuffle.noise import test_source as a_source
+from noshuffle.training.verify import verify
+
+USERS = [f"user {i}" for i in range(20)]
+
+
+@lru_cache
+def a_plan() -> Plan:
+    return Plan.fit(MinSeparation(10, 3, 3), mechanism="blt", noise_multiplier=0.7, unit="user")
+
+
+def rounds_in(run: Path | None, **more: Any) -> Rounds:
+    server = ServerOptimizer(
+        {"w": torch.zeros(3), "scale": torch.tensor(1.0)},
+        a_plan(),
+        clip=1.0,
+        cohort_size=4,
+        optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+        source=a_source(seed=4),
+        run=run,
+    )
+    return Rounds(server, **more)
+
+
+def check_ins(step: int) -> list[str]:
+    return random.Random(step).sample(USERS, 12)
+
+
+def delta_of(user: str, step: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 * int(user.split()[1]) + step)
+    return {"w": torch.randn(3, generator=g), "scale": torch.randn((), generator=g)}
+
+
+def one_round(rounds: Rounds, *, backwards: bool = False, silent: tuple[str, ...] = ()) -> Any:
+    work = rounds.begin(check_ins(rounds.server.round))
+    assert work is not None
+    users = [u for u in work.users if u not in silent]
+    for user in reversed(users) if backwards else users:
+        assert rounds.receive(user, delta_of(user, work.step)) is None
+    return rounds.finish()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_bad_replies_are_refused_and_cost_nobody_else(tmp_path: Path) -> None:
+    honest, attacked = rounds_in(None), rounds_in(None)
+    work = honest.begin(check_ins(0))
+    assert work is not None
+    assert attacked.begin(check_ins(0)) is not None
+    *good, bad = work.users
+    stranger = next(u for u in USERS if u not in work.users)
+    fine = delta_of(good[0], 0)
+    for user in good:
+        honest.receive(user, delta_of(user, 0))
+    lines = [
+        attacked.receive(bad, {"w": fine["w"]}),
+        attacked.receive(bad, {**fine, "w": torch.zeros(4)}),
+        attacked.receive(bad, {**fine, "w": torch.zeros(3, dtype=torch.int64)}),
+        attacked.receive(bad, {**fine, "extra": torch.zeros(1)}),
+        attacked.receive(bad, {"w": "text", "scale": 1.0}),  # type: ignore[dict-item]
+        attacked.receive(bad, [1, 2]),  # type: ignore[arg-type]
+        attacked.receive(bad, {**fine, "w": torch.zeros(3).to_sparse()}),
+        attacked.receive(bad, fine, norm="large"),  # type: ignore[arg-type]
+        attacked.receive([bad], fine),  # type: ignore[arg-type]
+        attacked.receive(stranger, fine),
+        attacked.receive(bad, fine, step=3),
+        attacked.receive(bad, {**fine, "w": torch.full((3,), math.nan)}),
+        attacked.receive(bad, fine),
+    ]
+    for user in good:
+        assert attacked.receive(user, delta_of(user, 0)) is None
+        lines.append(attacked.receive(user, delta_of(user, 7)))
+    words = ["lacks 'scale'", "must be floating point of shape (3,)", "torch.int64", "'extra'"]
+    words += ["lacks 'w'", "named tensors", "shape (3,)", "named tensors", "was not asked"]
+    words += ["was not asked", "answers round 3", "NaN", *["answers twice"] * 4]
+    for line, word in zip(lines, words, strict=True):
+        assert line is not None
+        assert word in line
+        assert "\n" not in line
+    report, other = attacked.finish(), honest.finish()
+    assert same(report.parameters, other.parameters)
+    assert (report.asked, report.answered, report.nonfinite) == (4, 4, 1)
+    assert len(report.refused) == len(lines)
+    assert attacked.receive(good[0], fine) is not None  # too late
+
+
+def test_the_server_clips_again_and_ignores_counters() -> None:
+    rounds = rounds_in(None)
+    work = rounds.begin(check_ins(0))
+    assert work is not None
+    huge = {"w": torch.full((3,), 1e6), "scale": torch.tensor(1e6), "seen": torch.tensor(9)}
+    quiet = rounds_in(None)
+    assert quiet.begin(check_ins(0)) is not None
+    unit = {"w": torch.full((3,), 0.5), "scale": torch.tensor(0.5)}
+    for r, delta in ((rounds, huge), (quiet, unit)):
+        assert r.receive(work.users[0], delta) is None
+    a, b = rounds.finish().parameters, quiet.finish().parameters
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+def test_order_of_arrival_does_not_matter_to_the_last_bit() -> None:
+    one, two = rounds_in(None), rounds_in(None)
+    for _ in range(6):
+        assert same(one_round(one).parameters, one_round(two, backwards=True).parameters)
+
+
+def test_limits_hold_and_few_are_enough_or_are_waited_for() -> None:
+    rounds = rounds_in(None, at_least=2)
+    cohorts = []
+    for _ in range(10):
+        work = rounds.begin(USERS[:5])
+        if work is None:
+            assert rounds.server.round == rounds.server.ledger.released  # nobody charged
+            work = rounds.begin(USERS[10:])
+            assert work is not None
+        cohorts.append(work.users)
+        rounds.finish()
+    assert {len(users) for users in cohorts} == {2, 4}
+    seen = observed_participation(cohorts)
+    assert seen.separation >= 3
+    assert seen.max_participations <= 3
+    few = rounds_in(None)
+    assert [len(few_users(few)) for _ in range(2)] == [4, 1]
+    assert few.begin(USERS[:5]) is None
+
+
+def few_users(rounds: Rounds) -> tuple[Any, ...]:
+    work = rounds.begin(USERS[:5])
+    assert work is not None
+    rounds.finish()
+    return work.users
+
+
+def test_stop_and_resume_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    straight = rounds_in(tmp_path / "a")
+    for _ in range(9):
+        expected = one_round(straight, silent=("user 3",)).parameters
+    stopped = rounds_in(tmp_path / "b")
+    for _ in range(4):
+        one_round(stopped, silent=("user 3",))
+    del stopped  # killed: nothing is closed
+    resumed = rounds_in(tmp_path / "b")
+    assert resumed.resume() == ()
+    for _ in range(5):
+        got = one_round(resumed, silent=("user 3",)).parameters
+    assert same(got, expected)
+    for r, name in ((straight, "a"), (resumed, "b")):
+        r.close()
+        assert verify(tmp_path / name).failures == ()
+
+
+@pytest.mark.parametrize("crash", ["after intent", "after some replies", "before checkpoint"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_crash_skips_the_row_and_keeps_the_charge(tmp_path: Path, crash: str, at: int) -> None:
+    reference = rounds_in(tmp_path / "a")
+    for t in range(8):
+        if t == at:
+            assert reference.begin(check_ins(t)) is not None
+            reference.abandon()
+        else:
+            expected = one_round(reference).parameters
+    run = rounds_in(tmp_path / "b")
+    for _ in range(at):
+        one_round(run)
+    before = run.server.parameters()
+    work = run.begin(check_ins(at))
+    assert work is not None
+    if crash == "after some replies":
+        run.receive(work.users[0], delta_of(str(work.users[0]), at))
+    if crash == "before checkpoint":
+        run.save = lambda: None  # type: ignore[method-assign]
+        run.finish()
+    del run
+    resumed = rounds_in(tmp_path / "b")
+    assert resumed.resume() == (at,)
+    assert same(resumed.server.parameters(), before)
+    assert resumed.server.round == resumed.server.ledger.released == at + 1
+    charged = resumed.server.ledger.row(at).units
+    assert set(charged) == set(resumed.server.roster.units(work.users))
+    again = rounds_in(tmp_path / "b")  # a second crash right after resuming changes nothing
+    again.resume()
+    for _ in range(at + 1, 8):
+        got = one_round(again).parameters
+    assert same(got, expected)
+    again.close()
+    assert verify(tmp_path / "b").failures == ()
+
+
+def test_two_servers_on_one_folder_cannot_use_one_row_twice(tmp_path: Path) -> None:
+    one, two = rounds_in(tmp_path / "a"), rounds_in(tmp_path / "a")
+    assert one.begin(check_ins(0)) is not None
+    with pytest.raises(ReplayRefused, match="another process"):
+        two.begin(check_ins(1))
+
+
+def test_another_setting_or_kind_of_id_is_refused(tmp_path: Path) -> None:
+    rounds = rounds_in(tmp_path / "a")
+    one_round(rounds)
+    rounds.close()
+    with pytest.raises(InvalidInput, match="clip"):
+        ServerOptimizer(
+            {"w": torch.zeros(3)}, a_plan(), clip=2.0, cohort_size=4, run=tmp_path / "a",
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.5),
+        )  # fmt: skip
+    resumed = rounds_in(tmp_path / "a")
+    resumed.resume()
+    with pytest.raises(InvalidInput, match="names users by str"):
+        resumed.begin([1, 2, 3])
+
+
+def test_sampled_rounds_need_everybody_drawn() -> None:
+    plan = Plan.fit(Poisson(steps=4, rate=0.4), mechanism="identity", noise_multiplier=1.0,
+                    unit="user")  # fmt: skip
+    server = ServerOptimizer({"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=4,
+                             optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0))  # fmt: skip
+    rounds = Rounds(server)
+    with pytest.raises(InvalidInput, match=r"server.sampler"):
+        rounds.begin(range(10))
+    sampler = server.sampler(10)
+    for t in range(4):
+        drawn = sampler.draw(t)
+        if len(drawn):
+            with pytest.raises(InvalidInput, match="have not checked in"):
+                rounds.begin(np.setdiff1d(np.arange(10), drawn[:1]))
+        work = rounds.begin(np.arange(10))
+        assert work is not None
+        assert list(work.users) == drawn.tolist()
+        rounds.finish()
+
+
+def test_a_round_torn_in_the_middle_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Noise was added, then the update failed: nothing may follow but a resume, which skips."""
+    rounds = rounds_in(tmp_path / "a")
+    one_round(rounds)
+    before = rounds.server.parameters()
+
+    def fail() -> None:
+        raise RuntimeError("no memory left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds.server.optimizer, "step", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            one_round(rounds)
+    with pytest.raises(NoshuffleError, match="half-way"):
+        rounds.begin(check_ins(1))
+    with pytest.raises(NoshuffleError, match="half-way"):
+        rounds.abandon()
+    assert rounds.resume() == (1,)
+    assert same(rounds.server.parameters(), before)
+    one_round(rounds)
+    assert rounds.server.round == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can be killed")
+def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    """Not an exception but SIGKILL, right after work would have been sent."""
+    child = os.fork()
+    if child == 0:
+        run = rounds_in(tmp_path / "a")
+        one_round(run)
+        one_round(run)
+        run.begin(check_ins(2))
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    resumed, reference = rounds_in(tmp_path / "a"), rounds_in(None)
+    assert resumed.resume() == (2,)
+    for _ in range(2):
+        one_round(reference)
+    assert same(resumed.server.parameters(), reference.server.parameters())
+    assert reference.begin(check_ins(2)) is not None
+    reference.abandon()
+    assert same(one_round(resumed).parameters, one_round(reference).parameters)

@@ -1,0 +1,214 @@
+"""Simulations: vectorised or not the same run, stopped or not the same run; the data by user."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle import MinSeparation, Plan
+from noshuffle.errors import DataUnavailable, InvalidInput
+from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
+from noshuffle.federated import tasks as tasks_module
+from noshuffle.federated.clients import NO_TARGET
+from noshuffle.federated.simulate import Progress, evaluate, in_random_order, in_stream_order
+from noshuffle.federated.tasks import GERMAN, FederatedTask, encode, load_task, windows
+from noshuffle.noise import test_source as a_source
+from noshuffle.training.models import CharLSTM
+from noshuffle.training.verify import verify
+
+SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", Path(__file__).parents[3] / "shared")) / "data"
+needs_data = pytest.mark.skipif(
+    not SHARED.is_dir(), reason=f"no data folder at {SHARED}; set NOSHUFFLE_SHARED"
+)
+
+
+def a_task(users: int = 30) -> FederatedTask:
+    """Two blobs; every user has a few points, some have none."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 9, users)
+    y = rng.integers(0, 2, sizes.sum() + 200)
+    x = rng.normal(size=(len(y), 1, 2, 2)) * 20 + 128 + 30 * (2 * y - 1)[:, None, None, None]
+    pixels, labels = torch.from_numpy(x.clip(0, 255).astype(np.uint8)), torch.from_numpy(y)
+    n = int(sizes.sum())
+    starts = np.append(0, np.cumsum(sizes))
+    names = tuple(f"u{i}" for i in range(users))
+    return FederatedTask(
+        "blobs", "image", names, starts, pixels[:n], labels[:n], pixels[n:], labels[n:], 2
+    )
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+@lru_cache
+def a_plan(noise: float, steps: int) -> Plan:
+    limits = MinSeparation(steps, 3, 3)
+    return Plan.fit(limits, mechanism="blt", noise_multiplier=noise, unit="user")
+
+
+def a_run(run: Path | None = None, *, noise: float = 0.3, steps: int = 12) -> Rounds:
+    server = ServerOptimizer(
+        a_model(),
+        a_plan(noise, steps),
+        clip=1.0,
+        cohort_size=8,
+        optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5),
+        source=a_source(seed=2),
+        run=run,
+    )
+    return Rounds(server)
+
+
+LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2, proximal=0.1)
+
+
+def go(rounds: Rounds, **more: Any) -> Any:
+    task = a_task()
+    settings: dict[str, Any] = {"local": LOCAL, "check_ins": in_random_order(task.users, seed=1)}
+    return simulate(rounds, a_model(), task, **{**settings, **more})
+
+
+def test_vectorised_and_one_by_one_agree() -> None:
+    slow = go(a_run(), vectorise=False)
+    for at_once in (1, 3, 50):
+        fast = go(a_run(), vectorise=True, at_once=at_once)
+        for name, value in slow.parameters.items():
+            torch.testing.assert_close(fast.parameters[name], value, rtol=1e-4, atol=1e-5)
+    assert slow.rounds == 12
+    assert slow.is_complete
+    assert slow.statement.unit == "user"
+    assert sum(s.users for s in slow.users) <= 30
+    assert max(s.participations for s in slow.users) <= 3
+
+
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, vectorise: bool) -> None:
+    def answers(step: int, user: object) -> bool:
+        return hash((step, str(user)[-1] == "7")) % 3 != 0
+
+    settings: dict[str, Any] = {"vectorise": vectorise, "answers": answers}
+    expected = go(a_run(tmp_path / "a"), **settings).parameters
+    go(a_run(tmp_path / "b"), until=5, **settings)
+    resumed = a_run(tmp_path / "b")
+    assert resumed.resume() == ()
+    got = go(resumed, **settings)
+    assert got.rounds == 7
+    assert all(torch.equal(got.parameters[n], v) for n, v in expected.items())
+    resumed.close()
+    assert verify(tmp_path / "b").failures == ()
+
+
+def test_it_learns_and_tells() -> None:
+    seen: list[Progress] = []
+    rounds = a_run(noise=0.05)
+    result = go(rounds, progress=seen.append)
+    task, model = a_task(), a_model()
+    before = evaluate(model, dict(model.named_parameters()), task)
+    after = evaluate(model, result.parameters, task)
+    assert after[1] > 0.9
+    assert after[0] < before[0]
+    assert [p.round for p in seen] == list(range(1, 13))
+    assert all(a.epsilon <= b.epsilon for a, b in itertools.pairwise(seen))
+    assert seen[-1].epsilon == result.statement.epsilon
+
+
+def test_it_ends_early_when_nobody_is_free() -> None:
+    result = go(a_run(steps=60))
+    assert not result.is_complete
+    assert {s.participations for s in result.users} == {3}
+
+
+def test_streamed_population() -> None:
+    order = in_stream_order(list("abcdef"), rounds=3)
+    assert ["".join(order(t)) for t in range(4)] == ["abcdef", "cdefab", "efabcd", "efabcd"]
+
+
+def test_recurrent_model_on_text() -> None:
+    """A tiny text task end to end, by the loop."""
+    texts = ["abab" * 9, "ab" * 30, "ba" * 11, "b", "abba" * 8]
+    cuts = [windows(encode(t, alphabet="ab"), length=8, most=3, filler=2) for t in texts]
+    x, y = (torch.from_numpy(np.concatenate([c[i] for c in cuts]).astype(np.int16)) for i in (0, 1))
+    starts = np.cumsum([0, *(len(c[0]) for c in cuts)])
+    task = FederatedTask("tiny", "text", tuple(range(5)), starts, x, y, x, y, 3)
+    torch.manual_seed(1)
+    model = CharLSTM(3, embedding=3, hidden=5)
+    plan = Plan.fit(MinSeparation(6, 1, 6), mechanism="tree", noise_multiplier=0.01, unit="user")
+    server = ServerOptimizer(model, plan, clip=1.0, cohort_size=5,
+                             optimizer_fn=lambda p: torch.optim.SGD(p, lr=2.0))  # fmt: skip
+    before = evaluate(model, server.parameters(), task)
+    local = LocalTraining(learning_rate=1.0, steps=2)
+    result = simulate(
+        Rounds(server), model, task, local=local, check_ins=in_random_order(task.users, seed=0)
+    )
+    assert evaluate(model, result.parameters, task)[0] < before[0]
+
+
+def test_windows_and_alphabet() -> None:
+    symbols = encode("Grüße, ſchöne Welt – „ja“!", alphabet=GERMAN)
+    assert (symbols < len(GERMAN)).all()
+    assert encode("u\u0308", alphabet=GERMAN).tolist() == [GERMAN.index("ü")]
+    assert encode("漢😀", alphabet=GERMAN).tolist() == [len(GERMAN)] * 2
+    assert len(set(GERMAN)) == len(GERMAN)
+    for n in range(2, 40):
+        x, y = windows(np.arange(n), length=5, most=4, filler=99)
+        flat = [pair for row in zip(x.tolist(), y.tolist()) for pair in zip(*row)]
+        used = min(n, 24)
+        targets = [b for _, b in flat if b != NO_TARGET]
+        assert all(b == a + 1 for a, b in flat if b != NO_TARGET)
+        assert targets == [i for i in range(used) if i % 6]
+
+
+@needs_data
+def test_roles_and_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSHUFFLE_DATA", str(SHARED))
+    plays = tasks_module.shakespeare(length=40, most_windows=2)
+    assert 1200 <= len(plays) <= 1215
+    assert plays.classes == 97
+    x, y = plays.client("1henryiv/KING HENRY IV")
+    assert x.shape == (2, 40)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    text = "So shaken as we are, so wan with care,\nFind we a time"
+    assert x[0].tolist() == encode(text, alphabet=tasks_module.ENGLISH)[:40].tolist()
+    digits = load_task("mnist_writers")
+    assert len(digits) == 539
+    assert digits.shape == (1, 28, 28)
+    sizes = np.diff(digits.starts)
+    assert sizes.min() == 19
+    assert sizes.max() == 131
+    assert sizes.sum() == 60_000
+    x, y = digits.client(digits.users[3])
+    assert len(x) == sizes[3]
+    assert x.min() == -1
+    assert x.max() <= 1
+
+
+@needs_data
+def test_german_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSHUFFLE_DATA", str(SHARED))
+    drama = tasks_module.german_drama(length=40, most_windows=1)
+    assert len(drama) == 10_080
+    assert len(drama.x_test) == 1_120
+    assert drama.years is not None
+    assert (np.diff(drama.years) >= 0).all()
+    unknown = float((drama.x == len(GERMAN)).float().mean())
+    assert unknown < 1e-3
+
+
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOSHUFFLE_DATA", raising=False)
+    with pytest.raises(DataUnavailable, match="NOSHUFFLE_DATA"):
+        tasks_module.shakespeare()
+    with pytest.raises(InvalidInput, match="task must be one of"):
+        load_task("reddit")
+    with pytest.raises(InvalidInput, match="no user 'x'"):
+        a_task().client("x")
