@@ -2,7 +2,7 @@
 
 The noise of step t depends on the key and t alone. If step t were released twice with different
 gradients, the difference of the two releases would be free of noise. So the ledger keeps, for
-every step, BLAKE2b of the batch (every tensor's type, shape and bytes, and the ids) and of the
+every step, a hash of the batch (every tensor's type, shape and bytes, and the ids) and of the
 state that turns it into a gradient: clipping, optimizer settings and the parameters. Parameters
 are sampled (at most 4,096 entries of each tensor) and only on the CPU, where a replay with the same
 number of threads is exact to the last bit; on a GPU two honest runs may differ there.
@@ -19,6 +19,7 @@ what a batch held.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -41,14 +42,15 @@ def secret_of(key: bytes) -> bytes:
 
 def of_batch(batch: tuple[Any, ...], ids: Ids | None, *, secret: bytes = b"") -> bytes:
     """Fingerprint of a batch: structure, types, shapes, bytes, ids."""
-    hasher = hashlib.blake2b(digest_size=SIZE, person=b"ns-batch", key=secret)
+    # SHA-256 has instructions of its own in today's processors; a batch may be megabytes.
+    hasher = hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
     leaves, structure = tree_flatten(batch)
     hasher.update(repr(structure).encode())
     for leaf in leaves:
         _feed(hasher, leaf)
     if ids is not None:
         hasher.update(np.ascontiguousarray(ids).tobytes())
-    return hasher.digest()
+    return hasher.digest()[:SIZE]
 
 
 def of_state(settings: Mapping[str, Any], parameters: Iterable[Tensor]) -> bytes:
@@ -74,7 +76,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _feed(hasher: hashlib.blake2b, leaf: Any) -> None:
+def _feed(hasher: hmac.HMAC | hashlib.blake2b, leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         value = leaf.detach().cpu().contiguous()
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
