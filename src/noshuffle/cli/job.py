@@ -179,6 +179,8 @@ def run_job(
         run=folder,
         engine=PerExample() if data.kind == "image" else None,
     )
+    if settings.unit == "user":
+        private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
     batches = _batches(settings, data, private)
     say("training")
     statement = fit_model(

@@ -25,7 +25,7 @@ from noshuffle.statement import PrivacyStatement
 from noshuffle.training.ledger import FINGERPRINTS_ONLY
 
 #: What a ledger records that a statement has to mention.
-FACTS = ("test_key", "identified_by", "unchanged_loop", "adaptive_clip")
+FACTS = ("test_key", "identified_by", "unchanged_loop", "adaptive_clip", "public_order")
 
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
@@ -36,6 +36,12 @@ UNCHANGED_LOOP = (
 ADAPTIVE_CLIP = (
     "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "
     "part of the stated ε, paid for by more noise on the gradients."
+)
+
+
+PUBLIC_ORDER = (
+    "Which user takes part at which step is public: the participation was read off the order of "
+    "the user ids."
 )
 
 
@@ -77,6 +83,8 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
         notes.append(UNCHANGED_LOOP)
     if facts.get("adaptive_clip") == "yes":
         notes.append(ADAPTIVE_CLIP)
+    if facts.get("public_order") == "yes":
+        notes.append(PUBLIC_ORDER)
     return tuple(notes)
 
 
