@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(DEV): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,federated]'
 	touch $@
 
 clean:
