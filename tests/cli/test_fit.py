@@ -12,6 +12,7 @@ import typer
 from noshuffle.cli.fit import fit
 from noshuffle.convex.table_file import read_table
 from noshuffle.errors import DataUnavailable, InvalidInput, NoshuffleError
+from noshuffle.report import write_report
 from noshuffle.training.verify import verify
 
 
@@ -58,8 +59,30 @@ def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert model["coef"][0][0] > 0 > model["coef"][0][1]
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 75
-    assert all(set(row) == {"step", "epsilon"} for row in metrics)  # released values only
+    # Released values only: ε, and the score with its noise.
+    known = {"step", "epsilon", "rows", "progressive_score", "progressive_deviation"}
+    assert set().union(*metrics) == known
+    assert metrics[-1]["epsilon"] == told["statement"]["epsilon"]
+    assert metrics[-1]["progressive_score"] != told["progressive_score_not_private"]
     assert (out / "checkpoints" / "key.json").stat().st_mode & 0o077 == 0
+    page = (out / "report.html").read_text(encoding="utf8")
+    assert told["report"] == str(out / "report.html")
+    for words in ("logistic model of sold", "Progressive validation", "largest released weights",
+                  "Privacy against accuracy", "read from y", "NOT PRIVATE"):  # fmt: skip
+        assert words in page
+    assert str(told["progressive_score_not_private"]) not in page
+    (out / "report.html").unlink()
+    assert write_report(out).is_file()
+
+
+def test_no_score_and_several_classes(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command([str(table), "--target", "city", "--no-score", "--task", "svc", "--out", str(out),
+             "--classes", "Rome,Oslo,Bonn", "--bounds", "price=-10,10", *COMMON])  # fmt: skip
+    page = (out / "report.html").read_text(encoding="utf8")
+    assert "Progressive validation" not in page
+    assert "weight of each class" in page
+    assert verify(out).failures == ()
 
 
 @pytest.mark.parametrize("solver", ["ftrl", "sums"])

@@ -44,6 +44,13 @@ def fit(
     hash_text: Annotated[
         int | None, typer.Option(help="text columns become so many hashed indicators")
     ] = None,
+    score: Annotated[
+        bool,
+        typer.Option(
+            "--score/--no-score",
+            help="release the progressive score with noise, for 3 % more of it, and draw it",
+        ),
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="run folder (default runs/NAME-TIME)")] = None,
     test_seed: Annotated[
         str | None, typer.Option(help="reproducible noise for tests: NOT PRIVATE")
@@ -53,6 +60,7 @@ def fit(
     """Fit a linear model to a table with differential privacy, in one pass, in file order."""
     from noshuffle.convex.table_file import read_table
     from noshuffle.errors import InvalidInput, one_of
+    from noshuffle.report import write_report
 
     one_of(TASKS, task=task)
     path = _folder(out, file)
@@ -67,6 +75,7 @@ def fit(
         "clip_norm": clip_norm,
         "penalty": penalty,
         "alpha": alpha,
+        "release_score": score,
         "test_seed": test_seed,
     }
     if radius is not None:
@@ -79,11 +88,14 @@ def fit(
         settings["classes"] = _classes(classes, table.y)
     model = _model(task, settings)
     kept = {name: value for name, value in settings.items() if value is not None}
-    how = {"file": file.name, "target": target, "task": task, "settings": kept}
+    how = {"kind": "fit", "file": file.name, "target": target, "task": task, **kept}
+    scored = "mean absolute error" if task == "linear" else "accuracy"
+    how |= {"rows": len(table.y), "score": scored}
     evidence = _Evidence(path, table, how)
     model.fit(table.x, table.y, ids=table.ids, observer=evidence)
     statement = evidence.close(model, table.columns)
-    _print(model, statement, path, as_json=json)
+    page = write_report(path)
+    _print(model, statement, path, page, as_json=json)
 
 
 class _Evidence:
@@ -119,7 +131,6 @@ class _Evidence:
         given = self.table.ids
         rows = np.arange(len(self.table.y))
         self.ids = rows if given is None else as_ids(list(given), secret=self.secret)
-        self.every = max(1, plan.steps // 20)
 
     def before(self, step: int, first: int, last: int) -> None:
         from noshuffle.training.fingerprint import of_batch
@@ -130,8 +141,7 @@ class _Evidence:
         self.ledger.record(admitted)
 
     def after(self, step: int) -> None:
-        if step % self.every == 0 or step == self.plan.steps:
-            self.run.append_metrics({"step": step, "epsilon": self.plan.epsilon_after(step)})
+        """Metrics are written at the end, from what the model released."""
 
     def close(self, model: Any, columns: tuple[str, ...]) -> Any:
         """The statement of what was released, and the model as JSON."""
@@ -152,6 +162,7 @@ class _Evidence:
                 "released_steps": released,
             }
         )
+        self._write_metrics(model, released)
         weights = {"coef": model.coef_.tolist(), "intercept": _plain(model.intercept_)}
         if hasattr(model, "classes_"):
             weights["classes"] = model.classes_.tolist()
@@ -159,8 +170,25 @@ class _Evidence:
         write_json(self.run.path / "model.json", record)
         own = [s for s in model.privacy_.assumptions if s not in said.assumptions]
         own.append(_SCHEMA)
+        self.how["batch_size"] = model.batch_size_
         self.run.write_config({**self.how, "further_assumptions": own})
         return said.with_assumptions(*own)
+
+    def _write_metrics(self, model: Any, released: int) -> None:
+        """ε spent and, where it was released, the progressive score, at up to 200 steps."""
+        curve = getattr(model, "progress_", None)
+        every = max(1, released // 200)
+        for step in range(1, released + 1):
+            if step % every and step != released:
+                continue
+            row: dict[str, Any] = {"step": step}
+            if step == released or step % (10 * every) == 0:
+                row["epsilon"] = self.plan.epsilon_after(step)
+            if curve is not None and step <= len(curve):
+                rows, score, deviation = (float(v) for v in curve[step - 1])
+                row |= {"rows": int(rows), "progressive_score": score}
+                row["progressive_deviation"] = deviation
+            self.run.append_metrics(row)
 
 
 def _model(task: str, settings: dict[str, Any]) -> Any:
@@ -235,7 +263,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
+def _print(model: Any, statement: Any, path: Path, page: Path, *, as_json: bool) -> None:
     import json
 
     score = "accuracy" if hasattr(model, "classes_") else "R²"
@@ -244,6 +272,7 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             "run": str(path),
             "steps": model.n_steps_,
             "rows": model.n_rows_,
+            "report": str(page),
             "progressive_score_not_private": model.progressive_score_,
             "statement": statement.to_dict(),
         }
@@ -255,4 +284,8 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         f"progressive {score} {model.progressive_score_:.4f} "
         "(from raw targets, not private: for your eyes, not in the run folder)"
     )
-    print(f"check the evidence: noshuffle verify {path}")
+    if hasattr(model, "progress_"):
+        _, value, deviation = model.progress_[-1]
+        name = "accuracy" if hasattr(model, "classes_") else "mean absolute error"
+        print(f"released progressive {name} {value:.4f} ± {2 * deviation:.4f} (covered by ε)")
+    print(f"report: {page}\ncheck the evidence: noshuffle verify {path}")

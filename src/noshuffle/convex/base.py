@@ -7,9 +7,11 @@ their gradients a `clip_norm`, and the number of rows is a public `horizon`.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ from noshuffle.convex.margins import Array, Loss, Targets
 from noshuffle.convex.phases import UNKNOWN_HORIZON, Budget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.rows import RowMap
+from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, replace_file, write_stream
+from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Observer, Rule
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
@@ -37,6 +41,7 @@ _IDS = "Units were told apart by the ids given with the rows; an id that came tw
 _TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
+_RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
 _SCALED = "Bounds, horizon, batch size, radius and all other settings were chosen without the data."
 
 
@@ -63,7 +68,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     averaging : "linear", "uniform" or "last"; None takes "last" under a penalty that makes zeros
         (an average is zero only where every iterate was), "linear" otherwise.
     learning_rate : None takes it from theory (see `rate`).
-    neighbours : "zero-out", "add-remove" or "replace-one".
+    neighbours : "zero-out" or "replace-one". Not "add-remove": batches are cut by place, so rows
+        behind one that is added or removed would move to other batches.
+    release_score : also release the progressive score with noise, as `progress_` (rows, score,
+        deviation), covered by the same statement for 3 % more noise (see `scored_rule`).
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
     """
 
@@ -86,6 +94,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     learning_rate: float | None = None
     fit_intercept: bool = True
     neighbours: str = "zero-out"
+    release_score: bool = False
     test_seed: int | str | None = None
 
     def _loss(self, classes: int) -> Loss:
@@ -93,6 +102,14 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _score(self) -> Accuracy | RSquared:
         raise NotImplementedError
+
+    def _scores(self, margins: Array, y: Targets) -> Array:
+        """What `release_score` releases the running mean of: a number in [0, 1] per row."""
+        raise NotImplementedError
+
+    def _score_unit(self) -> float:
+        """What a score of one means in the units of the data."""
+        return 1.0
 
     def _publish(self) -> None:
         """Set coef_ and intercept_ from the released weights."""
@@ -147,12 +164,25 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             if self.test_seed is None
             else test_source(seed=f"{type(self).__name__} {self.test_seed}")
         )
-        self._stream = LearningStream(
-            self._rule(features, classes),
+        self._stream = self._new_stream(
+            features, classes, source=source, horizon=horizon, passes=self.passes
+        )
+
+    def _new_stream(
+        self, features: int, classes: int, *, source: Source, horizon: int | None, passes: int
+    ) -> LearningStream:
+        if self.neighbours == "add-remove":
+            raise Unsupported(
+                "rows behind one that is added or removed would move to other batches, which no "
+                "bound covers; use neighbours='zero-out' or 'replace-one'"
+            )
+        rule = self._rule(features, classes)
+        return LearningStream(
+            ScoredRule(rule, self._scores) if self.release_score else rule,
             Budget(self.epsilon, self.delta, self.mechanism, self.neighbours),
             source=source,
             horizon=horizon,
-            passes=self.passes,
+            passes=passes,
             batch_size=self.batch_size,
         )
 
@@ -183,9 +213,16 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self.n_steps_ = stream.steps
         self.n_rows_ = stream.rows
         self.learning_rate_ = stream.rule.learning_rate
+        self.batch_size_ = stream.phase.batch_size
         self.progressive_score_ = self._progress.value
         self._publish()
+        self._notes = notes
         said = [_IDS if stream.has_ids else _NO_IDS, NOT_COVERED, _SCALED, *notes]
+        self.__dict__.pop("progress_", None)
+        if isinstance(stream.rule, ScoredRule):
+            curve = np.array(stream.rule.curve).reshape(-1, 3)
+            self.progress_: Array = curve * [1.0, self._score_unit(), self._score_unit()]
+            said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
         if self.test_seed is not None:
@@ -199,8 +236,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             return False
         if not hasattr(self, "_stream"):
             raise InvalidInput(
-                "this model was pickled or copied, which leaves its noise key behind; going on "
-                "needs the original, or a fresh model on new rows"
+                "this model was pickled or copied, which leaves its noise key behind; to go on "
+                "elsewhere use save(folder) and load(folder), or a fresh model on new rows"
             )
         if self._stream.is_closed:
             if self.horizon is not None:
@@ -209,6 +246,66 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
                 )
             self._stream.extend()
         return True
+
+    def save(self, folder: str | Path) -> Self:
+        """Write the model and its live stream into a folder, from which `load` goes on.
+
+        Guarantees: from here on this model, and every process that loads the folder, records what
+        each step was released from before its noise is used; a step that was recorded is repeated
+        from the same rows only (see `saved`). The folder holds the noise key: keep it as secret
+        as the data. To give a model away, pickle it instead.
+        """
+        check_is_fitted(self, "privacy_")
+        stream, path = getattr(self, "_stream", None), Path(folder)
+        if stream is None:
+            raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
+        if stream.is_observed:
+            raise Unsupported("this stream keeps its evidence in a run folder already")
+        if stream.log is None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        elif stream.log.folder.resolve() != path.resolve():
+            raise InvalidInput(f"this stream lives in {stream.log.folder}; save it there again")
+        state = stream.state()
+        if stream.log is None:
+            stream.log = ReleaseLog(path, key=stream.source.key)
+        state |= {"prefix": stream.log.cut().hex(), "progress": dict(vars(self._progress))}
+        replace_file(path / MODEL, pickle.dumps(self), mode=0o644)
+        write_stream(path, state, inode=stream.log.inode)
+        return self
+
+    @classmethod
+    def load(cls, folder: str | Path, *, moved: bool = False) -> Self:
+        """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
+
+        A stream that was killed after its last save is given the rows since then once more, in
+        their order. Load only folders you wrote: the model is a pickle. `moved` says that the
+        folder was moved to another disk and that the original is gone.
+        """
+        path = Path(folder)
+        state = read_stream(path, moved=moved)
+        model = pickle.loads((path / MODEL).read_bytes())
+        if not isinstance(model, cls):
+            raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
+        log = model._revive(path, state)
+        if moved:
+            write_stream(path, state, inode=log.inode)
+        return model
+
+    def _revive(self, path: Path, state: dict[str, Any]) -> ReleaseLog:
+        source = Source(bytes.fromhex(state["key"]), state["kind"], state["is_test"])
+        horizon, passes = state["phases"][0]
+        classes = len(getattr(self, "classes_", ()))
+        stream = self._new_stream(
+            self.n_features_in_, classes, source=source, horizon=horizon, passes=passes
+        )
+        stream.load(state)
+        stream.log = ReleaseLog(path, key=source.key, prefix=bytes.fromhex(state["prefix"]))
+        self._stream, self._progress = stream, self._score()
+        vars(self._progress).update(state["progress"])
+        self._finish(*self._notes)
+        return stream.log
 
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")
@@ -234,7 +331,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         """What is released and nothing else: no key, no unfinished sums, no raw scores.
 
         Two copies that went on with the same key would put the same noise on different rows, and
-        the difference of their answers would be free of noise; so copies cannot go on.
+        the difference of their answers would be free of noise; so copies cannot go on. `save`
+        keeps a stream alive across processes.
         """
         state = dict(super().__getstate__())
         for secret in ("_stream", "_progress", "progressive_score_"):

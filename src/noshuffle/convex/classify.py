@@ -29,8 +29,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.margins import Array, Hinge, Logistic, Loss, SmoothHinge, Softmax
-from noshuffle.convex.progress import Accuracy
+from noshuffle.convex.margins import Array, Hinge, Logistic, Loss, SmoothHinge, Softmax, Targets
+from noshuffle.convex.progress import Accuracy, told
 from noshuffle.convex.stream import Observer
 from noshuffle.errors import InvalidInput, one_of
 
@@ -49,6 +49,9 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
     def _score(self) -> Accuracy:
         return Accuracy()
 
+    def _scores(self, margins: Array, y: Targets) -> Array:
+        return np.asarray(told(margins) == y, dtype=np.float64)
+
     def fit(
         self,
         X: Any,
@@ -65,7 +68,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         self._begin(X.shape[1], len(self.classes_), rows=X.shape[0])
         self._learn(X, codes, ids, observer=observer, passes=self.passes)
         self._stream.close()
-        self._end()
+        self._finish(*(() if self.classes is not None else (_READ_CLASSES,)))
         return self
 
     def partial_fit(
@@ -90,12 +93,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
         self._learn(X, self._codes(y), ids, observer=observer)
-        self._end()
+        self._finish(*(self._notes if goes_on else ()))
         return self
-
-    def _end(self) -> None:
-        notes = () if self.classes is not None else (_READ_CLASSES,)
-        self._finish(*notes)
 
     def _set_classes(self, labels: Any) -> None:
         self.classes_ = np.unique(column_or_1d(labels))
@@ -125,8 +124,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The class of every row."""
-        margins = self.decision_function(X)
-        codes = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
+        codes = told(self._margins(X)).astype(np.int64)
         return np.asarray(self.classes_[codes])
 
 

@@ -34,6 +34,7 @@ from noshuffle.optim.constraints import Constraint
 AVERAGING = ("last", "uniform", "linear")
 #: Clipped norms stay this far below the bound, more than float64 can lose.
 _SLACK = 1.0 - 2.0**-40
+_VECTORS, _NUMBERS = ("_total", "_theta", "_average"), ("_weight", "_count", "learning_rate")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,20 @@ class LinearRule:
             t = self._count
             share = 1.0 / t if s.averaging == "uniform" else 2.0 / (t + 1)
             self._average += share * (self._theta - self._average)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that changes as rows come, as tensors and plain values."""
+        return {
+            **{name: torch.from_numpy(getattr(self, name).copy()) for name in _VECTORS},
+            **{name: getattr(self, name) for name in _NUMBERS},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        for name in _VECTORS:
+            setattr(self, name, state[name].numpy().copy())
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
 
     def _solved(self, point: Array) -> Array:
         s = self.settings

@@ -41,8 +41,8 @@ from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
 Array = NDArray[np.float64]
 _Scalar = Callable[[Array, Array], Array]
 
-#: Rounding that a row may exceed its bound by.
-SLACK = 1e-9
+#: Rounding that a row may exceed its bound by; ε moves by as little.
+SLACK = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)

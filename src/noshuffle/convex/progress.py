@@ -2,7 +2,8 @@
 
 The margins at which a row's gradient is taken are its prediction by a model that has never seen it,
 so a running score costs nothing. It is an honest estimate of the model's worth while it learned; it
-is NOT private, since it is computed from raw targets without noise: keep it where the data is.
+is NOT private, since it is computed from raw targets without noise: keep it where the data is. The
+score that may be published is `scored_rule`'s.
 
 >>> import numpy as np
 >>> score = Accuracy()
@@ -14,8 +15,10 @@ is NOT private, since it is computed from raw targets without noise: keep it whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noshuffle.convex.margins import Array, Targets
 
@@ -23,6 +26,11 @@ NOT_COVERED = (
     "progressive_score_ is computed from raw targets, is not covered by the guarantee, and is left "
     "out when the model is pickled."
 )
+
+
+def told(margins: Array) -> NDArray[Any]:
+    """The class that margins tell, as its number."""
+    return np.asarray(margins[:, 0] > 0 if margins.shape[1] == 1 else margins.argmax(axis=1))
 
 
 @dataclass
@@ -33,9 +41,8 @@ class Accuracy:
     right: int = 0
 
     def __call__(self, margins: Array, y: Targets) -> None:
-        told = margins[:, 0] > 0 if margins.shape[1] == 1 else margins.argmax(axis=1)
         self.rows += len(y)
-        self.right += int(np.count_nonzero(told == y))
+        self.right += int(np.count_nonzero(told(margins) == y))
 
     @property
     def value(self) -> float:

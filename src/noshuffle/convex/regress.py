@@ -28,7 +28,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
 
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.margins import Array, Loss, Squared
+from noshuffle.convex.margins import Array, Loss, Squared, Targets
 from noshuffle.convex.progress import RSquared
 from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.stream import Observer, Rule
@@ -60,6 +60,14 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
 
     def _score(self) -> RSquared:
         return RSquared()
+
+    def _scores(self, margins: Array, y: Targets) -> Array:
+        """Half of the absolute error: both numbers lie within ±1 here."""
+        return np.asarray(np.abs(np.clip(margins[:, 0], -1.0, 1.0) - y) / 2.0)
+
+    def _score_unit(self) -> float:
+        low, high = self._limits()
+        return high - low  # 2 · (high − low)/2: a mean absolute error in units of y
 
     def _rule(self, features: int, classes: int) -> Rule:
         one_of(("ftrl", "sums"), solver=self.solver)

@@ -6,12 +6,15 @@ come, the sum receives row t of C⁻¹Z (scaled by z·clip), is divided by the p
 goes to the rule, which makes the next iterate. Between batches the iterate does not move, so it
 does not matter how a batch was cut into pieces.
 
-State kept: the unfinished sum, the noise stream of the current phase, counts, and the ids that
-were seen (if ids are given). The unfinished sum and the key are secrets: they never leave here.
+State kept: the unfinished sum, the noise stream of the current phase, counts, and keyed hashes of
+the ids that were seen (if ids are given). The unfinished sum and the key are secrets: they leave
+here only by `state`, which goes into a file for the owner alone (see `saved`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
@@ -19,10 +22,14 @@ import torch
 
 from noshuffle.convex.margins import Array, Targets
 from noshuffle.convex.phases import Budget, Phase, make_phase, next_phase
+from noshuffle.convex.release import Release
+from noshuffle.convex.saved import ReleaseLog
 from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation, Unsupported
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.noise import Source
 from noshuffle.plan import Plan
 
+#: Bytes by which an id is known again.
+_MARK = 16
 #: Is shown the margins and targets of rows before they are learned from.
 Watch = Callable[[Array, Targets], None]
 
@@ -32,8 +39,12 @@ class Rule(Protocol):
 
     size: int
     clip_norm: float
-    learning_rate: float
     watch: Watch | None
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size in use."""
+        ...
 
     @property
     def weights(self) -> Array:
@@ -49,6 +60,13 @@ class Rule(Protocol):
 
     def update(self, mean: Array, *, step: int) -> None:
         """Take in the released mean of a step of the current phase."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that changes as rows come, as tensors and plain values."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
 
 
 class Observer(Protocol):
@@ -90,6 +108,8 @@ class LearningStream:
         self.rule, self.budget, self.source = rule, budget, source
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
         self._observer: Observer | None = None
+        self.log: ReleaseLog | None = None
+        self._pid = os.getpid()
         self.is_closed = False
         self.phases: list[Phase] = []
         self.rows = 0
@@ -98,7 +118,7 @@ class LearningStream:
         self._phase_steps = 0
         self._held = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64)
-        self._ids: set[Hashable] = set()
+        self._ids: set[bytes] = set()
         self.has_ids: bool | None = None
         self._is_broken = False
         self._begin()
@@ -118,23 +138,29 @@ class LearningStream:
         self.phases.append(phase)
         self._in_phase = self._phase_steps = 0
         # Every phase has a name, hence a stream, of its own under the one key.
-        self._noise = NoiseStream(
-            phase.plan.strategy.recipe(phase.plan.steps),
+        self._noise = Release(
+            phase.plan,
             self.source,
-            {self._name: (self.rule.size,)},
-            scale=phase.plan.noise_multiplier * self.rule.clip_norm,
-            steps=phase.plan.steps,
+            name=f"phase {len(self.phases)}",
+            size=self.rule.size,
+            clip_norm=self.rule.clip_norm,
         )
         self.rule.start(phase)
 
     @property
-    def _name(self) -> str:
-        return f"phase {len(self.phases)}"
+    def is_observed(self) -> bool:
+        """Whether somebody else keeps evidence of the releases."""
+        return self._observer is not None
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
         if self._is_broken:
             raise InvalidInput("an earlier call failed half-way; fit again from the start")
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                "this process is a fork of the one that owns the stream, and both would use the "
+                "same noise; save() in the owner and load() here"
+            )
         if self.horizon is not None and self.rows + rows > self.horizon:
             raise HorizonExceeded(
                 f"{self.rows} rows of a horizon of {self.horizon} were learned, {rows} more came; "
@@ -148,13 +174,14 @@ class LearningStream:
         given = list(ids)
         if len(given) != rows:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
-        fresh: set[Hashable] = set()
+        fresh: set[bytes] = set()
         for one in given:
-            if one in self._ids or one in fresh:
+            mark = _mark(one, key=self.source.key)
+            if mark in self._ids or mark in fresh:
                 raise ParticipationViolation(
                     f"id {one!r} came twice and the plan allows one row each; drop the second one"
                 )
-            fresh.add(one)
+            fresh.add(mark)
         self._ids |= fresh
         self.has_ids = True
 
@@ -178,6 +205,8 @@ class LearningStream:
                 self._begin()
             room = min(self._until_release(), total - at)
             piece = slice(at, at + room)
+            if self.log is not None:
+                self.log.saw(x[piece], y[piece])
             self._sum += torch.from_numpy(self.rule.clipped_sum(x[piece], y[piece]))
             at += room
             self.rows += room
@@ -206,8 +235,9 @@ class LearningStream:
         last = (self._in_phase - 1) % self.phase.rows + 1 + self._before_phase()
         if self._observer is not None:
             self._observer.before(self.steps, last - self._held, last)
-        self._noise.add_({self._name: self._sum})
-        mean = (self._sum / self.phase.batch_size).numpy()
+        if self.log is not None:
+            self.log.before(self.steps)
+        mean = (self._noise(self._sum) / self.phase.batch_size).numpy()
         self.rule.update(mean, step=self._phase_steps)
         self._sum = torch.zeros_like(self._sum)
         self._held = 0
@@ -218,3 +248,49 @@ class LearningStream:
 
     def _before_phase(self) -> int:
         return sum(phase.rows for phase in self.phases[:-1])
+
+    _COUNTS = ("horizon", "passes", "is_closed", "rows", "steps", "has_ids")
+    _INNER_COUNTS = ("_in_phase", "_phase_steps", "_held")
+
+    def state(self) -> dict[str, Any]:
+        """All of it, secrets included, as tensors and plain values; for the owner's eyes only."""
+        if self._is_broken:
+            raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
+        return {
+            **{name: getattr(self, name) for name in (*self._COUNTS, *self._INNER_COUNTS)},
+            "key": self.source.key.hex(),
+            "kind": self.source.kind,
+            "is_test": self.source.is_test,
+            "phases": [(phase.rows, phase.passes) for phase in self.phases],
+            "sum": self._sum.clone(),
+            "ids": b"".join(sorted(self._ids)).hex(),
+            "noise": self._noise.state_dict(),
+            "rule": self.rule.state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Become the stream that wrote `state`; plans and key must come out the same.
+
+        Guarantees: the noise goes on at the row after the last one saved, under the same recipe,
+        scale and key, or the state is refused.
+        """
+        self.phases = []
+        for rows, passes in state["phases"]:
+            self.horizon, self.passes = rows, passes
+            self._begin()
+        for name in (*self._COUNTS, *self._INNER_COUNTS):
+            setattr(self, name, state[name])
+        self._sum = state["sum"].clone()
+        marks = bytes.fromhex(state["ids"])
+        self._ids = {marks[i : i + _MARK] for i in range(0, len(marks), _MARK)}
+        self._noise.load_state_dict(state["noise"])
+        self.rule.load(state["rule"])
+
+
+def _mark(one: Hashable, *, key: bytes) -> bytes:
+    """A keyed hash by which an id is known again, whatever process it comes to; 1 and 1.0 agree."""
+    value = one.item() if hasattr(one, "item") else one
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        value = int(value)
+    text = f"{type(value).__name__}:{value!r}".encode()
+    return hashlib.blake2b(text, key=key, digest_size=_MARK, person=b"ns-stream-id").digest()

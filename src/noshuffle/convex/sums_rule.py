@@ -26,6 +26,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import sparse
 
 from noshuffle.convex.margins import Array, Targets
@@ -134,6 +135,18 @@ class SumsRule:
             gram = weighted.T @ rows
         factor = np.where(self._upper[0] == self._upper[1], 1.0, math.sqrt(2.0))
         return np.concatenate([gram[self._upper] * factor, self.tau * (weighted.T @ y)])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that changes as rows come, as tensors and plain values."""
+        sums = {"total": torch.from_numpy(self._total), "theta": torch.from_numpy(self._theta)}
+        numbers = {"rows": self._rows, "finished": self._finished, "noise": self._noise}
+        return {**{name: value.clone() for name, value in sums.items()}, **numbers}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._total, self._theta = state["total"].numpy().copy(), state["theta"].numpy().copy()
+        self._rows, self._finished = state["rows"], state["finished"]
+        self._noise = state["noise"]
 
     def update(self, mean: Array, *, step: int) -> None:
         batch = self._phase.batch_size

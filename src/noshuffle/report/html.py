@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from noshuffle.report import plots
+from noshuffle.report import federated, fit, plots
 from noshuffle.report.run import RunRecord, read_run
 
 _STYLE = """
@@ -33,6 +33,8 @@ def write_report(path: Path) -> Path:
     temporary = path / ".report.html.part"
     temporary.write_text(page(run), encoding="utf8")
     os.replace(temporary, target)
+    if run.is_federated:
+        federated.write_operator_page(run, style=_STYLE)
     return target
 
 
@@ -57,6 +59,10 @@ def page(run: RunRecord) -> str:
 
 
 def _lead(run: RunRecord) -> str:
+    if run.is_federated:
+        return federated.lead(run)
+    if fit.is_fit(run):
+        return fit.lead(run)
     data = run.config.get("data", "own data")
     model = run.config.get("model", "own model")
     return f"{model} on {data}, {run.plan.steps} steps, {run.plan.strategy.words()}"
@@ -81,6 +87,8 @@ def _cards(run: RunRecord) -> str:
     ):
         if isinstance(value, float):
             cards.append((f"{100 * value:.1f} %", label))
+    if fit.is_fit(run):
+        cards += fit.cards(run)
     return (
         "<div class='cards'>"
         + "".join(
@@ -92,6 +100,17 @@ def _cards(run: RunRecord) -> str:
 
 
 def _figures(run: RunRecord) -> str:
+    if run.is_federated:
+        figures = federated.figures(run)
+    else:
+        figures = fit.figures(run) if fit.is_fit(run) else _own_figures(run)
+    drawn = "".join(
+        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
+    )
+    return f"<h2>What happened</h2><div class='grid'>{drawn}</div>"
+
+
+def _own_figures(run: RunRecord) -> list[tuple[str, str]]:
     figures: list[tuple[str, str]] = []
     if any("test_accuracy" in row for row in run.evaluations):
         figures.append(
@@ -121,15 +140,13 @@ def _figures(run: RunRecord) -> str:
                 "examples are private and are not kept.",
             )
         )
-    drawn = "".join(
-        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
-    )
-    return f"<h2>What happened</h2><div class='grid'>{drawn}</div>"
+    return figures
 
 
 def _statement(run: RunRecord) -> str:
     statement = run.statement
-    sentences = "".join(f"<li>{escape(s)}</li>" for s in statement.get("assumptions", []))
+    said = [*statement.get("assumptions", []), *run.config.get("further_assumptions", [])]
+    sentences = "".join(f"<li>{escape(s)}</li>" for s in said)
     rows = [
         ("protected unit", statement.get("unit")),
         ("neighbours", statement.get("neighbours")),
@@ -145,7 +162,8 @@ def _statement(run: RunRecord) -> str:
 
 def _settings(run: RunRecord) -> str:
     rows: list[tuple[str, Any]] = [("plan hash", f"<code>{run.plan.hash}</code>")]
-    rows += [(key, escape(str(value))) for key, value in sorted(run.config.items())]
+    told = {k: v for k, v in run.config.items() if k != "further_assumptions" and v is not None}
+    rows += [(k, escape(str(v))) for k, v in sorted(told.items())]
     cells = "".join(f"<tr><td>{escape(k)}</td><td>{v}</td></tr>" for k, v in rows)
     return (
         f"<h2>Settings</h2><table>{cells}</table><p class='lead'>Recompute the guarantee from the "

@@ -27,6 +27,11 @@ class RunRecord:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def is_federated(self) -> bool:
+        """Whether steps are rounds over users."""
+        return self.config.get("kind") == "federated"
+
 
 def read_run(path: Path) -> RunRecord:
     """The run in that folder; a folder without a plan and a statement is refused."""
@@ -34,7 +39,7 @@ def read_run(path: Path) -> RunRecord:
     if missing:
         raise InvalidInput(
             f"{path} is not a run folder ({', '.join(missing)} missing); "
-            "make one with: noshuffle train --out DIR"
+            "make one with: noshuffle train, federated or fit --out DIR"
         )
     rows = _lines(path / "metrics.jsonl")
     return RunRecord(

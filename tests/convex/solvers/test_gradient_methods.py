@@ -132,7 +132,7 @@ def test_dp_sgd_states_and_learns() -> None:
         test_seed=0,
     )
     assert 1.99 < run.statement.epsilon <= 2.0
-    assert run.statement.neighbours == "add-remove"
+    assert run.statement.neighbours == "zero-out"
     assert np.mean(np.sign(x @ run.weights) == y) > 0.85
 
 

@@ -37,7 +37,13 @@ from typing import Any
 import numpy as np
 
 from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, on_top_of_plan, split
+from noshuffle.convex.solvers.base import (
+    Solution,
+    contribution,
+    generator,
+    on_top_of_plan,
+    split,
+)
 from noshuffle.convex.solvers.domains import Ball, Domain
 from noshuffle.convex.solvers.stream import NoiseStream
 from noshuffle.errors import Unsupported, positive, whole
@@ -77,6 +83,7 @@ def accelerated_srgd(
     Guarantees: the statement covers every released sum, hence all iterates, for smooth losses,
     convex or not. The ridge of the loss is no data and enters outside of the sums.
     """
+    contribution(neighbours)  # refuses neighbours that would shift the batches
     x, y = loss.check(rows, labels)
     n, d = x.shape
     radius = domain.euclidean(d)

@@ -93,20 +93,27 @@ def rho_budget(*, epsilon: float, delta: float) -> float:
 
 
 def contribution(neighbours: str) -> float:
-    """How many single gradients two neighbours can differ by: 2 replaced, 1 zeroed out."""
+    """How many single gradients two neighbours can differ by: 2 replaced, 1 zeroed out.
+
+    Adding and removing rows is refused: rows are cut into batches by their place, so all rows
+    behind the one that goes would move to other batches (and n, a divisor, would change).
+    """
     one_of(NEIGHBOURS, neighbours=neighbours)
     return 2.0 if neighbours == "replace-one" else 1.0
 
 
 def sentences(
-    *, neighbours: str, rows: int, test_seed: object, notes: tuple[str, ...]
+    *, neighbours: str, rows: int | None, test_seed: object, notes: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The assumptions of a solver's guarantee, each one plain sentence."""
-    out = (
-        _SENTENCES[neighbours],
-        f"The number of examples ({rows}) is public, and each is one row of the data.",
-        "Every row and label respects the bounds of the loss object, which were given, not "
-        "measured; step sizes and all other settings were chosen without looking at the data.",
+    """The assumptions of a solver's guarantee, each one plain sentence (rows=None: no table)."""
+    out: tuple[str, ...] = (_SENTENCES[neighbours],)
+    if rows is not None:
+        out += (
+            f"The number of examples ({rows}) is public, and each is one row of the data.",
+            "Every row and label respects the bounds of the loss object, which were given, not "
+            "measured; step sizes and all other settings were chosen without looking at the data.",
+        )
+    out += (
         "The key of the noise is drawn from the operating system and stays secret.",
         "Noise is treated as real-valued; the rounding of floating point is not analysed.",
         *notes,
@@ -192,7 +199,7 @@ def pure_statement(
     sensitivity: float,
     noise: float,
     mechanism: str,
-    rows: int,
+    rows: int | None = None,
     delta: float = 0.0,
     neighbours: str = "replace-one",
     participation: str = "every row is read, in any order",

@@ -5,8 +5,9 @@
     w_{t+1} = Π_K(w_t + rule(ĝ_t))
 
 Abadi et al. 2016, accounted by the privacy-loss distribution (`accounting.fourier`). The bound L of
-the loss takes the place of clipping. Neighbours differ by adding or removing a row; n in the
-divisor is a public constant. Adam, AdamW and Adafactor of `updates` are post-processing.
+the loss takes the place of clipping. Neighbours: a row is zeroed out, which has the privacy loss of
+adding or removing it while n, the constant in the divisor, stays the same. Adam, AdamW and
+Adafactor of `updates` are post-processing.
 
 This solver needs sampling, which the rest of this library does without: it is here to compare with.
 
@@ -56,7 +57,7 @@ def dp_sgd(
 ) -> Solution:
     """Poisson-sampled DP-SGD; `rule` defaults to SGD with the step size of the convex bound.
 
-    Guarantees: the statement (add-remove neighbours) covers every iterate. The coins come from
+    Guarantees: the statement (zero-out neighbours) covers every iterate. The coins come from
     the same secret stream as the noise. An empty batch still releases noise.
     """
     one_of(OUTPUTS, output=output)
@@ -67,7 +68,13 @@ def dp_sgd(
     radius = domain.euclidean(d)
     require(loss, "DP-SGD", convex=False, radius=radius, order=2.0)
     radius = radius if math.isfinite(radius) else 1.0  # the step size needs some length
-    plan = Plan.fit(Poisson(steps, rate), mechanism="identity", epsilon=epsilon, delta=delta)
+    plan = Plan.fit(
+        Poisson(steps, rate),
+        mechanism="identity",
+        epsilon=epsilon,
+        delta=delta,
+        neighbours="zero-out",
+    )
     expected = rate * n
     deviation = plan.noise_multiplier * loss.lipschitz / expected
     if rule is None:

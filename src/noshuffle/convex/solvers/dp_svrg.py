@@ -7,7 +7,7 @@
 Johnson, Zhang 2013; the private form scales the noise of a step to c_t, which is public: w_t and v
 are released already, and β-smoothness bounds the difference by β‖w_t − v‖. Every step is then one
 Poisson-sampled Gaussian of multiplier z whatever c_t is, so the composition is that of DP-SGD
-plus one plain Gaussian of multiplier z per epoch, summed as Rényi divergences (add-remove: one row
+plus one plain Gaussian of multiplier z per epoch, summed as Rényi divergences (zero-out: one row
 moves the sum of differences by c_t, and the sum of snapshot gradients by L).
 
 State: weights, snapshot and its private gradient, the average.
@@ -58,7 +58,7 @@ def dp_svrg(
 ) -> Solution:
     """`epochs` snapshots with `steps` sampled corrections each.
 
-    Guarantees: the statement (add-remove neighbours) covers every iterate; a difference of
+    Guarantees: the statement (zero-out neighbours) covers every iterate; a difference of
     gradients beyond c_t cannot occur for a loss that keeps its bounds, and non-smooth losses,
     whose differences have no such bound, are refused.
     """
@@ -104,13 +104,13 @@ def dp_svrg(
         squared_sensitivity=bound**2,
         noise_multiplier=noise,
         unit="example",
-        neighbours="add-remove",
+        neighbours="zero-out",
         participation=f"every snapshot, and each of {epochs * steps} steps by a secret coin flip "
         f"of probability {rate:g}",
         mechanism=f"{epochs} full gradients and {epochs * steps} sampled differences",
         accountant="rdp",
         exact=False,
-        assumptions=sentences(neighbours="add-remove", rows=n, test_seed=test_seed, notes=()),
+        assumptions=sentences(neighbours="zero-out", rows=n, test_seed=test_seed, notes=()),
     )
     details = {"noise": noise, "learning_rate": learning_rate}
     return Solution(weights=average, statement=statement, details=details)

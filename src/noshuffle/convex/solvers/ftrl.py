@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.convex.losses import Array, Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, on_top_of_plan
+from noshuffle.convex.solvers.base import Solution, contribution, generator, on_top_of_plan
 from noshuffle.convex.solvers.domains import Ball, Box, Domain, L1Ball, Simplex
 from noshuffle.convex.solvers.stream import NoiseStream
 from noshuffle.errors import InvalidInput, Unsupported, non_negative, one_of, positive, whole
@@ -78,6 +78,7 @@ def ftrl(
     one_of(("average", "last"), output=output)
     non_negative(l1=l1, l2=l2, group=group)
     check_penalty(domain, l1=l1, group=group, groups=groups)
+    contribution(neighbours)  # refuses neighbours that would shift the batches
     x, y = loss.check(rows, labels)
     n, d = x.shape
     radius = domain.euclidean(d)

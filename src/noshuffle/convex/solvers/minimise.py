@@ -82,6 +82,6 @@ def minimise(
         w = w - size * step
         g = gradient(w)
     raise Unsupported(
-        f"the minimiser was not reached: gradient norm {float(np.linalg.norm(g)):.3g} after "
-        f"{_MOST_STEPS} Newton steps, {tolerance:g} is needed; allow a larger tolerance"
+        f"a gradient norm of {tolerance:g} was not reached in {_MOST_STEPS} Newton steps; allow a "
+        "larger tolerance (what was reached is a fact about the data, and is not told)"
     )

@@ -8,7 +8,14 @@ Gumbel noise makes it the exponential mechanism, P[i] ∝ e^{ε·score_i/(2Δ)},
 gives the smaller ρ (Cesar, Rogers 2021; Dong, Durfee, Rogers 2020). Exponential noise is
 permute-and-flip (McKenna, Sheldon 2020; Ding et al. 2021), never worse in expected score than
 Gumbel at equal ε. If one unit can move all scores in one direction only, Δ/ε is enough
-(`is_monotone`).
+(`is_monotone`). That is so for counts when a unit is added, removed or zeroed out, never when it is
+replaced: it takes one candidate's vote away and gives it to another, so replace-one neighbours are
+refused with `is_monotone`.
+
+Why Laplace with 2Δ/ε. Fix the noise of all others and let r be the least noise with which i wins
+on D. On D' score i is at most Δ lower and the best other at most Δ higher, so noise r + 2Δ wins
+there, and P[noise ≥ r + 2Δ] ≥ e^{−2Δ/b}·P[noise ≥ r]: ε = 2Δ/b (Δ/b if both move the same way).
+The same two lines hold for exponential noise, whose tail is e^{−r/b} from 0 on.
 
 The scores are ready arrays, so all candidates are drawn in one call. No state.
 
@@ -25,10 +32,11 @@ import numpy as np
 from noshuffle.accounting.mechanisms import ReportNoisyMax
 from noshuffle.convex.losses import Array
 from noshuffle.convex.solvers.base import generator, pure_statement
-from noshuffle.errors import InvalidInput, one_of, positive
+from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
+NEIGHBOURS = ("replace-one", "zero-out", "add-remove")
 
 
 @dataclass(frozen=True)
@@ -71,26 +79,39 @@ def noisy_max(
     sensitivity: float,
     noise: str = "permute-and-flip",
     is_monotone: bool = False,
+    neighbours: str | None = None,
     test_seed: int | str | None = None,
 ) -> Choice:
     """The index of a nearly largest score.
 
     Guarantees: pure ε if every score moves by at most `sensitivity` between neighbours (and all
-    in one direction if `is_monotone`). Scores that are not finite are refused, which reveals
-    nothing for scores that are bounded by construction.
+    in one direction if `is_monotone`, which the statement repeats). `neighbours` defaults to
+    replace-one, with `is_monotone` to zero-out. Scores that are not finite are refused, which
+    reveals nothing for scores that are bounded by construction.
     """
+    if neighbours is None:
+        neighbours = "zero-out" if is_monotone else "replace-one"
+    one_of(NEIGHBOURS, neighbours=neighbours)
+    if is_monotone and neighbours == "replace-one":
+        raise Unsupported(
+            "scores do not all move in one direction when a unit is replaced; use is_monotone="
+            "False, or neighbours='zero-out'"
+        )
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not len(values) or not np.all(np.isfinite(values)):
         raise InvalidInput("scores must be a list of finite numbers with at least one entry")
     scale = noise_scale(epsilon=epsilon, sensitivity=sensitivity, is_monotone=is_monotone)
     index = choose(values, scale=scale, noise=noise, draws=generator(test_seed))
+    said = [f"Every score moves by at most {sensitivity:g} between neighbours."]
+    if is_monotone:
+        said.append("Between neighbours all scores move in one direction, as counts do.")
     statement = pure_statement(
         epsilon=epsilon,
         sensitivity=sensitivity,
         noise=scale,
         mechanism=f"report-noisy-max over {len(values)} scores, {noise} noise",
-        rows=1,
+        neighbours=neighbours,
         test_seed=test_seed,
-        notes=(f"Every score moves by at most {sensitivity:g} between neighbours.",),
+        notes=tuple(said),
     )
     return Choice(index, statement)

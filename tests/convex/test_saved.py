@@ -1,0 +1,226 @@
+"""Live streams across processes: save, load, replays, copies, forks; and the released score."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
+from noshuffle.errors import (
+    InvalidInput,
+    ParticipationViolation,
+    ReplayRefused,
+    Unsupported,
+)
+
+QUICK: dict[str, Any] = {"mechanism": "tree", "test_seed": 0}
+
+
+def table(n: int = 3000) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, 4))
+    return x, (x[:, 0] + 0.3 * rng.normal(size=n) > 0).astype(int)
+
+
+def kinds() -> list[Any]:
+    return [
+        PrivateLogisticRegression(classes=[0, 1], release_score=True, batch_size=30, **QUICK),
+        PrivateLogisticRegression(classes=[0, 1], horizon=3000, batch_size=37, epsilon=4.0),
+        PrivateSVC(classes=[0, 1], penalty="l1", mechanism="blt", batch_size=50, test_seed=1),
+        PrivateLinearRegression(solver="sums", release_score=True, batch_size=40, **QUICK),
+    ]
+
+
+@pytest.mark.parametrize("model", kinds(), ids=["score", "horizon", "l1 blt", "sums"])
+def test_a_loaded_stream_goes_on_bit_for_bit(model: Any, tmp_path: Path) -> None:
+    x, y = table()
+    ids = [f"user {i}" for i in range(len(x))]
+    model.partial_fit(x[:1100], y[:1100], ids=ids[:1100]).save(tmp_path / "s")
+    other = type(model).load(tmp_path / "s")
+    np.testing.assert_array_equal(other.coef_, model.coef_)
+    assert other.privacy_ == model.privacy_
+    assert other.progressive_score_ == model.progressive_score_
+    with pytest.raises(ParticipationViolation, match="user 7"):
+        other.partial_fit(x[7:8], y[7:8], ids=ids[7:8])
+    model.partial_fit(x[1100:], y[1100:], ids=ids[1100:])
+    # The same rows cut differently are the same batches, so the copy may repeat every step.
+    for first, last in ((1100, 1101), (1101, 2000), (2000, 3000)):
+        other.partial_fit(x[first:last], y[first:last], ids=ids[first:last])
+    np.testing.assert_allclose(other.coef_, model.coef_, rtol=1e-9)
+    assert (other.n_rows_, other.n_steps_) == (model.n_rows_, model.n_steps_)
+    if model.release_score:
+        np.testing.assert_allclose(other.progress_, model.progress_, rtol=1e-9)
+
+
+def test_other_rows_under_the_same_noise_are_refused(tmp_path: Path) -> None:
+    x, y = table()
+    model = PrivateLogisticRegression(classes=[0, 1], batch_size=50, mechanism="tree")
+    model.partial_fit(x[:120], y[:120]).save(tmp_path / "s")
+    twin, late = (PrivateLogisticRegression.load(tmp_path / "s") for _ in range(2))
+    model.partial_fit(x[120:230], y[120:230])
+    with pytest.raises(ReplayRefused, match="already released from other rows"):
+        twin.partial_fit(x[500:600], y[500:600])
+    with pytest.raises(InvalidInput, match="half-way"):
+        twin.partial_fit(x[120:230], y[120:230])
+    late.partial_fit(x[120:230], y[120:230])  # what a process killed after its save does
+    np.testing.assert_array_equal(late.coef_, model.coef_)
+    late.partial_fit(x[230:300], y[230:300])
+    with pytest.raises(ReplayRefused):
+        model.partial_fit(x[231:301], y[231:301])
+
+
+def test_a_later_save_moves_the_point_of_return(tmp_path: Path) -> None:
+    x, y = table()
+    model = PrivateSVC(classes=[0, 1], batch_size=50, **QUICK)
+    model.partial_fit(x[:70], y[:70]).save(tmp_path / "s")
+    model.partial_fit(x[70:330], y[70:330]).save(tmp_path / "s")
+    model.partial_fit(x[330:420], y[330:420])
+    again = PrivateSVC.load(tmp_path / "s")
+    assert again.n_rows_ == 330
+    again.partial_fit(x[330:420], y[330:420])
+    np.testing.assert_array_equal(again.coef_, model.coef_)
+
+
+def test_sparse_streams(tmp_path: Path) -> None:
+    x, y = table(600)
+    rows = sparse.csr_array(np.where(np.abs(x) > 1, x, 0.0))
+    model = PrivateLogisticRegression(classes=[0, 1], batch_size=50, **QUICK)
+    model.partial_fit(rows[:120], y[:120]).save(tmp_path / "s")
+    twin = PrivateLogisticRegression.load(tmp_path / "s")
+    model.partial_fit(rows[120:600], y[120:600])
+    twin.partial_fit(rows[120:131], y[120:131]).partial_fit(rows[131:600], y[131:600])
+    np.testing.assert_allclose(twin.coef_, model.coef_, rtol=1e-9)
+
+
+def test_copies_and_wrong_folders_are_refused(tmp_path: Path) -> None:
+    x, y = table()
+    model = PrivateSVC(classes=[0, 1], **QUICK).partial_fit(x[:200], y[:200])
+    model.save(tmp_path / "s")
+    assert (tmp_path / "s" / "stream.pt").stat().st_mode & 0o077 == 0
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    with pytest.raises(ReplayRefused, match="copy or a restored backup"):
+        PrivateSVC.load(tmp_path / "copy")
+    assert PrivateSVC.load(tmp_path / "copy", moved=True).n_rows_ == 200
+    assert PrivateSVC.load(tmp_path / "copy").n_rows_ == 200  # moving is said once
+    with pytest.raises(InvalidInput, match="lives in"):
+        model.save(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInput, match="not an empty folder"):
+        PrivateSVC(classes=[0, 1], **QUICK).fit(x, y).save(tmp_path / "s")
+    with pytest.raises(InvalidInput, match="holds a PrivateSVC"):
+        PrivateLogisticRegression.load(tmp_path / "s")
+    with pytest.raises(InvalidInput, match="no saved stream"):
+        PrivateSVC.load(tmp_path)
+    with pytest.raises(InvalidInput, match="pickled or copied"):
+        pickle.loads(pickle.dumps(model)).save(tmp_path / "p")
+
+
+def test_a_pickle_holds_no_secret_and_names_the_way(tmp_path: Path) -> None:
+    x, y = table(200)
+    model = PrivateSVC(classes=[0, 1], mechanism="tree").partial_fit(x, y)
+    data = pickle.dumps(model)
+    assert model._stream.source.key not in data
+    with pytest.raises(InvalidInput, match=r"use save\(folder\)"):
+        pickle.loads(data).partial_fit(x, y)
+    model.save(tmp_path / "s")
+    assert model._stream.source.key not in (tmp_path / "s" / "model.pkl").read_bytes()
+
+
+def test_another_process_goes_on(tmp_path: Path) -> None:
+    x, y = table(1500)
+    np.savez(tmp_path / "t.npz", x=x, y=y)
+    model = PrivateLogisticRegression(classes=[0, 1], batch_size=25, **QUICK)
+    model.partial_fit(x[:700], y[:700]).save(tmp_path / "s")
+    code = (
+        "import numpy as np, sys\n"
+        "from noshuffle.convex import PrivateLogisticRegression as P\n"
+        "t = np.load(sys.argv[1] + '/t.npz')\n"
+        "m = P.load(sys.argv[1] + '/s')\n"
+        "m.partial_fit(t['x'][m.n_rows_:], t['y'][m.n_rows_:]).save(sys.argv[1] + '/s')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    back = PrivateLogisticRegression.load(tmp_path / "s")
+    straight = PrivateLogisticRegression(classes=[0, 1], batch_size=25, **QUICK).partial_fit(x, y)
+    np.testing.assert_array_equal(back.coef_, straight.coef_)
+    assert back.privacy_ == straight.privacy_
+
+
+def _in_fork(model: Any, x: Any, y: Any, queue: Any) -> None:
+    try:
+        model.partial_fit(x, y)
+        queue.put("learned")
+    except InvalidInput as error:
+        queue.put(str(error))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_may_not_go_on() -> None:
+    x, y = table(200)
+    model = PrivateSVC(classes=[0, 1], **QUICK).partial_fit(x[:100], y[:100])
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_fork, args=(model, x[100:], y[100:], queue))
+    child.start()
+    told = queue.get(timeout=60)
+    child.join()
+    assert "fork" in told
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_released_score_is_near_the_raw_one(passes: int) -> None:
+    x, y = table()
+    model = PrivateLogisticRegression(
+        epsilon=4.0, passes=passes, release_score=True, classes=[0, 1], **QUICK
+    ).fit(x, y)
+    rows, score, deviation = model.progress_[-1]
+    assert rows == 3000
+    assert abs(score - model.progressive_score_) < 5 * deviation
+    assert 0 < deviation < 0.1
+    assert pickle.loads(pickle.dumps(model)).progress_.shape == model.progress_.shape
+    assert any("progress_" in s for s in model.privacy_.assumptions)
+    model.set_params(release_score=False).fit(x, y)
+    assert not hasattr(model, "progress_")
+
+
+def test_the_released_score_without_noise_is_the_raw_one() -> None:
+    x, y = table()
+    model = PrivateLogisticRegression(epsilon=np.inf, release_score=True, classes=[0, 1])
+    assert model.fit(x, y).progress_[-1, 1] == pytest.approx(model.progressive_score_)
+    values = x @ [1.0, 2.0, 0.0, 0.0]
+    told = PrivateLinearRegression(
+        epsilon=np.inf, release_score=True, target_bounds=(-9, 9), horizon=3000
+    )
+    seen = []
+    for i in range(0, 3000, 6):
+        if i:
+            seen.append(np.abs(told.predict(x[i : i + 6]) - values[i : i + 6]))
+        else:
+            seen.append(np.abs(values[:6]))
+        told.partial_fit(x[i : i + 6], values[i : i + 6])
+    assert told.plan_.steps == 500
+    # predict uses the averaged weights, the score those of the newest iterate: same size only.
+    assert told.progress_[-1, 1] == pytest.approx(np.mean(seen), rel=0.5)
+
+
+def test_one_row_stays_within_the_norm_of_the_scored_rule() -> None:
+    x, y = table(50)
+    model = PrivateLogisticRegression(release_score=True, classes=[0, 1], **QUICK)
+    rule = model.partial_fit(100 * x, y)._stream.rule
+    norms = [np.linalg.norm(rule.clipped_sum(100 * x[i : i + 1], y[i : i + 1])) for i in range(50)]
+    assert max(norms) <= rule.clip_norm
+    assert max(norms) > 0.99 * rule.clip_norm
+
+
+def test_neighbours_that_shift_batches_are_refused() -> None:
+    x, y = table(100)
+    with pytest.raises(Unsupported, match="other batches"):
+        PrivateSVC(neighbours="add-remove", **QUICK).fit(x, y)
