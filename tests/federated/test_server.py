@@ -267,7 +267,7 @@ def test_settings_are_checked() -> None:
         a_server(a_plan(unit="example"))
     with pytest.raises(InvalidInput, match="floating point"):
         ServerOptimizer({"n": torch.tensor(1)}, a_plan(), clip=1.0, cohort_size=2, optimizer_fn=sgd)
-    with pytest.raises(InvalidInput, match="exactly the parameters"):
+    with pytest.raises(InvalidInput, match="'scale' is trainable but not in the optimizer"):
         a_server(a_plan(), optimizer_fn=lambda p: sgd(p[:1]))
     with pytest.raises(InvalidInput, match="cohort_size"):
         a_server(a_plan(), cohort_size=0)

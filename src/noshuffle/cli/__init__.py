@@ -3,6 +3,7 @@
 noshuffle epsilon   a number and its assumptions
 noshuffle plan      mechanisms side by side at equal privacy
 noshuffle train     train a model privately and keep the evidence
+noshuffle federated train over users that come when they like, each of them protected
 noshuffle fit       a private linear model from a table, in one pass
 noshuffle verify    recompute the guarantee of a run from its folder
 noshuffle reproduce measured rates of the convex solvers beside the theory's

@@ -6,6 +6,7 @@ import typer
 
 from noshuffle.cli.epsilon import epsilon
 from noshuffle.cli.evidence import report, verify
+from noshuffle.cli.federated import federated
 from noshuffle.cli.fit import fit
 from noshuffle.cli.plan import plan
 from noshuffle.cli.reproduce import reproduce
@@ -18,5 +19,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (train, fit, plan, epsilon, verify, report, reproduce):
+for _command in (train, federated, fit, plan, epsilon, verify, report, reproduce):
     app.command()(_command)

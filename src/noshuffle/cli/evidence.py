@@ -9,7 +9,7 @@ import typer
 
 from noshuffle.cli import options as o
 
-Run = Annotated[Path, typer.Argument(help="a run folder made by noshuffle train")]
+Run = Annotated[Path, typer.Argument(help="a run folder, as noshuffle train or federated makes")]
 
 
 def verify(run: Run, json: o.Json = False) -> int:

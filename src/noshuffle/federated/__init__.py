@@ -6,14 +6,40 @@ server      clipped sum → noise → new parameters  ground      what it stands
 rounds      the protocol, crash-safe              per_user    ε of one user
 simulate    all of it in one process              tasks       data by user
 recurrent   LSTM layers that can be stacked       timer       a device that limits itself
+flower      the same rounds on Flower             flower_client, flower_identity, flower_simulation
+
+Names are imported when they are first used: a client that only clips, and may be started anew for
+every message, does not wait for the mathematics of the server.
 """
 
-from noshuffle.federated.clients import LocalTraining, clip_delta, local_train
-from noshuffle.federated.cohort import account_afterwards, observed_participation
-from noshuffle.federated.per_user import statement_for
-from noshuffle.federated.rounds import Rounds
-from noshuffle.federated.server import ServerOptimizer
-from noshuffle.federated.simulate import simulate
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.federated.quiet import be_quiet
+
+if TYPE_CHECKING:
+    from noshuffle.federated.clients import LocalTraining, clip_delta, local_train
+    from noshuffle.federated.cohort import account_afterwards, observed_participation
+    from noshuffle.federated.per_user import statement_for
+    from noshuffle.federated.rounds import Rounds
+    from noshuffle.federated.server import ServerOptimizer
+    from noshuffle.federated.simulate import simulate
+
+_HOMES = {
+    "LocalTraining": "clients",
+    "Rounds": "rounds",
+    "ServerOptimizer": "server",
+    "account_afterwards": "cohort",
+    "clip_delta": "clients",
+    "local_train": "clients",
+    "observed_participation": "cohort",
+    "simulate": "simulate",
+    "statement_for": "per_user",
+}
 
 __all__ = [
     "LocalTraining",
@@ -26,3 +52,25 @@ __all__ = [
     "simulate",
     "statement_for",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"noshuffle.federated.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'noshuffle.federated' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """`simulate` names a function and the file it is in; here it is always the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HOMES:  # importing a file puts its module here under its own name
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+be_quiet()  # before anything here imports Flower

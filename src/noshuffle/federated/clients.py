@@ -141,7 +141,7 @@ def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta
     return ClippedDelta(values, norm, is_bad)
 
 
-def local_train(
+def trained(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
     x: Tensor,
@@ -150,10 +150,9 @@ def local_train(
     local: LocalTraining,
     loss_fn: LossFn = cross_entropy,
 ) -> dict[str, Tensor]:
-    """One client's round: Δ of the named parameters, not yet clipped; zero without examples.
+    """The named parameters after one client's local steps; as they came without examples.
 
     `model` gives the architecture and whatever is not trained; its own parameters stay untouched.
-    A loss with a NaN runs through to the delta, where clipping turns it to zero.
     """
     if len(x) != len(y):
         raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
@@ -166,6 +165,23 @@ def local_train(
             name: stepped(value.detach(), grad, start=parameters[name], local=local)
             for (name, value), grad in zip(leaves.items(), grads)
         }
+    return now
+
+
+def local_train(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    *,
+    local: LocalTraining,
+    loss_fn: LossFn = cross_entropy,
+) -> dict[str, Tensor]:
+    """One client's round: Δ of the named parameters, not yet clipped; zero without examples.
+
+    A loss with a NaN runs through to the delta, where clipping turns it to zero.
+    """
+    now = trained(model, parameters, x, y, local=local, loss_fn=loss_fn)
     return {name: value - parameters[name].detach() for name, value in now.items()}
 
 

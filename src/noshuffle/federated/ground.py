@@ -1,7 +1,6 @@
-"""What a server stands on: its own parameters, its keys, the facts it is bound to, its refusals.
+"""What a server stands on: its own parameters, and why it refuses a cohort.
 
-Free functions for `server`; the facts are those that central training writes, so that one
-`verify` reads both kinds of run folder.
+Keys and facts are bound as in central training (`training.binding`).
 """
 
 from __future__ import annotations
@@ -9,20 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping import Flat
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput
 from noshuffle.federated.cohort import UserId
-from noshuffle.noise import Source, new_key
-from noshuffle.plan import Plan
 from noshuffle.training import guard
 from noshuffle.training.ledger import Ledger
-from noshuffle.training.run_folder import Keys, RunFolder
-from noshuffle.training.sampler import new_sampling_key
 from noshuffle.training.units import Ids, Seen
 
 
@@ -37,45 +29,6 @@ def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Para
     if not own or len({p.device for p in own.values()}) != 1:
         raise InvalidInput("a server needs at least one trainable tensor, all on one device")
     return own
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, own: Mapping[str, nn.Parameter]) -> None:
-    """The update rule moves exactly the parameters that get clipped and noised."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held != {id(p) for p in own.values()}:
-        raise InvalidInput(
-            f"optimizer_fn must hold exactly the parameters it is given ({len(own)}), it holds "
-            f"{len(held)}; pass the whole list on"
-        )
-
-
-def keys_of(
-    folder: RunFolder | None, plan: Plan, source: Source | None, device: torch.device
-) -> Keys:
-    """The secrets of a run: those in its folder, or the source given, or fresh ones."""
-    if folder is not None and folder.key_file.exists() and source is None:
-        source = folder.keys().source
-    source = (source if source is not None else Source(new_key())).on(device)
-    if folder is None:
-        return Keys(source, new_sampling_key())
-    return folder.begin(plan, source=source)
-
-
-def bind_facts(
-    ledger: Ledger, plan: Plan, source: Source, *, clip: Flat | QuantileClip, cohort_size: int
-) -> None:
-    """What may not change while a run lives; the same facts as in central training."""
-    if ledger.meta("forked"):
-        raise InvalidInput(
-            f"this run was forked after {ledger.meta('forked')} steps and may not go on itself; "
-            "continue the fork"
-        )
-    ledger.bind("plan", plan.hash)
-    ledger.bind("key", source.fingerprint)
-    ledger.bind("test_key", "yes" if source.is_test else "no")
-    ledger.bind("clip", repr(clip))
-    ledger.bind("batch_size", str(cohort_size))
-    ledger.bind("adaptive_clip", "yes" if isinstance(clip, QuantileClip) else "no")
 
 
 def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:

@@ -68,6 +68,7 @@ class RoundReport:
     answered: int
     nonfinite: int
     refused: tuple[str, ...]
+    silent: tuple[UserId, ...] = ()  # asked, and no usable answer came
 
 
 @dataclass
@@ -97,6 +98,11 @@ class Rounds:
         self._at_least = at_least
         self._save_every = save_every
         self._open: _Open | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round was begun and neither finished nor given up."""
+        return self._open is not None
 
     def begin(self, checked_in: Users) -> Invitation | None:
         """Open the next round with the first admitted users of the list; None to wait for more.
@@ -217,6 +223,7 @@ class Rounds:
             answered=len(now.replies),
             nonfinite=total.nonfinite,
             refused=tuple(now.refused),
+            silent=tuple(user for user in now.cohort.users if user not in now.replies),
         )
 
     def _sum(self, now: _Open) -> ClippedSum:

@@ -45,12 +45,13 @@ from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, whole
 from noshuffle.federated.cohort import Roster, UserId, Users
-from noshuffle.federated.ground import bind_facts, check_optimizer, keys_of, own_parameters, why_not
+from noshuffle.federated.ground import own_parameters, why_not
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.identity import Identity
 from noshuffle.training import fingerprint
+from noshuffle.training.binding import bind_facts, check_optimizer, keys_of
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler
@@ -106,7 +107,7 @@ class ServerOptimizer:
         path = None if self.run is None else self.run.ledger_file
         self.ledger = Ledger(plan.participation, path=path, unit="user")
         bound_to = clip if isinstance(clip, QuantileClip) else Flat(float(clip))
-        bind_facts(self.ledger, plan, self._keys.source, clip=bound_to, cohort_size=cohort_size)
+        bind_facts(self.ledger, plan, self._keys.source, clip=bound_to, batch_size=cohort_size)
         self._secret = fingerprint.secret_of(self._keys.source.key)
         self.roster = Roster(secret=self._secret, kind=self.ledger.meta("user_ids") or "")
         self._threshold = threshold_for(bound_to, plan, self._keys.source)

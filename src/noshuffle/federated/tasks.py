@@ -3,11 +3,13 @@
     shakespeare     next character, 1,350 speaking roles of 37 plays
     german_drama    next character, 11,200 speaking roles of 774 plays in order of year (1510-1947)
     mnist_writers   digits of 539 writers
+    digits          479 made-up users of three digits each, from inside scikit-learn: no download
 
 The rows of a user lie together: user i owns starts[i] … starts[i + 1] − 1. Every tenth user is held
 out whole for testing (MNIST has test writers of its own). Alphabets are fixed beforehand and not
 read off the data; other characters share one symbol. A text is cut into windows of `length` + 1
-characters, at most `most_windows` of a user; the end of the last one has no targets.
+characters, at most `most_windows` of a user; the end of the last one has no targets. `compact`
+writes the roles of a file as symbols (an npz of a few megabytes), which the same functions read.
 
 >>> encode("Äa\\n", alphabet=GERMAN).tolist() == [GERMAN.index(c) for c in "Äa\\n"]
 True
@@ -21,19 +23,24 @@ from __future__ import annotations
 import gzip
 import json
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from noshuffle.datasets.images import digits as central_digits
 from noshuffle.datasets.store import local
 from noshuffle.errors import DataUnavailable, InvalidInput, whole
 from noshuffle.federated.clients import NO_TARGET
-from noshuffle.federated.cohort import UserId
+
+if TYPE_CHECKING:
+    from noshuffle.federated.cohort import UserId
 
 Symbols = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
@@ -121,18 +128,100 @@ def windows(symbols: Symbols, *, length: int, most: int, filler: int) -> tuple[S
     return np.where(x < 0, filler, x), np.where(y < 0, NO_TARGET, y)
 
 
-def shakespeare(*, length: int = 80, most_windows: int = 16, min_chars: int = 2) -> FederatedTask:
+def shakespeare(
+    *,
+    length: int = 80,
+    most_windows: int = 16,
+    min_chars: int = 2,
+    file: str | Path | None = None,
+) -> FederatedTask:
     """Shakespeare's roles; one with fewer than `min_chars` characters is left out."""
-    return _roles("shakespeare", ENGLISH, length, most_windows, min_chars)
+    path = file or _file("shakespeare_roles.jsonl.gz")
+    return _roles("shakespeare", path, ENGLISH, length, most_windows, min_chars)
 
 
-def german_drama(*, length: int = 80, most_windows: int = 16, min_chars: int = 2) -> FederatedTask:
-    """German roles in order of year: streamed in that order, a population that drifts."""
-    return _roles("gerdracor", GERMAN, length, most_windows, min_chars)
+def german_drama(
+    *,
+    length: int = 80,
+    most_windows: int = 16,
+    min_chars: int = 2,
+    file: str | Path | None = None,
+) -> FederatedTask:
+    """German roles in order of year: streamed in that order, a population that drifts.
+
+    `file` is the roles as text (.jsonl.gz) or compact (.npz); by default what $NOSHUFFLE_DATA has.
+    """
+    path = file or _file("gerdracor_roles.jsonl.gz")
+    return _roles("gerdracor", path, GERMAN, length, most_windows, min_chars)
+
+
+def read_roles(
+    path: str | Path, *, alphabet: str, longest: int
+) -> Iterator[tuple[str, int, Symbols]]:
+    """User, year (0 if unknown) and the first `longest` symbols of every role of a file."""
+    if str(path).endswith(".npz"):
+        with np.load(path) as file:
+            if str(file["alphabet"]) != alphabet or int(file["longest"]) < longest:
+                raise InvalidInput(
+                    f"{path} was written for another alphabet, or cut to {int(file['longest'])} "
+                    f"characters where {longest} are wanted; write it again"
+                )
+            symbols, starts = file["symbols"], file["starts"]
+            for i, (user, year) in enumerate(zip(file["users"].tolist(), file["years"].tolist())):
+                own = symbols[starts[i] : starts[i + 1]][:longest]
+                yield user, year, own.astype(np.int64)
+        return
+    with gzip.open(path, "rt", encoding="utf8") as lines:
+        for line in lines:
+            role = json.loads(line)
+            text = "\n".join(role["speeches"])[: longest + 1]
+            yield role["user"], int(role.get("year", 0)), encode(text, alphabet=alphabet)[:longest]
+
+
+def compact(
+    source: str | Path, target: str | Path, *, alphabet: str = GERMAN, longest: int = 16 * 81
+) -> None:
+    """Write the roles of a file as symbols, each cut to `longest` characters."""
+    if len(alphabet) > 255:
+        raise InvalidInput(f"compact roles take at most 255 symbols, got {len(alphabet) + 1}")
+    users, years, symbols = zip(*read_roles(source, alphabet=alphabet, longest=longest))
+    np.savez_compressed(
+        target,
+        users=np.array(users),
+        years=np.array(years, dtype=np.int16),
+        starts=np.cumsum([0, *(len(own) for own in symbols)]),
+        symbols=np.concatenate(symbols).astype(np.uint8),
+        alphabet=np.array(alphabet),
+        longest=np.array(longest),
+    )
+
+
+def drifting(
+    task: FederatedTask, *, rounds: int, present: int, seed: int = 0
+) -> Callable[[int], list[UserId]]:
+    """Check-ins of a population that drifts: only `present` users are there in a round.
+
+    They are neighbours in the task's order (the year of a drama); the first ones are there in round
+    0, the last ones in the last round, and they come in an order of its own every round.
+    """
+    whole(rounds=rounds)
+    whole(at_most=len(task), present=present)
+
+    def order(step: int) -> list[UserId]:
+        at = (len(task) - present) * min(step, rounds - 1) // max(1, rounds - 1)
+        places = at + np.random.default_rng((seed, step)).permutation(present)
+        return [task.users[i] for i in places]
+
+    return order
 
 
 def _roles(
-    name: str, alphabet: str, length: int, most_windows: int, min_chars: int
+    name: str,
+    path: str | Path,
+    alphabet: str,
+    length: int,
+    most_windows: int,
+    min_chars: int,
 ) -> FederatedTask:
     whole(length=length, most_windows=most_windows)
     whole(at_least=2, min_chars=min_chars)
@@ -141,19 +230,17 @@ def _roles(
     kept: list[tuple[Symbols, Symbols]] = []
     held: list[tuple[Symbols, Symbols]] = []
     longest = most_windows * (length + 1)
-    with gzip.open(_file(f"{name}_roles.jsonl.gz"), "rt", encoding="utf8") as file:
-        for number, line in enumerate(file):
-            role = json.loads(line)
-            symbols = encode("\n".join(role["speeches"])[: longest + 1], alphabet=alphabet)
-            if len(symbols) < min_chars:
-                continue
-            cut = windows(symbols, length=length, most=most_windows, filler=len(alphabet))
-            if number % 10 == 9:
-                held.append(cut)
-                continue
-            kept.append(cut)
-            users.append(role["user"])
-            years.append(int(role.get("year", 0)))
+    roles = read_roles(path, alphabet=alphabet, longest=longest)
+    for number, (user, year, symbols) in enumerate(roles):
+        if len(symbols) < min_chars:
+            continue
+        cut = windows(symbols, length=length, most=most_windows, filler=len(alphabet))
+        if number % 10 == 9:
+            held.append(cut)
+            continue
+        kept.append(cut)
+        users.append(user)
+        years.append(year)
     x, y, x_test, y_test = (
         torch.from_numpy(np.concatenate([cut[i] for cut in part]).astype(np.int16))
         for part in (kept, held)
@@ -189,6 +276,30 @@ def mnist_writers() -> FederatedTask:
     )
 
 
+def digits(*, rows: int = 3) -> FederatedTask:
+    """Scikit-learn's digits, `rows` neighbouring ones a user; the last 360 are held out.
+
+    The file does not say who wrote what, so these users are made up: for trying things out.
+    """
+    whole(at_most=1437, rows=rows)
+    found = central_digits()
+    users = len(found) // rows
+    x, x_test = (
+        ((part + 1) * 127.5).round().to(torch.uint8) for part in (found.x_train, found.x_test)
+    )
+    return FederatedTask(
+        "digits",
+        "image",
+        tuple(range(users)),
+        np.arange(users + 1, dtype=np.int64) * rows,
+        x[: users * rows],
+        found.y_train[: users * rows],
+        x_test,
+        found.y_test,
+        10,
+    )
+
+
 def _file(name: str) -> str:
     path = local(name)
     if path is None:
@@ -202,6 +313,7 @@ TASKS: dict[str, Callable[[], FederatedTask]] = {
     "shakespeare": shakespeare,
     "german_drama": german_drama,
     "mnist_writers": mnist_writers,
+    "digits": digits,
 }
 
 

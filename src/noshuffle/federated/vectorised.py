@@ -87,10 +87,16 @@ def local_train_many(
     for s, (x, y, weights) in enumerate(batches):
         found = later(now, x, y, weights) if s else first(start, x, y, weights)
         is_step = weights.sum(1) > 0
+        is_all = x.device.type == "cpu" and bool(is_step.all())  # asking an accelerator is to wait
         for name, value in now.items():
             pull = found[name]
             if local.proximal:
-                pull = pull + local.proximal * (value - start[name])
-            moves = is_step.reshape(-1, *(1,) * (value.dim() - 1))
-            now[name] = torch.where(moves, value - local.learning_rate * pull, value)
+                pull = pull.add(value - start[name], alpha=local.proximal)
+            if not is_all:  # not times zero, which would let a NaN of padding through
+                moves = is_step.reshape(-1, *(1,) * (value.dim() - 1))
+                pull = torch.where(moves, pull, torch.zeros((), dtype=pull.dtype, device=x.device))
+            # The stack is by far the largest thing here: after the first step it is changed in
+            # place, so that a step reads and writes it once.
+            step = value.add_ if s else value.add
+            now[name] = step(pull, alpha=-local.learning_rate)
     return {name: value - start[name] for name, value in now.items()}

@@ -1,12 +1,18 @@
 """Private training: the step, the loop, the run folder and its verification."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from noshuffle.training.assemble import privatize
-from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.loop import fit_model
 from noshuffle.training.private import Private
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import in_order
 from noshuffle.training.verify import Verdict, verify
+
+if TYPE_CHECKING:
+    from noshuffle.training.distributed import privatize_distributed
 
 __all__ = [
     "Private",
@@ -18,3 +24,12 @@ __all__ = [
     "privatize_distributed",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's distributed tensors take seconds to import, which most processes never need.
+    if name == "privatize_distributed":
+        from noshuffle.training.distributed import privatize_distributed
+
+        return privatize_distributed
+    raise AttributeError(f"module 'noshuffle.training' has no attribute {name!r}")

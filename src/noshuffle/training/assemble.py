@@ -25,13 +25,14 @@ from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
-from noshuffle.noise import NoiseStream, Source, new_key
+from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
+from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
+from noshuffle.training.compiled import compiled_step
 from noshuffle.training.fingerprint import secret_of
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.private import Private
-from noshuffle.training.run_folder import Keys, RunFolder
-from noshuffle.training.sampler import new_sampling_key
+from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.step import Engine, Parts
 from noshuffle.training.threshold import threshold_for
 
@@ -51,6 +52,7 @@ def privatize(
     run: RunFolder | str | Path | None = None,
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
+    compile: bool | str = "auto",
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -65,10 +67,15 @@ def privatize(
         run: a folder for ledger, checkpoints and statement; None keeps the ledger in memory.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
         loss_reduction: how losses are reduced in the `loss.backward()` form, "mean" or "sum".
+        compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
+            torch's compiler fuse it (some seconds more at the first step), False never does.
+            `private.why` says what came of it.
     """
     whole(batch_size=batch_size)
     one_of(("refuse", "drop"), on_violation=on_violation)
     one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
+    if compile not in ("auto", True, False):
+        raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")
     if unit not in (None, plan.unit):
@@ -81,14 +88,14 @@ def privatize(
     inner = original(model)
     validate(inner)
     parameters = trainable(inner)
-    _check_optimizer(optimizer, parameters)
-    device = _one_device(parameters)
+    check_optimizer(optimizer, parameters)
+    device = one_device(parameters)
     bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
     folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
-    keys = _keys(folder, plan, source, device)
+    keys = keys_of(folder, plan, source, device)
     path = None if folder is None else folder.ledger_file
     ledger = Ledger(plan.participation, path=path, unit=plan.unit)
-    _bind(ledger, plan, keys.source, bound_to, batch_size)
+    bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)
     threshold = threshold_for(bound_to, plan, keys.source)
     noise = NoiseStream(
         plan.strategy.recipe(plan.steps),
@@ -113,56 +120,6 @@ def privatize(
         secret=secret_of(keys.source.key),
     )
     private = Private(model, plan, parts, keys=keys, run=folder, loss_reduction=loss_reduction)
+    private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """The optimizer moves exactly the parameters that are clipped and noised."""
-    given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    missing = [name for name, p in parameters.items() if id(p) not in given]
-    if missing:
-        raise InvalidInput(
-            f"parameter {missing[0]!r} is trainable but not in the optimizer; add it, or freeze it "
-            "with requires_grad_(False)"
-        )
-    if len(given) > len(parameters):
-        raise InvalidInput(
-            "the optimizer has trainable parameters that do not belong to the model; their "
-            "gradients would not be private"
-        )
-
-
-def _one_device(parameters: dict[str, nn.Parameter]) -> torch.device:
-    devices = {p.device for p in parameters.values()}
-    if len(devices) != 1:
-        raise Unsupported(f"all parameters must be on one device, got {sorted(map(str, devices))}")
-    return devices.pop()
-
-
-def _keys(
-    folder: RunFolder | None, plan: Plan, source: Source | None, device: torch.device
-) -> Keys:
-    if folder is not None and folder.key_file.exists() and source is None:
-        source = folder.keys().source
-    source = (source if source is not None else Source(new_key())).on(device)
-    if folder is None:
-        return Keys(source, new_sampling_key())
-    return folder.begin(plan, source=source)
-
-
-def _bind(
-    ledger: Ledger, plan: Plan, source: Source, clip: Clip | QuantileClip, batch_size: int
-) -> None:
-    """What may not change while a run lives."""
-    if ledger.meta("forked"):
-        raise InvalidInput(
-            f"this run was forked after {ledger.meta('forked')} steps and may not go on itself; "
-            "continue the fork"
-        )
-    ledger.bind("plan", plan.hash)
-    ledger.bind("key", source.fingerprint)
-    ledger.bind("test_key", "yes" if source.is_test else "no")
-    ledger.bind("clip", repr(clip))
-    ledger.bind("batch_size", str(batch_size))
-    ledger.bind("adaptive_clip", "yes" if isinstance(clip, QuantileClip) else "no")

@@ -45,7 +45,8 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
-from noshuffle.training import assemble, fingerprint, shards
+from noshuffle.training import fingerprint, shards
+from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
 from noshuffle.training.group_ledger import GroupLedger
 from noshuffle.training.group_private import Elsewhere, GroupPrivate
 from noshuffle.training.group_step import GroupParts
@@ -113,7 +114,7 @@ def privatize_distributed(
             )
         validate(inner)
         parameters = trainable(inner)
-        assemble._check_optimizer(optimizer, parameters)
+        check_optimizer(optimizer, parameters)
         shards.places(parameters, team)
         return {
             "plan": plan.hash,
@@ -126,7 +127,7 @@ def privatize_distributed(
             "loss_reduction": loss_reduction,
             "engine": type(engine).__name__,
             "run": run is not None,
-            "device": assemble._one_device(parameters).type,
+            "device": one_device(parameters).type,
             "optimizer": type(optimizer).__name__,
             "optimizer settings": repr(fingerprint.settings_of(optimizer)),
             "parameter shapes": {n: (tuple(p.shape), str(p.dtype)) for n, p in parameters.items()},
@@ -135,7 +136,7 @@ def privatize_distributed(
     team.agree("privatize_distributed", described)
     parameters = trainable(inner)
     places = shards.places(parameters, team)
-    device = assemble._one_device(parameters)
+    device = one_device(parameters)
     is_sharded = shards.is_sharded(inner)
     if is_sharded:
         shards.check_policies(inner, parameters)
@@ -144,7 +145,7 @@ def privatize_distributed(
     folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
 
     def begin() -> tuple[Keys, tuple[Ancestor, ...]]:
-        keys = assemble._keys(folder, plan, source, device)
+        keys = keys_of(folder, plan, source, device)
         return keys, () if folder is None else folder.ancestors()
 
     keys, ancestors = team.lead("the run folder", begin)
@@ -155,7 +156,7 @@ def privatize_distributed(
     ledger = GroupLedger(plan.participation, team=team, path=path, unit=plan.unit)
 
     def bind() -> None:
-        assemble._bind(ledger, plan, keys.source, bound_to, batch_size)
+        bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)
 
     team.meet("the facts of the run", bind)
     threshold = threshold_for(bound_to, plan, keys.source)

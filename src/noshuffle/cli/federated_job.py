@@ -1,0 +1,260 @@
+"""The federated job: rounds, progress, evidence, report; stopped and resumed at will.
+
+A run that was told to stop ends after the round it is in, and resumes bit for bit. A run that was
+killed has at most one round open per checkpoint; resuming passes over its row of noise, keeps the
+charge, and goes on (see `federated.rounds`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from noshuffle.cli.federated_parts import Job, assemble
+from noshuffle.cli.federated_settings import FederatedSettings, Limits
+from noshuffle.errors import NoshuffleError
+from noshuffle.federated import simulate
+from noshuffle.federated.per_user import Spending, spending
+from noshuffle.federated.quiet import need_flower
+from noshuffle.federated.rounds import RoundReport
+from noshuffle.federated.simulate import Progress, evaluate
+from noshuffle.plan import Plan
+from noshuffle.report import write_report
+from noshuffle.statement import PrivacyStatement
+
+#: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
+_GLANCE = 1000
+#: Raw counts: which of them a data set shows is not covered by ε, so they get a file of their own.
+OPERATOR_FILE = "operator.jsonl"
+
+
+class Stopped(Exception):
+    """Asked to stop, between two rounds; the folder can be resumed."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One round, as it is told to whoever watches; `done` counts those of this process."""
+
+    round: int
+    rounds: int
+    epsilon: float
+    seconds: float
+    done: int
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a federated run ended with; `skipped` are rounds lost to a crash before this start."""
+
+    path: Path
+    plan: Plan
+    limits: Limits | None
+    statement: PrivacyStatement
+    rounds: int
+    rounds_now: int
+    training_seconds: float
+    is_complete: bool
+    skipped: tuple[int, ...]
+    accuracy: float
+    loss: float
+    baseline: float | None
+    seconds: float
+    users: tuple[Spending, ...]
+
+
+def run_job(
+    settings: FederatedSettings,
+    path: Path,
+    *,
+    watch: Callable[[Seen], None] | None = None,
+    say: Callable[[str], None] | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Train (or resume) the run in `path`, write its evidence and its report.
+
+    Raises `Stopped` after the round during which `is_stopped` came true; everything is saved then.
+    """
+    say = say or (lambda _: None)
+    began = time.perf_counter()
+    if settings.engine == "flower":
+        need_flower()
+    say("fitting the mechanism")
+    job, skipped = assemble(settings, path)
+    if job.limits is not None:
+        say(f"Limits: {job.limits.words()}; {job.limits.why}.")
+    for number in skipped:
+        say(f"Round {number} was open when the run died: no update, its users stay charged.")
+    first = job.server.round
+    training = time.perf_counter()
+    try:
+        say("training")
+        is_complete = _train(job, watch, is_stopped)
+        training = time.perf_counter() - training
+        loss, accuracy = evaluate(job.model, job.server.parameters(), job.task)
+        _note(job, loss, accuracy, kind="summary")
+        users, statement = spending(job.server), job.server.statement()
+    finally:
+        _let_go(job)
+    baseline = None
+    if settings.baseline:
+        say("training once more without noise, for comparison")
+        baseline = _baseline(settings, path)
+    write_report(path)
+    return Result(
+        path=path,
+        plan=job.server.plan,
+        limits=job.limits,
+        statement=statement,
+        rounds=job.server.round,
+        rounds_now=job.server.round - first,
+        training_seconds=training,
+        is_complete=is_complete,
+        skipped=skipped,
+        accuracy=accuracy,
+        loss=loss,
+        baseline=baseline,
+        seconds=time.perf_counter() - began,
+        users=users,
+    )
+
+
+def _train(job: Job, watch: Callable[[Seen], None] | None, is_stopped: Callable[[], bool]) -> bool:
+    """All rounds that are left; whether the plan was used to its end."""
+    settings, server = job.settings, job.server
+    every = settings.evaluate_every or max(1, settings.rounds // 20)
+    stride = -(-len(job.task.x_test) // _GLANCE)
+    glance = replace(job.task, x_test=job.task.x_test[::stride], y_test=job.task.y_test[::stride])
+    first = server.round
+
+    def after(where: Progress) -> None:
+        job.set_rate()
+        accuracy = None
+        if where.round % every == 0 or where.round == where.of:
+            loss, accuracy = evaluate(job.model, where.report.parameters, glance)
+            _note(job, loss, accuracy)
+        _tell_operator(job, where.report)
+        if watch is not None:
+            done = where.round - first
+            watch(Seen(where.round, where.of, where.epsilon, where.seconds, done, accuracy))
+        if is_stopped() and where.round < where.of:
+            raise Stopped
+
+    job.set_rate()
+    if settings.engine == "flower":
+        return _on_flower(job, after)
+    result = simulate(
+        job.rounds,
+        job.model,
+        job.task,
+        local=job.local,
+        check_ins=job.check_ins,
+        answers=job.answers,
+        vectorise=settings.vectorise,
+        progress=after,
+    )
+    return result.is_complete
+
+
+def _on_flower(job: Job, after: Callable[[Progress], None]) -> bool:
+    """The same rounds on Flower's simulation, whose server runs in a thread of its own."""
+    from noshuffle.federated.flower_simulation import run_flower_simulation
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    broken: list[Exception] = []
+
+    def kept(where: Progress) -> None:
+        try:
+            after(where)
+        except Exception as error:  # Flower would log it and raise one of its own
+            broken.append(error)
+            raise
+
+    try:
+        result = run_flower_simulation(
+            job.rounds,
+            job.model,
+            job.task,
+            local=job.local,
+            check_ins=job.check_ins,
+            progress=kept,
+        )
+    except Exception:
+        if broken:
+            raise broken[0] from None
+        raise
+    if broken:
+        raise broken[0]
+    return result.is_complete
+
+
+def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -> None:
+    """A line of metrics, from released values and held-out users only."""
+    server = job.server
+    if server.run is None:
+        return
+    row = {
+        "kind": kind,
+        "step": server.round,
+        "test_loss": loss,
+        "test_accuracy": accuracy,
+        "epsilon": server.statement().epsilon,
+        "clip_norm": server.clip_norm,
+        "learning_rate": float(server.optimizer.param_groups[0]["lr"]),
+    }
+    server.run.append_metrics(
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    )
+
+
+def _tell_operator(job: Job, report: RoundReport) -> None:
+    """Raw counts of a round, readable by the owner of the folder only."""
+    folder = job.server.run
+    if folder is None:
+        return
+    row = {
+        "step": report.step,
+        "asked": report.asked,
+        "answered": report.answered,
+        "nonfinite": report.nonfinite,
+        "refused": len(report.refused),
+    }
+    handle = os.open(folder.path / OPERATOR_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def _let_go(job: Job) -> None:
+    """Save and close; an open round is given up, one that was torn is left to the next resume."""
+    try:
+        job.rounds.close()
+    except NoshuffleError:
+        job.server.ledger.close()
+
+
+def _baseline(settings: FederatedSettings, path: Path) -> float:
+    """The same users, order, clients and clip norm without noise. Not private."""
+    file = path / "baseline.json"
+    if file.is_file():
+        return float(json.loads(file.read_text(encoding="utf8"))["accuracy"])
+    without: dict[str, Any] = {"epsilon": None, "noise_multiplier": 0.0, "test_seed": None}
+    without["engine"] = "process"
+    if not settings.amplified:
+        without["mechanism"] = "identity"
+    job, _ = assemble(replace(settings, **without), None)
+    _train(job, None, lambda: False)
+    accuracy = evaluate(job.model, job.server.parameters(), job.task)[1]
+    record = {
+        "accuracy": accuracy,
+        "note": "NOT PRIVATE: trained on the same users without noise (clipped all the same)",
+    }
+    file.write_text(json.dumps(record, indent=2), encoding="utf8")
+    return accuracy

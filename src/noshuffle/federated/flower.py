@@ -1,0 +1,265 @@
+"""PrivateStrategy: the rounds of `Rounds` on Flower, in a simulation or across machines.
+
+    configure_train   users online → those the guard admits → intent durable → one message each
+    aggregate_train   every reply on its own: taken, or one line in the log → noise, update, saved
+    start             from the round the ledger is at to the last one, or until nobody is free
+
+A subclass of Flower's own base class of the message API. Not of FedAvg, which weighs clients by
+their number of examples and so lets one of them count for more than the clip norm, and not of its
+privacy wrappers. Everything private is in `ServerOptimizer`; what is here carries messages.
+
+Flower keeps nothing from one run to the next and knows no resume: the run folder of the server
+does. A run that was stopped, by a crash too, is gone on with in a new run of Flower, where nodes
+have new ids; the outcome is that of a run never stopped, bit for bit.
+
+Clients' own metrics are not collected and federated evaluation is not done: both would release
+functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters
+on data that the server holds; keep those public, or held out from people outside the guarantee.
+
+State: which node was asked for whom in the open round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from logging import INFO
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from noshuffle.errors import non_negative, positive, whole
+from noshuffle.federated.cohort import UserId
+from noshuffle.federated.flower_identity import Handshake, Identities, tell
+from noshuffle.federated.flower_wire import (
+    ARRAYS,
+    CLIP_NORM,
+    CONFIG,
+    DECLINED,
+    DELTA,
+    NORM,
+    STEP,
+    UPDATE,
+    USER,
+    WHY,
+    section,
+    short,
+    to_arrays,
+    to_tensors,
+)
+from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
+from noshuffle.federated.simulate import CheckIns, in_random_order
+
+#: Released parameters of a round → metrics, or nothing; as in Flower.
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+#: Seconds by which the clocks of server and clients may differ.
+CLOCKS = 600.0
+
+
+class PrivateStrategy(Strategy):
+    """Drive `Rounds` by Flower.
+
+    Arguments:
+        rounds: the protocol, with the server inside; `at_least` of it says how many users a round
+            needs, otherwise a round goes on with whoever is there.
+        identities: how nodes become users; by default each is asked for its partition id.
+        check_ins: round → users in order of preference; those online and free are taken from the
+            front. By default an order of its own every round, which a resumed run repeats.
+        wait: seconds to wait for more nodes when too few users are free. Users who have reached
+            their limits do not become free by waiting, so a simulation sets zero.
+        poll: seconds between two looks while waiting.
+        on_round: called after every round; what it gets is for whoever runs the server.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        *,
+        identities: Identities | None = None,
+        check_ins: CheckIns | None = None,
+        wait: float = 60.0,
+        poll: float = 3.0,
+        on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:
+        non_negative(wait=wait)
+        positive(poll=poll)
+        self.rounds = rounds
+        self._identities = identities if identities is not None else Handshake()
+        self._check_ins = check_ins
+        self._wait = wait
+        self._poll = poll
+        self._on_round = on_round
+        self._asked: dict[int, UserId] = {}
+        self._timeout: float | None = None
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run up to round number `num_rounds` (the plan's last one, if not given), and save.
+
+        Rounds are counted over all runs of Flower that used this run folder; those behind us are
+        not repeated, and a round with unknown outcome is passed over. `timeout` is how long to
+        wait for replies of a round; who has not answered by then counts as zero. `initial_arrays`
+        and `evaluate_config` are Flower's and have no use here: the server has the parameters.
+        """
+        server = self.rounds.server
+        last = server.plan.steps if num_rounds is None else num_rounds
+        whole(at_least=0, at_most=server.plan.steps, num_rounds=last)
+        positive(timeout=timeout)
+        self._timeout = timeout
+        self._recover()
+        self.summary()
+        if initial_arrays is not None:
+            log(INFO, "initial_arrays are not used: the server goes on with its own parameters")
+        result = Result(arrays=to_arrays(server.parameters()))
+        config = train_config if train_config is not None else ConfigRecord()
+        self._evaluate(result, evaluate_fn)
+        while server.round < last:
+            number = server.round + 1
+            messages = self.configure_train(number, result.arrays, config, grid)
+            if not self.rounds.is_open:
+                log(INFO, "round %i: too few users are free; the run ends here", number)
+                break
+            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
+            arrays, _ = self.aggregate_train(number, replies)
+            if arrays is not None:
+                result.arrays = arrays
+            self._evaluate(result, evaluate_fn)
+        if server.run is not None:
+            self.rounds.save()
+        return result
+
+    def _recover(self) -> None:
+        """After a crash, or a start() that was broken off: nothing is published twice."""
+        rounds, server = self.rounds, self.rounds.server
+        skipped: tuple[int, ...] = ()
+        if rounds.is_open and server.run is None:
+            skipped = (server.round,)
+            rounds.abandon()
+        elif rounds.is_open or server.round < server.ledger.released:
+            skipped = rounds.resume()
+        for step in skipped:
+            tell(f"round {step}: its outcome is unknown; its noise is skipped, its charge stays")
+
+    def _evaluate(self, result: Result, evaluate_fn: EvaluateFn | None) -> None:
+        number = self.rounds.server.round
+        found = None if evaluate_fn is None else evaluate_fn(number, result.arrays)
+        if found is not None:
+            log(INFO, "round %i: evaluation on the server: %s", number, dict(found))
+            result.evaluate_metrics_serverapp[number] = found
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose users, charge them, and write to them; nothing if too few are free.
+
+        Guarantees: when messages are returned, step and cohort are on the disk.
+        """
+        self._asked = {}
+        users = self._identities.online(grid)
+        work = self._begin(users)
+        end = time.monotonic() + self._wait
+        while work is None and time.monotonic() < end:
+            time.sleep(min(self._poll, max(0.0, end - time.monotonic())))
+            users = self._identities.online(grid, again=True)
+            work = self._begin(users)
+        if work is None:
+            return []
+        self._asked = {users[user]: user for user in work.users}
+        order = ConfigRecord({**config, STEP: work.step, CLIP_NORM: work.clip_norm})
+        content = RecordDict({ARRAYS: to_arrays(work.parameters), CONFIG: order})
+        # Who comes back after the round is over need not train for nothing.
+        ttl = None if self._timeout is None else self._timeout + CLOCKS
+        return [
+            Message(content, node, MessageType.TRAIN, group_id=str(server_round), ttl=ttl)
+            for node in self._asked
+        ]
+
+    def _begin(self, users: dict[UserId, int]) -> Invitation | None:
+        step = self.rounds.server.round
+        order_fn = self._check_ins or in_random_order(sorted(users), seed=0)
+        free: Sequence[UserId] = [user for user in order_fn(step) if user in users]
+        return self.rounds.begin(free)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Sum what is valid, add noise, update. No metrics of clients are released.
+
+        Guarantees: a reply that is an error, unreadable, from somebody who was not asked, a
+        second one, for another round, of wrong names or shapes, or with NaN costs one line in the
+        log and nobody else's contribution.
+        """
+        if not self.rounds.is_open:
+            return None, None
+        for reply in replies:
+            line = self._take(reply)
+            if line is not None:
+                tell(line)
+        report = self.rounds.finish()
+        self._asked = {}
+        log(INFO, "round %i: asked %i, answered %i", server_round, report.asked, report.answered)
+        if self._on_round is not None:
+            self._on_round(report)
+        return to_arrays(report.parameters), None
+
+    def _take(self, reply: Message) -> str | None:
+        """One reply: None if it is used, else why not."""
+        node = reply.metadata.src_node_id
+        user = self._asked.get(node)
+        where = f"round {self.rounds.server.round}"
+        if reply.has_error():
+            who = f"user {short(user)}" if user is not None else f"node {node}"
+            return f"{where}: {who} sent no update: {short(reply.error.reason)}"
+        if user is None:
+            return f"{where}: node {node} was not asked; the reply is not used"
+        try:
+            why = section(reply, DECLINED).get(WHY)
+            if why is not None:
+                return f"{where}: user {short(user)} declines: {short(why)}"
+            update = section(reply, UPDATE)
+            line = self._identities.why_not(node, update.get(USER))
+            if line is not None:
+                return f"{where}: the reply of user {short(user)} is not used, {line}"
+            delta = to_tensors(reply.content.get(DELTA))
+            # A reply without a step answers no round, and one without a norm cannot be counted.
+            norm, step = update.get(NORM), update.get(STEP)
+            if not isinstance(norm, float) or not isinstance(step, int):
+                return f"{where}: the reply of user {short(user)} has no norm or no step"
+            return self.rounds.receive(user, delta, norm=norm, step=step)
+        except Exception as error:
+            # Whatever a stranger managed to break must not break the round of the others.
+            return f"{where}: the reply of user {short(user)} is not used: {short(str(error))}"
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Nobody is asked: metrics of clients would be released without noise."""
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Nothing is released."""
+        return None
+
+    def summary(self) -> None:
+        """What this run promises, in the log."""
+        server = self.rounds.server
+        for line in (
+            f"PrivateStrategy at round {server.round} of {server.plan.steps}",
+            f"noise {server.plan.strategy.name}, multiplier {server.plan.noise_multiplier:.4g}, "
+            f"clip norm {server.clip_norm:.4g}, {server.cohort_size} users a round",
+            f"who may take part: {server.plan.participation}",
+        ):
+            log(INFO, line)

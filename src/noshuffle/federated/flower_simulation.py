@@ -1,0 +1,138 @@
+"""A task on Flower's own simulation (Ray), by the call of `simulate`.
+
+Every user is a virtual node; actors train them one by one, as `simulate(vectorise=False)` does, and
+for the same check-ins, key and number of threads the parameters are the same bits. It is here to
+show that, and to measure against; for studies the in-process simulation is quicker by far.
+
+State: a temporary file with task and model, which each actor reads once.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+from torch import nn
+
+from noshuffle.errors import positive, whole
+from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
+from noshuffle.federated.flower import PrivateStrategy
+from noshuffle.federated.flower_client import Parts, task_client
+from noshuffle.federated.flower_identity import Handshake
+from noshuffle.federated.per_user import spending
+from noshuffle.federated.quiet import need_flower
+from noshuffle.federated.rounds import RoundReport, Rounds
+from noshuffle.federated.simulate import CheckIns, Progress, Simulation
+from noshuffle.federated.tasks import FederatedTask
+
+
+def run_flower_simulation(
+    rounds: Rounds,
+    model: nn.Module,
+    task: FederatedTask,
+    *,
+    local: LocalTraining,
+    check_ins: CheckIns,
+    until: int | None = None,
+    loss_fn: LossFn = cross_entropy,
+    progress: Callable[[Progress], None] | None = None,
+    cpus_per_client: int = 1,
+    timeout: float = 3600.0,
+) -> Simulation:
+    """`simulate` on Flower's engine: the same arguments, the same result.
+
+    `cpus_per_client` is what Ray reserves for one actor; there are as many actors as fit. A client
+    that has not answered after `timeout` seconds counts as silent. If fewer users are free than
+    `rounds` insists on, the simulation ends early.
+    """
+    need_flower()
+    whole(cpus_per_client=cpus_per_client)
+    positive(timeout=timeout)
+    server = rounds.server
+    last = server.plan.steps if until is None else until
+    first = server.round
+    begun = time.perf_counter()
+
+    def on_round(report: RoundReport) -> None:
+        if progress is not None:
+            epsilon = server.statement().epsilon
+            progress(Progress(server.round, last, report, epsilon, time.perf_counter() - begun))
+
+    strategy = PrivateStrategy(
+        rounds,
+        identities=Handshake(kind=type(task.users[0]), known=task.users, timeout=timeout),
+        check_ins=check_ins,
+        wait=0.0,
+        on_round=on_round,
+    )
+    server_app = ServerApp()
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        end = time.monotonic() + timeout
+        while len(set(grid.get_node_ids())) < len(task) and time.monotonic() < end:
+            time.sleep(0.1)  # Flower makes its nodes while this is already running
+        strategy.start(grid, num_rounds=last, timeout=timeout)
+
+    with tempfile.TemporaryDirectory(prefix="noshuffle-") as folder:
+        path = Path(folder) / "parts"
+        path.write_bytes(_packed((task, copy.deepcopy(model).cpu(), local, loss_fn)))
+        _simulate(server_app, task_client(_Parts(str(path))), nodes=len(task), cpus=cpus_per_client)
+    return Simulation(
+        parameters=server.parameters(),
+        rounds=server.round - first,
+        is_complete=server.round >= last,
+        seconds=time.perf_counter() - begun,
+        statement=server.statement(),
+        users=spending(server),
+    )
+
+
+def _simulate(server_app: ServerApp, app: ClientApp, *, nodes: int, cpus: int) -> None:
+    """Flower's entry from Python; it changes PYTHONPATH of this process, which we put back."""
+    before = os.environ.get("PYTHONPATH")
+    try:
+        run_simulation(
+            server_app,
+            app,
+            num_supernodes=nodes,
+            backend_config={"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}},
+        )
+    finally:
+        os.environ.pop("PYTHONPATH", None)
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+class _Parts:
+    """The parts in a file: Ray sends the app along with every message, so it must be small."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, context: Context) -> Parts:
+        return _unpacked(self._path)
+
+
+def _packed(parts: Parts) -> bytes:
+    from ray import cloudpickle  # takes models and losses of a notebook too
+
+    packed: bytes = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
+    return packed
+
+
+@lru_cache(maxsize=1)
+def _unpacked(path: str) -> Parts:
+    from ray import cloudpickle
+
+    parts: Parts = cloudpickle.loads(Path(path).read_bytes())
+    return parts

@@ -1,0 +1,247 @@
+"""Many federated runs at once, for studies: K settings of one small model in one program.
+
+    slot (k, u)     θ_k → local steps of user u → Δ → clip to ζ_k           all slots side by side
+    run k           θ_k ← momentum step on −(Σ_u clip(Δ_ku) + z_k ζ_k · row t of C⁻¹Z_k) / m
+
+Every pair of a run and a user of its cohort is one slot; slots of all runs are stacked and trained
+`at_once` together (`stacked_lstm` for character LSTMs, vmap for other models; on CUDA the work of a
+stack is one graph). Runs have their own noise, rates, clip norms, initial weights, mechanism and
+cohorts; local steps and the schedule of server rates are shared. Cohorts come from outside, by the
+code that guards participation (`admitted_cohorts`) or that samples.
+
+Each run has the noise of its own setting; a study as a whole shows many models of the same data, so
+it keeps no ledger and makes no statement. The slow twin is `simulate`: one run here equals one run
+there, with the same cohorts and key, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.federated import stacked_lstm
+from noshuffle.federated.clients import NO_TARGET, LocalTraining
+from noshuffle.federated.cohort import draw_cohort
+from noshuffle.federated.recurrent import unrolled
+from noshuffle.federated.simulate import CheckIns
+from noshuffle.federated.stack import Flat, Stack, Users, gradient_fn
+from noshuffle.federated.tasks import FederatedTask
+from noshuffle.noise.source import Source, new_key
+from noshuffle.noise.stream import NoiseStream
+from noshuffle.participation import Participation
+from noshuffle.strategies import Strategy
+from noshuffle.training.ledger import Ledger
+
+#: The places of a round's users, round by round.
+Cohorts = Sequence[NDArray[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one of the runs has for itself; `mechanism` and `cohorts` are names."""
+
+    mechanism: str
+    cohorts: str
+    noise_multiplier: float
+    server_rate: float
+    client_rate: float
+    clip_norm: float = 1.0
+    momentum: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        non_negative(noise_multiplier=self.noise_multiplier, momentum=self.momentum)
+        positive(
+            server_rate=self.server_rate, client_rate=self.client_rate, clip_norm=self.clip_norm
+        )
+
+
+def admitted_cohorts(
+    participation: Participation, task: FederatedTask, *, size: int, check_ins: CheckIns
+) -> list[NDArray[np.int64]]:
+    """Who takes part in every round: the first `size` users of the check-ins that the guard admits.
+
+    Places in increasing order of the user's number; nobody exceeds the participation.
+    """
+    ledger = Ledger(participation, unit="user")
+    cohorts = []
+    for step in range(participation.steps):
+        places = np.array([task.place(user) for user in check_ins(step)], dtype=np.int64)
+        cohort = np.sort(places[draw_cohort(ledger, places, size=size)])
+        ledger.record(ledger.admit(step, cohort, step.to_bytes(8, "little")))
+        cohorts.append(cohort)
+    ledger.close()
+    return cohorts
+
+
+def train_many(
+    make_model: Callable[[], nn.Module],
+    task: FederatedTask,
+    settings: Sequence[Setting],
+    *,
+    cohorts: Mapping[str, Cohorts],
+    strategies: Mapping[str, Strategy],
+    rounds: int,
+    cohort_size: int,
+    local: LocalTraining,
+    learning_rates: Sequence[float] = (),
+    horizon: int | None = None,
+    source: Source | None = None,
+    device: torch.device | str = "cpu",
+    at_once: int = 2048,
+    on_round: Callable[[int, dict[str, Tensor]], None] | None = None,
+) -> dict[str, Tensor]:
+    """Train every setting; the parameters of all runs, stacked in the order of `settings`.
+
+    Arguments:
+        make_model: the architecture; called once per run after `torch.manual_seed(seed)`.
+        cohorts, strategies: by the names that settings use.
+        horizon: rounds that the strategies' noise is laid out for, if more than `rounds`.
+        learning_rates: factors on the server rates, one a round (empty: constant).
+        on_round: called with the number of rounds done and the stacked parameters.
+    """
+    whole(rounds=rounds, cohort_size=cohort_size, at_once=at_once)
+    _check(settings, cohorts, rounds=rounds, learning_rates=learning_rates)
+    models = [_seeded(make_model, setting.seed) for setting in settings]
+    flat = Flat.of(models[0])
+    theta = torch.stack([flat.pack(dict(m.named_parameters())) for m in models]).to(device)
+    columns = [[s.client_rate, s.clip_norm, s.server_rate, s.momentum] for s in settings]
+    client_rate, clip, rate, inertia = torch.tensor(columns, device=device).unbind(1)
+    stack = Stack(
+        gradient_fn(models[0]),
+        flat,
+        Users.of(task, local=local, device=device),
+        theta,
+        client_rate=client_rate,
+        clip_norm=clip,
+        local=local,
+        size=at_once,
+    )
+    key = source or Source(key=new_key())
+    noise = [
+        _Noise.of(name, settings, flat, strategies[name], key, horizon or rounds, device)
+        for name in dict.fromkeys(s.mechanism for s in settings)
+    ]
+    velocity = torch.zeros_like(theta)
+    for t in range(rounds):
+        slots = [(k, cohorts[s.cohorts][t]) for k, s in enumerate(settings)]
+        total = stack.clipped_sums(slots)
+        for part in noise:
+            part.add_(total)
+        velocity.mul_(inertia[:, None]).sub_(total, alpha=1.0 / cohort_size)
+        factor = learning_rates[t] if learning_rates else 1.0
+        theta.sub_(velocity * rate[:, None], alpha=factor)
+        if on_round is not None:
+            on_round(t + 1, flat.views(theta))
+    return flat.views(theta)
+
+
+@torch.no_grad()
+def accuracies(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    *,
+    at_once: int = 20_000,
+) -> tuple[Tensor, Tensor]:
+    """Mean loss and accuracy per target of every run on rows of text (rows, time).
+
+    `at_once` is how many rows are scored together, over all runs.
+    """
+    some = next(iter(params.values()))
+    runs, device = len(some), some.device
+    found = torch.zeros(3, runs, dtype=torch.float64, device=device)
+    size = max(1, at_once // runs)
+    twin = unrolled(model)
+    for at in range(0, len(x), size):
+        rows = x[at : at + size].to(device, torch.int64)
+        targets = y[at : at + size].to(device, torch.int64)
+        given = rows.expand(runs, *rows.shape)
+        if stacked_lstm.fits(model):
+            scores = stacked_lstm.scores(params, given).permute(0, 2, 3, 1)
+        else:
+            scores = vmap(lambda p, r: functional_call(twin, p, (r,)))(dict(params), given)
+        is_target = targets != NO_TARGET
+        right = (scores.argmax(2) == targets) & is_target
+        # (runs, rows, classes, …) → the log-probability of each target
+        logs = scores.log_softmax(2).gather(
+            2, targets.clamp_min(0).expand(runs, -1, -1)[:, :, None]
+        )
+        found[0] -= (logs.squeeze(2) * is_target).double().flatten(1).sum(1)
+        found[1] += right.flatten(1).sum(1)
+        found[2] += is_target.sum()
+    return found[0] / found[2].clamp_min(1), found[1] / found[2].clamp_min(1)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """The runs of one mechanism, and the stream that makes their noise."""
+
+    rows: Tensor
+    scale: Tensor
+    stream: NoiseStream | None
+    flat: Flat
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        settings: Sequence[Setting],
+        flat: Flat,
+        strategy: Strategy,
+        source: Source,
+        steps: int,
+        device: torch.device | str,
+    ) -> _Noise:
+        """Runs without noise get no stream."""
+        chosen = [k for k, s in enumerate(settings) if s.mechanism == name and s.noise_multiplier]
+        scale = [settings[k].noise_multiplier * settings[k].clip_norm for k in chosen]
+        stream = None
+        if chosen:
+            shapes = {n: (len(chosen), *shape) for n, shape in flat.shapes.items()}
+            recipe = strategy.recipe(steps)
+            stream = NoiseStream(recipe, source, shapes, scale=1.0, steps=steps, device=device)
+        return cls(
+            torch.tensor(chosen, dtype=torch.int64, device=device),
+            torch.tensor(scale, dtype=torch.float32, device=device),
+            stream,
+            flat,
+        )
+
+    def add_(self, total: Tensor) -> None:
+        if self.stream is None:
+            return
+        shapes = self.flat.shapes.items()
+        noise = {n: total.new_zeros(len(self.rows), *shape) for n, shape in shapes}
+        self.stream.add_(noise)
+        total.index_add_(0, self.rows, self.flat.pack(noise) * self.scale[:, None])
+
+
+def _seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make_model()
+
+
+def _check(
+    settings: Sequence[Setting],
+    cohorts: Mapping[str, Cohorts],
+    *,
+    rounds: int,
+    learning_rates: Sequence[float],
+) -> None:
+    if not settings:
+        raise InvalidInput("settings must hold at least one run, got none")
+    if learning_rates and len(learning_rates) < rounds:
+        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {rounds} rounds")
+    for name in {s.cohorts for s in settings}:
+        if len(cohorts[name]) < rounds:
+            raise InvalidInput(f"cohorts {name!r} hold {len(cohorts[name])} of {rounds} rounds")

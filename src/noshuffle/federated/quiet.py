@@ -1,0 +1,37 @@
+"""Nothing that runs private training reports home; and a clear word when Flower is not installed.
+
+Importing `noshuffle.federated` switches off Flower's telemetry and update check and Ray's usage
+statistics in this process, unless the environment says otherwise. Processes that Flower starts by
+itself need the same variables set where they are started (see docs/federated.md).
+
+>>> sorted(QUIET)
+['FLWR_DISABLE_UPDATE_CHECK', 'FLWR_TELEMETRY_ENABLED', 'RAY_USAGE_STATS_ENABLED']
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from noshuffle.errors import Unsupported
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def be_quiet() -> None:
+    """Set what is not set. Flower reads its own when it is first imported."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def need_flower() -> None:
+    """One clear line where the optional dependency is missing."""
+    for module in ("flwr", "ray"):
+        if importlib.util.find_spec(module) is None:
+            raise Unsupported(
+                f"this needs {module}, which is not installed; pip install 'noshuffle[federated]'"
+            )

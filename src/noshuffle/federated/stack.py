@@ -1,0 +1,226 @@
+"""A stack of slots: local training of many (run, user) pairs side by side, down to clipped sums.
+
+    for each slot:   p ← θ_run;   p ← p − η_run ∇ loss(p; batch s of the user),  s = 1 … S
+                     Δ = p − θ_run;      sum_run += Δ · min(1, ζ_run / ‖Δ‖)
+
+Parameters of a slot are one row of a flat matrix, with every tensor at a place that is a multiple
+of 16 bytes, so that batched products may use it as it lies. In the first local step the slots of a
+run still share its parameters; `GROUP` neighbours always belong to one run, so that step reads the
+parameters once for each group. A round is cut into stacks of `size` slots, filled up with empty
+slots of weight zero; shapes never change, so on CUDA the work of a stack is captured once as a
+graph and replayed. The twin is `clients.local_train` followed by `clip_flat`.
+
+>>> flat = Flat.of(nn.Linear(3, 2))
+>>> flat.size, flat.views(torch.zeros(4, flat.size))["weight"].shape
+(16, torch.Size([4, 2, 3]))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from noshuffle.clipping.clipped import SLACK
+from noshuffle.errors import Unsupported
+from noshuffle.federated import stacked_lstm
+from noshuffle.federated.clients import LocalTraining, cross_entropy
+from noshuffle.federated.recurrent import unrolled
+from noshuffle.federated.tasks import FederatedTask
+
+#: Stacked parameters, x, y, weights of rows → stacked gradients, one a slot. With fewer sets of
+#: parameters than slots, neighbouring slots share one.
+GradientFn = Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor], dict[str, Tensor]]
+GROUP = 10
+_ALIGNED = 8  # floats
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where each named tensor lies in a flat row."""
+
+    shapes: dict[str, tuple[int, ...]]
+    starts: dict[str, int]
+    size: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Flat:
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        starts, at = {}, 0
+        for name, shape in shapes.items():
+            starts[name] = at
+            at += -(-math.prod(shape) // _ALIGNED) * _ALIGNED
+        return cls(shapes, starts, at)
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows (n, size) as named tensors (n, …) that share their memory."""
+        return {
+            name: rows[:, at : at + math.prod(shape)].view(len(rows), *shape)
+            for (name, shape), at in zip(self.shapes.items(), self.starts.values())
+        }
+
+    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Named tensors as one row, or as n rows if they have an axis more; gaps are zero."""
+        name = next(iter(self.shapes))
+        first = values[name]
+        is_one = tuple(first.shape) == self.shapes[name]
+        rows = first.new_zeros(1 if is_one else len(first), self.size)
+        for name, view in self.views(rows).items():
+            view.copy_(values[name].detach())
+        return rows[0] if is_one else rows
+
+
+@dataclass(frozen=True)
+class Users:
+    """Everybody's rows as one padded array (users, rows, …), and how many are real."""
+
+    x: Tensor
+    y: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, task: FederatedTask, *, local: LocalTraining, device: torch.device | str) -> Users:
+        counts = np.diff(task.starts)
+        most = int(counts.max())
+        used = [piece.stop for piece in local.batches(most)]
+        most = max(used)
+        rows = np.minimum(np.arange(most), np.maximum(counts, 1)[:, None] - 1)
+        places = np.minimum(task.starts[:-1, None] + rows, len(task.x) - 1)
+        x, y = (part[torch.from_numpy(places)].to(device) for part in (task.x, task.y))
+        found = torch.from_numpy(np.minimum(counts, most)).to(device)
+        return cls(x, y, found)
+
+
+def gradient_fn(model: nn.Module) -> GradientFn:
+    """Gradients of stacked copies of this model, each on rows of its own."""
+    if stacked_lstm.fits(model):
+        return stacked_lstm.gradients
+    twin = unrolled(model)
+
+    def loss(now: Mapping[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        losses = cross_entropy(functional_call(twin, dict(now), (x,)), y)
+        total: Tensor = (losses * weights).sum() / weights.sum().clamp_min(1)
+        return total
+
+    each = vmap(vmap(grad(loss), in_dims=(None, 0, 0, 0)))
+
+    def gradients(
+        params: Mapping[str, Tensor], x: Tensor, y: Tensor, weights: Tensor
+    ) -> dict[str, Tensor]:
+        groups = len(next(iter(params.values())))
+        parts = (part.view(groups, -1, *part.shape[1:]) for part in (x, y, weights))
+        found = each(params, *parts)
+        return {name: value.flatten(0, 1) for name, value in found.items()}
+
+    return gradients
+
+
+class Stack:
+    """Clipped sums of all runs in a round, `size` slots at a time.
+
+    `theta` (runs × flat size) is read at every call and may change in between. Slots whose delta
+    has a NaN or an infinity contribute zero.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientFn,
+        flat: Flat,
+        users: Users,
+        theta: Tensor,
+        *,
+        client_rate: Tensor,
+        clip_norm: Tensor,
+        local: LocalTraining,
+        size: int,
+    ) -> None:
+        if local.epochs != 1 or local.batch_size is None:
+            raise Unsupported("stacked runs go through the data once, in batches of a given size")
+        self._gradients, self._flat, self._users = gradients, flat, users
+        self._theta, self._rate, self._clip = theta, client_rate, clip_norm
+        self._local, self._size = local, -(-size // GROUP) * GROUP
+        self._device = theta.device
+        self._runs = torch.arange(len(theta), device=self._device)
+        self._total = torch.zeros_like(theta)
+        # Run, user and weight of every slot: what a captured graph reads.
+        self._slots = torch.zeros(3, self._size, dtype=torch.int64, device=self._device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # Few characters a call make LSTMs wait for launches; other models are wide enough.
+        is_lstm = gradients is stacked_lstm.gradients
+        self._is_captured = self._device.type == "cuda" and is_lstm
+
+    def clipped_sums(self, slots: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
+        """Σ clip(Δ) per run, for the users given with each run; overwritten by the next call."""
+        tables = []
+        for run, places in slots:
+            short = -len(places) % GROUP
+            own = np.pad(np.stack([places, np.ones_like(places)]), ((0, 0), (0, short)))
+            tables.append(np.concatenate([np.full((1, own.shape[1]), run), own]))
+        table = np.concatenate(tables, axis=1).astype(np.int64)
+        table = np.pad(table, ((0, 0), (0, -table.shape[1] % self._size)))
+        given = torch.from_numpy(table).to(self._device)
+        self._total.zero_()
+        for at in range(0, given.shape[1], self._size):
+            self._slots.copy_(given[:, at : at + self._size])
+            self._go()
+        return self._total
+
+    def _go(self) -> None:
+        if not self._is_captured:
+            self._work()
+            return
+        if self._graph is None:
+            self._graph = self._capture()
+        self._graph.replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Warm up on a side stream, as capturing asks, and undo what that added to the sums."""
+        before = self._total.clone()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._work()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._work()
+        self._total.copy_(before)
+        return graph
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        run, place, live = self._slots
+        start = self._theta[run]
+        now = start.clone()
+        views = self._flat.views(now)
+        x, y, count = self._users.x[place], self._users.y[place], self._users.counts[place] * live
+        rate = self._rate[run]
+        shared: dict[str, Tensor] | None = self._flat.views(start[::GROUP])
+        for piece in self._local.batches(x.shape[1]):
+            numbers = torch.arange(piece.start, piece.stop, device=self._device)
+            weights = (numbers < count[:, None]).to(now.dtype)
+            xs, ys = x[:, piece].to(torch.int64), y[:, piece].to(torch.int64)
+            found = self._gradients(shared or views, xs, ys, weights)
+            shared = None
+            step = rate * (weights.sum(1) > 0)
+            for name, view in views.items():
+                width = (-1, *(1,) * (view.dim() - 1))
+                pull = found[name]
+                if self._local.proximal:
+                    pull = pull + self._local.proximal * (view - self._flat.views(start)[name])
+                view.sub_(pull * step.view(width))
+        delta = now.sub_(start)
+        norm = torch.linalg.vector_norm(delta, dim=1)
+        factor = torch.clamp(self._clip[run] * (1 - SLACK) / norm.clamp_min(1e-30), max=1.0)
+        is_used = torch.isfinite(norm) & (live > 0)
+        delta = torch.where(is_used[:, None], delta, 0.0)
+        share = (run == self._runs[:, None]) * (factor * is_used).nan_to_num()
+        self._total.addmm_(share, delta)

@@ -1,0 +1,83 @@
+"""What a run is tied to from its first step on: its update rule, its keys, the facts in its ledger.
+
+Central, distributed and federated training bind the same facts by the same functions, so that one
+`verify` reads every run folder, and one refusal says the same thing everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from noshuffle.clipping import Clip
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import Source, new_key
+from noshuffle.plan import Plan
+from noshuffle.training.fingerprint import FORM
+from noshuffle.training.ledger import Ledger
+from noshuffle.training.run_folder import Keys, RunFolder
+from noshuffle.training.sampler import new_sampling_key
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """The optimizer moves exactly the parameters that are clipped and noised."""
+    given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    missing = [name for name, p in parameters.items() if id(p) not in given]
+    if missing:
+        raise InvalidInput(
+            f"parameter {missing[0]!r} is trainable but not in the optimizer; add it, or freeze it "
+            "with requires_grad_(False)"
+        )
+    if len(given) > len(parameters):
+        raise InvalidInput(
+            "the optimizer has trainable parameters that do not belong to the model; their "
+            "gradients would not be private"
+        )
+
+
+def one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    """The device that all parameters are on."""
+    devices = {p.device for p in parameters.values()}
+    if len(devices) != 1:
+        raise Unsupported(f"all parameters must be on one device, got {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+def keys_of(
+    folder: RunFolder | None, plan: Plan, source: Source | None, device: torch.device
+) -> Keys:
+    """The secrets of a run: those in its folder, or the source given, or fresh ones."""
+    if folder is not None and folder.key_file.exists() and source is None:
+        source = folder.keys().source
+    source = (source if source is not None else Source(new_key())).on(device)
+    if folder is None:
+        return Keys(source, new_sampling_key())
+    return folder.begin(plan, source=source)
+
+
+def bind_facts(
+    ledger: Ledger, plan: Plan, source: Source, *, clip: Clip | QuantileClip, batch_size: int
+) -> None:
+    """What may not change while a run lives. `batch_size` is the planned divisor."""
+    if ledger.meta("forked"):
+        raise InvalidInput(
+            f"this run was forked after {ledger.meta('forked')} steps and may not go on itself; "
+            "continue the fork"
+        )
+    if ledger.released and ledger.meta("prints") != FORM:
+        raise InvalidInput(
+            "the fingerprints of this run were written by another version of noshuffle and cannot "
+            "be compared with those of this one; go on with that version, or fork the run"
+        )
+    ledger.bind("prints", FORM)
+    ledger.bind("plan", plan.hash)
+    ledger.bind("key", source.fingerprint)
+    ledger.bind("test_key", "yes" if source.is_test else "no")
+    ledger.bind("clip", repr(clip))
+    ledger.bind("batch_size", str(batch_size))
+    ledger.bind("adaptive_clip", "yes" if isinstance(clip, QuantileClip) else "no")

@@ -1,0 +1,415 @@
+"""`noshuffle federated` as a person runs it: train, look, verify, stop, kill, resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noshuffle.cli import main
+from noshuffle.cli.federated_job import Stopped, run_job
+from noshuffle.cli.federated_parts import (
+    assemble,
+    make_answers,
+    make_check_ins,
+    make_clip,
+    make_plan,
+)
+from noshuffle.cli.federated_settings import FederatedSettings, clip_of, limits_of
+from noshuffle.cli.federated_view import stop_on_signals
+from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
+from noshuffle.errors import InvalidInput
+from noshuffle.federated.simulate import simulate
+from noshuffle.federated.tasks import load_task
+from noshuffle.training import checkpoint
+from noshuffle.training.evidence import Evidence
+
+SMALL: dict[str, Any] = {
+    "rounds": 8,
+    "clients_per_round": 20,
+    "mechanism": "tree",
+    "test_seed": "here",
+    "baseline": False,
+}
+
+
+def command(path: Path, **more: Any) -> list[str]:
+    options = {**SMALL, **more}
+    line = ["federated", "--out", str(path)]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            line += [flag, str(value)]
+    return line
+
+
+def last_model(path: Path) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = checkpoint.load(checkpoint.saved(path / "checkpoints")[-1])[
+        "model"
+    ]
+    return model
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "plain"
+    assert main([*command(path, drop_out=0.2, check_in_rate=0.5), "--json"]) == 0
+    return path
+
+
+def test_the_folder_holds_the_evidence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == 0
+    assert "VERIFIED: 8 of 8" in capsys.readouterr().out
+    statement = json.loads((run / "statement.json").read_text())
+    assert statement["unit"] == "user"
+    assert statement["epsilon"] <= 8
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, 9), 8]
+    raw = {"asked", "answered", "nonfinite", "refused"}
+    assert not any(raw & set(row) for row in rows)  # raw counts are for the operator alone
+    operator = run / "operator.jsonl"
+    assert operator.stat().st_mode & 0o077 == 0
+    counts = [json.loads(line) for line in operator.read_text().splitlines()]
+    assert [row["step"] for row in counts] == list(range(8))
+    assert sum(row["answered"] for row in counts) < sum(row["asked"] for row in counts)
+    honest = (run / "statement.json").read_text()
+    (run / "statement.json").write_text(json.dumps({**statement, "epsilon": 1.0}))
+    assert main(["verify", str(run)]) == 1
+    (run / "statement.json").write_text(honest)
+
+
+def test_the_report_can_be_drawn_again(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert page.count("<svg") == 5
+    assert not re.findall(r"(?:src|href)=[\"']https?:", page)
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").read_text() == page
+
+
+def test_without_options_it_works_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOSHUFFLE_DATA", raising=False)
+    monkeypatch.setattr("noshuffle.cli.federated_job.write_report", lambda path: path)
+    assert main(["federated", "--rounds", "5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["task"] == "digits"
+    assert told["limits"]["separation"] == 5
+    assert told["limits"]["max_participations"] == 1
+    assert sum(row["users"] for row in told["users"]) == 475
+    assert told["baseline_accuracy"] is not None
+    assert Path(told["run"]).parent == Path("runs")
+
+
+def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "r")) == 0
+    shown = capsys.readouterr()
+    assert "accuracy, held-out users" in shown.out
+    assert "ε by how often a user was asked" in shown.out
+    assert "separation 8 (derived)" in " ".join(shown.err.split())
+    assert "ε per user ≤" in shown.err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mechanism": "dp-fedavg", "amplified": True},
+        {"mechanism": "dp-fedavg"},
+        {"mechanism": "dp-fedavg", "amplified": True, "drop_out": 0.5, "clip": "adaptive:0.7"},
+        {"mechanism": "blt", "server_optimizer": "adam", "server_lr": 0.01, "proximal": 0.1},
+        {
+            "mechanism": "identity",
+            "noise_multiplier": 0,
+            "server_optimizer": "sgd",
+            "order": "list",
+        },
+        {
+            "clip": "adaptive",
+            "order": "list",
+            "separation": 2,
+            "max_participations": 3,
+            "model": "linear",
+        },
+    ],
+    ids=lambda more: "-".join(map(str, more.values())),
+)
+def test_baselines_and_variants_verify(
+    more: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("noshuffle.cli.federated_job.write_report", lambda path: path)
+    assert main([*command(tmp_path / "r", **more), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rounds"] == 8
+    if "noise_multiplier" not in more:
+        assert 7.99 < told["statement"]["epsilon"] <= 8
+    assert main(["verify", str(tmp_path / "r")]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--task wishes",
+        "--model lstm",
+        "--task shakespeare",
+        "--task drama --model mlp",
+        "--rounds 0",
+        "--clients-per-round 1000",
+        "--clients-per-round 1000 --mechanism dp-fedavg --amplified",
+        "--client-lr -1",
+        "--clip nan",
+        "--clip adaptive:2",
+        "--clip adaptive:0.5:1:1",
+        "--clip often",
+        "--clip adaptive --mechanism blt",
+        "--server-optimizer magic",
+        "--epsilon 0",
+        "--epsilon 1 --noise-multiplier 1",
+        "--amplified",
+        "--amplified --mechanism dp-fedavg --separation 3",
+        "--amplified --mechanism dp-fedavg --check-in-rate 0.5",
+        "--order year",
+        "--order chaos",
+        "--drop-out 1",
+        "--check-in-rate 0",
+        "--engine magic",
+        "--engine flower --drop-out 0.1",
+        "--device toaster",
+        "--mechanism magic",
+        "--config missing.toml",
+        "--resume nowhere",
+        "--resume nowhere --rounds 3",
+    ],
+)
+def test_bad_input_is_one_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOSHUFFLE_DATA", raising=False)
+    status = main(["federated", *line.split()])
+    captured = capsys.readouterr()
+    assert status == 2, captured
+    assert captured.err.count("noshuffle:") == 1
+    assert captured.err.endswith("\n")
+    assert "Traceback" not in captured.err
+
+
+def test_flower_is_asked_for_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(command(tmp_path / "r", engine="flower")) == 2
+    assert "noshuffle[federated]" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.slow
+def test_flower_runs_the_same_rounds(tmp_path: Path) -> None:
+    """Ray takes half a minute to start; then the bits are those of this process."""
+    pytest.importorskip("ray", reason="needs the extra 'federated'")
+    few = {"rounds": 3, "clients_per_round": 4}
+    assert main(command(tmp_path / "flower", engine="flower", **few)) == 0
+    assert main(command(tmp_path / "here", vectorise=False, **few)) == 0
+    assert same(last_model(tmp_path / "flower"), last_model(tmp_path / "here"))
+    assert main(["verify", str(tmp_path / "flower")]) == 0
+
+
+def test_other_folders_are_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(run)) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[federated]\nrounds = 3\nmechanism = 'tree'\nepsilon = 3.0\nclip = 0.25\n")
+    line = f"federated --config {config} --no-baseline --clients-per-round 5 --json"
+    assert main([*line.split(), "--out", str(tmp_path / "r")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["statement"]["epsilon"] <= 3.0
+    assert (told["settings"]["clip"], told["rounds"]) == ("0.25", 3)
+
+
+def test_stopped_between_rounds_and_resumed_is_bit_identical(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = FederatedSettings.of({**SMALL, "drop_out": 0.2, "check_in_rate": 0.5})
+    seen: list[int] = []
+    with pytest.raises(Stopped):
+        run_job(
+            settings,
+            tmp_path / "r",
+            watch=lambda s: seen.append(s.round),
+            is_stopped=lambda: len(seen) == 3,
+        )
+    assert main(["verify", str(tmp_path / "r")]) == 0
+    capsys.readouterr()
+    assert main(["federated", "--resume", str(tmp_path / "r"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["skipped_rounds"] == []
+    assert same(last_model(tmp_path / "r"), last_model(run))
+    for name in ("metrics.jsonl", "operator.jsonl", "statement.json", "report.html"):
+        mine, other = ((path / name).read_text() for path in (tmp_path / "r", run))
+        assert mine.replace("run r", "run plain").replace(str(tmp_path / "r"), str(run)) == other
+    assert main(["federated", "--resume", str(tmp_path / "r"), "--json"]) == 0  # nothing is left
+    assert same(last_model(tmp_path / "r"), last_model(run))
+
+
+def test_the_first_signal_asks_and_the_second_stops() -> None:
+    with stop_on_signals() as is_stopped:
+        assert not is_stopped()
+        signal.raise_signal(signal.SIGINT)
+        assert is_stopped()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupted(path: Path, number: signal.Signals, after: int) -> subprocess.Popen[bytes]:
+    """A real process of its own that gets a signal once `after` rounds are told of."""
+    line = [sys.executable, "-m", "noshuffle", *command(path, rounds=400, clients_per_round=60)]
+    child = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    told = path / "operator.jsonl"
+    for _ in range(15_000):
+        if told.exists() and told.read_bytes().count(b"\n") >= after:
+            break
+        assert child.poll() is None, "the run ended before it could be stopped"
+        time.sleep(0.02)
+    child.send_signal(number)
+    child.wait(timeout=300)
+    return child
+
+
+def test_killed_and_resumed_is_the_run_that_lost_that_round(tmp_path: Path) -> None:
+    """SIGKILL somewhere inside a round; then the same run, which gives the same round up."""
+    path = tmp_path / "killed"
+    child = interrupted(path, signal.SIGKILL, 3)
+    assert child.returncode == -signal.SIGKILL
+    settings = FederatedSettings.of({**SMALL, "rounds": 400, "clients_per_round": 60})
+    job, lost = assemble(settings, path)
+    assert len(lost) <= 1
+    until = job.server.round + 2
+    twin, _ = assemble(settings, tmp_path / "twin")
+    both = []
+    for one in (job, twin):
+        one.set_rate()
+        for stop in (*lost, until):
+            if one.server.round < stop:
+                advance(one, stop)
+            if stop in lost and one is twin:
+                assert one.rounds.begin(one.check_ins(stop)) is not None
+                one.rounds.abandon()
+        both.append(one.server.parameters())
+        one.rounds.close()
+    assert same(*both)
+    evidence = Evidence(path / "ledger.sqlite")
+    assert [name for name in evidence.facts() if name.startswith("skipped")] == [
+        f"skipped {number}" for number in lost
+    ]
+    evidence.close()
+    assert main(["verify", str(path)]) == 0
+
+
+def advance(job: Any, until: int) -> None:
+    simulate(
+        job.rounds,
+        job.model,
+        job.task,
+        local=job.local,
+        check_ins=job.check_ins,
+        until=until,
+        progress=lambda _: job.set_rate(),
+    )
+
+
+def test_ctrl_c_ends_the_round_and_says_how_to_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "stopped"
+    child = interrupted(path, signal.SIGINT, 2)
+    assert child.returncode == 130
+    assert main(["verify", str(path)]) == 0
+    evidence = Evidence(path / "ledger.sqlite")
+    assert not [name for name in evidence.facts() if name.startswith("skipped")]
+    evidence.close()
+
+
+def test_limits_follow_from_the_population() -> None:
+    def derived(users: int, **more: Any) -> tuple[int, int]:
+        made = limits_of(FederatedSettings.of({"test_seed": "x", **more}), users=users)
+        return made.separation, made.max_participations
+
+    assert derived(479, rounds=60, clients_per_round=95) == (5, 12)
+    assert derived(100, rounds=50, clients_per_round=10) == (10, 5)
+    assert derived(100, rounds=50, clients_per_round=100) == (1, 50)
+    assert derived(100, rounds=5, clients_per_round=1) == (5, 1)  # never longer than the run
+    assert derived(100, rounds=50, clients_per_round=10, check_in_rate=0.25) == (7, 8)
+    assert derived(100, rounds=50, clients_per_round=10, separation=3) == (3, 10)
+    assert derived(100, rounds=50, clients_per_round=10, max_participations=2) == (10, 2)
+    drift = {"task": "drama", "order": "year", "rounds": 1000, "clients_per_round": 100}
+    assert derived(10_080, **drift) == (10, 10)
+    short = FederatedSettings.of({"rounds": 50, "clients_per_round": 10, "max_participations": 2})
+    assert limits_of(short, users=100).shortage == 300
+
+
+def test_derived_limits_fill_the_cohorts() -> None:
+    """Every round asks as many as planned, whoever of the half that checks in comes first."""
+    for rate in (1.0, 0.5):
+        settings = FederatedSettings.of(
+            {**SMALL, "rounds": 30, "clients_per_round": 30, "check_in_rate": rate}
+        )
+        job, _ = assemble(settings, None)
+        sizes = []
+        for step in range(30):
+            work = job.rounds.begin(job.check_ins(step))
+            assert work is not None
+            sizes.append(len(work.users))
+            job.rounds.finish()
+        assert sum(sizes) >= 0.97 * 900
+        assert rate < 1 or sizes == [30] * 30
+
+
+def test_who_comes_and_who_answers_depends_on_the_round_alone() -> None:
+    settings = FederatedSettings.of({**SMALL, "drop_out": 0.3, "check_in_rate": 0.4})
+    task = load_task("digits")
+    come, answers = make_check_ins(settings, task), make_answers(settings, task)
+    assert answers is not None
+    again, replies = make_check_ins(settings, task), make_answers(settings, task)
+    assert replies is not None
+    for step in (3, 0, 7):
+        users = come(step)
+        assert 120 < len(users) < 260
+        assert users == again(step)
+        assert [answers(step, u) for u in users] == [replies(step, u) for u in users]
+    share = sum(answers(t, u) for t in range(10) for u in task.users) / (10 * len(task))
+    assert 0.66 < share < 0.74
+
+
+def test_an_adaptive_clip_leaves_room_for_the_updates() -> None:
+    for more in ({"mechanism": "tree"}, {"mechanism": "dp-fedavg", "amplified": True}):
+        settings = FederatedSettings.of({**SMALL, **more, "clip": "adaptive", "epsilon": 1.0})
+        plan = make_plan(settings, load_task("digits"))
+        clip = make_clip(settings, plan)
+        assert isinstance(clip, QuantileClip)
+        ratio = 1.0
+        if not plan.participation.is_sampled:
+            ratio = (plan.sensitivity.squared / plan.participation.most) ** 0.5
+        z = plan.noise_multiplier
+        assert gradient_multiplier(z, bit_noise=clip.noise * ratio) < 1.06 * z
+    with pytest.raises(InvalidInput, match="number > 0, or adaptive"):
+        clip_of("0.5x")

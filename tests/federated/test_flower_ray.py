@@ -1,0 +1,74 @@
+"""Flower's own simulation gives the bits of ours, for the same check-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle import MinSeparation, Plan
+from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
+from noshuffle.federated.simulate import Progress, in_random_order
+from noshuffle.federated.tasks import FederatedTask
+from noshuffle.noise import test_source as a_source
+
+pytest.importorskip("flwr", reason="needs the extra 'federated'")
+pytest.importorskip("ray", reason="needs the extra 'federated'")
+
+from noshuffle.federated.flower_simulation import run_flower_simulation
+
+LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2, proximal=0.1)
+
+
+def a_task(users: int = 6) -> FederatedTask:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(0, 9, users)
+    y = rng.integers(0, 2, sizes.sum() + 20)
+    x = rng.normal(size=(len(y), 1, 2, 2)) * 20 + 128 + 30 * (2 * y - 1)[:, None, None, None]
+    pixels, labels = torch.from_numpy(x.clip(0, 255).astype(np.uint8)), torch.from_numpy(y)
+    n, starts = int(sizes.sum()), np.append(0, np.cumsum(sizes))
+    names = tuple(f"u{i}" for i in range(users))
+    return FederatedTask(
+        "blobs", "image", names, starts, pixels[:n], labels[:n], pixels[n:], labels[n:], 2
+    )
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def a_run(run: Path | None) -> Rounds:
+    plan = Plan.fit(MinSeparation(4, 2, 2), mechanism="blt", noise_multiplier=0.3, unit="user")
+    server = ServerOptimizer(
+        a_model(),
+        plan,
+        clip=1.0,
+        cohort_size=3,
+        optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5),
+        source=a_source(seed=2),
+        run=run,
+    )
+    return Rounds(server)
+
+
+def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
+    task, seen = a_task(), list[Progress]()
+    order = in_random_order(task.users, seed=1)
+    expected = simulate(a_run(None), a_model(), task, local=LOCAL, check_ins=order, vectorise=False)
+    # One round here, the rest on Flower: the engine may change in the middle of a run.
+    simulate(
+        a_run(tmp_path), a_model(), task, local=LOCAL, check_ins=order, until=1, vectorise=False
+    )
+    got = run_flower_simulation(
+        a_run(tmp_path), a_model(), task, local=LOCAL, check_ins=order, progress=seen.append
+    )
+    assert got.is_complete
+    assert [p.report.step for p in seen] == [1, 2, 3]
+    assert all(p.report.silent == () and p.report.refused == () for p in seen)
+    assert got.users == expected.users
+    for name, value in expected.parameters.items():
+        assert torch.equal(got.parameters[name], value), name
