@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 #: Layer of every part; a part may import strictly lower layers, and itself.
 LAYERS = {
     "errors": 0,
+    "c_library": 0,
     "participation": 0,
     "strategies": 1,
     "accounting": 1,

@@ -5,8 +5,11 @@ clipped     bounds and the clipped sum     rules*    one rule per layer type
 members     units, weights, the last steps ghost     one backward pass (tape, layers, trial)
 check       what a model must not contain  per_example  any model, written out
 adaptive    a threshold that follows a quantile      choose  which engine, and why
+products    half precision, wide sums      gram      norms from inner products (a kernel)
+modes       fast, lean, or what fits       causal_lm the loss of causal language models
 """
 
+from noshuffle.clipping.causal_lm import next_token
 from noshuffle.clipping.check import validate
 from noshuffle.clipping.choose import auto
 from noshuffle.clipping.clipped import Clip, ClippedSum, Flat, PerLayer
@@ -23,5 +26,6 @@ __all__ = [
     "PerExample",
     "PerLayer",
     "auto",
+    "next_token",
     "validate",
 ]

@@ -19,8 +19,10 @@ from noshuffle.clipping.layers import NotByLayer, read
 from noshuffle.clipping.per_example import PerExample
 
 
-def auto(model: nn.Module, *, microbatch: int | None = None) -> Ghost | PerExample:
-    """The engine for a model; `.why` is the reason in words."""
+def auto(
+    model: nn.Module, *, microbatch: int | None = None, mode: str = "auto"
+) -> Ghost | PerExample:
+    """The engine for a model; `.why` is the reason in words; `mode`: see `modes`."""
     model = original(model)
     validate(model)
     count = sum(p.numel() for p in trainable(model).values())
@@ -35,4 +37,5 @@ def auto(model: nn.Module, *, microbatch: int | None = None) -> Ghost | PerExamp
         named = ", ".join(sorted({type(layer).__name__ for layer in layers.opaque.values()}))
         return PerExample(microbatch, why=f"most parameters are in layers without a rule ({named})")
     kinds = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
-    return Ghost(microbatch, why=f"{count:,} parameters with layer rules for {', '.join(kinds)}")
+    why = f"{count:,} parameters with layer rules for {', '.join(kinds)}"
+    return Ghost(microbatch, why=why, mode=mode)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,6 +150,14 @@ def slack(reference: Tensor) -> float:
     return COARSE_SLACK if reference.is_cuda and coarse else SLACK
 
 
+def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Sum of many short tensors in double precision; few operations, since a GPU waits for each."""
+    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+    for dtype in dict.fromkeys(s.dtype for s in squares):
+        total += torch.stack([s for s in squares if s.dtype == dtype]).sum(0, dtype=torch.float64)
+    return total
+
+
 def clip_factors(
     squares: Mapping[str, Tensor],
     losses_ok: Tensor,
@@ -164,12 +173,52 @@ def clip_factors(
     (also a norm whose square overflows) or without `present` has factor 0 in every group, and the
     caller must then replace its gradient by zeros, since 0·∞ is not 0.
     """
-    total = sum((s.double() for s in squares.values()), torch.zeros_like(losses_ok).double())
+    if all(map(_is_plain, (*squares.values(), losses_ok, present))):
+        return _host_factors(squares, losses_ok, present, clip=clip, aim=aim)
+    total = _added(list(squares.values()), losses_ok)
     bad = present & ~(torch.isfinite(total) & losses_ok)
     keep = (present & ~bad).double()
     factors = []
     for names, c in clip.groups(tuple(squares)):
-        square = sum((squares[n].double() for n in names), torch.zeros_like(total))
+        square = total if len(names) == len(squares) else _added([squares[n] for n in names], bad)
         scale = c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()
         factors.append((names, torch.nan_to_num(scale.clamp_max(1.0)) * keep))
     return factors, torch.where(present, total.sqrt(), torch.zeros_like(total)), bad
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether NumPy can read it where it lies."""
+    fits = t.dtype in (torch.float32, torch.float64, torch.bool)
+    return type(t) is Tensor and fits and t.device.type == "cpu"
+
+
+def _host_factors(
+    squares: Mapping[str, Tensor],
+    losses_ok: Tensor,
+    present: Tensor,
+    *,
+    clip: Clip,
+    aim: float,
+) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
+    """`clip_factors` on a CPU: a few hundred numbers take NumPy a fraction of torch's time."""
+    own = {name: square.detach().numpy() for name, square in squares.items()}
+    there, ok = present.numpy(), losses_ok.numpy()
+
+    def added(names: Sequence[str]) -> Any:
+        found = np.zeros(len(ok))
+        for name in names:
+            found += own[name]
+        return found
+
+    with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
+        total = added(tuple(own))
+        bad = there & ~(np.isfinite(total) & ok)
+        keep = there & ~bad
+        factors = []
+        for names, c in clip.groups(tuple(own)):
+            square = total if len(names) == len(own) else added(names)
+            scale = c * (1.0 - aim) / np.sqrt(np.maximum(square, 1e-300))
+            kept = np.where(keep, np.minimum(scale, 1.0), 0.0)
+            factors.append((names, torch.from_numpy(kept)))
+        norms = np.where(there, np.sqrt(total), 0.0)
+    return factors, torch.from_numpy(norms), torch.from_numpy(bad)

@@ -18,7 +18,9 @@ Where the steps nearly cancel, the Gram sum loses digits and could come out far 
 too little would be clipped. Rounding moves it by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u the unit
 roundoff and κ ≈ √i + √o (the usual growth of errors in inner products), and that much is added: a
 squared norm here is never too small. Without cancellation the addition is below 1e-5 in single
-precision.
+precision. In half precision and TF32 the entries are rounded once more when the factors go in, by
+at most v each (`roundoff`), which moves the gradient by about v·√Σ_t ‖g_t‖²‖a_t‖²; the norm is
+increased by that, too (0.4 % for bfloat16 without cancellation).
 
 >>> import torch
 >>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
@@ -32,9 +34,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from noshuffle.clipping import gram
+from noshuffle.clipping.gram import allowance, has_kernel, smallest
+from noshuffle.clipping.products import bmm, roundoff, scaled, sum_dtype, weighted, wide
 
 
 @dataclass(frozen=True)
@@ -57,24 +64,38 @@ class Units:
         return rows.new_zeros((self.count, *rows.shape[1:])).index_add_(0, self.of, rows)
 
 
-def wide(t: Tensor) -> Tensor:
-    """At least single precision: norms and sums are never taken in half precision."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def _scaled(g: Tensor, factors: Tensor) -> Tensor:
-    g = wide(g)
-    return g * factors.to(g.dtype).reshape(-1, *[1] * (g.dim() - 1))
-
-
 def _zeroed(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
 
 
-def _allowance(dtype: torch.dtype, *lengths: int) -> float:
-    """κu: relative rounding error of products of inner products of these lengths."""
-    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    return 0.5 * eps * (2.0 + sum(math.sqrt(n) for n in lengths))
+def _lengths(t: Tensor) -> Tensor:
+    """‖t[b, s]‖ for t [B, T, d], in at least single precision."""
+    return _norms(t, stretch=64)  # two of them are multiplied
+
+
+def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
+    """Norms over the last axis, too small by at most stretch/16 roundings on a CPU.
+
+    Torch adds the squares of a row up in eight lanes (a GPU in two thousand). Added to one that is
+    large, each small one is lost, so a row of n numbers can lose n/16 roundings. Long rows are cut,
+    and the squares of their pieces are added up in double precision.
+    """
+    kind, width = sum_dtype(rows.dtype), rows.shape[-1]
+    stretch = 2**14 if rows.is_cuda else stretch
+    if width <= stretch or kind == torch.float64:
+        short: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=kind)
+        return short
+    whole = width // stretch * stretch
+    pieces = rows[..., :whole].reshape(*rows.shape[:-1], whole // stretch, stretch)
+    total = torch.linalg.vector_norm(pieces, dim=-1, dtype=kind).double().square().sum(-1)
+    rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, dtype=kind).double()
+    norms: Tensor = (total + rest.square()).sqrt()
+    return norms
+
+
+def _reach(t: Tensor) -> Tensor:
+    """The same in double precision, and never too small where squares of entries vanish."""
+    return _lengths(t).double() + math.sqrt(t.shape[2] * smallest(t.dtype))
 
 
 class Form:
@@ -83,6 +104,11 @@ class Form:
     def squares(self) -> Tensor:
         """Squared norm per example, [B]."""
         raise NotImplementedError
+
+    @cached_property
+    def square(self) -> Tensor:
+        """`squares()`, computed once."""
+        return self.squares()
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ_b factors[b] · gradient[b], in the parameter's shape."""
@@ -114,8 +140,7 @@ class Dense(Form):
     def squares(self) -> Tensor:
         if self.grads.dim() == 1:
             return self.grads.square()
-        norms: Tensor = torch.linalg.vector_norm(self.grads.flatten(1), dim=1)
-        return norms.square()
+        return _norms(self.grads.flatten(1)).square()
 
     def total(self, factors: Tensor) -> Tensor:
         flat = self.grads.reshape(self.grads.shape[0], -1)
@@ -128,65 +153,62 @@ class Dense(Form):
         return Dense(_zeroed(self.grads, keep))
 
     def scaled(self, factors: Tensor) -> Form:
-        return Dense(_scaled(self.grads, factors))
+        return Dense(scaled(self.grads, factors))
 
 
 @dataclass(frozen=True)
 class Outer(Form):
-    """Σ_t g[b,t] a[b,t]ᵀ with a [B, T, i], g [B, T, o]; `shape` is the parameter's shape."""
+    """Σ_t g[b,t] a[b,t]ᵀ with a [B, T, i], g [B, T, o]; `shape` is the parameter's shape.
+
+    `widths` are o and i without the zeros that `aligned` may have added.
+    """
 
     a: Tensor
     g: Tensor
     shape: tuple[int, ...]
+    widths: tuple[int, int] | None = None
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def is_small(self) -> bool:
         """Whether writing the gradients out costs less than the two Gram matrices."""
         t, i, o = self.a.shape[1], self.a.shape[2], self.g.shape[2]
-        return t > 1 and i * o <= t * (i + o)
+        cost = 4 if has_kernel(self.a, self.g) else 1
+        return t > 1 and cost * i * o <= t * (i + o)
 
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:
-            return wide(self.a).square().sum((1, 2)) * wide(self.g).square().sum((1, 2))
+            return (self.sizes()[:, 0] * (1.0 + roundoff(self.g))).square()
         if self.is_small():
             return Dense(self.dense()).squares()
-        a, g = wide(self.a), wide(self.g)
-        gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
-        reach = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt().sum(1, dtype=torch.float64)
-        exact = gram.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
-        return exact + self.allowance() * reach.square()
+        return gram.squares(self.a, self.g)
 
-    def allowance(self) -> float:
-        return _allowance(self.g.dtype, self.a.shape[2], self.g.shape[2])
-
-    def reach(self) -> Tensor:
-        """Σ_t ‖g_t‖‖a_t‖ per example: the norm if nothing cancelled."""
-        a, g = wide(self.a), wide(self.g)
-        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
-        summed: Tensor = sizes.sum(1, dtype=torch.float64)
-        return summed
+    def sizes(self) -> Tensor:
+        """‖g_t‖‖a_t‖ per example and step: they add up to the norm if nothing cancelled."""
+        return _reach(self.a) * _reach(self.g)
 
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return Dense(self.written[0]).total(factors)
-        g = _scaled(self.g, factors)
-        product = g.reshape(-1, g.shape[2]).mT @ wide(self.a).reshape(-1, self.a.shape[2])
-        return product.reshape(self.shape)
+        o, i = self.widths or (None, None)
+        return weighted(self.g, self.a, factors)[:o, :i].reshape(self.shape)
 
     def dense(self) -> Tensor:
         if not self.written:
-            product = torch.bmm(wide(self.g).mT, wide(self.a))
+            o, i = self.widths or (None, None)
+            product = bmm(self.g.mT, self.a)[:, :o, :i]
             self.written.append(product.reshape(-1, *self.shape))
         return self.written[0]
 
     def kept(self, keep: Tensor) -> Form:
-        return Outer(_zeroed(self.a, keep), _zeroed(self.g, keep), self.shape)
+        # what the norm was taken of is also what is added up, rounding included
+        rest = [_zeroed(grads, keep) for grads in self.written]
+        return Outer(_zeroed(self.a, keep), _zeroed(self.g, keep), self.shape, self.widths, rest)
 
     def scaled(self, factors: Tensor) -> Form:
-        return replace(self, g=_scaled(self.g, factors), written=[])
+        return replace(self, g=scaled(self.g, factors), written=[])
 
     def by_unit(self, units: Units) -> Form:
-        return Outer(units.gather(self.a), units.gather(self.g), self.shape)
+        return Outer(units.gather(self.a), units.gather(self.g), self.shape, self.widths)
 
 
 @dataclass(frozen=True)
@@ -203,38 +225,37 @@ class Rows(Form):
             return self.g.new_zeros(b)
         if t <= max(64, d):
             same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
-            gram = torch.where(same, torch.bmm(self.g, self.g.mT), 0.0)
-            exact = gram.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
-            return exact + _allowance(self.g.dtype, d) * self.reach().square()
+            table = torch.where(same, bmm(self.g, self.g.mT), 0.0)
+            exact = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+            return exact + allowance(self.g.dtype, d) * self.reach().square()
         owner = torch.arange(b, device=self.index.device).unsqueeze(1)
         key, inverse = torch.unique(owner * self.shape[0] + self.index, return_inverse=True)
-        rows = self.g.new_zeros(len(key), d).index_add_(
-            0, inverse.reshape(-1), self.g.flatten(0, 1)
-        )
-        exact = self.g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
-        return exact + _allowance(self.g.dtype, d) * self.reach().square()
+        g = wide(self.g).flatten(0, 1)
+        rows = g.new_zeros(len(key), d).index_add_(0, inverse.reshape(-1), g)
+        exact = g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
+        return exact + allowance(self.g.dtype, d) * self.reach().square()
 
     def reach(self) -> Tensor:
         """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
-        sizes: Tensor = torch.linalg.vector_norm(self.g, dim=2)
-        return sizes.sum(1, dtype=torch.float64)
+        return _lengths(self.g).sum(1, dtype=torch.float64)
 
     def total(self, factors: Tensor) -> Tensor:
-        g = _scaled(self.g, factors).reshape(-1, self.g.shape[2])
+        g = scaled(self.g, factors).reshape(-1, self.g.shape[2])
         return g.new_zeros(self.shape).index_add_(0, self.index.reshape(-1), g)
 
     def dense(self) -> Tensor:
         b, _, d = self.g.shape
         owner = torch.arange(b, device=self.index.device).unsqueeze(1)
-        flat = self.g.new_zeros(b * self.shape[0], d)
-        flat.index_add_(0, (owner * self.shape[0] + self.index).reshape(-1), self.g.reshape(-1, d))
+        g = wide(self.g).reshape(-1, d)
+        flat = g.new_zeros(b * self.shape[0], d)
+        flat.index_add_(0, (owner * self.shape[0] + self.index).reshape(-1), g)
         return flat.reshape(b, *self.shape)
 
     def kept(self, keep: Tensor) -> Form:
         return replace(self, g=_zeroed(self.g, keep))
 
     def scaled(self, factors: Tensor) -> Form:
-        return replace(self, g=_scaled(self.g, factors))
+        return replace(self, g=scaled(self.g, factors))
 
     def by_unit(self, units: Units) -> Form:
         return Rows(units.gather(self.index), units.gather(self.g), self.shape)
@@ -253,10 +274,14 @@ def merge(forms: Sequence[Form]) -> list[Form]:
     if len(outer) + len(rows) < len(forms):
         return [Dense(torch.stack([f.dense() for f in forms]).sum(0))]
     joined: list[Form] = []
-    if outer:
+    if len(outer) == 1:
+        joined += outer
+    elif outer:
         a, g = torch.cat([f.a for f in outer], 1), torch.cat([f.g for f in outer], 1)
-        joined.append(Outer(a, g, outer[0].shape))
-    if rows:
+        joined.append(Outer(a, g, outer[0].shape, outer[0].widths))
+    if len(rows) == 1:
+        joined += rows
+    elif rows:
         index, g = torch.cat([f.index for f in rows], 1), torch.cat([f.g for f in rows], 1)
         joined.append(Rows(index, g, rows[0].shape))
     return joined
@@ -264,15 +289,16 @@ def merge(forms: Sequence[Form]) -> list[Form]:
 
 def squares(forms: Sequence[Form]) -> Tensor:
     """Squared norm per example of the sum of merged forms, the cross term included."""
-    own = sum((f.squares() for f in forms[1:]), forms[0].squares())
     if len(forms) == 1:
-        return own
+        return forms[0].square
     outer, rows = forms
     if not isinstance(outer, Outer) or not isinstance(rows, Rows):
         raise TypeError("squares expects merged forms")
     # ⟨Σ_s g_s a_sᵀ, Σ_t e(index_t) h_tᵀ⟩ = Σ_{s,t} g_s[index_t] ⟨a_s, h_t⟩
     steps = outer.g.shape[1]
-    picked = wide(outer.g).gather(2, rows.index.unsqueeze(1).expand(-1, steps, -1))
-    cross = (picked * torch.bmm(wide(outer.a), rows.g.mT)).sum((1, 2), dtype=torch.float64)
-    room = 2.0 * outer.allowance() * outer.reach() * rows.reach()
-    return (own + 2.0 * cross).clamp_min(0.0) + room
+    picked = outer.g.gather(2, rows.index.unsqueeze(1).expand(-1, steps, -1))
+    cross = (bmm(outer.a, rows.g.mT) * picked).sum((1, 2), dtype=torch.float64)
+    sizes, alone = outer.sizes(), rows.square.double()
+    room = allowance(outer.g.dtype, *outer.shape) * sizes.sum(1) * rows.reach()
+    room += roundoff(outer.g) * (sizes.square().sum(1) * alone).sqrt()
+    return (outer.square + alone + 2.0 * cross).clamp_min(0.0) + 2.0 * room

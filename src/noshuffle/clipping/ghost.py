@@ -10,6 +10,9 @@ written out and are named in `fallbacks`. Before a model is trusted it is tried 
 against plain autograd, once per kind of input; one that fails (parameters used outside their
 layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why.
 
+`mode` says how much of a batch is done at once (see `modes`): "fast" all of it, "lean" in parts,
+"auto" what the device has room for. `why` tells the choice.
+
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
 >>> import torch
@@ -24,41 +27,47 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.check import original, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.inputs import as_written, cast_early, is_compiled, no_autocast
 from noshuffle.clipping.layers import (
     Layers,
     Layout,
     NotByLayer,
     NotNow,
     find_layout,
+    inner_shapes,
     read,
     spread,
+    stamp,
     tensors,
 )
 from noshuffle.clipping.members import by_unit, finish, members
+from noshuffle.clipping.modes import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
     batch_losses,
     batch_size,
     is_rowwise,
+    take,
 )
-from noshuffle.clipping.opaque import written_out
+from noshuffle.clipping.opaque import record
 from noshuffle.clipping.per_example import PerExample, empty_sum
 from noshuffle.clipping.rules import find_rule
-from noshuffle.clipping.tape import Found, Site, Tape, watching
-from noshuffle.clipping.trial import probe, tried
+from noshuffle.clipping.tape import Astray, Found, Route, Tape, watching
+from noshuffle.clipping.trial import probe, same_luck, tried
 from noshuffle.errors import one_of
 
 
@@ -69,67 +78,72 @@ def ghost_forms(
     *,
     layers: Layers,
     layout: Layout,
+    early: bool = False,
+    route: Route | None = None,
+    like: Mapping[str, nn.Parameter] | None = None,
 ) -> tuple[dict[str, list[Form]], Tensor]:
-    """Per-example gradients as forms, by parameter name, and the losses."""
+    """Per-example gradients as forms, by parameter name, and the losses.
+
+    `early`: norms are wanted of every example by itself, so take them as gradients arrive. A GPU
+    then has other work in its queue, and does not wait for many small operations at the end.
+    `route`: what an earlier run found out about the graph. `like`: the trainable parameters, where
+    they are known.
+    """
     size = batch_size(batch)
-    tape = Tape(size)
+    tape = Tape(size, route=route or Route())
     calls = dict.fromkeys(layers.watched, 0)
+    is_alike = inner_shapes(batch) == layout.inner
 
     def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if not tape.is_on:
             return
-        ins, outs = layout.axes(name, calls[name])
-        calls[name] += 1
+        call, calls[name] = calls[name], calls[name] + 1
+        first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
+        ins, outs = layout.checked(name, call, first, out, size=size, is_alike=is_alike)
         if name in layers.ruled:
-            rule, a = find_rule(layer), tensors((args, kwargs))[0].detach()
+            rule = layers.rules[name]
+            a, before = first.detach(), stamp(first)
             lead, back = ins[0] or 0, outs[0] or 0
             a = a if lead == 0 else a.movedim(lead, 0)
+            once = early and layout.count(name) == 1
 
             def build(g: Tensor) -> Found:
-                assert rule is not None
+                if stamp(first) != before:
+                    raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
                 found = rule(layer, a, g if back == 0 else g.movedim(back, 0), size)
                 own = layer._parameters
-                return [(own[n], form) for n, form in found.items() if own.get(n) is not None]  # type: ignore[misc]
+                kept = [(p, form) for n, form in found.items() if (p := own.get(n)) is not None]
+                if once:
+                    for parameter, form in kept:
+                        if parameter.requires_grad and not isinstance(form, Dense):
+                            _ = form.square
+                return kept
 
             tape.record(out, build)
         else:
-            _record_opaque(tape, layer, args, kwargs, ins, tensors(out), outs)
+            record(tape, layer, args, kwargs, ins, tensors(out), outs)
 
-    watch = watching(model, layers.watched, seen, tape)
-    with torch.enable_grad(), watch, spread(layers, layout.shared, size):
+    watch = watching(model, layers.watched, seen, tape, inside=layers.rewritten.values())
+    cast = cast_early(layers.ruled.values())
+    with torch.enable_grad(), as_written(model), watch, cast, spread(layers, layout.shared, size):
         losses = batch_losses(model, loss_fn, batch)
-    names = {id(p): name for name, p in trainable(model).items()}
-    return tape.forms(losses, names), losses.detach()
-
-
-def _record_opaque(
-    tape: Tape, layer: nn.Module, args: Any, kwargs: Any, ins: Any, outs: list[Tensor], axes: Any
-) -> None:
-    floating = [(t, axis) for t, axis in zip(outs, axes) if t.is_floating_point()]
-    if not any(t.requires_grad for t, _ in floating):
-        return
-    reached = [t.requires_grad for t, _ in floating]
-    blanks = [torch.zeros_like(t) for t, _ in floating]
-    edges = tuple(get_gradient_edge(t) for t, _ in floating if t.requires_grad)
-
-    def build(grads: list[Tensor | None]) -> Found:
-        given = iter(grads)
-        full = [next(given) if is_in else None for is_in in reached]
-        filled = [blank if g is None else g for g, blank in zip(full, blanks)]
-        found = written_out(layer, args, kwargs, ins, filled, [axis for _, axis in floating])
-        own = dict(layer.named_parameters())
-        return [(own[name], Dense(grad)) for name, grad in found.items()]
-
-    tape.sites.append(Site(edges, build))
+        for name, times in calls.items():
+            if is_alike and times != layout.count(name):  # who decided? perhaps another example
+                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
+        names = {id(p): name for name, p in (like or trainable(model)).items()}
+        with no_autocast(losses.device):  # a checkpoint sets its own
+            return tape.forms(losses, names), losses.detach()
 
 
 @dataclass
 class _Known:
-    """What the trial of a model said."""
+    """What the trial of a model said, and the parts that batches of a size are cut into."""
 
     layers: Layers | None
     layout: Layout | None
     reason: str | None = None
+    parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
+    route: Route = field(default_factory=Route)
 
 
 @dataclass
@@ -139,9 +153,14 @@ class Ghost:
     microbatch: int | None = None
     why: str = "norms from layer rules in one backward pass: nothing of size batch × model"
     fallbacks: list[str] = field(default_factory=list)
+    mode: str = "auto"
     _known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
+
+    def __post_init__(self) -> None:
+        one_of(MODES, mode=self.mode)
+        self._reason = self.why
 
     def clipped_sum(
         self,
@@ -163,39 +182,68 @@ class Ghost:
         device = next(iter(like.values())).device
         if size == 0:
             return empty_sum(like, clip=clip, device=device)
-        known = self._try(model, loss_fn, batch)
-        forms = None
-        if known.layers is not None and known.layout is not None:
+        members(units, weights, size=size, device=device)  # refuses bad input before any work
+        known = self._try(model, loss_fn, batch, tuple(like))
+        layers, layout = known.layers, known.layout
+        if layers is not None and layout is not None:
+
+            def read_off(rows: tuple[Any, ...], *, early: bool) -> Any:
+                options: dict[str, Any] = {"layers": layers, "layout": layout, "early": early}
+                options["like"] = like
+                try:
+                    return ghost_forms(model, loss_fn, rows, **options, route=known.route)
+                except Astray:
+                    return ghost_forms(model, loss_fn, rows, **options)
+
+            def one(rows: tuple[Any, ...], whose: Any, marks: Any, **options: Any) -> ClippedSum:
+                is_alone = whose is None and marks is None
+                forms, losses = read_off(rows, early=device.type == "cuda" and is_alone)
+                who = members(whose, marks, size=len(losses), device=device)
+                grouped = {n: by_unit(forms.pop(n), who, reduce=reduce) for n in list(forms)}
+                with no_autocast(device):
+                    return finish(grouped, like, losses, who, clip=clip, **options)
+
+            def small(count: int) -> None:
+                with same_luck(model):
+                    one(take(batch, slice(count)), None, None)
+
             try:
-                forms, losses = ghost_forms(
-                    model, loss_fn, batch, layers=known.layers, layout=known.layout
+                chosen = choose_parts(
+                    known.parts, self.mode, batch, device=device, run=small, say=self._tell
                 )
+                return in_parts(one, batch, units, weights, chosen=chosen)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")
-        if forms is None:
-            engine = PerExample(self.microbatch, fallbacks=self.fallbacks)
+        engine = PerExample(self.microbatch, fallbacks=self.fallbacks)
+        with as_written(model):
             return engine.clipped_sum(
                 model, loss_fn, batch, clip=clip, units=units, reduce=reduce, weights=weights
             )
-        who = members(units, weights, size=size, device=device)
-        grouped = {name: by_unit(own, who, reduce=reduce) for name, own in forms.items()}
-        return finish(grouped, like, losses, who, clip=clip)
+
+    def _tell(self, words: str) -> None:
+        self.why = f"{self._reason}; {words}"
 
     def _say(self, note: str) -> None:
         if note not in self.fallbacks:
             self.fallbacks.append(note)
 
     def _try(
-        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        names: tuple[str, ...],
     ) -> _Known:
         """Look a model up, or find out about it."""
         kinds = tuple(
-            (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+            (leaf.dim(), leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else (leaf if isinstance(leaf, bool | str) else type(leaf))
             for leaf in tree_leaves(batch)
         )
-        modes = tuple(m.training for m in model.modules())
-        key = (kinds, modes, tuple(trainable(model)), _identity(loss_fn))
+        modes = tuple((id(m), m.training) for m in model.modules())
+        key = (kinds, modes, names, _identity(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
             return seen[key]
@@ -214,15 +262,17 @@ class Ghost:
         try:
             if not is_rowwise(loss_fn):
                 raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
+            if is_compiled(model):
+                self._say("compiled parts run as written: clipping needs the calls of the layers")
             layers = read(model)
-            with probe(model, loss_fn, batch) as run:
-                layout = find_layout(model, layers, run)
-            tried(
-                model,
-                loss_fn,
-                batch,
-                lambda rows: ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0],
-            )
+            guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
+            try:
+                layout = _tried(model, loss_fn, batch, layers)
+            except NotByLayer as reason:
+                if not guessed or isinstance(reason, NotNow):
+                    raise
+                layers = read(model, by_name=False)
+                layout = _tried(model, loss_fn, batch, layers)
         except NotNow:
             raise
         except NotByLayer as reason:
@@ -235,7 +285,41 @@ class Ghost:
         return _Known(layers, layout)
 
 
+def _tried(
+    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], layers: Layers
+) -> Layout:
+    """The layout of a model whose rules were found to be right."""
+    with as_written(model), probe(model, loss_fn, batch) as run:
+        layout = replace(find_layout(model, layers, run), inner=inner_shapes(batch))
+
+    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[Form]]:
+        return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
+
+    tried(model, loss_fn, batch, forms_of)
+    return layout
+
+
 def _identity(loss_fn: Criterion | ModelLoss) -> Any:
     """A key for the kind of loss that does not keep it alive; a fresh lambda each step is alike."""
     fn = loss_fn.fn if isinstance(loss_fn, ModelLoss) else loss_fn
-    return getattr(fn, "__code__", type(fn)), type(loss_fn)
+    return _code(fn), isinstance(loss_fn, ModelLoss)
+
+
+def _code(fn: Any, depth: int = 4) -> Any:
+    """What a function runs: its code, and that of the functions it wraps or holds."""
+    if isinstance(fn, bool | str):
+        return fn
+    if isinstance(fn, partial):
+        given = (fn.func, *fn.args, *fn.keywords.values())
+        return tuple(_code(each, depth - 1) for each in given) if depth else partial
+    code, cells = getattr(fn, "__code__", type(fn)), getattr(fn, "__closure__", None) or ()
+    if not depth or not cells:
+        return code
+    return (code, *(_code(_held(cell), depth - 1) for cell in cells))
+
+
+def _held(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

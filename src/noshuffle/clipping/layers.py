@@ -26,7 +26,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
-from noshuffle.clipping.rules import find_rewrite, find_rule
+from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
+from noshuffle.clipping.rules_hf import named_rule
 from noshuffle.clipping.tape import Tape, watching
 
 Axes = tuple[int | None, ...]
@@ -45,6 +46,7 @@ class Layers:
     """Modules by name, sorted by how their gradients are had."""
 
     ruled: dict[str, nn.Module] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)
     rewritten: dict[str, nn.Module] = field(default_factory=dict)
     opaque: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -57,8 +59,16 @@ def _trains(module: nn.Module, *, recurse: bool) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=recurse))
 
 
-def read(model: nn.Module) -> Layers:
-    """Sort the layers of a model."""
+def rule_of(layer: nn.Module) -> Rule | None:
+    """The rule of a layer: registered for its class, or known by its name and parameters."""
+    if parametrize.is_parametrized(layer):
+        return None
+    return find_rule(layer) or named_rule(layer)
+
+
+def read(model: nn.Module, *, by_name: bool = True) -> Layers:
+    """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name."""
+    look = rule_of if by_name else find_rule
     layers = Layers()
     done: set[int] = set()
 
@@ -69,8 +79,8 @@ def read(model: nn.Module) -> Layers:
         inner = any(_trains(child, recurse=True) for child in module.children())
         if find_rewrite(module) is not None:
             layers.rewritten[name] = module
-        elif find_rule(module) is not None and not inner:
-            layers.ruled[name] = module
+        elif (found := look(module)) is not None and not inner:
+            layers.ruled[name], layers.rules[name] = module, found
         elif parametrize.is_parametrized(module) or _trains(module, recurse=False):
             if not name:
                 raise NotByLayer("the model holds parameters of its own, outside any layer")
@@ -99,6 +109,30 @@ class Layout:
     inputs: dict[str, list[Axes]]
     outputs: dict[str, list[Axes]]
     shared: frozenset[str]  # embeddings whose index has no example axis and must be given one
+    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows per example
+    inner: tuple[torch.Size, ...] = ()  # shapes of one example in the trial
+
+    def checked(
+        self, name: str, call: int, first: Tensor, out: Any, *, size: int, is_alike: bool
+    ) -> tuple[Axes, Axes]:
+        """`axes`, of a call that holds as many rows of every example as in the trial.
+
+        `is_alike`: examples have the shapes of the trial's; longer ones may have more rows where
+        the trial saw a flattened batch. Rows that lie otherwise would be given to another example.
+        """
+        axes = self.axes(name, call)
+        spans = self.spans[name]
+        for t, (axis, *_), rows in zip((first, out), axes, spans[min(call, len(spans) - 1)]):
+            if not isinstance(t, Tensor):
+                continue
+            found = t.shape[axis or 0] if t.dim() else 0
+            if found != size * rows and (rows == 1 or is_alike or found % size):
+                raise NotByLayer(f"layer {name!r} sees its examples in another way than before")
+        return axes
+
+    def count(self, name: str) -> int:
+        """How often a layer was called in the trial."""
+        return len(self.inputs.get(name, ()))
 
     def axes(self, name: str, call: int) -> tuple[Axes, Axes]:
         """Input and output axes of one call; a layer always used alike may be used more often."""
@@ -113,6 +147,21 @@ class Layout:
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors of a nested structure, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def stamp(t: Tensor) -> int:
+    """A number that an in-place change makes another one."""
+    return -1 if t.is_inference() else t._version
+
+
+def inner_shapes(batch: Any) -> tuple[torch.Size, ...]:
+    """The shapes of one example."""
+    return tuple(t.shape[1:] for t in tensors(batch))
+
+
+def _rows(shapes: Sequence[torch.Size], axes: Axes) -> int:
+    """How many rows of the first tensor belong to one example, in a run of two."""
+    return shapes[0][axes[0] or 0] // 2 if shapes and shapes[0] else 1
 
 
 def _axis(two: torch.Size, three: torch.Size, name: str) -> int | None:
@@ -158,12 +207,21 @@ def find_layout(
 
         tape = Tape(size, is_on=False)
         watch = watching(model, layers.watched, seen, tape)
-        with torch.no_grad(), watch, spread(layers, held, size):
-            run(size)
+        try:
+            with torch.no_grad(), watch, spread(layers, held, size):
+                run(size)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if not held:
+                raise
+            raise NotByLayer(
+                f"embedding {min(held)!r} is looked up without an example axis, and the model does "
+                "not run with one; freeze it, or give it one"
+            ) from error
         shapes.append(calls)
     two, three = shapes
     inputs: dict[str, list[Axes]] = {}
     outputs: dict[str, list[Axes]] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
     lacking: set[str] = set()
     for name, calls_two in two.items():
         calls_three = three.get(name, [])
@@ -174,6 +232,7 @@ def find_layout(
             outs = tuple(_axis(x, y, name) for x, y in zip(out2, out3))
             inputs.setdefault(name, []).append(ins)
             outputs.setdefault(name, []).append(outs)
+            spans.setdefault(name, []).append((_rows(in2, ins), _rows(out2, outs)))
             if None in outs or (name in layers.ruled and None in ins):
                 lacking.add(name)
             merged = any(s[0] != 2 for s, d in zip([*in2, *out2], [*ins, *outs]) if d == 0)
@@ -184,4 +243,4 @@ def find_layout(
             raise NotByLayer(f"layer {name!r} sees a tensor without an example axis")
     if lacking:
         return find_layout(model, layers, run, shared=[*held, *lacking])
-    return Layout(inputs, outputs, held)
+    return Layout(inputs, outputs, held, spans)

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.bundle import bundled
 from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import Form, Units, merge, squares
+from noshuffle.clipping.products import sum_dtype
 from noshuffle.errors import InvalidInput
 
 
@@ -86,15 +88,38 @@ def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
     return [form.by_unit(who.units) for form in joined]
 
 
+class Spoiled(Exception):
+    """A part that was taken for good held a bad unit. Never leaves the package."""
+
+
+def _sum_of(forms: Sequence[Form], factors: Tensor, like: Tensor) -> Tensor:
+    dtype = sum_dtype(like.dtype)
+    totals = [form.total(factors).to(dtype) for form in forms]
+    if not totals:
+        return torch.zeros_like(like, dtype=dtype)
+    for more in totals[1:]:
+        totals[0].add_(more)
+    return totals[0]
+
+
 def finish(
-    forms: Mapping[str, Sequence[Form]],
+    forms: dict[str, list[Form]],
     like: Mapping[str, Tensor],
     losses: Tensor,
     who: Members,
     *,
     clip: Clip,
+    onto: Mapping[str, Tensor] | None = None,
+    is_sure: bool = False,
+    doubt: Tensor | None = None,
 ) -> ClippedSum:
     """Clip every unit and sum. `forms` are per unit, by parameter name; `like` gives the shapes.
+
+    `forms` is used up, so that memory is given back parameter by parameter. Sums of parameters in
+    half precision are float32: rounding a sum would let one unit move it by more than `bound`.
+    `onto`: sums of other units that these are added to, in place. `is_sure` does not wait for the
+    device to say whether a unit is bad: the caller must, and give the answer as `doubt` to the last
+    part of the same sum, which raises `Spoiled` if anything in `onto` is worthless.
 
     Guarantees: one unit moves `values` by at most `bound` in L2 norm, whatever the other units
     are; a unit with a NaN or an infinity in its loss or gradient contributes exactly zero and is
@@ -108,19 +133,26 @@ def finish(
         ok = broken.index_add_(0, who.units.of, (~ok & present).long()) == 0
         present = who.examples > 0
     zeros = torch.zeros(who.count, device=device)
+    on_gpu = device.type == "cuda" and who.count > 0
+    packs = [bundled(forms, names, is_wanted=on_gpu) for names, _ in clip.groups(tuple(like))]
     norms2 = {name: squares(forms[name]) if forms.get(name) else zeros for name in like}
-    aim = max(slack(tensor) for tensor in like.values())
+    norms2.update({pack.names[0]: pack.form.squares() for pack in packs if pack is not None})
+    aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
     factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
-    spoiled = is_capturing(losses) or bool(bad.any())
+    spoiled = is_capturing(losses)
+    if not spoiled and not is_sure:
+        spoiled = bool(bad.any() if doubt is None else bad.any() | doubt)
+        if spoiled and doubt is not None and bool(doubt):
+            raise Spoiled
     values: dict[str, Tensor] = {}
-    for names, factor in factors:
+    for (names, factor), pack in zip(factors, packs):
+        small = {} if pack is None else pack.totals(factor, bad if spoiled else None)
         for name in names:
-            own = forms.get(name, ())
+            own = forms.pop(name, [])
             if spoiled:
                 own = [form.kept(~bad) for form in own]
-            totals = [form.total(factor) for form in own]
-            value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
-            values[name] = value.to(like[name].dtype)
+            value = small[name] if name in small else _sum_of(own, factor, like[name])
+            values[name] = value if onto is None else onto[name].add_(value)
     bound = clip.bound(tuple(like))
     return ClippedSum(
         {name: values[name] for name in like}, bound, norms, losses.detach(), bad, present

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from noshuffle.clipping.forms import wide
-from noshuffle.clipping.layers import tensors
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.forms import Dense
+from noshuffle.clipping.layers import NotByLayer, stamp, tensors
+from noshuffle.clipping.products import wide
+from noshuffle.clipping.tape import Found, Tape, rewritten
 
 
 def written_out(
@@ -60,3 +61,27 @@ def written_out(
     with rewritten(layer, Tape(1, is_on=False)):
         mapped = torch.vmap(of_one, in_dims=(list(in_axes), list(out_axes)))(values, list(grads))
     return {name: wide(grad) for name, grad in mapped.items()}
+
+
+def record(
+    tape: Tape, layer: nn.Module, args: Any, kwargs: Any, ins: Any, outs: list[Tensor], axes: Any
+) -> None:
+    """Ask for the gradients at the outputs of a layer, and write its own out from them."""
+    floating = [(t, axis) for t, axis in zip(outs, axes) if t.is_floating_point()]
+    if not any(t.requires_grad for t, _ in floating):
+        return
+    reached = [t.requires_grad for t, _ in floating]
+    blanks = [torch.zeros_like(t) for t, _ in floating]
+    stamps = list(map(stamp, tensors((args, kwargs))))
+
+    def build(grads: list[Tensor | None]) -> Found:
+        if stamps != list(map(stamp, tensors((args, kwargs)))):
+            raise NotByLayer(f"an input of {type(layer).__name__} is changed in place after it")
+        given = iter(grads)
+        full = [next(given) if is_in else None for is_in in reached]
+        filled = [blank if g is None else g for g, blank in zip(full, blanks)]
+        found = written_out(layer, args, kwargs, ins, filled, [axis for _, axis in floating])
+        own = dict(layer.named_parameters())
+        return [(own[name], Dense(grad)) for name, grad in found.items()]
+
+    tape.ask([t for t, _ in floating if t.requires_grad], build)

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noshuffle.clipping.check import original, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Dense, Form, wide
+from noshuffle.clipping.forms import Dense, Form
 from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
     Criterion,
@@ -38,6 +38,7 @@ from noshuffle.clipping.objective import (
     single_loss,
     take,
 )
+from noshuffle.clipping.products import sum_dtype, wide
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.errors import one_of, whole
 
@@ -75,11 +76,18 @@ def per_example_gradients(
 def one_at_a_time(
     model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The same by plain autograd, one example after the other: slow, and for every model."""
+    """The same by plain autograd, one example after the other: slow, and for every model.
+
+    Buffers are as before the first one for each: what an example writes there, none after it sees.
+    """
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     params = trainable(model)
     rows: list[list[Tensor]] = []
     losses = []
     for i in range(batch_size(batch)):
+        with torch.no_grad():
+            for buffer, value in kept if i else ():
+                buffer.copy_(value)
         with torch.enable_grad():
             loss = single_loss(model, loss_fn, take(batch, slice(i, i + 1)))
         losses.append(loss.detach())
@@ -163,7 +171,7 @@ class PerExample:
 def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device) -> ClippedSum:
     """The clipped sum of nobody: zeros of the right shapes."""
     none, nobody = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
-    values = {name: torch.zeros_like(p) for name, p in like.items()}
+    values = {n: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for n, p in like.items()}
     return ClippedSum(values, clip.bound(tuple(like)), none, none, nobody, nobody)
 
 

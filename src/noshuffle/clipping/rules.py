@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from noshuffle.clipping.forms import Dense, Form, Outer, Rows, wide
+from noshuffle.clipping.forms import Dense, Form, Outer, Rows
+from noshuffle.clipping.products import aligned, sum_dtype, wide
 
 Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Form]]
 Rewrite = Callable[..., Any]
@@ -78,11 +79,18 @@ def find_rewrite(layer: nn.Module) -> Rewrite | None:
     return found if is_plain else None
 
 
+def summed(t: Tensor) -> Tensor:
+    """Sum over axis 1, added up in at least single precision without a wide copy."""
+    if t.shape[1] == 1:  # a sum of one takes torch ten times as long as a view
+        return wide(t[:, 0])
+    return t.sum(1, dtype=sum_dtype(t.dtype))
+
+
 def affine(a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int) -> tuple[Form, Form]:
     """Weight and bias of x ↦ W x + b, with any number of axes between example and feature."""
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
-    return Outer(a, g, shape), Dense(wide(g).sum(1))
+    return Outer(aligned(a), aligned(g), shape, (g.shape[2], a.shape[2])), Dense(summed(g))
 
 
 @rule(nn.Linear)
@@ -94,7 +102,7 @@ def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, Form]
 @rule(nn.Embedding)
 def embedding(layer: nn.Embedding, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
     index = a.reshape(size, -1).long()
-    g = wide(g).reshape(size, index.shape[1], -1)
+    g = g.reshape(size, index.shape[1], -1)
     if layer.padding_idx is not None:
         g = torch.where((index == layer.padding_idx).unsqueeze(2), torch.zeros_like(g), g)
     return {"weight": Rows(index, g, tuple(layer.weight.shape))}
@@ -103,23 +111,23 @@ def embedding(layer: nn.Embedding, a: Tensor, g: Tensor, size: int) -> dict[str,
 def _scale_and_shift(unit: Tensor, g: Tensor, shape: tuple[int, ...]) -> dict[str, Form]:
     """weight and bias of y = weight · unit + bias; both are [B, positions, *shape]."""
     return {
-        "weight": Dense((unit * g).sum(1).reshape(-1, *shape)),
-        "bias": Dense(g.sum(1).reshape(-1, *shape)),
+        "weight": Dense(summed(unit * g).reshape(-1, *shape)),
+        "bias": Dense(summed(g).reshape(-1, *shape)),
     }
 
 
 @rule(nn.LayerNorm)
 def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
     shape = tuple(layer.normalized_shape)
-    unit = F.layer_norm(wide(a), shape, eps=layer.eps).reshape(size, -1, *shape)
-    return _scale_and_shift(unit, wide(g).reshape(size, -1, *shape), shape)
+    unit = F.layer_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
+    return _scale_and_shift(unit, g.reshape(size, -1, *shape), shape)
 
 
 @rule(nn.RMSNorm)
 def rms_norm(layer: nn.RMSNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
     shape = tuple(layer.normalized_shape)
-    unit = F.rms_norm(wide(a), shape, eps=layer.eps).reshape(size, -1, *shape)
-    return {"weight": _scale_and_shift(unit, wide(g).reshape(size, -1, *shape), shape)["weight"]}
+    unit = F.rms_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
+    return {"weight": Dense(summed(unit * g.reshape(size, -1, *shape)).reshape(-1, *shape))}
 
 
 def _by_channel(t: Tensor, channels: int, size: int) -> Tensor:

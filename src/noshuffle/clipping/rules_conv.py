@@ -4,8 +4,9 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
     grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
 
-in each group. The windows are a strided view until a product needs them; the weighted sum over
-examples is torch's own weight gradient, which needs no windows at all.
+in each group. On a CPU compiled loops take the norms from there (`native_conv`). Elsewhere the
+windows are a strided view until a product needs them, and the weighted sum over examples is torch's
+own weight gradient, which needs no windows at all.
 
 >>> import torch
 >>> windows(torch.arange(4.0).reshape(1, 1, 4), (2,), (1,), (1,)).shape   # [N, C, L, k]
@@ -15,13 +16,16 @@ torch.Size([1, 1, 3, 2])
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from noshuffle.clipping.forms import Dense, Form, Outer, _scaled, _zeroed, wide
+from noshuffle.clipping.forms import Dense, Form, Outer, _zeroed
+from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
+from noshuffle.clipping.products import scaled, wide
 from noshuffle.clipping.rules import rule
 
 
@@ -36,36 +40,48 @@ def windows(
     return x
 
 
-def _padded(layer: Any, x: Tensor) -> Tensor:
+def _sides(layer: Any) -> Sides:
+    """How much goes before and after each axis; empty where nothing does."""
     if layer.padding == "valid":
+        return ()
+    if layer.padding == "same":
+        wholes = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size)]
+        sides = tuple((whole // 2, whole - whole // 2) for whole in wholes)
+    else:
+        sides = tuple((p, p) for p in layer.padding)
+    return sides if any(map(any, sides)) else ()
+
+
+def _padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
+    if not sides:
         return x
-    sides: list[int] = []
-    for axis in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            whole = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
-            sides += [whole // 2, whole - whole // 2]
-        else:
-            sides += [layer.padding[axis]] * 2
-    if not any(sides):
-        return x
-    mode = layer.padding_mode
-    return F.pad(x, sides) if mode == "zeros" else F.pad(x, sides, mode=mode)
+    flat = [n for pair in reversed(sides) for n in pair]
+    return F.pad(x, flat) if mode == "zeros" else F.pad(x, flat, mode=mode)
 
 
 @dataclass(frozen=True)
 class Convolution(Form):
-    """The weight of a convolution: x [B·k, C, *space] padded, g [B·k, O, *positions]."""
+    """The weight of a convolution: x [B·k, C, *space], g [B·k, O, *positions].
+
+    `sides` are the zeros that x still lacks; the compiled loops add them on their way.
+    """
 
     layer: Any
     x: Tensor
     g: Tensor
     size: int
+    sides: Sides = ()
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    @cached_property
+    def full(self) -> Tensor:
+        """x with its border."""
+        return _padded(self.x, self.sides, mode="zeros")
 
     def _outer(self) -> Outer:
         """One Outer over (example, group) pairs."""
         layer, (n, c), o = self.layer, self.x.shape[:2], self.g.shape[1]
-        w = windows(self.x, layer.kernel_size, layer.stride, layer.dilation)
+        w = windows(self.full, layer.kernel_size, layer.stride, layer.dilation)
         axes = len(layer.kernel_size)
         length = self.g[0, 0].numel() if n else 0
         many = layer.groups
@@ -84,7 +100,23 @@ class Convolution(Form):
         shape = (o // many, *layer.weight.shape[1:])
         return Outer(a.flatten(0, 1), g.flatten(0, 1), shape)
 
+    def _loops(self) -> Gradients | None:
+        """The compiled form, where it knows these tensors and is worth it."""
+        layer = self.layer
+        how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
+        if self.written or not is_fit(self.x, self.g, how):
+            return None
+        is_raw = bool(self.sides) and has_room(self.x, how, self.sides)
+        x, sides = (self.x, self.sides) if is_raw else (self.full, ())
+        return Gradients(x, self.g, size=self.size, how=how, sides=sides)
+
     def squares(self) -> Tensor:
+        loops = self._loops()
+        if loops is not None and loops.is_worth_keeping:
+            self.written.append(loops.dense())
+            return Dense(self.written[0]).squares()
+        if loops is not None:
+            return loops.squares()
         outer = self._outer()
         if outer.is_small() or outer.a.shape[1] == 1:
             return Dense(self.dense(outer)).squares()
@@ -99,12 +131,15 @@ class Convolution(Form):
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return Dense(self.written[0]).total(factors)
+        loops = self._loops()
+        if loops is not None and loops.is_small:
+            return loops.total(factors)
         layer, frames = self.layer, self.g.shape[0] // self.size
-        g = _scaled(self.g, factors.repeat_interleave(frames))
+        g = scaled(self.g, factors.repeat_interleave(frames))
         no_padding = [0] * len(layer.kernel_size)
         found: Tensor = torch.ops.aten.convolution_backward(
             g,
-            self.x,
+            self.full,
             wide(layer.weight.detach()),
             None,
             layer.stride,
@@ -118,19 +153,22 @@ class Convolution(Form):
         return found
 
     def kept(self, keep: Tensor) -> Form:
+        rest = [_zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)
-        return replace(self, x=_zeroed(self.x, keep), g=_zeroed(self.g, keep), written=[])
+        return replace(self, x=_zeroed(self.x, keep), g=_zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> Form:
         frames = self.g.shape[0] // self.size
-        return replace(self, g=_scaled(self.g, factors.repeat_interleave(frames)), written=[])
+        return replace(self, g=scaled(self.g, factors.repeat_interleave(frames)), written=[])
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
-    g = wide(g)
+    a, g, sides, mode = wide(a), wide(g), _sides(layer), layer.padding_mode
+    if mode != "zeros" or a.device.type != "cpu":
+        a, sides = _padded(a, sides, mode=mode), ()
     per_channel = g.reshape(size, -1, g.shape[1], g[0, 0].numel())
     return {
-        "weight": Convolution(layer, _padded(layer, wide(a)), g, size),
+        "weight": Convolution(layer, a, g, size, sides),
         "bias": Dense(per_channel.sum((1, 3))),
     }

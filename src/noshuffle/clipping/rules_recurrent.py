@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from noshuffle.clipping.forms import Dense, Form, Outer, wide
+from noshuffle.clipping.forms import Dense, Form, Outer
+from noshuffle.clipping.products import wide
 from noshuffle.clipping.rules import affine, rewrite
 from noshuffle.errors import Unsupported
 

@@ -3,8 +3,14 @@
 `watching(model, layers, seen)` installs hooks for one run and takes them away again, so that no
 state stays in the user's model. Each layer call is handed to `seen`; layers with a rewrite run it
 in place of their own forward and write on the tape themselves. A `Site` is a point of the graph
-whose gradient is wanted, with a function from that gradient to per-example gradients; the point is
-held as a graph edge, so a later in-place change of the output does no harm.
+whose gradient is wanted, with a function from that gradient to per-example gradients. It is called
+as soon as the gradient arrives, so that biases and norm layers let go of their gradients during the
+backward pass and only linear maps and embeddings keep theirs. A site belongs to its place in the
+graph, so a later in-place change of the output does no harm.
+
+Autograd is asked only for the sites that have no other site behind them (`outermost`): all others
+lie on the way, and no weight gradient is computed. A `Route` remembers which ones these were; a run
+in which it does not lead to every site is repeated without it (`Astray`).
 
 >>> import torch
 >>> tape = Tape(size=2); x = torch.ones(2, 1, requires_grad=True)
@@ -14,73 +20,157 @@ held as a graph edge, so a later in-place change of the output does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from noshuffle.clipping.forms import Form
 from noshuffle.clipping.rules import find_rewrite
 
 Found = Sequence[tuple[Tensor, Form]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+Build = Callable[[list[Tensor | None]], Found]
 
 
-@dataclass(frozen=True)
+class Astray(Exception):
+    """A remembered route missed a site. Never leaves the package."""
+
+
+@dataclass
+class Route:
+    """Which of `count` points autograd was asked for, in a run that reached them all."""
+
+    count: int = -1
+    picks: tuple[int, ...] = ()
+
+
+@dataclass
 class Site:
     """Points of the graph, and what their gradients (None: not reached) say about parameters."""
 
     edges: tuple[GradientEdge, ...]
-    build: Callable[[list[Tensor | None]], Found]
+    build: Build | None
+    grads: list[Tensor | None]
+    found: Found = ()
+    missing: int = 0
+
+    def take(self, place: int, grad: Tensor) -> None:
+        """A gradient has arrived; a site with one point is done then."""
+        self.grads[place] = grad
+        self.missing -= 1
+        if len(self.grads) == 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Turn the gradients into forms, once, and keep nothing else."""
+        if self.build is not None and any(g is not None for g in self.grads):
+            self.found = [(p, form) for p, form in self.build(self.grads) if p.requires_grad]
+        self.build, self.grads = None, []
 
 
-@dataclass
+@dataclass(eq=False)
 class Tape:
     """The sites of one run, in order; a tape with `is_on=False` stays empty."""
 
     size: int
     is_on: bool = True
     sites: list[Site] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    route: Route = field(default_factory=Route)
 
     def record(self, out: Tensor, build: Callable[[Tensor], Found]) -> None:
         """Ask for the gradient at `out`."""
         if self.is_on and out.requires_grad:
+            self.ask([out], lambda grads: [] if grads[0] is None else build(grads[0]))
 
-            def only(grads: list[Tensor | None]) -> Found:
-                return [] if grads[0] is None else build(grads[0])
-
-            self.sites.append(Site((get_gradient_edge(out),), only))
+    def ask(self, outs: Sequence[Tensor], build: Build) -> None:
+        """Ask for the gradients at several tensors, all of which require one."""
+        edges = tuple(get_gradient_edge(out) for out in outs)
+        site = Site(edges, build, [None] * len(outs), missing=len(outs))
+        self.sites.append(site)
+        for place, out in enumerate(outs):
+            # The graph must not hold the site, which holds the graph.
+            hook: Any = partial(_arrived, ref(site), place)
+            self.handles.append(out.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def forms(self, losses: Tensor, names: Mapping[int, str]) -> dict[str, list[Form]]:
         """One backward pass; forms by parameter name. `names` maps id(parameter) to its name."""
         self.is_on = False  # a checkpointed part runs again now, and must not be recorded twice
-        edges = [edge for site in self.sites for edge in site.edges]
         found: dict[str, list[Form]] = {}
-        if not edges or not losses.requires_grad:
-            return found
-        grads = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
-        place = 0
-        for site in self.sites:
-            own: list[Tensor | None] = list(grads[place : place + len(site.edges)])
-            place += len(site.edges)
-            for parameter, form in site.build(own):
-                name = names.get(id(parameter))
-                if name is not None:
-                    found.setdefault(name, []).append(form)
+        try:
+            self._backward(losses)
+            for site in self.sites:
+                site.finish()
+                for parameter, form in site.found:
+                    name = names.get(id(parameter))
+                    if name is not None:
+                        found.setdefault(name, []).append(form)
+        finally:
+            self.clear()
         return found
+
+    def _backward(self, losses: Tensor) -> None:
+        edges = [edge for site in self.sites for edge in site.edges]
+        is_known = self.route.count == len(edges) and losses.requires_grad
+        picks = self.route.picks if is_known else outermost(losses, edges)
+        if picks:
+            ends = [edges[i] for i in picks]
+            torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
+        is_whole = not any(site.missing for site in self.sites)
+        if is_known and not is_whole:
+            self.route.count = -1
+            raise Astray
+        if is_whole:
+            self.route.count, self.route.picks = len(edges), tuple(picks)
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.sites = [], []
+
+
+def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
+    own = site()
+    if own is not None:
+        own.take(place, grad)
+
+
+def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
+    """Numbers of the edges that the losses reach and that hide no other one from them."""
+    if losses.grad_fn is None:
+        return []
+    wanted = {edge.node for edge in edges}
+    hides: dict[Any, bool] = {}  # whether a wanted node lies strictly behind
+    stack: list[tuple[Any, list[Any] | None]] = [(losses.grad_fn, None)]
+    while stack:
+        node, behind = stack.pop()
+        if behind is not None:  # all behind it is known by now
+            hides[node] = any(after in wanted or hides[after] for after in behind)
+        elif node not in hides:
+            hides[node] = False
+            behind = [after for after, _ in node.next_functions if after is not None]
+            stack.append((node, behind))
+            stack.extend([(after, None) for after in behind if after not in hides])
+    return [i for i, edge in enumerate(edges) if not hides.get(edge.node, True)]
 
 
 @contextmanager
-def rewritten(model: nn.Module, tape: Tape) -> Iterator[None]:
+def rewritten(
+    model: nn.Module, tape: Tape, *, only: Iterable[nn.Module] | None = None
+) -> Iterator[None]:
     """Run layers that have a rewrite by it (recurrent layers have no vmap rule of their own)."""
     changed = []
     try:
-        for layer in model.modules():
+        for layer in model.modules() if only is None else only:
             fn = find_rewrite(layer)
             if fn is not None and "forward" not in layer.__dict__:
                 layer.__dict__["forward"] = partial(fn, layer, tape)
@@ -93,9 +183,17 @@ def rewritten(model: nn.Module, tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def watching(
-    model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, tape: Tape
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    seen: Seen,
+    tape: Tape,
+    *,
+    inside: Iterable[nn.Module] | None = None,
 ) -> Iterator[None]:
-    """Hand every call of `layers` to `seen`, for as long as the block lasts."""
+    """Hand every call of `layers` to `seen`, for as long as the block lasts.
+
+    `inside`: the layers with a rewrite, where they are known.
+    """
     handles = []
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -106,7 +204,7 @@ def watching(
                 seen(name, layer, args, kwargs, out)
 
             handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        with rewritten(model, tape):
+        with rewritten(model, tape, only=inside):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

@@ -2,7 +2,8 @@
 
 Two facts are checked on real rows of the first batch, under the same random numbers:
 
-    alone     the loss of example 0 is the same whoever stands beside it
+    alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
+              also with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd
 
@@ -16,16 +17,18 @@ depends on data only in which of two equal computations is run. No state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.forms import Form, merge, squares
+from noshuffle.clipping.inputs import as_written
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import (
     Criterion,
@@ -35,6 +38,7 @@ from noshuffle.clipping.objective import (
     batch_size,
     take,
 )
+from noshuffle.clipping.products import HALF, sum_dtype, wide
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.errors import InvalidInput
 
@@ -51,6 +55,11 @@ def close(found: float, truth: float, *, low: bool, room: float = 0.0) -> bool:
     return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * room + 1e-12
 
 
+def is_half(form: Form) -> bool:
+    """Whether a form was read from tensors in half precision."""
+    return any(isinstance(t, Tensor) and t.dtype in HALF for t in vars(form).values())
+
+
 def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
     """Some examples, with everything non-finite replaced: the trial is about the model."""
     index = [i % batch_size(batch) for i in picks]
@@ -64,12 +73,91 @@ def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
     return cleaned
 
 
+def _pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first example and one that differs from it in as many tensors as can be.
+
+    Beside its own copy an example would look undisturbed whatever the model does. Real numbers
+    that are the same in all examples are changed in the second one; whole numbers, where nothing
+    else differs, are put in reverse order.
+    """
+    few = _rows(batch, *range(min(batch_size(batch), 64)))
+    leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
+    differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
+    other = int(differs.sum(0).argmax())
+    alike = not bool(differs[:, other].any())
+
+    def unlike(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not torch.equal(t[0], t[1]):
+            return t
+        if t.is_floating_point():
+            return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
+        return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
+
+    pair: tuple[Any, ...] = tree_map(unlike, take(few, torch.tensor([0, other])))
+    if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
+        raise NotNow("all examples of the batch are the same")
+    return pair
+
+
+def _alone(
+    run: Callable[[tuple[Any, ...]], Tensor],
+    pair: tuple[Any, ...],
+    losses: Tensor,
+    truth: Sequence[Sequence[Tensor | None]],
+    params: list[nn.Parameter],
+    *,
+    low: bool,
+) -> None:
+    """Raise NotByLayer unless each example has the same loss and gradient beside its copy.
+
+    Shapes are the same and so are the operations on each row: hardly a bit should differ. The
+    gradient shows what a gate that is still zero hides from the loss.
+    """
+    for i, own in enumerate(truth or ((), ())):
+        with torch.enable_grad():
+            again = run(take(pair, torch.tensor([i, i])))[i]
+        gap = abs(float(again.detach()) - float(losses[i].detach()))
+        if not gap <= (2e-3 if low else 1e-4) * max(abs(float(losses[i].detach())), 1e-6):
+            raise NotByLayer("the loss of an example changes with the other examples of its batch")
+        if not own:
+            continue
+        there = torch.autograd.grad(again, params, allow_unused=True)
+        pairs = [(a, b) for a, b in zip(own, there) if a is not None or b is not None]
+        size = _length(a for a, _ in pairs)
+        moved = _length(a if b is None else b if a is None else wide(a) - b for a, b in pairs)
+        if not moved <= (2e-2 if low else 1e-4) * size + 1e-12:
+            raise NotByLayer(
+                "the gradient of an example changes with the other examples of its batch"
+            )
+
+
+def _length(tree: Iterable[Tensor | None]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in tree if g is not None))
+
+
+def _counted(
+    model: nn.Module, run: Callable[..., Tensor], pair: tuple[Any, ...], *, low: bool
+) -> None:
+    """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean)."""
+    with torch.no_grad(), ExitStack() as stack:
+        if not torch.equal(run(pair), run(pair, seed=1)):  # masks of dropout would differ
+            for module in model.modules():
+                stack.callback(setattr, module, "training", module.training)
+                module.training = False
+            if not torch.equal(run(pair), run(pair, seed=1)):
+                return
+        two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
+    for a, b in zip(two.tolist(), three.tolist()):
+        if not abs(a - b) <= (5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)):
+            raise NotByLayer("the loss of an example changes with the number of examples")
+
+
 @contextmanager
-def _same_luck(model: nn.Module) -> Iterator[None]:
+def same_luck(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Random numbers that leave the user's generators as they were, the same in every block."""
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         yield
 
 
@@ -80,7 +168,7 @@ def probe(
     """A function that runs the first n examples, for looking at shapes."""
 
     def run(n: int) -> Tensor:
-        with _same_luck(model):
+        with same_luck(model):
             try:
                 return batch_losses(model, loss_fn, _rows(batch, *range(n)))
             except InvalidInput as error:
@@ -96,20 +184,17 @@ def tried(
     forms_of: Callable[[tuple[Any, ...]], dict[str, list[Form]]],
 ) -> None:
     """Raise NotByLayer unless the rules agree with plain autograd on two examples."""
-    pair = _rows(batch, 0, 1)
+    pair = _pair(batch)
     params = trainable(model)
-    low = any(p.dtype in (torch.float16, torch.bfloat16) for p in params.values())
-    low = low or any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with rewritten(model, Tape(2, is_on=False)):
-        with _same_luck(model), torch.enable_grad():
-            losses = batch_losses(model, loss_fn, pair)
-        with _same_luck(model), torch.no_grad():
-            beside = batch_losses(model, loss_fn, _rows(batch, 0, 0))
+
+    def run(rows: tuple[Any, ...], seed: int = 0) -> Tensor:
+        with as_written(model), rewritten(model, Tape(2, is_on=False)), same_luck(model, seed):
+            return batch_losses(model, loss_fn, rows)
+
+    with torch.enable_grad():
+        losses = run(pair)
     if not bool(torch.isfinite(losses).all()):
         raise NotNow("the loss of the first two examples is not finite")
-    gap = abs(float(beside[0]) - float(losses[0].detach()))
-    if gap > (0.05 if low else 1e-4) * max(abs(float(beside[0])), 1e-6):
-        raise NotByLayer("the loss of an example changes with the other examples of its batch")
     one_hot = torch.eye(2, dtype=losses.dtype, device=losses.device)
     own_params = list(params.values())
     truth = [
@@ -117,20 +202,25 @@ def tried(
         for pick in (one_hot if losses.requires_grad else ())
     ]
     try:
-        with _same_luck(model):
+        with same_luck(model):
             forms = forms_of(pair)
     except RuntimeError as error:
         if not _is_vmap_limit(error):
             raise
         raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
+    low = any(is_half(own) for each in forms.values() for own in each)
+    low = low or any(p.dtype in HALF for p in params.values())
+    _alone(run, pair, losses, truth, own_params, low=low)
+    _counted(model, run, pair, low=low)
     room = [float(sum(g.double().square().sum() for g in t if g is not None)) ** 0.5 for t in truth]
     room = room or [0.0, 0.0]
     for i, (name, parameter) in enumerate(params.items()):
-        rows = [torch.zeros_like(parameter) if t[i] is None else t[i] for t in truth]
-        if not rows:
-            rows = [torch.zeros_like(parameter)] * 2
+        blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
+        rows = [blank if t[i] is None else wide(t[i]) for t in truth] or [blank, blank]
         own = merge(forms.get(name, []))
         found = squares(own).double().sqrt() if own else torch.zeros(2)
+        if len(found) != 2:
+            raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
         exact = [float(row.norm()) for row in rows]
         total = sum(
             (f.total(torch.ones(2, device=parameter.device)) for f in own), start=torch.zeros(())

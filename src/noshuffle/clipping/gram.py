@@ -1,0 +1,113 @@
+"""Norms of Σ_t g_t a_tᵀ from inner products, without the sum itself.
+
+    total    Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩ = ‖Σ_t g_t a_tᵀ‖²
+    spread   Σ_t ‖a_t‖²‖g_t‖²                 the squared norm if steps were orthogonal
+    reach    Σ_t ‖a_t‖‖g_t‖                   the norm if they all pointed the same way
+
+The last two come from the diagonal and say how much rounding can have moved the first (see
+`forms`); `squares` adds that much. On a GPU with Triton, where products run on tensor cores anyway
+(half precision, or TF32 allowed), two kernels do all of it; they are compared with the plain form
+once, before they are first used. State: whether that comparison succeeded, per device and type.
+
+>>> import torch
+>>> a, g = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+>>> truth = torch.bmm(g.mT, a).square().sum((1, 2))
+>>> torch.allclose(squares(a, g).float(), truth, rtol=1e-4)
+True
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import gpu_kernels
+from noshuffle.clipping.products import bmm, roundoff
+
+#: Shorter sequences, or narrower maps, are no work for a kernel of their own.
+SHORTEST, NARROWEST = 33, 64
+#: Tensor cores round towards zero at every 16th addition: sums come out too small by this a term.
+_TENSOR_CORE = 2.0**-27
+
+
+def allowance(dtype: torch.dtype, *lengths: int) -> float:
+    """κu: relative rounding error of products of inner products of these lengths."""
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return 0.5 * eps * (2.0 + sum(math.sqrt(n) for n in lengths))
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Numbers below this lose digits where entries of this type are multiplied."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
+
+
+def sums(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """total, spread, reach and lost from two T×T matrices per example, float64; at least 0 each.
+
+    lost: squares of entries below 1e-19 vanish in single precision, at most `smallest` each; where
+    the other factor is huge, they would have mattered.
+    """
+    table, other = bmm(a, a.mT), bmm(g, g.mT)
+    long_a, long_g = (_lengths(t).square() for t in (table, other))
+    lost = smallest(g.dtype) * (a.shape[2] * long_g + g.shape[2] * long_a)
+    table.mul_(other)
+    own = table.diagonal(dim1=1, dim2=2).clamp_min(0.0)
+    total = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+    return total, own.sum(1, dtype=torch.float64), own.sqrt().sum(1, dtype=torch.float64), lost
+
+
+def _lengths(table: Tensor) -> Tensor:
+    """Σ_t √table[b, t, t]"""
+    own = table.diagonal(dim1=1, dim2=2).clamp_min(0.0)
+    return own.sqrt().sum(1, dtype=torch.float64)
+
+
+def _room(a: Tensor, g: Tensor) -> dict[str, float]:
+    """What rounding can have done: in the sums, and when the factors go in."""
+    moved = roundoff(g)
+    grow = 1.0 + (_TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0)
+    return {"grow": grow, "moved": moved, "room": allowance(g.dtype, a.shape[2], g.shape[2])}
+
+
+def bounded(a: Tensor, g: Tensor, *, grow: float, moved: float, room: float) -> Tensor:
+    """(√total·grow + moved·√spread)² + room·reach² + lost."""
+    total, spread, reach, lost = sums(a, g)
+    if moved > 0.0:
+        total = (total.sqrt() * grow + moved * spread.sqrt()).square()
+    return total + room * reach.square() + lost
+
+
+@lru_cache(maxsize=16)
+def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run here and agree with the plain form."""
+    luck = torch.Generator(device=device).manual_seed(7)
+    a, g = (torch.randn(2, 150, w, device=device, generator=luck).to(dtype) for w in (72, 200))
+    a[1], g[1] = a[1, :1].clone(), g[1, :1].clone()  # all steps alike: the largest sum
+    try:
+        found = gpu_kernels.squares(a, g, **_room(a, g))
+    except Exception:  # a compiler may fail in any way; the plain form is always there
+        return False
+    return torch.allclose(found, bounded(a, g, **_room(a, g)), rtol=4e-3, atol=0.0)
+
+
+def has_kernel(a: Tensor, g: Tensor) -> bool:
+    """Whether these two are work for the kernels."""
+    is_it = gpu_kernels.HAS_TRITON and a.is_cuda and a.dtype == g.dtype and roundoff(a) > 0.0
+    if not is_it or a.shape[1] < SHORTEST or min(a.shape[2], g.shape[2]) < NARROWEST:
+        return False
+    if torch.cuda.is_current_stream_capturing() and not _is_good.cache_info().currsize:
+        return False
+    return _is_good(a.device, a.dtype)
+
+
+def squares(a: Tensor, g: Tensor) -> Tensor:
+    """‖Σ_t g_t a_tᵀ‖² for a [B, T, i] and g [B, T, o], in float64 and never too small.
+
+    Guarantees: with f ≤ c/√squares, the example's part of a product weighted by f has norm at most
+    c, in exact arithmetic up to the rounding model of `forms`.
+    """
+    run = gpu_kernels.squares if has_kernel(a, g) else bounded
+    return run(a, g, **_room(a, g))

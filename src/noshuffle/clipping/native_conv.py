@@ -1,0 +1,269 @@
+"""Per-example weight gradients of convolutions in C: their norms, and their weighted sum.
+
+In each group, with the input cut into windows of K = channels × kernel numbers at L positions,
+
+    G_b[o, k] = Σ_l g[b, o, l] · window[b, l, k]
+
+The windows of a few positions at a time are written into the first-level cache, where a block of
+outer products is summed up in registers; G_b itself stays in a cache too and is never kept:
+
+    squares   Σ_{o,k} G_b[o, k]²  for every example b
+    total     Σ_b f_b G_b         examples in eight slices, each in order, added up in order
+
+so the bits do not depend on the number of threads. Built at run time where there is a compiler,
+and used only after it agreed with torch's own gradient; `rules_conv` has the torch form, which is
+its twin in the tests. No state.
+
+>>> library() is library()
+True
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.c_library import build, together
+from noshuffle.clipping.native_conv_text import ROOM, SLICES, TEXT
+
+#: Numbers in a vector, to which windows are padded.
+LANE = 16
+#: Numbers of gradients that are kept between norm and sum: 2 MiB.
+KEPT = 1 << 19
+#: Multiplications below which torch's own operations take no time worth a compiler's.
+LEAST = 1 << 20
+#: The largest G (numbers) and the largest row of a window that fit the caches.
+LARGEST, WIDEST = 1 << 17, 4096
+
+
+class _Job(ctypes.Structure):
+    """A job as the C text declares it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("next", "examples", "frames", "groups")),
+        *((name, ctypes.c_int64) for name in ("positions", "outputs", "width", "runs", "run")),
+        *((name, ctypes.c_int64) for name in ("step", "example", "group")),
+        *((name, ctypes.c_void_p) for name in ("place", "offset", "x", "g", "factors")),
+        *((name, ctypes.c_void_p) for name in ("squares", "total", "room")),
+        *((name, ctypes.c_int64) for name in ("taken", "keep", "padded", "lines", "line")),
+        ("into", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Kernel, stride and dilation by axis, and the number of groups."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@lru_cache(maxsize=64)
+def _tables(shape: tuple[int, ...], how: Geometry) -> tuple[Any, Any]:
+    """Where in x [channels of a group, *space] every position and every run of the kernel begins.
+
+    A run is the kernel along the last axis.
+    """
+    channels, *space = shape
+    sizes = [
+        (s - (k - 1) * d - 1) // t + 1
+        for s, k, t, d in zip(space, how.kernel, how.stride, how.dilation)
+    ]
+    strides = [math.prod(space[axis + 1 :]) for axis in range(len(space))]
+    place = np.zeros(1, dtype=np.int64)
+    for size, step, stride in zip(sizes, how.stride, strides):
+        place = (place[:, None] + np.arange(size) * step * stride).reshape(-1)
+    offset = np.arange(channels, dtype=np.int64) * math.prod(space)
+    for k, dilation, stride in zip(how.kernel[:-1], how.dilation[:-1], strides[:-1]):
+        offset = (offset[:, None] + np.arange(k) * dilation * stride).reshape(-1)
+    return np.ascontiguousarray(place), np.ascontiguousarray(offset)
+
+
+Sides = tuple[tuple[int, int], ...]
+
+
+def bordered(space: Sequence[int], sides: Sides) -> tuple[int, ...]:
+    """The lengths of the axes with zeros before and after them."""
+    return tuple(s + a + b for s, (a, b) in zip(space, sides)) if sides else tuple(space)
+
+
+@lru_cache(maxsize=64)
+def _lines(shape: tuple[int, ...], sides: Sides) -> Any:
+    """Where every row (last axis) of x [channels, *space] begins once it has a border."""
+    wide = bordered(shape[1:], sides)
+    into = np.arange(shape[0], dtype=np.int64) * math.prod(wide)
+    for axis, (before, _) in enumerate(sides[:-1]):
+        steps = (np.arange(shape[1 + axis]) + before) * math.prod(wide[axis + 1 :])
+        into = (into[:, None] + steps).reshape(-1)
+    return np.ascontiguousarray(into + sides[-1][0])
+
+
+class Gradients:
+    """Per-example gradients of one convolution: x [B·frames, C, *space], g its output's.
+
+    x is padded already, or `sides` says how many zeros go before and after each axis; then each
+    example gets its border in the cache, which must have room (`has_room`).
+
+    Guarantees: `squares` and `total` are sums of products in float32, at most a vector's worth of
+    partial sums each, the same bits for any number of threads.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        g: Tensor,
+        *,
+        size: int,
+        how: Geometry,
+        sides: Sides = (),
+        built: ctypes.CDLL | None = None,
+    ) -> None:
+        n, channels = x.shape[:2]
+        self._built = library() if built is None else built
+        self._size, self._how, self._outputs = size, how, g.shape[1] // how.groups
+        self._x, self._g = x.contiguous(), g.contiguous()
+        own = (channels // how.groups, *x.shape[2:])
+        inner = (own[0], *bordered(own[1:], sides))
+        self._into = _lines(own, sides) if sides else None
+        self._place, self._offset = _tables(inner, how)
+        self._window = len(self._offset) * how.kernel[-1]
+        self._width = -(-self._window // LANE) * LANE
+        self._job = _Job(
+            *(0, size, n // size, how.groups, len(self._place), self._outputs, self._width),
+            *(len(self._offset), how.kernel[-1], how.dilation[-1]),
+            *(self._x.stride(0), self._x.stride(1) * inner[0]),
+            *(self._place.ctypes.data, self._offset.ctypes.data),
+            *(self._x.data_ptr(), self._g.data_ptr()),
+        )
+        if self._into is not None:
+            self._job.padded, self._job.into = math.prod(inner), self._into.ctypes.data
+            self._job.lines, self._job.line = len(self._into), own[-1]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the windows of an example fit the cache; else torch's own total is faster."""
+        return len(self._place) * self._width <= ROOM
+
+    def squares(self) -> Tensor:
+        """Squared norm of the gradient of every example, [B], float64."""
+        threads, job = torch.get_num_threads(), self._job
+        found = torch.empty(self._size, dtype=torch.float64)
+        room = torch.empty((threads, self._outputs * self._width))
+        job.squares, job.room, job.taken, job.keep = found.data_ptr(), room.data_ptr(), 0, 0
+        self._run("squares", threads)
+        return found
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether the gradients are small beside the work of finding them."""
+        few = self._size * self._how.groups * self._outputs * self._width <= KEPT
+        return few and len(self._place) >= 64
+
+    def dense(self) -> Tensor:
+        """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
+        shape = (self._size, self._how.groups * self._outputs, self._width)
+        found, room = torch.empty(self._size, dtype=torch.float64), torch.empty(shape)
+        job = self._job
+        job.squares, job.room, job.keep = found.data_ptr(), room.data_ptr(), 1
+        self._run("squares", torch.get_num_threads())
+        return self._shaped(room)
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ_b factors[b] · gradient of b, [groups · outputs, channels of a group, *kernel]."""
+        job, how = self._job, self._how
+        weights = factors.to(torch.float32).contiguous()
+        slices = torch.zeros((SLICES, how.groups * self._outputs, self._width))
+        job.factors, job.total = weights.data_ptr(), slices.data_ptr()
+        self._run("total", min(SLICES, torch.get_num_threads()))
+        return self._shaped(slices.sum(0))
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        """Without the zeros behind each window, in the shape of the weight."""
+        shape = (self._x.shape[1] // self._how.groups, *self._how.kernel)
+        return rows[..., : self._window].reshape(*rows.shape[:-1], *shape)
+
+    def _run(self, name: str, threads: int) -> None:
+        self._job.next = 0
+        together(getattr(self._built, name), self._job, threads=threads)
+
+
+def has_room(x: Tensor, how: Geometry, sides: Sides) -> bool:
+    """Whether an example of one group fits the cache with its border."""
+    return x.shape[1] // how.groups * math.prod(bordered(x.shape[2:], sides)) <= ROOM
+
+
+def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
+    """Whether the loops know these tensors, and are worth it against two Gram matrices."""
+    if x.dtype != torch.float32 or g.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    if not x.numel() or not g.numel():
+        return False
+    width = x.shape[1] // how.groups * math.prod(how.kernel)
+    outputs, positions = g.shape[1] // how.groups, g[0, 0].numel()
+    # The loops run near the processor's speed, the products of Gram matrices at half of it.
+    is_worth = positions > 1 and width * outputs <= 2 * positions * (width + outputs)
+    # By shapes alone, so that a step repeated in another process takes the same path.
+    is_worth = is_worth and len(g) * positions * width * outputs >= LEAST
+    is_small = width <= WIDEST and width * outputs <= LARGEST
+    return is_worth and is_small and library() is not None
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled loops, or None where they cannot be built or are switched off.
+
+    Guarantees: handed out only after they agreed with torch's own gradients of a convolution.
+    """
+    built = _build(TEXT)
+    return built if built is not None and _agrees(built) else None
+
+
+def _build(text: str) -> ctypes.CDLL | None:
+    built = build(
+        f"#define SLICES {SLICES}\n#define ROOM {ROOM}\n{text}", flags=("-fno-math-errno",)
+    )
+    for name in ("squares", "total") if built is not None else ():
+        loop = getattr(built, name)
+        loop.argtypes, loop.restype = [ctypes.c_void_p], None
+    return built
+
+
+def _agrees(built: ctypes.CDLL) -> bool:
+    """Whether the loops find the gradients of a small convolution with groups and dilation."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, 9, 20, generator=draw)
+    weight = torch.zeros(26, 3, 2, 3)
+    how = Geometry((2, 3), (1, 2), (2, 1), groups=2)
+    settings = ([1, 2], [0, 0], [2, 1], False, [0, 0], 2, [False, True, False])
+    g = torch.randn(3, 26, 7, 9, generator=draw)
+    each = torch.stack(
+        [
+            torch.ops.aten.convolution_backward(
+                g[b : b + 1], x[b : b + 1], weight, None, *settings
+            )[1]
+            for b in range(3)
+        ]
+    )
+    factors = torch.tensor([0.5, 0.0, -2.0])
+    own = Gradients(x, g, size=3, how=how, built=built)
+    squares = each.double().square().sum((1, 2, 3, 4))
+    is_close = torch.allclose(own.squares(), squares, rtol=1e-5)
+    inner = Gradients(
+        x[..., 1:-2], g, size=3, how=how, sides=((0, 0), (1, 2)), built=built
+    ).squares()
+    whole = torch.nn.functional.pad(x[..., 1:-2], (1, 2))
+    is_close = is_close and torch.equal(
+        inner, Gradients(whole, g, size=3, how=how, built=built).squares()
+    )
+    total = torch.tensordot(factors, each, 1)
+    return is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)

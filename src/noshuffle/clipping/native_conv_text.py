@@ -1,0 +1,158 @@
+"""The C text of `native_conv`: gradients of a convolution, one example and group at a time.
+
+`cut` writes the windows of some positions into the first-level cache, `outer` adds up
+
+    into[o, k] += Σ_rows g[o, row] · windows[row, k]
+
+in registers, eight outputs by 32 places of the kernel at a time. `squares` gives each example to
+whichever thread comes, `total` each slice of the examples; neither result depends on which.
+
+>>> "void squares" in TEXT and "void total" in TEXT
+True
+"""
+
+from __future__ import annotations
+
+#: Slices that the examples of a total are cut into.
+SLICES = 8
+#: Numbers of windows that are written at a time: 64 KiB.
+ROOM = 1 << 14
+
+TEXT = r"""
+#include <stdint.h>
+#include <string.h>
+
+typedef float Lane __attribute__((vector_size(64), aligned(4)));
+
+typedef struct {
+    int64_t next, examples, frames, groups, positions, outputs, width, runs, run, step;
+    int64_t example, group;            /* distances in x */
+    const int64_t *place, *offset;     /* of every position; of every run of the kernel */
+    const float *x, *g, *factors;
+    double *squares;
+    float *total, *room;               /* slices, or threads × outputs × width */
+    int64_t taken, keep;               /* rooms handed out; or every example has one and keeps it */
+    int64_t padded, lines, line;       /* numbers of x with a border (0: it has none), rows of x */
+    const int64_t *into;               /* where each row goes inside the border */
+} Job;
+
+/* into[o, k] += sum over rows of g[o, row] windows[row, k], for OS outputs and KS lanes; with
+   `found` instead, the squares of those sums are added to it and nothing is written */
+#define BLOCK(OS, KS) \
+static void block_##OS##_##KS(float *restrict into, double *restrict found, \
+        const float *restrict g, const float *restrict windows, int64_t rows, \
+        int64_t positions, int64_t width) { \
+    Lane sum[OS][KS]; \
+    for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
+        sum[o][k] = found ? (Lane){0} : *(const Lane *)(into + o * width + 16 * k); \
+    for (int64_t r = 0; r < rows; r++, windows += width) { \
+        Lane own[KS]; \
+        for (int k = 0; k < KS; k++) own[k] = *(const Lane *)(windows + 16 * k); \
+        for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
+            sum[o][k] += own[k] * g[o * positions + r]; \
+    } \
+    if (found) { \
+        Lane part[2] = {{0}, {0}}; \
+        for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
+            part[o & 1] += sum[o][k] * sum[o][k]; \
+        for (int i = 0; i < 16; i++) found[i] += (double)part[0][i] + (double)part[1][i]; \
+    } else for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
+        *(Lane *)(into + o * width + 16 * k) = sum[o][k]; \
+}
+BLOCK(8, 2) BLOCK(8, 1) BLOCK(4, 2) BLOCK(4, 1) BLOCK(1, 2) BLOCK(1, 1)
+#define RUN(OS, KS) block_##OS##_##KS(at, found, own, windows + k, rows, length, width)
+
+static void outer(const Job *job, float *into, double *found, const float *g,
+                  const float *windows, int64_t rows) {
+    int64_t width = job->width, length = job->positions;
+    for (int64_t k = 0; k < width; k += 32) {
+        int is_pair = k + 32 <= width;
+        for (int64_t o = 0; o < job->outputs; ) {
+            int64_t left = job->outputs - o;
+            float *at = into + o * width + k;
+            const float *own = g + o * length;
+            if (left >= 8) { if (is_pair) RUN(8, 2); else RUN(8, 1); }
+            else if (left >= 4) { if (is_pair) RUN(4, 2); else RUN(4, 1); }
+            else if (is_pair) RUN(1, 2);
+            else RUN(1, 1);
+            o += left >= 8 ? 8 : left >= 4 ? 4 : 1;
+        }
+    }
+}
+
+/* the windows of some positions, times a factor, zeros behind each */
+#define CUT(RUN, STEP) \
+    for (int64_t i = 0; i < job->runs; i++) \
+        for (int64_t j = 0; j < RUN; j++) \
+            windows[i * RUN + j] = at[job->offset[i] + j * STEP] * factor;
+
+static void cut(const Job *job, float *restrict windows, const float *restrict x,
+                const int64_t *place, int64_t rows, float factor) {
+    int64_t run = job->run, step = job->step, used = job->runs * run;
+    for (int64_t r = 0; r < rows; r++, windows += job->width) {
+        const float *restrict at = x + place[r];
+        if (step == 1 && run == 8) CUT(8, 1)
+        else if (step == 1 && run == 5) CUT(5, 1)
+        else if (step == 1 && run == 4) CUT(4, 1)
+        else if (step == 1 && run == 3) CUT(3, 1)
+        else CUT(run, step)
+        for (int64_t k = used; k < job->width; k++) windows[k] = 0;
+    }
+}
+
+/* into += factor × the gradient of one frame and group, or found += its squares */
+static void add(const Job *job, float *into, double *found, int64_t frame, int64_t group,
+                float factor) {
+    float windows[ROOM] __attribute__((aligned(64)));
+    const float *x = job->x + frame * job->example + group * job->group;
+    const float *g = job->g + (frame * job->groups + group) * job->outputs * job->positions;
+    float bordered[ROOM] __attribute__((aligned(64)));
+    if (job->padded) {
+        memset(bordered, 0, job->padded * sizeof *bordered);
+        for (int64_t r = 0; r < job->lines; r++)
+            memcpy(bordered + job->into[r], x + r * job->line, job->line * sizeof *x);
+        x = bordered;
+    }
+    int64_t most = ROOM / job->width;
+    for (int64_t l = 0; l < job->positions; l += most) {
+        int64_t rows = job->positions - l < most ? job->positions - l : most;
+        cut(job, windows, x, job->place + l, rows, factor);
+        outer(job, into, found, g + l, windows, rows);
+    }
+}
+
+void squares(Job *job) {
+    int64_t size = job->outputs * job->width, b;
+    int64_t room = job->keep ? 0 : __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+    int is_once = !job->keep && job->frames == 1 && job->positions <= ROOM / job->width;
+    while ((b = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->examples) {
+        double found[16] = {0}, all = 0;
+        for (int64_t group = 0; group < job->groups; group++) {
+            float *into = job->room + size * (job->keep ? b * job->groups + group : room);
+            if (is_once) {
+                add(job, into, found, b, group, 1.0f);
+                continue;
+            }
+            memset(into, 0, size * sizeof *into);
+            for (int64_t f = 0; f < job->frames; f++)
+                add(job, into, 0, b * job->frames + f, group, 1.0f);
+            for (int64_t i = 0; i < size; i += 16)
+                for (int j = 0; j < 16; j++) found[j] += (double)into[i + j] * into[i + j];
+        }
+        for (int i = 0; i < 16; i++) all += found[i];
+        job->squares[b] = all;
+    }
+}
+
+void total(Job *job) {
+    int64_t size = job->outputs * job->width, slice;
+    while ((slice = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < SLICES) {
+        int64_t end = job->examples * (slice + 1) / SLICES;
+        for (int64_t b = job->examples * slice / SLICES; b < end; b++)
+            for (int64_t f = 0; f < job->frames; f++)
+                for (int64_t group = 0; group < job->groups; group++)
+                    add(job, job->total + (slice * job->groups + group) * size, 0,
+                        b * job->frames + f, group, job->factors[b]);
+    }
+}
+"""

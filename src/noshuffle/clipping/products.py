@@ -1,0 +1,132 @@
+"""Matrix products of gradients that never round a result to half precision.
+
+Inputs in bfloat16 or float16 are multiplied as they are and added up in float32 (a product of two
+such numbers is exact there), so that no float32 copy of a large tensor is made. Where a device
+cannot do that, the inputs are widened first: the same numbers, more memory.
+
+A factor per example goes into the smaller of the two inputs of Σ_b f_b x_bᵀ y_b. In half precision
+the scaled input is rounded once more, and TF32 rounds inside the product; `roundoff` is the size of
+that step, which norms must leave room for. No state.
+
+>>> import torch
+>>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+>>> bmm(x, x.mT).dtype, roundoff(x), roundoff(x.float())
+(torch.float32, 0.00390625, 0.0)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import gpu_kernels
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(t: Tensor) -> Tensor:
+    """At least single precision: norms and sums are never taken in half precision."""
+    return t.float() if t.dtype in HALF else t
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that entries of this type are added up in."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def roundoff(t: Tensor) -> float:
+    """Largest relative change of an entry on its way into a weighted product; 0 if none."""
+    if t.dtype in HALF:
+        return 0.5 * torch.finfo(t.dtype).eps
+    if t.dtype == torch.float32 and t.is_cuda:
+        return 2.0**-10 if torch.get_float32_matmul_precision() != "highest" else 0.0
+    return 0.0
+
+
+@lru_cache(maxsize=8)
+def _widens(device: torch.device) -> bool:
+    """Whether products of half-precision matrices can be had in float32 on this device."""
+    if device.type != "cuda":
+        return False
+    options: dict[str, Any] = {"out_dtype": torch.float32}
+    probe = torch.ones(1, 8, 8, device=device, dtype=torch.bfloat16)
+    try:
+        torch.bmm(probe, probe.mT, **options)
+        torch.mm(probe[0].mT, probe[0], **options)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _fits(x: Tensor, y: Tensor) -> bool:
+    return x.dtype in HALF and x.dtype == y.dtype and _widens(x.device)
+
+
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x[b] @ y[b] for every b, in at least single precision."""
+    if _fits(x, y):
+        options: dict[str, Any] = {"out_dtype": torch.float32}
+        return torch.bmm(x, y, **options)
+    return torch.bmm(wide(x), wide(y))
+
+
+def mm(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in at least single precision."""
+    if _fits(x, y):
+        options: dict[str, Any] = {"out_dtype": torch.float32}
+        return torch.mm(x, y, **options)
+    return wide(x) @ wide(y)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """The same with zeros at the end of every row, where rows of odd length would be slow.
+
+    Tensor cores read rows that begin at multiples of 16 bytes; a vocabulary of 50257 entries makes
+    products several times slower than one of 50304; a copy costs less than one such product.
+    """
+    width = t.shape[-1]
+    if width < 512 or (width * t.element_size()) % 16 == 0 or roundoff(t) == 0.0 or not t.is_cuda:
+        return t
+    out = t.new_empty(*t.shape[:-1], -(-width // 64) * 64)
+    out[..., width:] = 0.0
+    out[..., :width] = t
+    return out
+
+
+def scaled(t: Tensor, factors: Tensor) -> Tensor:
+    """t[b]·factors[b], in at least single precision."""
+    t = wide(t)
+    return t * factors.to(t.dtype).reshape(-1, *[1] * (t.dim() - 1))
+
+
+def weighted(x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
+    """Σ_b factors[b]·x[b]ᵀ y[b] for x [B, T, o] and y [B, T, i], in at least single precision."""
+    if x.shape[2] <= y.shape[2]:
+        x = _rescaled(x, y, factors)
+    else:
+        y = _rescaled(y, x, factors)
+    return mm(x.reshape(-1, x.shape[2]).mT, y.reshape(-1, y.shape[2]))
+
+
+@lru_cache(maxsize=8)
+def _rescales(device: torch.device) -> bool:
+    """Whether the kernel for it runs here, and agrees."""
+    t = torch.arange(96.0, device=device, dtype=torch.bfloat16).reshape(2, 4, 12)
+    factors = torch.tensor([0.3, 1.0], device=device)
+    try:
+        found = gpu_kernels.rescale(t, factors)
+    except Exception:  # a compiler may fail in any way; torch can always do it
+        return False
+    return torch.equal(found, (t.float() * factors.reshape(2, 1, 1)).bfloat16())
+
+
+def _rescaled(t: Tensor, other: Tensor, factors: Tensor) -> Tensor:
+    if not _fits(t, other):
+        return scaled(t, factors)
+    # computed in float32 and rounded once: a rounded factor could be a larger one
+    if gpu_kernels.HAS_TRITON and t.is_contiguous() and _rescales(t.device):
+        return gpu_kernels.rescale(t, factors.float())
+    return torch.mul(t, factors.float().reshape(-1, 1, 1), out=torch.empty_like(t))

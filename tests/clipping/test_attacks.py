@@ -1,0 +1,308 @@
+"""Attempts to make one unit move the clipped sum by more than the clip norm."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
+from noshuffle.clipping.forms import Outer
+from noshuffle.clipping.per_example import one_at_a_time
+
+
+def flat(values):
+    return torch.cat([v.double().reshape(-1) for v in values.values()])
+
+
+def batch(size=6, *shape):
+    torch.manual_seed(0)
+    return torch.randn(size, *(shape or (4,))).double(), torch.randint(3, (size,))
+
+
+def assert_alone(model, loss, rows, *, first=None, change=None, words="", clip=0.05):
+    """The sum is that of examples taken one by one, also after `change` and for later batches."""
+    engine = Ghost()
+    if first is not None:
+        engine.clipped_sum(model, loss, first, clip=Flat(clip))
+        assert words or not engine.fallbacks
+    if change is not None:
+        change(model)
+    got = engine.clipped_sum(model, loss, rows, clip=Flat(clip))
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    want = torch.zeros_like(flat(got.values))
+    for i in range(len(rows[0])):
+        one = tuple(t[i : i + 1] for t in rows)
+        by_row = isinstance(loss, ModelLoss)
+        value = loss.fn(model, *one).sum() if by_row else loss(model(one[0]), *one[1:])
+        grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        own = {
+            n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(params.items(), grads)
+        }
+        norm = float(flat(own).norm())
+        want += flat(own) * min(1.0, clip / max(norm, 1e-300))
+    torch.testing.assert_close(flat(got.values), want, rtol=1e-5, atol=1e-9)
+    assert any(words in note for note in engine.fallbacks) if words else not engine.fallbacks
+
+
+class Mixed(nn.Module):
+    """One linear layer after a function of the batch; `gate` may start at zero."""
+
+    def __init__(self, mix, *, gate=None):
+        super().__init__()
+        self.own, self.mixed, self.mix = nn.Linear(4, 3), nn.Linear(4, 3), mix
+        if gate is not None:
+            nn.init.constant_(self.mixed.weight, gate)
+            nn.init.constant_(self.mixed.bias, gate)
+
+    def forward(self, x):
+        return self.own(x) + self.mixed(self.mix(x))
+
+
+def test_an_example_that_sees_only_those_before_it():
+    model = Mixed(lambda x: x.cumsum(0)).double()
+    assert_alone(model, F.cross_entropy, batch(), words="changes with the other")
+
+
+def test_a_frozen_layer_that_runs_along_the_batch():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(4, 5).requires_grad_(False), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0].mean(1))
+
+    assert_alone(Late().double(), F.cross_entropy, batch(6, 5, 4), words="changes with the other")
+
+
+def test_mixing_behind_a_gate_that_starts_at_zero():
+    def open_it(model):
+        nn.init.normal_(model.mixed.weight)
+
+    model = Mixed(lambda x: x - x.mean(0), gate=0.0).double()
+    assert_alone(
+        model, F.cross_entropy, batch(), first=batch(), change=open_it, words="gradient of an ex"
+    )
+
+
+@pytest.mark.parametrize("alike", [2, 6])
+def test_copies_in_the_first_batch_do_not_hide_mixing(alike):
+    x, y = batch()
+    x[:alike], y[:alike] = x[0].clone(), y[0].clone()
+    model = Mixed(lambda x: x - x.mean(0)).double()
+    assert_alone(model, F.cross_entropy, batch(), first=(x, y), words="changes with the other")
+
+
+def test_a_batch_of_equal_tokens_says_nothing():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)).double()
+    engine, same = Ghost(), torch.ones(4, 3, dtype=torch.long)
+    engine.clipped_sum(model, F.cross_entropy, (same, same[:, 0]), clip=Flat(1.0))
+    assert "all examples of the batch are the same" in engine.fallbacks[0]
+
+
+def test_weak_mixing_in_half_precision():
+    x, y = batch()
+    model, engine = Mixed(lambda x: x + 0.05 * x.mean(0)).bfloat16(), Ghost()
+    engine.clipped_sum(model, F.cross_entropy, (x.bfloat16(), y), clip=Flat(1.0))
+    assert "changes with the other" in engine.fallbacks[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_mean_over_the_labels_of_the_batch(dropout):
+    def mean(model, x, y):
+        each = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
+        return each.sum(1) / (y != -100).sum()
+
+    x, y = torch.randn(6, 5, 4).double(), torch.randint(3, (6, 5))
+    engine, model = Ghost(), nn.Sequential(nn.Linear(4, 3), nn.Dropout(dropout)).double()
+    engine.clipped_sum(model, ModelLoss(mean, by_row=True), (x, y), clip=Flat(1.0))
+    assert "the number of examples" in engine.fallbacks[0]
+    assert model[1].training
+
+
+class Turned(nn.Module):
+    """Rows lie in another order for sequences of six."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.inner(x.transpose(0, 1)).transpose(0, 1) if x.shape[1] == 6 else self.inner(x)
+        return self.head(torch.tanh(h).mean(1))
+
+
+def test_rows_that_lie_otherwise_in_a_later_batch():
+    (x, y), (longer, _) = batch(3, 5, 4), batch(3, 6, 4)
+    assert_alone(
+        Turned().double(), F.cross_entropy, (longer, y), first=(x, y), words="in another way"
+    )
+
+
+@pytest.mark.parametrize("away", [1, 4])
+def test_an_expert_that_saw_all_tokens_in_the_first_batch(away):
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            rows = x.flatten(0, 1)
+            mine, out = rows[:, 0] > -5.0, rows.clone()
+            out[mine] = torch.tanh(self.inner(rows[mine]))
+            return self.head(out.view_as(x).mean(1))
+
+    x, y = batch(4, 5, 4)
+    later = x.clone()
+    later[0, :away, 0] = -9.0
+    model = Expert().double()
+    assert_alone(model, F.cross_entropy, (later, y), first=(x, y), words="in another way")
+
+
+def test_one_example_that_decides_how_often_a_layer_is_used():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.inner(x))
+            return self.head(torch.tanh(self.inner(h)) if float(x.detach().max()) > 5 else h)
+
+    (x, y), later = batch(), batch()[0]
+    later[0, 0] = 9.0
+    assert_alone(
+        Again().double(), F.cross_entropy, (later, y), first=(x, y), words="number of times"
+    )
+
+
+def test_a_layer_replaced_after_the_trial_is_seen():
+    def replace(model):
+        model[0] = nn.Linear(4, 4).double()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    assert_alone(model, F.cross_entropy, batch(), first=batch(), change=replace)
+
+
+def test_an_input_changed_in_place_after_its_layer():
+    class Rewrites(nn.Module):
+        """Autocast keeps a copy of the input for autograd, so that torch does not complain."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.conv, self.head = nn.Linear(4, 4), nn.Conv1d(5, 5, 1), nn.Linear(4, 3)
+            self.is_rewriting = False
+
+        def forward(self, x):
+            h = torch.tanh(self.first(x)).clone()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                u = self.conv(h)
+                if self.is_rewriting:
+                    h.mul_(1e-3)
+            return self.head((u.float() + h).mean(1))
+
+    x, y = batch(6, 5, 4)
+    model, engine = Rewrites(), Ghost()
+    engine.clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
+    assert not engine.fallbacks
+    model.is_rewriting = True
+    got = engine.clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
+    want = PerExample().clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
+    assert "changed in place" in engine.fallbacks[0]
+    torch.testing.assert_close(got.values, want.values, rtol=0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["attention", "lstm"])
+def test_windows_of_a_sequence_fall_back(kind):
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.run, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            w = x.reshape(-1, 3, 4)
+            h = self.attend(w, w, w)[0] if kind == "attention" else self.run(w)[0]
+            return self.head(h.reshape(len(x), -1, 4).mean(1))
+
+    assert_alone(
+        Windows().double(), F.cross_entropy, batch(4, 6, 4), words="more rows than examples"
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize(
+    ("of_input", "of_gradient"), [(3e-24, 1e18), (1e18, 3e-24), (1e-22, 1e17), (1e-22, 3e17)]
+)
+def test_squares_that_vanish_are_still_clipped(steps, of_input, of_gradient):
+    """An input so small that its square is zero, times a gradient so large that it matters."""
+
+    def loss(model, x, y):
+        return (model(x) * y).flatten(1).sum(1)
+
+    torch.manual_seed(0)
+    model, engine = nn.Linear(64, 64, bias=False), Ghost()
+    x, y = torch.rand(4, steps, 64), torch.rand(4, steps, 64)
+    engine.clipped_sum(model, ModelLoss(loss, by_row=True), (x, y), clip=Flat(1.0))
+    form = Outer(x * of_input, y * of_gradient, (64, 64))
+    truth = torch.bmm(form.g.double().mT, form.a.double()).flatten(1).norm(dim=1)
+    assert steps == 1 or not form.is_small()
+    assert bool((form.squares().double().sqrt() >= truth * (1.0 - 1e-6)).all())
+    got = engine.clipped_sum(
+        model,
+        ModelLoss(loss, by_row=True),
+        (x * of_input, y * of_gradient),
+        clip=Flat(1e-5),
+        weights=torch.tensor([1, 0, 0, 0]),
+    )
+    assert not engine.fallbacks
+    assert float(flat(got.values).norm()) <= 1e-5
+
+
+def rows_of_their_own(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def rows_of_the_batch(model, x, y):
+    return rows_of_their_own(model, x, y) * x.mean()
+
+
+def wrapped(fn):
+    def inner(*given):
+        return fn(*given)
+
+    return inner
+
+
+@pytest.mark.parametrize("wrap", [partial, wrapped])
+def test_a_second_loss_in_the_same_wrapper_is_tried_too(wrap):
+    model, engine = nn.Linear(4, 3).double(), Ghost()
+    for fn, is_good in ((rows_of_their_own, True), (rows_of_the_batch, False)):
+        engine.clipped_sum(model, ModelLoss(wrap(fn), by_row=True), batch(), clip=Flat(1.0))
+        assert bool(engine.fallbacks) != is_good
+
+
+def test_what_an_example_writes_into_a_buffer_is_not_seen_by_the_next():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("middle", torch.zeros(4))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.middle.mul_(0.5).add_(0.5 * x.detach().mean(0))
+            return self.head(x - self.middle)
+
+    model, (x, y) = Centred().double(), batch()
+    other = x.clone()
+    other[0] += 3.0
+    found = []
+    for rows in (x, other):
+        model.middle.zero_()
+        found.append(one_at_a_time(model, F.cross_entropy, (rows, y))[0]["head.weight"])
+    torch.testing.assert_close(found[0][1:], found[1][1:])
+    assert not torch.equal(found[0][0], found[1][0])
+    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+        Ghost().clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
