@@ -1,14 +1,15 @@
 """Time of one step on an embedding table: plain sparse SGD, lazy noise, eager noise.
 
     python benchmarks/lazy_noise.py [--rows 10000 100000 1000000 10000000] [--columns 16]
-                                    [--touched 1000] [--repeat 25] [--device cpu] [--threads 1]
+                                    [--touched 1000] [--repeat 25] [--device cuda] [--threads 1]
 
 A step reads `touched` distinct random rows and updates them with a gradient. `plain` is the
 update alone. `lazy` brings the rows up to date before the read and adds this step's noise with the
 update (`SparseSGD.read_` and `apply_`); `schedule` is the same with a learning rate for every step.
-`eager` adds the buffered noise of the step to the whole table, which is what lazy noise equals in
-law. Milliseconds, the best of the repeats; 4 buffers, 4096 steps. `release` is one flush of the
-whole table, `MiB` the noise state (the table itself comes on top, the same for all).
+`unfused` (on a GPU) is `lazy` by torch operations instead of kernels. `eager` adds the buffered
+noise of the step to the whole table, which is what lazy noise equals in law. Milliseconds, the best
+of the repeats; 4 buffers, 4096 steps. `release` is one flush of the whole table, `MiB` the noise
+state (the table itself comes on top, the same for all).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from noshuffle.noise import NoiseStream, test_source
 from noshuffle.noise.lazy import LazyNoise, SparseSGD
+from noshuffle.noise.lazy_fused import lazy_noise
 from noshuffle.strategies.recipe import Buffered
 
 STEPS, WARM, LR, DIVISOR = 4096, 30, 0.1, 256.0
@@ -31,6 +33,8 @@ BLT4 = Buffered(
     scales=(-3.27832e-5, -1.048014e-3, -0.030251166, -0.457538471),
 )
 RATES = tuple(1.0 - t / STEPS for t in range(STEPS))
+#: Elements of the largest table whose release by torch operations is worth waiting for.
+UNFUSED = 2**25
 Step = Callable[[Tensor, Tensor, int], object]
 
 
@@ -50,8 +54,10 @@ def distinct(rows: int, count: int, device: torch.device) -> Tensor:
     return found[torch.randperm(len(found), device=device)[:count]]
 
 
-def lazy_step(table: Tensor, rates: tuple[float, ...]) -> tuple[SparseSGD, Step]:
-    noise = LazyNoise(
+def lazy_step(
+    table: Tensor, rates: tuple[float, ...], form: Callable[..., LazyNoise] = lazy_noise
+) -> tuple[SparseSGD, Step]:
+    noise = form(
         BLT4, test_source(seed="benchmark"), table.shape,
         scale=1.0, steps=STEPS, name="table", rates=rates, device=table.device,
     )  # fmt: skip
@@ -92,6 +98,8 @@ def measure(rows: int, args: argparse.Namespace) -> dict[str, float]:
 
     times: dict[str, list[float]] = {}
     steps: dict[str, Step] = {"plain": plain, "lazy": lazy, "schedule": schedule}
+    if device.type == "cuda" and table.numel() <= UNFUSED:
+        steps["unfused"] = lazy_step(table, (), LazyNoise)[1]
     for name, step in (steps | {"eager": eager_step(table)}).items():
         laps = WARM + args.repeat if name != "eager" else 1 + min(args.repeat, 5)
         t, times[name] = 0, []
@@ -114,17 +122,26 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--touched", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=25)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    names = ("plain", "lazy", "schedule", "eager", "release", "MiB")
-    print(f"{'rows':>10}" + "".join(f"{name:>11}" for name in names) + "  eager / lazy")
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"{args.threads} thread(s)"
+    print(f"{args.device} ({where}), {args.columns} columns, {args.touched} rows touched, ms\n")
+    unfused = ("unfused",) if args.device == "cuda" else ()
+    names = ("plain", "lazy", "schedule", *unfused, "eager", "release", "MiB")
+    print("| rows |" + "".join(f" {name} |" for name in names) + " eager ÷ lazy |")
+    print("|---|" + "---|" * (len(names) + 1))
     for rows in args.rows:
-        found = measure(rows, args)
-        cells = "".join(f"{found[name]:11.3f}" for name in names)
-        print(f"{rows:>10}{cells}{found['eager'] / found['lazy']:14.1f}", flush=True)
+        try:
+            found = measure(rows, args)
+        except Exception as error:  # one size too large must not hide the others
+            text = " ".join(str(error).split())
+            print(f"| {rows:,} | FAILED {type(error).__name__}: {text[:200]} |", flush=True)
+            continue
+        cells = "".join(f" {found[n]:.3f} |" if n in found else " – |" for n in names)
+        print(f"| {rows:,} |{cells} {found['eager'] / found['lazy']:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from torch import Tensor
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream, Source, test_source
 from noshuffle.noise.aes import AesWords
+from noshuffle.noise.fused import Fused
 from noshuffle.noise.moves import Moves, fingerprint
+from noshuffle.noise.whole_step import WholeStep
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
@@ -281,7 +283,8 @@ def test_the_state_of_another_stream_is_refused() -> None:
 def test_a_step_that_fails_half_way_stops_the_stream() -> None:
     stream = stream_of("blt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AesWords, "fill_", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        for part, method in ((AesWords, "fill_"), (WholeStep, "add_")):
+            patch.setattr(part, method, lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             stream.add_(zeros())
     with pytest.raises(NoshuffleError, match="failed half-way"):
@@ -318,3 +321,25 @@ def test_fingerprints_tell_recipes_apart() -> None:
 def test_a_test_source_is_named_as_one() -> None:
     assert stream_of("blt").is_test
     assert not stream_of("blt", source=Source(key=bytes(32))).is_test
+
+
+def test_counters_on_the_device_are_set_anew_after_loading() -> None:
+    """A replay that was announced and never run must not shift the noise of a loaded state."""
+    source = test_source(seed=1, kind="philox")
+    stream = NoiseStream(RECIPES["sums"], source, {"w": (5,)}, scale=1.0, steps=N)
+    stream.add_({"w": torch.zeros(5)})
+    later = stream.state_dict()  # one step is released: what a twin of this run may have saved
+    fresh = NoiseStream(RECIPES["sums"], source, {"w": (5,)}, scale=1.0, steps=N)
+    fresh._fused = Fused(
+        fresh._moves,
+        layout=fresh._layout,
+        seeds={"w": source.seed("w")},
+        state=fresh._state,
+        scale=1.0,
+        steps=N,
+    )
+    fresh.announce(counts_itself=True)  # the graph would have moved both counters to 1, and did not
+    assert fresh._fused._clock.tolist() == [0, 0]
+    fresh.load_state_dict(later)
+    fresh.announce(counts_itself=True)
+    assert fresh._fused._clock.tolist() == [1, 1]

@@ -44,6 +44,8 @@ def why_not() -> str:
         # Older interpreters turn arrays of one element into integers, which NumPy 2.4 refuses.
         if "0-dimensional" in str(error):
             return "this Triton's interpreter does not work with this NumPy; take a newer one"
+        if "active drivers" in str(error):
+            return "Triton was imported before its interpreter was chosen; set TRITON_INTERPRET=1"
         raise
     return ""
 

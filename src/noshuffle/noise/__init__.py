@@ -1,7 +1,16 @@
 """Noise: where it comes from (`source`), how steps correlate it (`stream`), and rows on demand."""
 
 from noshuffle.noise.lazy import LazyNoise, SparseSGD
+from noshuffle.noise.lazy_fused import lazy_noise
 from noshuffle.noise.source import Source, new_key, test_source
 from noshuffle.noise.stream import NoiseStream
 
-__all__ = ["LazyNoise", "NoiseStream", "Source", "SparseSGD", "new_key", "test_source"]
+__all__ = [
+    "LazyNoise",
+    "NoiseStream",
+    "Source",
+    "SparseSGD",
+    "lazy_noise",
+    "new_key",
+    "test_source",
+]

@@ -26,7 +26,7 @@ from noshuffle.noise import native
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.moves import Move, Pairs
 
-__all__ = ["TILE", "Buffers", "correlate_", "correlate_in_c_", "correlate_in_torch_"]
+__all__ = ["TILE", "Buffers", "correlate_", "correlate_in_c_", "correlate_in_torch_", "dense"]
 
 
 class Buffers:
@@ -61,16 +61,17 @@ def correlate_in_c_(
         u.data_ptr(),
         state.addresses,
         count,
-        _dense(move.inner, count, 1.0),
+        dense(move.inner, count, 1.0),
         decays,
-        _dense(move.outer, count, scale),
+        dense(move.outer, count, scale),
         move.store,
         move.gain * scale,
         y.shape[0],
     )
 
 
-def _dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:
+def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:
+    """Pairs of (buffer, weight) as one number a buffer, times a factor."""
     values = (ctypes.c_float * count)()
     for buffer, weight in pairs:
         values[buffer] = weight * factor

@@ -94,6 +94,7 @@ class Fused:
         self._addresses: tuple[int, ...] = ()
         self._targets = self._zeros(max(1, len(self._names)), torch.int64)
         self._spare: tuple[Tensor, Tensor] | None = None
+        self._counter = self._one_replay
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def add_(self, targets: Mapping[str, Tensor], *, step: int) -> None:
@@ -109,15 +110,17 @@ class Fused:
         plan = self._plans.get(key) or self._planned(key)
         found = tuple(targets[name].data_ptr() for name in self._names)
         where = self._captured_table(found) if is_capturing else self._table_of(found)
-        self._clock.add_(self._one_replay if is_capturing else self._one_step)
+        self._clock.add_(self._counter if is_capturing else self._one_step)
         for dtype, owners in plan.owners:
             self._launch(plan, dtype, owners, where, programs=len(owners))
 
-    def prepare(self, targets: Mapping[str, Tensor]) -> None:
+    def prepare(self, targets: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
         """Build the tables and compile the kernel for tensors like these; adds nothing.
 
-        A graph keeps a table of addresses to itself, so this comes before every capture.
+        A graph keeps a table of addresses to itself, so this comes before every capture. One that
+        `counts_itself` allows its own replays: for an owner that never replays it unannounced.
         """
+        self._counter = self._one_step if counts_itself else self._one_replay
         key = tuple(targets[name].dtype for name in self._names)
         plan = self._plans.get(key) or self._planned(key)
         for dtype, owners in plan.owners:
@@ -126,10 +129,15 @@ class Fused:
             pinned = torch.zeros(len(self._targets), dtype=torch.int64, pin_memory=True)
             self._spare = (pinned, torch.zeros_like(self._targets))
 
-    def announce(self, *, step: int, count: int) -> None:
+    def announce(self, *, step: int, count: int, counts_itself: bool = False) -> None:
         """Allow `count` replays, the steps [step, step + count), on the current CUDA stream."""
         self._seek(step=step, count=count)
-        self._clock[1].add_(count)
+        if not counts_itself:
+            self._clock[1].add_(count)
+
+    def forget(self) -> None:
+        """Set the counters anew at the next step: an announced replay may never have run."""
+        self._next = -1
 
     def _seek(self, *, step: int, count: int) -> None:
         """Put the records of these steps on the tape, and both counters at the first of them."""

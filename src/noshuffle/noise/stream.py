@@ -5,8 +5,9 @@ C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.083
 step. State kept: the number of steps released, and the recipe's buffers in float32 as one flat
 tensor (none for independent noise, banded inverses and dense matrices, whose past draws are made
 again). All arithmetic is float32, chunk by chunk, so a chunk stays in the cache between drawing,
-correlating and adding. On CUDA with Triton and philox the step is one kernel instead (`fused`),
-with the same bits.
+correlating and adding. Where there is one, a compiled loop does the whole step instead, with the
+same bits: on CUDA with Triton and philox (`fused`), on a CPU with a compiler and AES
+(`whole_step`).
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -45,6 +46,7 @@ from noshuffle.noise.fused import Fused, is_ready
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.moves import Move, Moves, fingerprint
 from noshuffle.noise.source import AnySource, Source
+from noshuffle.noise.whole_step import WholeStep
 from noshuffle.noise.workers import share
 from noshuffle.strategies.recipe import Recipe
 
@@ -102,6 +104,7 @@ class NoiseStream:
         self._is_broken = False
         self._state = torch.zeros((self.buffers, self._layout.tiles, TILE), device=self._device)
         self._fused = self._fuse()
+        self._whole = self._whole_step()
         if self._fused is None:
             self._cut()
 
@@ -113,6 +116,16 @@ class NoiseStream:
         seeds = {name: source.seed(name) for name in self._layout.shapes}
         settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
         return Fused(self._moves, layout=self._layout, seeds=seeds, state=self._state, **settings)
+
+    def _whole_step(self) -> WholeStep | None:
+        """The step as one compiled loop, where there is one for this processor and source."""
+        source = self._source
+        if not isinstance(source, Source) or source.kind != "aes":
+            return None
+        if self._device.type != "cpu" or not WholeStep.can_do():
+            return None
+        seeds = {name: source.seed(name) for name in self._layout.shapes}
+        return WholeStep(self._layout, seeds=seeds, state=self._state, workers=self._workers)
 
     def _cut(self) -> None:
         """What the chunks are drawn and worked on with, made once."""
@@ -148,9 +161,10 @@ class NoiseStream:
         return self._moves.buffers
 
     @torch.no_grad()
-    def add_(self, values: Mapping[str, Tensor]) -> None:
+    def add_(self, values: Mapping[str, Tensor], *, times: float = 1.0) -> None:
         """Add the noise of this step to every named tensor, in place, and go on to the next.
 
+        With `times`, the noisy values are then multiplied by it, in the same pass where possible.
         Low-precision values are raised to float32, receive the noise there and are rounded once.
         While a CUDA graph is captured nothing is added or counted; see `prepare`, `announce`.
         """
@@ -161,6 +175,19 @@ class NoiseStream:
         self._check_whole()
         self._check_left(0 if is_captured else 1)
         self._check(values)
+        self._is_broken = not is_captured
+        if self._whole is not None and self._whole.fits(values):
+            move = self._moves.at(self._step)
+            self._whole.add_(values, move=move, scale=self.scale, times=times)
+        else:
+            self._add_noise(values)
+            if times != 1.0:
+                for value in values.values():
+                    value.mul_(times)
+        self._step += not is_captured
+        self._is_broken = False
+
+    def _add_noise(self, values: Mapping[str, Tensor]) -> None:
         # Views where that is possible; a tensor with other strides gets its noise at the end.
         targets, detours = {}, {}
         for name, value in values.items():
@@ -169,7 +196,6 @@ class NoiseStream:
             else:
                 detours[name] = torch.zeros(value.shape, device=self._device)
                 targets[name] = detours[name].view(-1)
-        self._is_broken = not is_captured
         if self._fused is not None:
             self._fused.add_(targets, step=self._step)
         else:
@@ -181,27 +207,30 @@ class NoiseStream:
             )
         for name, noise in detours.items():
             values[name].add_(noise)
-        self._step += not is_captured
-        self._is_broken = False
 
-    def prepare(self, values: Mapping[str, Tensor]) -> None:
-        """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing."""
+    def prepare(self, values: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
+        """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing.
+
+        With `counts_itself` the graph allows its own replays, which saves a launch a step; its
+        owner must announce each one nevertheless, in the same words.
+        """
         self._check(values)
         if self._fused is None:
             raise Unsupported("only fused noise can be captured: install triton and use philox")
-        self._fused.prepare(values)
+        self._fused.prepare(values, counts_itself=counts_itself)
 
-    def announce(self, *, replays: int = 1) -> None:
+    def announce(self, *, replays: int = 1, counts_itself: bool = False) -> None:
         """Count the steps of the next replays of a captured graph as released, and allow them.
 
-        Call it before the replays, on their CUDA stream. One that was not announced gives NaN.
+        Call it before the replays, on their CUDA stream. One that was not announced gives NaN
+        (unless the graph counts itself).
         """
         whole(replays=replays)
         self._check_whole()
         self._check_left(replays)
         if self._fused is None:
             raise Unsupported("no graph can have captured this noise: it is not fused")
-        self._fused.announce(step=self._step, count=replays)
+        self._fused.announce(step=self._step, count=replays, counts_itself=counts_itself)
         self._step += replays
 
     def _check_left(self, steps: int) -> None:
@@ -298,6 +327,8 @@ class NoiseStream:
                 at += piece.shape[1]
         self._step = int(state["step"])
         self._is_broken = False
+        if self._fused is not None:
+            self._fused.forget()
 
     def _spans(self) -> dict[str, list[Tensor]]:
         """The buffers of each name, as views of shape (buffers, some elements), in order."""
