@@ -1,17 +1,21 @@
 """The whole private step on a CPU beside plain SGD and Opacus, interleaved in one process.
 
-    python benchmarks/step_cpu.py [cnn mlp tlm lstm] [--rounds 11] [--threads 2] [--memory]
+    python benchmarks/step_cpu.py [cnn mlp tlm lstm] [--rounds 11] [--threads 2] [--own]
+                                  [--memory] [--phases]
 
 A private step here is everything `private.step` does: fingerprint of the batch, participation
 guard, clipped sum, ledger row, noise of the library's own source, division, SGD update. Opacus runs
 its default mode (hooks) and its ghost mode, with noise, without sampling. Every round runs each
-method once; the table shows medians and the median ratio to plain SGD. `--memory` measures the peak
-of each method in a process of its own, above what it held before the first step.
+method once; the table shows medians and the median ratio to plain SGD, of wall time and of
+processor time. `--own` leaves the peers out. `--memory` measures the peak of each method in a
+process of its own, above what it held before the first step. `--phases` shows where a private step
+spends its time: the lower quartile of each phase, without the phases inside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import resource
 import statistics
 import subprocess
@@ -57,9 +61,9 @@ def stepper(case: str, method: str):
     return cases.opacus(make, loss_fn, batch, method, noise=1.0)
 
 
-def compare(case: str, rounds: int) -> None:
+def compare(case: str, rounds: int, methods: tuple[str, ...] = METHODS) -> None:
     steps = {}
-    for method in METHODS:
+    for method in methods:
         try:
             step = stepper(case, method)
             step(), step()
@@ -69,15 +73,73 @@ def compare(case: str, rounds: int) -> None:
     times = {method: [] for method in steps}
     for _ in range(rounds):
         for method, step in steps.items():
+            begin = time.perf_counter(), time.process_time()
+            step()
+            end = time.perf_counter(), time.process_time()
+            times[method].append((end[0] - begin[0], end[1] - begin[1]))
+    print(f"\n{case}\n| method | ms a step | × SGD | CPU ms | × SGD |\n|---|---|---|---|---|")
+    for method, own in times.items():
+        cells = []
+        for clock in (0, 1):
+            ratio = statistics.median(a[clock] / b[clock] for a, b in zip(own, times["plain"]))
+            cells.append(f"{1e3 * statistics.median(t[clock] for t in own):.1f} | {ratio:.2f}")
+        print(f"| {TITLES[method]} | {' | '.join(cells)} |", flush=True)
+
+
+def phases(case: str, rounds: int) -> None:
+    """Time of every phase of a private step, by wrapping the functions that are its phases."""
+    from noshuffle.clipping import ghost, members
+    from noshuffle.noise import NoiseStream
+    from noshuffle.training import fingerprint, ledger
+    from noshuffle.training import step as training_step
+
+    spent: dict[str, float] = {}
+    inside: list[float] = []
+
+    def watch(owner: object, name: str, label: str) -> None:
+        fn = getattr(owner, name)
+
+        @functools.wraps(fn)
+        def timed(*args: object, **options: object) -> object:
+            begin = time.perf_counter()
+            inside.append(0.0)
+            try:
+                return fn(*args, **options)
+            finally:
+                took, within = time.perf_counter() - begin, inside.pop()
+                spent[label] = spent.get(label, 0.0) + took - within
+                if inside:
+                    inside[-1] += took
+
+        setattr(owner, name, timed)
+
+    table: dict[str, list[dict[str, float]]] = {}
+    for method in STRATEGIES:
+        step = stepper(case, method)
+        step(), step()
+        if not table:
+            watch(fingerprint, "of_state", "state print")
+            watch(fingerprint, "of_batch", "batch print")
+            watch(ledger.Ledger, "admit", "admit")
+            watch(ghost, "batch_losses", "forward")
+            watch(torch.autograd, "grad", "backward, norms")
+            watch(members, "clip_factors", "factors")
+            watch(members, "_sum_of", "weighted sums")
+            watch(ledger.Ledger, "record", "record")
+            watch(NoiseStream, "add_", "noise, divide")
+            watch(torch.optim.SGD, "step", "optimizer")
+            watch(training_step.Step, "_outcome", "outcome")
+        rows = table.setdefault(method, [])
+        for _ in range(rounds):
+            spent.clear()
             begin = time.perf_counter()
             step()
-            times[method].append(time.perf_counter() - begin)
-    print(f"\n{case}\n| method | ms a step | × SGD |\n|---|---|---|")
-    for method, own in times.items():
-        ratio = statistics.median(a / b for a, b in zip(own, times["plain"]))
-        print(
-            f"| {TITLES[method]} | {1e3 * statistics.median(own):.1f} | {ratio:.2f} |", flush=True
-        )
+            whole = time.perf_counter() - begin
+            rows.append({**spent, "everything else": whole - sum(spent.values()), "whole": whole})
+    print(f"\n| {case}, ms | " + " | ".join(TITLES[m] for m in table) + " |\n" + "|---" * 3 + "|")
+    for label in table["identity"][0]:
+        low = [statistics.quantiles([r[label] for r in rows], n=4)[0] for rows in table.values()]
+        print(f"| {label} | " + " | ".join(f"{1e3 * t:.2f}" for t in low) + " |", flush=True)
 
 
 def peak(case: str, method: str) -> None:
@@ -103,7 +165,9 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(cases.CASES))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--own", action="store_true", help="leave the peers out")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -113,8 +177,11 @@ def main() -> None:
             peak(case, chosen.peak)
         elif chosen.memory:
             memory(case)
+        elif chosen.phases:
+            phases(case, chosen.rounds)
         else:
-            compare(case, chosen.rounds)
+            own = ("plain", *STRATEGIES)
+            compare(case, chosen.rounds, own if chosen.own else METHODS)
 
 
 if __name__ == "__main__":

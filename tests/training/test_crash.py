@@ -33,17 +33,17 @@ x, y = torch.randn(40, 6, generator=g), torch.randint(3, (40,), generator=g)
 plan = Plan(participation=Epochs(epochs=3, steps_per_epoch=5), strategy=tree(variant="honaker"),
             noise_multiplier=2.0)
 
-def build(path):
+def build(path, moved=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     private = privatize(model, optimizer, plan, clip_norm=0.7, batch_size=8, run=path,
-                        source=test_source(seed="crash"))
+                        source=test_source(seed="crash"), moved=moved)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     return private, schedule
 
-def train(path, data=x):
-    private, schedule = build(path)
+def train(path, data=x, moved=False):
+    private, schedule = build(path, moved=moved)
     batches = TensorBatches((data, y), in_order(40, 8))
     accuracy = lambda m: {"accuracy": (m(x).argmax(1) == y).double().mean()}
     fit_model(private, batches, nn.CrossEntropyLoss(), scheduler=schedule, evaluate=accuracy,
@@ -106,7 +106,7 @@ for i in range(instants):
             def tamper():
                 other = x.clone()
                 other[8 * ((released - 1) % 5)] += 1e-3
-                train(path, other)
+                train(path, other, moved=True)
             # on a copy, so that the run itself stays as the crash left it
             import shutil
             copy = folder / f"copy{i}"

@@ -235,3 +235,50 @@ def test_many_ids_do_not_need_python_loops():
     assert len(ids) == 10**6
     assert (seen.count == 3).all()
     assert math.isclose(ledger.released, 30)
+
+
+@pytest.mark.parametrize("at", ["BEGIN IMMEDIATE", "INSERT INTO meta", "INSERT INTO steps"])
+def test_an_interrupted_first_row_leaves_later_ones_durable(tmp_path, at):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=5), path=path)
+    real = ledger._db
+
+    class Interrupted:
+        in_transaction = property(lambda self: real.in_transaction)
+
+        def execute(self, text, *values):
+            found = real.execute(text, *values)
+            if text.startswith(at):
+                raise KeyboardInterrupt
+            return found
+
+    ledger._db = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
+    ledger._db = real
+    ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
+    assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0]
+    real.close()
+
+
+def test_an_interrupted_summary_does_not_hold_back_the_next_rows(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=5), path=path)
+    ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
+    ledger._db.execute("BEGIN IMMEDIATE")  # a summary that was left in the middle
+    ledger._db.execute("DELETE FROM units")
+    ledger.record(ledger.admit(1, np.array([7]), b"other"))
+    assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0, 1]
+    ledger.close()
+
+
+def test_the_last_epoch_is_read_from_the_file_and_a_gap_is_noticed(tmp_path):
+    ledger = Ledger(Epochs(epochs=3, steps_per_epoch=2), path=tmp_path / "ledger.sqlite")
+    for step, batch in enumerate([b"one", b"two", b"one"]):
+        ledger.record(ledger.admit(step, None, batch))
+    assert Ledger(ledger.participation, path=tmp_path / "ledger.sqlite").admit(3, None, b"two")
+    with pytest.raises(ParticipationViolation, match="differs from the batch at its place"):
+        ledger.admit(3, None, b"three")
+    ledger._db.execute("DELETE FROM steps WHERE step = 1")
+    with pytest.raises(VerificationFailed, match="lacks step 1"):
+        ledger.admit(3, None, b"two")

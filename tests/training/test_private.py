@@ -473,3 +473,52 @@ def test_fingerprints_and_names_cannot_be_guessed_from_the_ledger():
         rows.append(private.ledger.row(0))
     assert rows[0].batch != rows[1].batch
     assert set(rows[0].units).isdisjoint(rows[1].units)
+
+
+def test_a_guess_of_the_data_cannot_be_checked_by_the_low_bits():
+    """Released − guessed sum must not be a float32 for the right guess only."""
+
+    def released(x, z):
+        model = network().double()
+        private = make(model, plan_of(z=z), batch_size=1)  # a divisor of one keeps the bits
+        private.step(LOSS, x, y, ids=range(6))
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+    def told(guess):
+        rest = released(x, 1.0) - released(guess, 0.0)
+        return float((rest.float().double() == rest).double().mean())
+
+    x, y = data(6)
+    x = x.double()
+    wrong = x.clone()
+    wrong[0] += 0.25
+    assert told(x) < 0.2
+    assert told(x) < told(wrong) + 0.1
+
+
+def test_parts_of_a_batch_without_ids_are_judged_as_a_whole():
+    """Repeated parts under "drop" weigh nothing; those of a second epoch all count."""
+    x, y = data()
+
+    def twice(rule, **options):
+        plan = Plan(participation=rule, strategy=tree(), noise_multiplier=0.0)
+        private = make(network(), plan, **options)
+        sums = []
+        for _ in range(2):
+            with private.accumulate() as step:
+                for i in range(0, 6, 2):
+                    step.add(LOSS, (x[i : i + 2], y[i : i + 2]))
+            sums.append(sum(float(p.grad.norm()) for p in private.model.parameters()))
+        return private, sums
+
+    private, (first, second) = twice(SinglePass(steps=4), on_violation="drop")
+    assert first > 0
+    assert second == 0
+    assert private.outcome.dropped == 6
+    assert private.outcome.losses.numel() == 0
+    assert [row.claimed_units for row in private.ledger.rows()] == [1, 0]
+    private, _ = twice(Epochs(epochs=2, steps_per_epoch=1))
+    assert private.outcome.dropped == 0
+    assert private.outcome.losses.numel() == 6
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        twice(SinglePass(steps=4))

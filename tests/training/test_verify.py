@@ -26,7 +26,7 @@ X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(2, (24,), generator=torch.Generator().manual_seed(1))
 
 
-def train(path, rule, *, strategy=None, z=2.0, run=None):
+def train(path, rule, *, strategy=None, z=2.0, run=None, moved=False):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     plan = Plan(participation=rule, strategy=strategy or identity(), noise_multiplier=z)
@@ -37,6 +37,7 @@ def train(path, rule, *, strategy=None, z=2.0, run=None):
         clip_norm=1.0,
         batch_size=6,
         run=run or path,
+        moved=moved,
     )
     order = private.sampler(24) if rule.is_sampled else in_order(24, 6)
     fit_model(private, TensorBatches((X, Y), order), nn.CrossEntropyLoss())
@@ -233,7 +234,7 @@ def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
     key = [json.loads((p / "checkpoints/key.json").read_text()) for p in (parent, child.path)]
     assert key[0]["noise"] != key[1]["noise"]
     with pytest.raises(InvalidInput, match="was forked after 8 steps"):
-        train(parent, Epochs(epochs=2, steps_per_epoch=4), strategy=tree())
+        train(parent, Epochs(epochs=2, steps_per_epoch=4), strategy=tree(), moved=True)
     with pytest.raises(InvalidInput, match="not empty"):
         fork(parent, child.path)
     edit(child.ancestors_file, lambda r: r[0].update(released=0))

@@ -30,7 +30,7 @@ from noshuffle.plan import Plan
 from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.fingerprint import secret_of
-from noshuffle.training.ledger import Ledger
+from noshuffle.training.place import open_ledger
 from noshuffle.training.private import Private
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.step import Engine, Parts
@@ -53,6 +53,7 @@ def privatize(
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
     compile: bool | str = "auto",
+    moved: bool = False,
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -70,6 +71,7 @@ def privatize(
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
+        moved: the promise that a run folder found at another place was moved there, not copied.
     """
     whole(batch_size=batch_size)
     one_of(("refuse", "drop"), on_violation=on_violation)
@@ -93,8 +95,7 @@ def privatize(
     bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
     folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
     keys = keys_of(folder, plan, source, device)
-    path = None if folder is None else folder.ledger_file
-    ledger = Ledger(plan.participation, path=path, unit=plan.unit)
+    ledger = open_ledger(folder, plan, moved=moved)
     bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)
     threshold = threshold_for(bound_to, plan, keys.source)
     noise = NoiseStream(

@@ -171,7 +171,8 @@ def privatize_distributed(
     )
     if engine is None:
         with shards.gathered(inner) if is_sharded else nullcontext():
-            engine = auto(inner)
+            # Ranks with unlike free memory must not sum in unlike parts.
+            engine = auto(inner, mode="fast")
     parts = GroupParts(
         model=inner,
         parameters=parameters,

@@ -22,6 +22,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,20 @@ class Row:
 
 def encode_units(units: Ids) -> bytes:
     """Compressed differences; they wrap around, and back, exactly."""
-    return zlib.compress(np.diff(units, prepend=np.int64(0)).astype("<i8").tobytes(), 1)
+    data = units.astype("<i8", copy=False).tobytes()
+    return _remembered(data) if len(units) <= _SHORT else _packed(data)
+
+
+def _packed(data: bytes) -> bytes:
+    units = np.frombuffer(data, dtype="<i8")
+    steps = units.copy()
+    steps[1:] -= units[:-1]
+    return zlib.compress(steps.tobytes(), 1)
+
+
+#: The same batches come in every epoch; those of some hundred steps are remembered, if short.
+_SHORT = 2048
+_remembered = lru_cache(maxsize=512)(_packed)
 
 
 def decode_units(blob: bytes) -> Ids:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from noshuffle.training import device_print, host_print
 from noshuffle.training.units import Ids
 
 SIZE = 16
+#: The form of these fingerprints; those of another form cannot be compared with them.
+FORM = "2"
 _SAMPLED = 4096
+#: Whole numbers by size: the bits of any parameter as NumPy knows them.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def secret_of(key: bytes) -> bytes:
@@ -40,28 +46,67 @@ def secret_of(key: bytes) -> bytes:
     return hashlib.blake2b(b"fingerprints", key=key, person=b"ns-secret").digest()
 
 
-def of_batch(batch: tuple[Any, ...], ids: Ids | None, *, secret: bytes = b"") -> bytes:
-    """Fingerprint of a batch: structure, types, shapes, bytes, ids."""
-    # SHA-256 has instructions of its own in today's processors; a batch may be megabytes.
-    hasher = hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
-    leaves, structure = tree_flatten(batch)
-    hasher.update(repr(structure).encode())
+def of_batch(
+    batch: tuple[Any, ...],
+    ids: Ids | None,
+    *,
+    secret: bytes = b"",
+    digests: Sequence[bytes] | None = None,
+    flat: tuple[Sequence[Any], bytes] | None = None,
+) -> bytes:
+    """Fingerprint of a batch: structure, types, shapes, bytes, ids.
+
+    Tensors are digested where they lie (`device_print`, and `host_print` in ordinary memory, with
+    the same bits); `digests` gives the digests of all tensors where they are known already, `flat`
+    what `flattened` says of the batch.
+    """
+    hasher = _keyed(secret).copy()
+    leaves, structure = flattened(batch) if flat is None else flat
+    hasher.update(structure)
+    known = None if digests is None else iter(digests)
     for leaf in leaves:
-        _feed(hasher, leaf)
+        if isinstance(leaf, Tensor):
+            digest = _digest(leaf, secret) if known is None else next(known)
+            hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode() + digest)
+        else:
+            _feed(hasher, leaf)
     if ids is not None:
         hasher.update(np.ascontiguousarray(ids).tobytes())
     return hasher.digest()[:SIZE]
 
 
+def flattened(batch: tuple[Any, ...]) -> tuple[Sequence[Any], bytes]:
+    """The leaves of a batch, and its structure in words."""
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return batch, _tuple_of(len(batch))
+    leaves, structure = tree_flatten(batch)
+    return leaves, repr(structure).encode()
+
+
+@lru_cache(maxsize=64)
+def _tuple_of(count: int) -> bytes:
+    """The structure of a tuple of so many leaves, in words: the usual batch."""
+    return repr(tree_flatten((0,) * count)[1]).encode()
+
+
+@lru_cache(maxsize=8)
+def _keyed(secret: bytes) -> hmac.HMAC:
+    return hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
+
+
 def of_state(settings: Mapping[str, Any], parameters: Iterable[Tensor]) -> bytes:
     """Fingerprint of everything but the batch that a step's gradient and update depend on."""
-    hasher = hashlib.blake2b(digest_size=SIZE, person=b"ns-state")
+    # SHA-256 has instructions of its own in today's processors.
+    hasher = hashlib.sha256(b"ns-state")
     hasher.update(json.dumps(settings, sort_keys=True, default=repr).encode())
     for value in parameters:
         if value.device.type == "cpu":
             flat = value.detach().reshape(-1)
-            _feed(hasher, flat[:: max(1, -(-flat.numel() // _SAMPLED))])
-    return hasher.digest()
+            row = flat.view(_WHOLE[flat.element_size()]).numpy()
+            step = max(1, -(-len(row) // _SAMPLED))
+            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hasher.update(np.ascontiguousarray(row[::step]).data)
+    return hasher.digest()[:SIZE]
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -76,14 +121,16 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _feed(hasher: hmac.HMAC | hashlib.blake2b, leaf: Any) -> None:
-    if isinstance(leaf, Tensor):
-        value = leaf.detach().cpu().contiguous()
-        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        if value.numel():
-            hasher.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    elif isinstance(leaf, np.ndarray):
+def _digest(value: Tensor, secret: bytes) -> bytes:
+    if value.device.type == "cpu":
+        return host_print.of_tensor(value, secret)
+    return device_print.of_tensor(value, secret)
+
+
+def _feed(hasher: hmac.HMAC, leaf: Any) -> None:
+    if isinstance(leaf, np.ndarray):
         hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
         hasher.update(np.ascontiguousarray(leaf).tobytes())
     else:
-        hasher.update(repr(leaf).encode())
+        text = repr(leaf).encode()
+        hasher.update(f"{len(text)}:".encode() + text)  # or (1, 23) would be (12, 3)

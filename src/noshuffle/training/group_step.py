@@ -280,12 +280,14 @@ class GroupStep(Step):
         for name, parameter in self.parts.parameters.items():
             total = self._fixed.values.pop(name)  # one whole tensor after the other is let go
             mine = shards.reduce(total, self.parts.places[name], self.parts.team)
-            values[name] = self._fixed.to_float(mine, parameter.dtype)
+            wide = torch.promote_types(parameter.dtype, torch.float32)  # narrowed after the noise
+            values[name] = self._fixed.to_float(mine, wide)
         return values
 
     def _give(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.parts.parameters.items():
-            parameter.grad = shards.like(values[name], parameter.data)
+            own = values[name].to(parameter.dtype)
+            parameter.grad = shards.like(own, parameter.data)
 
     def _state_print(self) -> bytes:
         return fingerprint.of_state(self._settings(), self._bits)

@@ -95,6 +95,7 @@ class Ledger:
         self.bind("unit", unit)
         self._table = UnitTable()
         self._released = 0
+        self._identified_by = ""
         self._catch_up()
 
     @property
@@ -105,7 +106,9 @@ class Ledger:
     @property
     def identified_by(self) -> str:
         """ "ids", "fingerprints", or "" before the first step."""
-        return self.meta("identified_by") or ""
+        if not self._identified_by:  # once written it stays
+            self._identified_by = self.meta("identified_by") or ""
+        return self._identified_by
 
     def meta(self, name: str) -> str | None:
         """A fact about the run."""
@@ -114,6 +117,7 @@ class Ledger:
 
     def bind(self, name: str, value: str) -> None:
         """Write a fact once; a different value later is refused."""
+        self._undo()
         self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
         if self.meta(name) != value:
             raise InvalidInput(
@@ -158,13 +162,17 @@ class Ledger:
             return self._replay(step, ids, batch, state, is_partial=is_partial)
         if self.participation.is_sampled:
             return self._sampled(step, ids, batch, state, is_partial=is_partial)
+        if ids is None and is_partial:  # the unit is the whole batch, which nobody knows yet
+            return Admission(step, batch, state, "fingerprints", np.empty(0, dtype=np.int64))
         if ids is None:
-            return self._by_fingerprint(step, batch, state, drop=drop or is_partial)
+            return self._by_fingerprint(step, batch, state, drop=drop)
         units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
         if not drop:
             guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask)
+        if len(units) == len(ids) > 0 and mask.all():
+            return Admission(step, batch, state, "ids", units)
         keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
         return Admission(step, batch, state, "ids", units[mask], _unless_all(keep), not keep.any())
 
@@ -204,7 +212,7 @@ class Ledger:
             rule = rule.participation
         if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
             return True
-        return self.row(step - rule.steps_per_epoch).batch == batch
+        return self._batch(step - rule.steps_per_epoch) == batch
 
     def _replay(
         self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
@@ -239,25 +247,39 @@ class Ledger:
             len(admission.units),
             encode_units(admission.units),
         )
+        self._undo()  # or this row would wait for the end of a write that was interrupted
+        is_first = not self.identified_by
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            if not self.identified_by:
+            if is_first:  # two writes that belong together; one alone is a transaction by itself
+                self._db.execute("BEGIN IMMEDIATE")
                 self._db.execute(
                     "INSERT INTO meta VALUES ('identified_by', ?)", (admission.identified_by,)
                 )
             self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
-            self._db.execute("COMMIT")
+            if is_first:
+                self._db.execute("COMMIT")
         except sqlite3.IntegrityError:
-            self._db.execute("ROLLBACK")
+            self._undo()
             raise ReplayRefused(
                 f"step {admission.step} was released by another process of this run; stop one"
             ) from None
+        except BaseException:
+            self._undo()
+            raise
         self._take(admission.step, admission.units)
+
+    def _undo(self) -> None:
+        """Take back a write that did not come to its end."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+            self._identified_by = ""  # may have been read from what was taken back
 
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:
-            seen = self._table.look_up(units)
-            anew = guard.starts_anew(self.participation, step=step, seen=seen)
+            anew = None
+            if isinstance(self.participation, Restarted):  # else only units never seen start anew
+                seen = self._table.look_up(units)
+                anew = guard.starts_anew(self.participation, step=step, seen=seen)
             self._table.update(units, step=step, first=anew)
         self._released = step + 1
 
@@ -280,6 +302,13 @@ class Ledger:
         """One released step."""
         return next(self.rows(start=step))
 
+    def _batch(self, step: int) -> bytes:
+        """The batch fingerprint of one released step, without the rest of its row."""
+        found = self._db.execute("SELECT batch FROM steps WHERE step = ?", (step,)).fetchone()
+        if found is None:
+            raise VerificationFailed(f"the ledger lacks step {step}; it was cut or edited")
+        return bytes(found[0])
+
     def rows(self, *, start: int = 0) -> Iterator[Row]:
         """Released steps in order."""
         return read_rows(self._db, start=start)
@@ -290,16 +319,23 @@ class Ledger:
 
     def summarise(self) -> None:
         """Bring the per-unit summary up to date (units seen since the last time only)."""
+        self._undo()
         through = int(self.meta("summarised") or 0)
+        if through > self._released:
+            return  # another process has gone further than this one knows
         ids, seen = self._table.all()
         new = np.flatnonzero(seen.last >= through)
         rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
-        self._db.execute(
-            "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(self._released),)
-        )
-        self._db.execute("COMMIT")
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
+            self._db.execute(
+                "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(self._released),)
+            )
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._undo()
+            raise
 
     def close(self) -> None:
         """Summarise and let go of the file."""

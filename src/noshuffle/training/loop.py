@@ -95,7 +95,7 @@ def fit_model(
                 break
             batch = as_batch(item)
             is_replay = private.steps_done < private.steps_released
-            loss = private.step(loss_fn, *batch.data, ids=batch.ids)
+            private.advance(loss_fn, batch.data, ids=batch.ids)
             if scheduler is not None:
                 scheduler.step()
             step = private.steps_done
@@ -107,9 +107,11 @@ def fit_model(
                 step % checkpoint_every == 0 if checkpoint_every else is_end
             ):
                 private.save()
-            where = Progress(step, private.plan.steps, epoch, loss, is_replay, metrics, private)
-            for callback in callbacks:
-                callback(where)
+            if callbacks:  # the loss is read, and waited for, only if somebody looks
+                loss = private.outcome.loss if private.outcome is not None else math.nan
+                where = Progress(step, private.plan.steps, epoch, loss, is_replay, metrics, private)
+                for callback in callbacks:
+                    callback(where)
         if private.steps_done >= private.plan.steps:
             break
     if private.steps_done > measured:  # batches that ended before the plan, at an odd step

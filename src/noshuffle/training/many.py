@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.noise.rounding import single
 from noshuffle.noise.source import Source, new_key
 from noshuffle.noise.stream import NoiseStream
 from noshuffle.strategies import Strategy
@@ -97,9 +98,12 @@ def train_many(
             for value in noise.values():
                 value.zero_()
             stream.add_(noise)
+            sums = single(sums, scale=1.0)
         factor = learning_rates[done] if learning_rates else 1.0
         for name, value in params.items():
-            gradient = torch.addcmul(sums[name], noise[name], _wide(noise_scale, value))
+            gradient = torch.addcmul(
+                sums[name].to(value.dtype), noise[name], _wide(noise_scale, value)
+            )
             v = velocity[name]
             v.mul_(_wide(inertia, v)).add_(gradient, alpha=1.0 / batch_size)
             value.addcmul_(_wide(rate, v), v, value=-factor)

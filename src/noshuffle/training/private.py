@@ -38,6 +38,8 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import checkpoint
+from noshuffle.training.compiled import Compiled
+from noshuffle.training.compiled_result import Pending
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.run_folder import Keys, RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler
@@ -62,7 +64,7 @@ class Private:
         self.model = model
         self.plan = plan
         self.run = run
-        self.outcome: Outcome | None = None
+        self._outcome: Outcome | Pending | None = None
         self._parts = parts
         self._keys = keys
         self._loss_reduction = loss_reduction
@@ -70,6 +72,8 @@ class Private:
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
         self._index = 0
+        self.compiled: Compiled | None = None
+        self.not_compiled = ""
         self.ancestors = run.ancestors() if run is not None else ()
 
     @property
@@ -83,6 +87,25 @@ class Private:
         return self._parts.ledger.released
 
     @property
+    def why(self) -> str:
+        """How a step is computed, and the reasons."""
+        how = f"not compiled: {self.not_compiled}" if self.compiled is None else self.compiled.why
+        return "; ".join(part for part in (getattr(self._parts.engine, "why", ""), how) if part)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What could not be done the fast way, each said once."""
+        notes = list(getattr(self._parts.engine, "fallbacks", ()))
+        return notes + (self.compiled.fallbacks if self.compiled is not None else [])
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the last step saw; raw data."""
+        if isinstance(self._outcome, Pending):
+            self._outcome = self._outcome.read()
+        return self._outcome
+
+    @property
     def ledger(self) -> Ledger:
         """The evidence."""
         return self._parts.ledger
@@ -94,10 +117,26 @@ class Private:
         Returns the mean loss of the batch, which is raw data and not private: look at it, but
         publish only what the statement covers.
         """
-        step = self._new_step()
-        with self._engine_at_work():
-            step.add(loss_fn, batch, ids=ids, is_last=True)
-        return self._finish(step)
+        self.advance(loss_fn, batch, ids=ids)
+        if isinstance(self._outcome, Pending):
+            return self._outcome.loss()
+        assert self._outcome is not None
+        return self._outcome.loss
+
+    def advance(
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], *, ids: Any = None
+    ) -> None:
+        """The same step without waiting for its loss, which `outcome` has until the next one."""
+        self._outcome = None
+        step: Step | Pending | None = None
+        if self.compiled is not None:
+            quiet = self._engine_at_work
+            step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
+        if step is None:
+            step = self._new_step()
+            with self._engine_at_work():
+                step.add(loss_fn, batch, ids=ids, is_last=True)
+        self._finish(step)
 
     @contextmanager
     def accumulate(self) -> Iterator[Step]:
@@ -115,12 +154,11 @@ class Private:
     def _new_step(self) -> Step:
         return Step(self._parts, index=self._index)
 
-    def _finish(self, step: Step) -> float:
+    def _finish(self, step: Step | Pending) -> None:
         if self._listener is not None:
             self._listener.clear()
-        self.outcome = step.release()
+        self._outcome = step if isinstance(step, Pending) else step.release()
         self._index += 1
-        return self.outcome.loss
 
     def _listen(self) -> Listener | None:
         """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""

@@ -14,7 +14,8 @@ raw sum never leaves this file. State: the sum in the making, gone after `releas
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
+from noshuffle.noise.rounding import single
 from noshuffle.training import fingerprint
 from noshuffle.training.ledger import Admission, Ledger
 from noshuffle.training.threshold import Threshold
@@ -82,6 +84,9 @@ class Outcome:
     @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none)."""
+        mean = float(self.losses.double().mean())
+        if math.isfinite(mean):  # so are all of them, and the selection below need not be made
+            return mean
         finite = self.losses[torch.isfinite(self.losses)]
         return float(finite.double().mean()) if finite.numel() else float("nan")
 
@@ -97,11 +102,7 @@ class Step:
     """
 
     def __init__(self, parts: Parts, *, index: int) -> None:
-        if parts.noise.step != index:
-            raise NoshuffleError(
-                f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "
-                "noise is out of step; go on from the last checkpoint (private.resume)"
-            )
+        check_in_step(parts, index)
         self.parts = parts
         self.index = index
         self._ids: list[Ids | None] = []
@@ -163,18 +164,28 @@ class Step:
         parts = self.parts
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
-        values = self._total()
-        parts.ledger.record(self._admission or self._admit(is_partial=False))
+        admission = self._admission or self._admit(is_partial=False)
+        values = single(self._total(), scale=parts.noise.scale)
+        if admission.is_empty:  # of parts without ids, nobody knew before the last one
+            self._leave_out_(values)
+        parts.ledger.record(admission)
         # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
         norm = self._sums[0].bound if parts.threshold.is_adaptive else 1.0
         if norm != 1.0:
             _scale_(values, 1.0 / norm)
-        parts.noise.add_(values)
-        _scale_(values, norm / parts.planned_batch)
+        parts.noise.add_(values, times=norm / parts.planned_batch)
         self._give(values)
         parts.threshold.learn(self._sums, step=self.index)
         parts.optimizer.step()
         return self._outcome()
+
+    def _leave_out_(self, values: dict[str, Tensor]) -> None:
+        """Nothing of the batch may be used: noise alone is released, and nothing is learned."""
+        for value in values.values():
+            value.zero_()
+        self._dropped += sum(len(s.losses) for s in self._sums)
+        rows = ("norms", "losses", "bad", "present")
+        self._sums = [replace(s, **{n: getattr(s, n)[:0] for n in rows}) for s in self._sums]
 
     def _total(self) -> dict[str, Tensor]:
         """The clipped sum of the whole batch (`group_step` adds up over the ranks)."""
@@ -183,7 +194,7 @@ class Step:
     def _give(self, values: dict[str, Tensor]) -> None:
         """Hand the private gradient to the optimizer."""
         for name, parameter in self.parts.parameters.items():
-            parameter.grad = values[name]
+            parameter.grad = values[name].to(parameter.dtype)
 
     def _state_print(self) -> bytes:
         return fingerprint.of_state(self._settings(), self.parts.parameters.values())
@@ -251,6 +262,15 @@ class Step:
             norms=torch.cat([s.norms for s in sums]),
             bad=torch.cat([s.bad for s in sums]),
             dropped=self._dropped,
+        )
+
+
+def check_in_step(parts: Parts, index: int) -> None:
+    """Raise if noise and steps have come apart."""
+    if parts.noise.step != index:
+        raise NoshuffleError(
+            f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "
+            "noise is out of step; go on from the last checkpoint (private.resume)"
         )
 
 

@@ -29,6 +29,7 @@ from noshuffle.errors import InvalidInput
 Ids = NDArray[np.int64]
 _FIELDS = 3  # first, last, count
 _MERGE_AT = 65536
+_REMEMBERED = 2**18
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,40 @@ class UnitTable:
 
     def __init__(self) -> None:
         self._runs = [_empty_run(), _empty_run()]
+        # Where units lie that were asked for, by their bytes, for as long as no unit is added: a
+        # step looks the same ones up several times, and an epoch brings back those of the last.
+        self._asked: dict[bytes, list[_Place]] = {}
 
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self._runs)
 
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
+        found = list(zip(self._runs, self._places(ids)))
+        for (_, data), (slots, _) in found:
+            if len(slots) == len(ids):
+                first, last, count = data[:, slots]
+                return Seen(first=first, last=last, count=count)
         out = np.empty((_FIELDS, len(ids)), dtype=np.int64)
         out[:2], out[2] = -1, 0
-        for known, data in self._runs:
-            at, hit = _find(known, ids)
-            out[:, hit] = data[:, at[hit]]
+        for (_, data), (slots, hit) in found:
+            if len(slots):
+                out[:, hit] = data[:, slots]
         return Seen(first=out[0], last=out[1], count=out[2])
 
     def update(self, ids: Ids, *, step: int, first: NDArray[np.bool_] | None = None) -> None:
         """These distinct units took part in `step`; where `first` is true, `first` starts anew."""
         fresh = np.ones(len(ids), dtype=bool)
-        for known, data in self._runs:
-            at, hit = _find(known, ids)
-            slots = at[hit]
+        for (_, data), (slots, hit) in zip(self._runs, self._places(ids)):
+            if not len(slots):
+                continue
             data[1, slots] = step
             data[2, slots] += 1
             if first is not None:
                 data[0, slots[first[hit]]] = step
+            if len(slots) == len(ids):
+                fresh = ~hit
+                break
             fresh &= ~hit
         if fresh.any():
             new = np.sort(ids[fresh])
@@ -112,19 +124,33 @@ class UnitTable:
         order = np.argsort(ids)
         data = np.stack([seen.first, seen.last, seen.count])[:, order]
         self._runs = [(ids[order], np.ascontiguousarray(data)), _empty_run()]
+        self._asked.clear()
 
     def all(self) -> tuple[Ids, Seen]:
         """Every unit with its record, in order of id."""
         ids, data = _merge(self._runs[0], self._runs[1])
         return ids, Seen(first=data[0], last=data[1], count=data[2])
 
+    def _places(self, ids: Ids) -> list[_Place]:
+        """In each run, where those of these units are that it knows."""
+        key = ids.tobytes()
+        found = self._asked.get(key)
+        if found is None:
+            if len(self._asked) * len(ids) >= _REMEMBERED:
+                self._asked.clear()
+            pairs = [_find(known, ids) for known, _ in self._runs]
+            found = self._asked[key] = [(at[hit], hit) for at, hit in pairs]
+        return found
+
     def _insert(self, ids: Ids, data: NDArray[np.int64]) -> None:
+        self._asked.clear()
         self._runs[1] = _merge(self._runs[1], (ids, data))
         if len(self._runs[1][0]) > max(_MERGE_AT, len(self._runs[0][0]) // 8):
             self._runs = [_merge(*self._runs), _empty_run()]
 
 
 _Run = tuple[Ids, NDArray[np.int64]]
+_Place = tuple[NDArray[np.intp], NDArray[np.bool_]]
 
 
 def _empty_run() -> _Run:
@@ -142,5 +168,7 @@ def _merge(a: _Run, b: _Run) -> _Run:
     if not len(b[0]):
         return a
     ids = np.concatenate([a[0], b[0]])
+    if not len(a[0]) or a[0][-1] < b[0][0]:
+        return ids, np.concatenate([a[1], b[1]], axis=1)
     order = np.argsort(ids, kind="stable")
     return ids[order], np.concatenate([a[1], b[1]], axis=1)[:, order]

@@ -1,0 +1,404 @@
+"""The whole private step of a small CNN on one GPU, beside plain SGD and the peers.
+
+    python benchmarks/step_gpu.py                    interleaved medians, ms a step
+    python benchmarks/step_gpu.py --run              4,800 private steps on MNIST, wall time
+    python benchmarks/step_gpu.py --fuse             also let torch's compiler fuse (some seconds)
+    python benchmarks/step_gpu.py --profile          where the time of a compiled step goes
+
+The model is the 26,010-parameter CNN of `training.models`, batch 250, in single precision with
+torch's defaults. A step of ours is everything that `private.step` does: guard, fingerprints,
+clipped sum, ledger row (in memory, or in a run folder), noise, division, update. Every round runs
+each method for some steps, one method after the other; the table shows medians over the rounds.
+Peers that do not import are named with the reason. MNIST is looked up in $NOSHUFFLE_DATA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import numpy as np
+import torch
+from torch import nn
+
+from noshuffle.participation import Epochs
+from noshuffle.plan import Plan
+from noshuffle.strategies import blt, from_dict, identity, tree
+from noshuffle.training import fit_model, privatize
+from noshuffle.training.batches import Batch
+from noshuffle.training.models import build
+
+#: Where peers may lie that are not installed.
+PEERS = Path(__file__).resolve().parents[1] / "peers"
+BATCH, PER_EPOCH, EPOCHS = 250, 240, 20
+DEVICE = torch.device("cuda")
+LOSS = nn.CrossEntropyLoss()
+STRATEGIES = {
+    "independent": identity(),
+    "Honaker tree": tree(),
+    "BLT, 4 buffers": blt((0.999, 0.98, 0.85, 0.4), (0.05, 0.1, 0.15, 0.2)),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return build("tanh_cnn", (1, 28, 28), 10).to(DEVICE)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def random_batches(count: int = 48) -> list[Batch]:
+    """Some batches of one epoch, each with the ids of its rows."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(count * BATCH, 1, 28, 28, generator=g).to(DEVICE)
+    y = torch.randint(10, (count * BATCH,), generator=g).to(DEVICE)
+    return cut(x, y)
+
+
+def cut(x: torch.Tensor, y: torch.Tensor) -> list[Batch]:
+    spans = [slice(i, i + BATCH) for i in range(0, len(x) - BATCH + 1, BATCH)]
+    return [Batch((x[s], y[s]), np.arange(s.start, s.stop)) for s in spans]
+
+
+# -- methods: each gives a function that does one step ---------------------------------------------
+
+
+def plain_eager(batches: list[Batch]) -> Callable[[int], object]:
+    model = network()
+    optimizer = sgd(model)
+
+    def step(i: int) -> None:
+        x, y = batches[i % len(batches)].data
+        optimizer.zero_grad(set_to_none=True)
+        LOSS(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def plain_graph(batches: list[Batch]) -> Callable[[int], object]:
+    model = network()
+    optimizer = sgd(model)
+    x, y = (t.clone() for t in batches[0].data)
+
+    def once() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        LOSS(model(x), y).backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+
+    def step(i: int) -> None:
+        for buffer, value in zip((x, y), batches[i % len(batches)].data):
+            buffer.copy_(value)
+        graph.replay()
+
+    step.keeps = (model, optimizer)  # type: ignore[attr-defined]  # a graph does not hold them
+    return step
+
+
+def ours(
+    batches: list[Batch],
+    strategy: str,
+    *,
+    compile: bool | str,
+    reads_loss: bool = True,
+    has_ids: bool = True,
+    run: str | None = None,
+) -> Callable[[int], object]:
+    model = network()
+    rule = Epochs(200, len(batches))
+    plan = Plan(participation=rule, strategy=STRATEGIES[strategy], noise_multiplier=1.0)
+    settings = {"clip_norm": 1.0, "batch_size": BATCH, "compile": compile, "run": run}
+    private = privatize(model, sgd(model), plan, **settings)
+
+    def step(i: int) -> None:
+        batch = batches[private.steps_done % len(batches)]
+        ids = batch.ids if has_ids else None
+        if reads_loss:
+            private.step(LOSS, *batch.data, ids=ids)
+        else:
+            private.advance(LOSS, batch.data, ids=ids)
+
+    step.private = private  # type: ignore[attr-defined]
+    return step
+
+
+def opacus(batches: list[Batch], mode: str) -> Callable[[int], object]:
+    from opacus import PrivacyEngine
+
+    model = network()
+    inner = sgd(model)
+    data = torch.utils.data.TensorDataset(torch.zeros(BATCH, 1), torch.zeros(BATCH))
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
+    options = {
+        "module": model,
+        "optimizer": inner,
+        "data_loader": loader,
+        "poisson_sampling": False,
+    }
+    options |= {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": mode}
+    if mode == "ghost":
+        made = PrivacyEngine().make_private(criterion=nn.CrossEntropyLoss(), **options)
+        model, optimizer, criterion, _ = made
+    else:
+        model, optimizer, _ = PrivacyEngine().make_private(**options)
+        criterion = LOSS
+
+    def step(i: int) -> None:
+        x, y = batches[i % len(batches)].data
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def jax_privacy(batches: list[Batch]) -> Callable[[int], object]:
+    """Its clipped gradient and independent noise under one jit, with optax's SGD."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax_privacy import clipping, noise_addition
+
+    jax.config.update("jax_platforms", "cuda,cpu")
+    params = {n: jnp.asarray(p.detach().cpu().numpy()) for n, p in network().named_parameters()}
+
+    def scores(p: dict, x: jax.Array) -> jax.Array:
+        def conv(v: jax.Array, n: str, stride: int, pad: int) -> jax.Array:
+            out = jax.lax.conv_general_dilated(
+                v, p[f"{n}.weight"], (stride, stride), [(pad, pad)] * 2
+            )
+            return jnp.tanh(out + p[f"{n}.bias"][None, :, None, None])
+
+        def pool(v: jax.Array) -> jax.Array:
+            ones = (1, 1, 1, 1)
+            return jax.lax.reduce_window(v, -jnp.inf, jax.lax.max, (1, 1, 2, 2), ones, "VALID")
+
+        v = pool(conv(pool(conv(x, "0", 2, 3)), "3", 2, 0)).reshape(x.shape[0], -1)
+        v = jnp.tanh(v @ p["7.weight"].T + p["7.bias"])
+        return v @ p["9.weight"].T + p["9.bias"]
+
+    def loss(p: dict, x: jax.Array, y: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(scores(p, x), y).mean()
+
+    clipped = clipping.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
+    noise = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=jax.random.key(0))
+    rule = optax.sgd(0.05, momentum=0.9)
+
+    @jax.jit
+    def update(p: dict, s: object, m: object, x: jax.Array, y: jax.Array) -> tuple:
+        grads = clipped(p, x, y)
+        noisy, s = noise.update(grads, s)
+        moved, m = rule.update(jax.tree.map(lambda v: v / BATCH, noisy), m, p)
+        return optax.apply_updates(p, moved), s, m
+
+    data = [tuple(jnp.asarray(t.cpu().numpy()) for t in b.data) for b in batches]
+    state = [params, noise.init(params), rule.init(params)]
+
+    def step(i: int) -> None:
+        state[:] = update(*state, *data[i % len(data)])
+
+    step.wait = lambda: jax.block_until_ready(state[0])  # type: ignore[attr-defined]
+    return step
+
+
+def methods(fuse: bool) -> dict[str, Callable[[list[Batch]], Callable[[int], object]]]:
+    folder = tempfile.mkdtemp()
+    table: dict[str, Callable[[list[Batch]], Callable[[int], object]]] = {
+        "SGD, eager": plain_eager,
+        "SGD, CUDA graph": plain_graph,
+        "ours, eager": lambda b: ours(b, "Honaker tree", compile=False),
+    }
+    for name in STRATEGIES:
+        table[f"ours, compiled, {name}"] = lambda b, n=name: ours(b, n, compile="auto")
+    table |= {
+        "ours, compiled, loss not read": lambda b: ours(
+            b, "Honaker tree", compile="auto", reads_loss=False
+        ),
+        "ours, compiled, no ids": lambda b: ours(b, "Honaker tree", compile="auto", has_ids=False),
+        "ours, compiled, run folder": lambda b: ours(
+            b, "Honaker tree", compile="auto", run=f"{folder}/run"
+        ),
+    }
+    if fuse:
+        table["ours, compiled and fused"] = lambda b: ours(b, "Honaker tree", compile=True)
+        table["ours, fused, loss not read"] = lambda b: ours(
+            b, "Honaker tree", compile=True, reads_loss=False
+        )
+    for mode in ("hooks", "functorch", "ghost"):
+        table[f"Opacus, {mode}"] = lambda b, m=mode: opacus(b, m)
+    table["jax-privacy, jit"] = jax_privacy
+    return table
+
+
+def compare(rounds: int, steps: int, fuse: bool, only: str) -> None:
+    batches = random_batches()
+    running: dict[str, Callable[[int], object]] = {}
+    for name, make in methods(fuse).items():
+        if only and not any(part in name for part in only.split(",")):
+            continue
+        try:
+            began = time.perf_counter()
+            step = make(batches)
+            for i in range(5):
+                step(i)
+            finish(step)
+            running[name] = step
+            private = getattr(step, "private", None)
+            if private is not None:
+                ready = time.perf_counter() - began
+                print(f"{name}: ready after {ready:.1f} s; {private.why[-110:]}", flush=True)
+                for note in private.fallbacks:
+                    print(f"    {note}", flush=True)
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            print(f"{name}: not measured ({type(error).__name__}: {text})", flush=True)
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, step in running.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for i in range(steps):
+                step(i)
+            finish(step)
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - began) / steps * 1e3)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    base = medians.get("SGD, CUDA graph", float("nan"))
+    print(f"\n{'':34s}  ms a step   × SGD graph")
+    for name, ms in medians.items():
+        print(f"{name:34s}  {ms:9.3f}   {ms / base:11.2f}", flush=True)
+
+
+def finish(step: Callable[[int], object]) -> None:
+    getattr(step, "wait", torch.cuda.synchronize)()
+
+
+def mnist_run(compile: bool | str, mechanism: str, folder: str | None) -> None:
+    """20 epochs of MNIST in file order through `fit_model`, timed as a whole."""
+    import json
+
+    from noshuffle.datasets import load
+
+    data = load("mnist")
+    x, y = data.x_train.to(DEVICE), data.y_train.to(DEVICE)
+    batches = cut(x, y)
+    rule = Epochs(EPOCHS, PER_EPOCH)
+    fitted = Path("data/mnist_strategies.json")
+    if mechanism == "blt" and fitted.is_file():
+        strategy = from_dict(json.loads(fitted.read_text())["blt_momentum/60000"])
+        plan = Plan.fit(rule, mechanism=strategy, epsilon=8.0, delta=1e-5)
+    else:
+        plan = Plan.fit(rule, mechanism="tree", epsilon=8.0, delta=1e-5)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.08, momentum=0.9)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    settings = {"clip_norm": 1.0, "batch_size": BATCH, "compile": compile, "run": folder}
+    private = privatize(model, optimizer, plan, **settings)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _cooldown)
+    private.advance(LOSS, batches[0].data, ids=batches[0].ids)
+    scheduler.step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    fit_model(private, batches, LOSS, scheduler=scheduler)
+    torch.cuda.synchronize()
+    total = time.perf_counter() - began
+    with torch.no_grad():
+        scores = model(data.x_test.to(DEVICE))
+        right = float((scores.argmax(1) == data.y_test.to(DEVICE)).float().mean())
+    print(
+        f"MNIST, {plan.steps} steps, {mechanism}, compile={compile}, "
+        f"{'ledger in memory' if folder is None else 'run folder'}: {total:.2f} s "
+        f"(privatize, capture and first step {first:.2f} s; then "
+        f"{(total - first) / (plan.steps - 1) * 1e3:.3f} ms a step), "
+        f"test accuracy {100 * right:.2f} % at ε = {private.epsilon:.2f}"
+    )
+    print(f"    {private.why} {private.fallbacks}", flush=True)
+
+
+def _cooldown(step: int) -> float:
+    """Constant for three quarters of the run, then down to a twentieth."""
+    steps = EPOCHS * PER_EPOCH
+    return 1.0 if step < 0.75 * steps else max(0.05, 0.05 + 0.95 * (steps - step) / (0.25 * steps))
+
+
+def profile(compile: bool | str) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    batches = random_batches()
+    step = ours(batches, "Honaker tree", compile=compile)
+    for i in range(20):
+        step(i)
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CUDA]) as seen:
+        step(20)
+        torch.cuda.synchronize()
+    rows = [(e.device_time_total, e.count, e.key) for e in seen.key_averages()]
+    busy, count = sum(r[0] for r in rows), sum(r[1] for r in rows)
+    print(f"one compiled step: {count} kernels, {busy:.0f} µs busy; {step.private.why}")
+    for total, times, key in sorted(rows, reverse=True)[:30]:
+        print(f"  {total:7.1f} µs × {times:2d}  {key[:110]}")
+    import cProfile
+    import pstats
+
+    watch = cProfile.Profile()
+    watch.enable()
+    for i in range(200):
+        step(i)
+    watch.disable()
+    stats = pstats.Stats(watch)
+    print(f"host, 200 steps: {stats.total_tt * 5:.3f} ms a step under the profiler")
+    stats.sort_stats("tottime").print_stats(22)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--only", default="", help="methods whose name contains one of these")
+    parser.add_argument("--fuse", action="store_true", help="also compile=True")
+    parser.add_argument("--run", action="store_true", help="4,800 steps of MNIST, only that")
+    parser.add_argument("--profile", action="store_true", help="kernels and host, only that")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device; there is none")
+    warnings.filterwarnings("ignore")
+    if PEERS.is_dir():
+        sys.path.append(str(PEERS))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if options.profile:
+        profile(True if options.fuse else "auto")
+    elif options.run:
+        for mechanism in ("tree", "blt"):
+            mnist_run("auto", mechanism, None)
+        mnist_run("auto", "tree", tempfile.mkdtemp() + "/run")
+        if options.fuse:
+            mnist_run(True, "tree", None)
+    else:
+        compare(options.rounds, options.steps, options.fuse, options.only)
+
+
+if __name__ == "__main__":
+    main()

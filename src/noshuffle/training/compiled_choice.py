@@ -1,0 +1,119 @@
+"""Which form of the clipped sum a program captures: the first in a fixed order that holds.
+
+    truth     the eager engine on the same buffers, twice: a model that draws from outside torch's
+              generators (or counts its calls) differs from itself and is not frozen into a graph
+    agree     same rows marked as bad, and ‖sum − truth‖ ≤ 10⁻⁴·max(‖truth‖, c), with TF32 10⁻²
+    exact     four replays with the same bits
+
+The order is that of speed on small models, last to first in `compiled_sum`; nothing is timed, so
+that two runs of one model choose alike and end with the same bits. The answer depends on data only
+in which of several equal computations is run. It is written into the ledger, so that a resumed run
+repeats the same arithmetic. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.clipped import SLACK, slack
+from noshuffle.clipping.objective import Criterion
+from noshuffle.errors import InvalidInput
+from noshuffle.training.compiled_program import Program
+from noshuffle.training.compiled_result import Sums, TotalFn
+from noshuffle.training.compiled_sum import candidates
+
+#: The fact of a ledger that names the form, and whether it is exact.
+FACT = "program"
+Say = Callable[[str], None]
+
+
+def choose(
+    program: Program, loss_fn: Criterion | ModelLoss, *, fuse: bool, say: Say
+) -> tuple[str, bool] | None:
+    """Capture the best form that agrees; its name, and whether replays repeat it to the bit."""
+    parts, clip = program.parts, program.parts.threshold.clip
+    bound = clip.bound(tuple(parts.parameters))
+
+    def eager() -> Sums:
+        reseed(program)
+        found = parts.engine.clipped_sum(
+            parts.model, loss_fn, program.batch, clip=clip, weights=program.keep
+        )
+        return Sums(found.values, found.losses, found.norms, found.bad)
+
+    truth = eager()
+    if not agree(eager(), truth, bound=bound):
+        say("two runs on the same batch differ, so the model draws from elsewhere: eager")
+        return None
+    wanted, was_exact = (parts.ledger.meta(FACT) or "").rpartition("; ")[::2]
+    builders = candidates(
+        parts.engine,
+        parts.model,
+        loss_fn,
+        program.batch,
+        program.keep,
+        clip=clip,
+        fuse=fuse or wanted.endswith("fused"),
+        show=program.show,
+    )
+    for name in reversed(builders):
+        if wanted and name != wanted:
+            continue
+        try:
+            _take(program, builders[name](), truth, bound=bound)
+        except Exception as error:
+            line = " ".join(str(error).split())[:160]
+            say(f"the sum by {name} was not taken ({type(error).__name__}: {line})")
+            continue
+        if wanted:
+            return name, was_exact == "exact"
+        is_exact = _repeats(program)
+        parts.ledger.bind(FACT, f"{name}; {'exact' if is_exact else 'inexact'}")
+        return name, is_exact
+    return None
+
+
+def agree(found: Sums, truth: Sums, *, bound: float) -> bool:
+    """Whether two sums are equal but for rounding; TF32 keeps ten bits."""
+    aim = max(slack(value) for value in truth.values.values())
+    tolerance = 1e-4 if aim <= SLACK else 1e-2
+    if not torch.equal(found.bad, truth.bad):
+        return False
+    for name, value in truth.values.items():
+        gap = (found.values[name].double() - value.double()).norm()
+        if not bool(gap <= tolerance * max(float(value.double().norm()), bound)):
+            return False
+    return True
+
+
+def reseed(program: Program) -> None:
+    """The same random numbers again, for layers that draw; the caller restores the state."""
+    torch.default_generator.manual_seed(0)
+    if program.device.type == "cuda":
+        torch.cuda.manual_seed(0)
+
+
+def _take(program: Program, total: TotalFn, truth: Sums, *, bound: float) -> None:
+    """Capture one form of the sum; raises if it does not agree."""
+    program.capture_sum(total)
+    reseed(program)
+    program.sum()
+    program.report()
+    assert program.sums is not None
+    if not agree(program.sums, truth, bound=bound):
+        raise InvalidInput("it differs from the eager sum")
+
+
+def _repeats(program: Program) -> bool:
+    """Whether replays give the same bits (random layers: from the same random state)."""
+    seen: list[list[Tensor]] = []
+    for _ in range(4):
+        reseed(program)
+        program.sum()
+        assert program.sums is not None
+        seen.append([value.clone() for value in program.sums.values.values()])
+    return all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))

@@ -1,0 +1,306 @@
+"""A private step of fixed shapes as three CUDA graphs over buffers that stay where they are.
+
+    digest    fingerprints of the batch and of the parameters    → 32 bytes a tensor to the host
+    sum       the same, then per-example gradients, clip, sum    → losses, then norms to the host
+    release   add the noise, divide, update
+
+The host stages a batch (rows beyond it stay zero, with weight zero), replays `sum`, waits for the
+fingerprints alone, writes the ledger while the device is at work on the sum, and replays `release`;
+`digest` alone is for batches that must be known before their sum. Nothing here decides anything:
+order and guard are `compiled`'s.
+
+Without capture (`captures=False`, on any device) the same three functions are simply called; the
+tests hold everything but the capture itself that way.
+
+State: the buffers, and what the last step left in them until the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from noshuffle.errors import Unsupported
+from noshuffle.training.compiled_result import Sums, TotalFn
+from noshuffle.training.compiled_signal import Signal
+from noshuffle.training.compiled_update import Held, Update
+from noshuffle.training.device_print import Keys, Printer
+from noshuffle.training.guard import Mask
+from noshuffle.training.step import Parts
+
+Rows = NDArray[np.float32]
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Convolutions by algorithms that give the same bits every time."""
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(
+        enabled=cudnn.enabled,
+        benchmark=False,  # would choose algorithms by the clock
+        deterministic=True,
+        allow_tf32=cudnn.allow_tf32,
+    ):
+        yield
+
+
+def in_memory(value: Tensor) -> Tensor:
+    """The numbers of a parameter in the order in which they lie (channels last, say)."""
+    flat = value.detach()
+    if flat.is_contiguous():
+        return flat
+    span = 1 + sum((size - 1) * stride for size, stride in zip(flat.shape, flat.stride()))
+    if span != flat.numel():
+        raise Unsupported("a parameter has gaps in memory")
+    return flat.as_strided((flat.numel(),), (1,))
+
+
+class Piece:
+    """A function without arguments, captured once and replayed, or simply called."""
+
+    def __init__(self, do: Callable[[], None], *, captures: bool, pool: Any = None) -> None:
+        self.do = do
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if captures:
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads (a loader that pins memory) may go on using the device meanwhile.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                do()
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self.do()
+        else:
+            self._graph.replay()
+
+
+class Program:
+    """The graphs of one kind of batch, up to `capacity` rows.
+
+    Guarantees: rows that are not kept contribute exactly zero, whatever a buffer holds; `release`
+    adds the noise of the next step of the stream, once.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        batch: tuple[Any, ...],
+        *,
+        capacity: int,
+        keys: Keys,
+        captures: bool,
+    ) -> None:
+        self.parts, self.capacity, self.captures = parts, capacity, captures
+        self.device = keys.device
+        leaves, self._spec = tree_flatten(batch)
+        self.structure = repr(self._spec).encode()
+        self._leaves = [
+            torch.zeros((capacity, *v.shape[1:]), dtype=v.dtype, device=self.device)
+            if isinstance(v, Tensor)
+            else v
+            for v in leaves
+        ]
+        self._buffers = [v for v in self._leaves if isinstance(v, Tensor)]
+        self.keep = torch.zeros(capacity, dtype=torch.bool, device=self.device)
+        self._kept: tuple[int, bytes] = (0, b"")
+        self._filled = 0
+        self._params = list(parts.parameters.values())
+        groups = [[buffer] for buffer in self._buffers]
+        self._printer = Printer(keys, [*groups, [in_memory(p) for p in self._params]])
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+        self._prints = self._host((len(groups) + 1, 4), torch.int64)
+        self._report = self._host((3, capacity), torch.float32)
+        self._losses = self._host((capacity,), torch.float32)
+        self._digested, self._shown, self._summed = (
+            Signal(self.device, captures=captures) for _ in range(3)
+        )
+        self._is_shown = False
+        self.sums: Sums | None = None
+        self._grads: dict[nn.Parameter, Tensor] = {}
+        self._digest = Piece(self._do_digest, captures=False)
+        self._sum = Piece(lambda: None, captures=False)
+        self._sum_digests = False
+        self._release = Piece(lambda: None, captures=False)
+        self.update: Update | None = None
+        self._held: list[Held] = []
+
+    def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.captures)
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The buffers in the structure of a batch."""
+        whole: tuple[Any, ...] = tree_unflatten(self._leaves, self._spec)
+        return whole
+
+    # -- building ------------------------------------------------------------------------------
+
+    def capture_digest(self) -> None:
+        """Ready the fingerprints, alone and in one graph with the sum, which must be ready."""
+        self._do_digest()
+        self._digest = Piece(self._do_digest, captures=self.captures, pool=self._pool)
+        self._digested.reset()
+        do_sum = self._sum.do
+
+        def do() -> None:
+            self._do_digest()
+            do_sum()
+
+        with repeatable():
+            self._sum = Piece(do, captures=self.captures, pool=self._pool)
+        self._sum_digests = True
+
+    def capture_sum(self, total: TotalFn) -> None:
+        """Ready the clipped sum by one of its forms; a former one is forgotten."""
+        self._is_shown = self._sum_digests = False
+
+        def do() -> None:
+            sums = total(self.batch, self.keep)
+            report = sums.report
+            if report is None:
+                report = torch.stack([t.float() for t in (sums.losses, sums.norms, sums.bad)])
+            self._report.copy_(report, non_blocking=True)
+            self._summed.raise_()
+            self.sums = sums
+
+        with repeatable():
+            if self.captures:
+                # Libraries make plans and workspaces when first used, which a capture must not.
+                side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                side.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(side):
+                    for _ in range(2):
+                        do()
+                torch.cuda.current_stream(self.device).wait_stream(side)
+                torch.cuda.synchronize(self.device)
+            self._sum = Piece(do, captures=self.captures, pool=self._pool)
+        self._shown.reset()
+        self._summed.reset()
+
+    def capture_release(self, update: Update) -> None:
+        """Ready noise, division and update; the sum must be ready."""
+        self.update = update
+        update.prepare()
+        if self.captures:
+            assert self.sums is not None
+            self.parts.noise.prepare(self.sums.values, counts_itself=True)
+        self._release = Piece(self._do_release, captures=self.captures, pool=self._pool)
+        self._held = update.held()
+
+    def show(self, losses: Tensor) -> None:
+        """Send losses ahead, so that the host can read them while the backward pass runs."""
+        self._losses.copy_(losses, non_blocking=True)
+        self._shown.raise_()
+        self._is_shown = True
+
+    # -- what the graphs hold ------------------------------------------------------------------
+
+    def _do_digest(self) -> None:
+        self._prints.copy_(self._printer.run_(), non_blocking=True)
+        self._digested.raise_()
+
+    @torch.no_grad()
+    def _do_release(self) -> None:
+        assert self.sums is not None
+        assert self.update is not None
+        values = self.sums.values
+        self.parts.noise.add_(values)
+        torch._foreach_mul_(list(values.values()), 1.0 / self.parts.planned_batch)
+        self._grads = {p: values[n].to(p.dtype) for n, p in self.parts.parameters.items()}
+        self._give()
+        if self.update.is_captured:
+            self.update.run(self._grads)
+
+    def _give(self) -> None:
+        for parameter, grad in self._grads.items():
+            if parameter.grad is not grad:
+                parameter.grad = grad
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def stage(self, leaves: Sequence[Any], size: int) -> None:
+        """Put a batch of `size` rows (its leaves) into the buffers, zeros behind it."""
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if size == self.capacity:
+            torch._foreach_copy_(self._buffers, given)
+        else:
+            for buffer, leaf in zip(self._buffers, given):
+                buffer[:size].copy_(leaf)
+                if size < self._filled:
+                    buffer[size : self._filled].zero_()
+        self._filled = size
+
+    def weigh(self, size: int, keep: Mask | None) -> None:
+        """Say which of the `size` rows count (None: all). The others are made zero."""
+        key = (size, b"" if keep is None else keep.tobytes())
+        if key != self._kept:
+            mask = np.zeros(self.capacity, dtype=bool)
+            mask[:size] = True if keep is None else keep
+            self.keep.copy_(torch.from_numpy(mask))
+            self._kept = key
+        if keep is not None:
+            for buffer in self._buffers:
+                buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)
+
+    def digest(self) -> None:
+        """Start the fingerprints of what is staged, and of the parameters."""
+        self._digested.expect()
+        self._digest()
+
+    def prints(self) -> tuple[list[bytes], bytes]:
+        """Digests of the tensors of the batch, and of the parameters; waits for them."""
+        self._digested.wait()
+        rows = self._prints.numpy()
+        return [row.tobytes() for row in rows[:-1]], rows[-1].tobytes()
+
+    def sum(self) -> None:
+        """Start the clipped sum of what is staged, and its fingerprints before it."""
+        self._shown.expect()
+        self._summed.expect()
+        if self._sum_digests:
+            self._digested.expect()
+        self._sum()
+
+    def forget(self) -> None:
+        """Make the sum zero: it may not be released."""
+        if self.sums is not None:
+            torch._foreach_zero_(list(self.sums.values.values()))
+
+    def release(self) -> None:
+        """Noise, division, update. The ledger must hold the step."""
+        assert self.update is not None
+        self.update.before()
+        if self.captures:
+            self.parts.noise.announce(counts_itself=True)
+        self._release()
+        self._give()
+        if not self.update.is_captured:
+            self.update.run({})
+
+    def report(self) -> Rows:
+        """Losses, norms and non-finite marks of all rows, until the next step; waits."""
+        self._summed.wait()
+        return self._report.numpy()
+
+    def losses(self) -> Rows:
+        """Losses of all rows of the buffers, until the next step; waits for them alone."""
+        if not self._is_shown:
+            first: Rows = self.report()[0]
+            return first
+        self._shown.wait()
+        return self._losses.numpy()
+
+    def has_moved(self) -> bool:
+        """Whether the optimizer's settings or tensors are no longer those that were captured."""
+        update = self.update
+        assert update is not None
+        if not update.is_captured or not self.captures:
+            return update.is_for_now and self.captures
+        return not update.is_as(self._held)

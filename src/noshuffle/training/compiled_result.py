@@ -1,0 +1,56 @@
+"""What a captured clipped sum gives back, and what a step saw of it. No state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.training.step import Outcome
+from noshuffle.training.units import Ids
+
+if TYPE_CHECKING:
+    from noshuffle.training.compiled_program import Program
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Values by name, and per row loss, norm, is-bad; `report` has the three rows in one tensor."""
+
+    values: dict[str, Tensor]
+    losses: Tensor
+    norms: Tensor
+    bad: Tensor
+    report: Tensor | None = None
+
+
+TotalFn = Callable[[tuple[Any, ...], Tensor], Sums]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a step saw, still on its way from the device; good until the next step."""
+
+    program: Program
+    rows: Ids | slice
+    dropped: int
+
+    def read(self) -> Outcome:
+        """Wait for it."""
+        found = self.program.report()[:, self.rows].copy()
+        losses, norms, bad = torch.from_numpy(found)
+        return Outcome(losses=losses, norms=norms, bad=bad != 0, dropped=self.dropped)
+
+    def loss(self) -> float:
+        """Mean loss of the finite examples (NaN if there are none); waits for it."""
+        losses = self.program.losses()[self.rows]
+        mean = float(losses.sum(dtype=np.float64)) / len(losses) if len(losses) else math.nan
+        if math.isfinite(mean):
+            return mean
+        losses = losses[np.isfinite(losses)]
+        return float(losses.mean(dtype=np.float64)) if len(losses) else math.nan

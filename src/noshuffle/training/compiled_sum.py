@@ -1,0 +1,249 @@
+"""The clipped sum in forms that a CUDA graph can hold, the slowest first.
+
+    engine    the run's own clipping engine, as it is
+    rules     layer rules (one backward pass), with a short way from forms to the sum
+    written   gradients of every example written out by vmap, the same short way
+    … in a matrix   either of the last two, clipped and summed in three kernels (`compiled_flat`)
+    …, fused        either, traced to its operations and compiled by torch's inductor
+
+All give Σ_b f_b·g_b with f_b = min(1, c/‖g_b‖) over the rows with weight one; they differ in how
+many kernels they launch. None waits for the device, and none branches on data: a row that is left
+out or not finite is replaced by zeros before it is multiplied, since 0·∞ is not 0. No state.
+
+>>> import torch
+>>> from torch import nn
+>>> from noshuffle.clipping import Flat
+>>> from noshuffle.clipping.forms import Dense
+>>> grads, keep = torch.tensor([[3.0, 4.0], [0.0, torch.inf]]), torch.tensor([True, True])
+>>> got = short({"w": [Dense(grads)]}, {"w": torch.zeros(2)}, torch.ones(2), keep, clip=Flat(1.0))
+>>> [round(v, 4) for v in got.values["w"].tolist()], got.bad.tolist()
+([0.6, 0.8], [False, True])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from noshuffle.clipping import Clip, Ghost, ModelLoss
+from noshuffle.clipping.check import trainable
+from noshuffle.clipping.clipped import slack
+from noshuffle.clipping.forms import Dense, Form, merge, squares
+from noshuffle.clipping.ghost import ghost_forms
+from noshuffle.clipping.objective import Criterion, batch_losses
+from noshuffle.clipping.per_example import per_example_gradients
+from noshuffle.clipping.products import wide
+from noshuffle.training.compiled_flat import Flattened
+from noshuffle.training.compiled_result import Sums, TotalFn
+
+#: Above this many numbers, gradients written out are not worth trying.
+MOST_WRITTEN = 2**27
+
+FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[Form]], Tensor]]
+
+
+def short(
+    forms: Mapping[str, Sequence[Form]],
+    like: Mapping[str, Tensor],
+    losses: Tensor,
+    keep: Tensor,
+    *,
+    clip: Clip,
+) -> Sums:
+    """Clip every row and sum the kept ones, without waiting for the device.
+
+    Guarantees: as `clipping.members.finish` without units. One row moves `values` by at most the
+    bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
+    a NaN or infinite loss or norm contributes exactly zero and is marked.
+    """
+    aim = max(slack(tensor) for tensor in like.values())
+    kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
+    zeros = torch.zeros_like(losses, dtype=kind)
+    norms2 = {n: squares(forms[n]) if forms.get(n) else zeros for n in like}
+    total = _added(list(norms2.values()))
+    is_fine = torch.isfinite(total) & torch.isfinite(losses)
+    good = is_fine & keep
+    values: dict[str, Tensor] = {}
+    for names, c in clip.groups(tuple(like)):
+        square = total if len(names) == len(like) else _added([norms2[n] for n in names])
+        factor = (c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()).clamp_max(1.0)
+        factor = torch.where(good, factor, 0.0).to(zeros.dtype)
+        for name in names:
+            totals = [_usable(form).kept(good).total(factor) for form in forms.get(name, ())]
+            value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
+            wide_type = torch.promote_types(like[name].dtype, torch.float32)
+            values[name] = value.to(wide_type).reshape(like[name].shape)
+    norms = torch.where(keep, total.sqrt(), 0.0)
+    return Sums({name: values[name] for name in like}, losses, norms, keep & ~is_fine)
+
+
+def _usable(form: Form) -> Form:
+    """What was written out for its norm is not computed a second time for the sum."""
+    held = getattr(form, "written", ())
+    return Dense(held[0]) if held else form
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    """Squared norms added in double precision, which no sum of finite float32 numbers overflows."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.double() for part in parts]
+    added: Tensor = torch.stack(parts).sum(0, dtype=torch.float64)
+    return added
+
+
+def by_engine(
+    engine: Any, model: nn.Module, loss_fn: Criterion | ModelLoss, *, clip: Clip
+) -> TotalFn:
+    """The run's engine as it is."""
+
+    def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
+        found = engine.clipped_sum(model, loss_fn, batch, clip=clip, weights=keep)
+        return Sums(found.values, found.losses, found.norms, found.bad)
+
+    return total
+
+
+def rules(
+    engine: Ghost,
+    model: nn.Module,
+    loss_fn: Criterion | ModelLoss,
+    batch: Any,
+    *,
+    show: Callable[[Tensor], None] | None = None,
+) -> FormsFn | None:
+    """Gradients as forms by layer rules, if the engine has found them good for this model.
+
+    `show` is handed the losses as soon as they are known, before the backward pass.
+    """
+    known = engine._try(model, loss_fn, batch, tuple(trainable(model)))
+    layers, layout = known.layers, known.layout
+    if layers is None or layout is None:
+        return None
+
+    def by_row(model: nn.Module, *batch: Any) -> Tensor:
+        losses = batch_losses(model, loss_fn, batch)
+        if show is not None:
+            show(losses.detach())
+        return losses
+
+    shown = ModelLoss(by_row, by_row=True)
+
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+        found, losses = ghost_forms(model, shown, batch, layers=layers, layout=layout)
+        return {name: merge(own) for name, own in found.items()}, losses
+
+    return forms
+
+
+def written(model: nn.Module, loss_fn: Criterion | ModelLoss) -> FormsFn:
+    """Gradients written out by vmap."""
+
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+        grads, losses = per_example_gradients(model, loss_fn, batch)
+        return {name: [Dense(wide(g))] for name, g in grads.items()}, losses
+
+    return forms
+
+
+def clipped(
+    forms: FormsFn,
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    *,
+    clip: Clip,
+    by_matrix: bool,
+) -> TotalFn:
+    """The clipped sum of such gradients, by operations of torch or by way of one matrix."""
+    like = trainable(model)
+    flat: Flattened | None = None
+    device = next(iter(like.values())).device.type
+    if by_matrix:
+        ((_, c),) = clip.groups(tuple(like))
+        aim = c * (1.0 - max(slack(tensor) for tensor in like.values()))
+        first, losses = forms(batch)
+        flat = Flattened(first, like, aim=aim, rows=len(losses))
+
+    def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
+        found, losses = forms(batch)
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            if flat is not None:
+                return flat(found, losses, keep)
+            return short(found, like, losses, keep, clip=clip)
+
+    return total
+
+
+def fused(total: TotalFn, batch: tuple[Any, ...], keep: Tensor) -> TotalFn:
+    """The same function traced on these shapes and compiled."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    leaves, spec = tree_flatten(batch)
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+    names: list[str] = []
+
+    def flat(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        own = [next(given) if t else leaf for t, leaf in zip(is_tensor, leaves)]
+        sums = total(tree_unflatten(own, spec), keep)
+        names[:] = list(sums.values)
+        return [sums.losses, sums.norms, sums.bad, *sums.values.values()]
+
+    tensors = [leaf for leaf, t in zip(leaves, is_tensor) if t]
+    with torch.no_grad():
+        traced = make_fx(flat)(keep, *tensors)
+        compiled = torch.compile(traced, fullgraph=True, dynamic=False)
+
+    def run(batch: tuple[Any, ...], keep: Tensor) -> Sums:
+        tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        with torch.no_grad():
+            losses, norms, bad, *values = compiled(keep, *tensors)
+        return Sums(dict(zip(names, values)), losses, norms, bad)
+
+    return run
+
+
+def candidates(
+    engine: Any,
+    model: nn.Module,
+    loss_fn: Criterion | ModelLoss,
+    batch: tuple[Any, ...],
+    keep: Tensor,
+    *,
+    clip: Clip,
+    fuse: bool,
+    show: Callable[[Tensor], None] | None = None,
+) -> dict[str, Callable[[], TotalFn]]:
+    """Builders of the forms to try, by name, the best last."""
+    found: dict[str, Callable[[], TotalFn]] = {
+        "engine": lambda: by_engine(engine, model, loss_fn, clip=clip)
+    }
+    name, forms = "rules", None
+    if isinstance(engine, Ghost):
+        forms = rules(engine, model, loss_fn, batch, show=show)
+    if forms is None:
+        if len(keep) * sum(p.numel() for p in trainable(model).values()) > MOST_WRITTEN:
+            return found
+        name, forms = "written", written(model, loss_fn)
+
+    def way(*, by_matrix: bool) -> TotalFn:
+        return clipped(forms, model, batch, clip=clip, by_matrix=by_matrix)
+
+    found[name] = partial(way, by_matrix=False)
+    like = trainable(model)
+    if len(clip.groups(tuple(like))) == 1 and all(p.dtype != torch.float64 for p in like.values()):
+        found[f"{name} in a matrix"] = partial(way, by_matrix=True)
+    if fuse:
+        # The compiler would not keep a copy to the host where it was.
+        quiet = rules(engine, model, loss_fn, batch) if name == "rules" else forms
+
+        def compiled() -> TotalFn:
+            assert quiet is not None
+            return fused(clipped(quiet, model, batch, clip=clip, by_matrix=False), batch, keep)
+
+        found[f"{name}, fused"] = compiled
+    return found

@@ -1,0 +1,235 @@
+"""The optimizer's update as something a CUDA graph can hold, or the reason why not.
+
+A graph freezes every plain number that it is captured with. A learning rate that a scheduler moves
+must therefore lie on the device, and a rule that counts its steps on the host cannot be captured:
+
+    SGD            torch's fused kernel with the rate in a tensor
+    FTRL           sums and momentum captured, rate in a tensor, the host's weight kept in step
+    capturable     any torch optimizer built with capturable=True, whose settings stay as they are
+    others         run as they are behind the graph: slower, never wrong
+
+State: the learning rates on the device and the settings that a graph was captured with. The
+optimizer's own state stays where `state_dict` looks for it.
+
+>>> model = torch.nn.Linear(2, 1)
+>>> update_for(torch.optim.SGD(model.parameters(), lr=0.1)).name
+'fused SGD'
+>>> update_for(torch.optim.Adam(model.parameters(), lr=0.1)).name
+'Adam, not captured'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.optim import FTRL
+
+#: The fused kernel takes its rate in single precision.
+_FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+#: A dictionary, a key, and the value that a graph was captured with.
+Held = tuple[dict[Any, Any], Any, Any]
+
+
+class Update:
+    """An update that runs behind the graph, as the optimizer itself does it."""
+
+    #: Whether `run` belongs into the graph.
+    is_captured = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, name: str, is_for_now: bool = False
+    ) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        #: Whether to ask `update_for` again after a step.
+        self.is_for_now = is_for_now
+        self._seen: tuple[Any, Any, int, int] = (None, None, 0, 0)
+
+    def prepare(self) -> None:
+        """Bring about the state that `run` works on."""
+
+    #: Settings that a graph does not freeze.
+    free: tuple[str, ...] = ("params",)
+
+    def held(self) -> list[Held]:
+        """What a graph freezes: settings of the groups, and the optimizer's tensors."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        found: list[Held] = [(g, k, v) for g in groups for k, v in g.items() if k not in self.free]
+        for own in state.values():
+            found += [(own, k, v) for k, v in own.items() if isinstance(v, Tensor) and v.dim()]
+        self._seen = (groups, state, len(groups), len(state))
+        return found
+
+    def is_as(self, held: list[Held]) -> bool:
+        """Whether everything is still as it was when a graph was captured."""
+        groups, state, *counts = self._seen
+        now = self.optimizer.param_groups, self.optimizer.state
+        if now[0] is not groups or now[1] is not state or counts != [len(groups), len(state)]:
+            return False
+        for own, key, value in held:
+            other = own.get(key)
+            if other is not value and (isinstance(value, Tensor) or other != value):
+                return False
+        return True
+
+    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Move the parameters; `.grad` holds the private gradients already."""
+        self.optimizer.step()
+
+    def before(self) -> None:
+        """What the host does before each replay."""
+
+
+class _Rated(Update):
+    """An update whose learning rates lie on the device, one per group."""
+
+    is_captured = True
+    free = ("params", "lr", "initial_lr", "weight", "weight_velocity")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, name: str) -> None:
+        super().__init__(optimizer, name=name)
+        self._rates: list[Tensor] = []
+        self._known: list[float] = []
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Loading a state puts new groups into an optimizer, so they are asked for each time."""
+        return self.optimizer.param_groups
+
+    def prepare(self) -> None:
+        for group in self._groups[len(self._rates) :]:
+            device = group["params"][0].device
+            self._rates.append(torch.zeros((), dtype=torch.float32, device=device))
+            self._known.append(0.0)
+
+    def before(self) -> None:
+        for i, group in enumerate(self._groups):
+            rate = float(group["lr"])
+            if rate != self._known[i]:
+                # The number travels in the launch itself, so no buffer of the host is read late.
+                self._rates[i].fill_(rate)
+                self._known[i] = rate
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+
+
+class FusedSGD(_Rated):
+    """torch.optim.SGD without dampening: velocity ← γ·velocity + g, θ ← θ − η·velocity."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        for group in self._groups:
+            for p in (p for p in group["params"] if p.requires_grad):
+                state = self.optimizer.state[p]
+                if group["momentum"] and state.get("momentum_buffer") is None:
+                    # γ·0 + g is what SGD takes as the first velocity.
+                    state["momentum_buffer"] = torch.zeros_like(
+                        p, memory_format=torch.preserve_format
+                    )
+
+    @torch.no_grad()
+    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        for group, rate in zip(self._groups, self._rates):
+            params = [p for p in group["params"] if p in grads]
+            own = [grads[p] for p in params]
+            moved = bool(group["momentum"])
+            buffers = [self.optimizer.state[p]["momentum_buffer"] for p in params] if moved else []
+            if not params:
+                continue
+            if not params[0].is_cuda:
+                _plain_sgd(params, own, buffers, group, rate)
+                continue
+            torch._fused_sgd_(
+                params,
+                own,
+                buffers,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=rate,
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+
+
+def _plain_sgd(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], group: Any, rate: Tensor
+) -> None:
+    """The same arithmetic by plain operations, for a run without a GPU."""
+    for i, (p, g) in enumerate(zip(params, grads)):
+        g = -g if group["maximize"] else g
+        if group["weight_decay"]:
+            g = g.add(p, alpha=group["weight_decay"])
+        if buffers:
+            buffers[i].mul_(group["momentum"]).add_(g)
+            g = g.add(buffers[i], alpha=group["momentum"]) if group["nesterov"] else buffers[i]
+        p.addcmul_(g, rate.to(g.dtype), value=-1.0)
+
+
+class CapturedFTRL(_Rated):
+    """noshuffle's FTRL without sets and regularizers: θ ← θ₀ − ℓ."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        for group in self._groups:
+            for p in (p for p in group["params"] if p.requires_grad):
+                if not self.optimizer.state[p]:
+                    self.optimizer._anchor(p, group)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        for group, rate in zip(self._groups, self._rates):
+            for p in group["params"]:
+                if p in grads:
+                    own = {**group, "lr": rate}
+                    p.copy_(self.optimizer._unconstrained(p, own))  # type: ignore[attr-defined]
+
+    def before(self) -> None:
+        super().before()
+        for group in self._groups:
+            self.optimizer._advance_weight(group)  # type: ignore[attr-defined]
+
+
+class Capturable(Update):
+    """A torch optimizer that says it can be captured; its settings are frozen with it."""
+
+    is_captured = True
+
+    def before(self) -> None:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def update_for(optimizer: torch.optim.Optimizer) -> Update:
+    """The best form of an optimizer's update; `.name` says which, and why."""
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    params = [p for group in groups for p in group["params"]]
+    if hooked:
+        return Update(optimizer, name=f"{kind.__name__} with hooks, not captured")
+    if kind is torch.optim.SGD:
+        plain = all(
+            not group["dampening"]
+            and not group["differentiable"]
+            and not isinstance(group["lr"], Tensor)
+            for group in groups
+        )
+        if plain and all(p.dtype in _FUSED_TYPES for p in params):
+            return FusedSGD(optimizer, name="fused SGD")
+    if isinstance(optimizer, FTRL) and all(rule == (None, None) for rule in optimizer._rules):
+        return CapturedFTRL(optimizer, name="captured FTRL")
+    if all(group.get("capturable") for group in groups):
+        # Such optimizers make their state in the first step, which must lie before the capture.
+        has_state = all(p in optimizer.state for p in params if p.requires_grad)
+        if has_state:
+            return Capturable(optimizer, name=f"captured {kind.__name__}")
+        return Update(optimizer, name=f"{kind.__name__}, captured from now on", is_for_now=True)
+    return Update(optimizer, name=f"{kind.__name__}, not captured")

@@ -1,0 +1,63 @@
+"""Where the ledger of a run lives: one key, one ledger, one place.
+
+The ledger is what keeps a row of noise from being used for two different sums, so it must be the
+one and only ledger of its key. A copy of the folder that went on by itself would put the same noise
+on other sums, and so would a key whose ledger was lost or rolled back. A copy is told by the inode
+of the ledger's file, which it does not share; a ledger that is behind its own checkpoints was
+rolled back. Not told are older files written over all of ours in place, and a backup restored after
+a deletion if the file system hands the same inode out again.
+
+State: the facts "place 0", "place 1", … in the ledger, one for every promised move.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from noshuffle.errors import ReplayRefused
+from noshuffle.plan import Plan
+from noshuffle.training import checkpoint
+from noshuffle.training.ledger import Ledger
+from noshuffle.training.run_folder import RunFolder
+
+
+def open_ledger(run: RunFolder | None, plan: Plan, *, moved: bool) -> Ledger:
+    """The ledger of a run: in its folder, or in memory without one.
+
+    Guarantees: refuses a folder that was copied or restored (unless the caller promises that it
+    was moved), one whose ledger is missing, and one whose ledger knows less than its checkpoints.
+    The file of a sampled plan, which lists the secret draws, is readable by its owner only.
+    """
+    if run is None:
+        return Ledger(plan.participation, unit=plan.unit)
+    file, saved = run.ledger_file, checkpoint.saved(run.checkpoints)
+    is_lost = not file.exists() and (saved or run.statement_file.exists())
+    if plan.participation.is_sampled and not is_lost:
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # its log gets the same mode
+        file.chmod(0o600)
+    steps = int(saved[-1].name.rpartition("-")[2]) if saved else 0
+    ledger = None if is_lost else Ledger(plan.participation, path=file, unit=plan.unit)
+    if ledger is None or ledger.released < steps:
+        raise ReplayRefused(
+            f"{file} is missing or older than the checkpoints beside it; steps that it does not "
+            "know of were released under this key; bring it back, or start a new run"
+        )
+    _settle(ledger, file, moved=moved)
+    return ledger
+
+
+def _settle(ledger: Ledger, file: Path, *, moved: bool) -> None:
+    """Write down where the ledger lives, once and after every move that was promised."""
+    places: list[str] = []
+    while (known := ledger.meta(f"place {len(places)}")) is not None:
+        places.append(known)
+    here = str(file.stat().st_ino)
+    if places and places[-1] != here and not moved:
+        raise ReplayRefused(
+            f"{file.parent} is a copy or a restored backup; if both went on, the same noise would "
+            "cover different sums. If it was moved and the original is gone, say so: moved=True, "
+            "or --moved"
+        )
+    if not places or places[-1] != here:
+        ledger.bind(f"place {len(places)}", here)

@@ -1,0 +1,541 @@
+"""The compiled step without capture: the same arithmetic and the same rules as the eager step."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.clipped import slack
+from noshuffle.clipping.forms import Dense, Outer
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    ReplayRefused,
+)
+from noshuffle.noise import test_source
+from noshuffle.optim import FTRL
+from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity, tree
+from noshuffle.training import compiled_signal, fit_model, in_order, privatize, verify
+from noshuffle.training.batches import TensorBatches
+from noshuffle.training.compiled import Compiled
+from noshuffle.training.compiled_flat import Flattened
+from noshuffle.training.compiled_signal import Signal
+from noshuffle.training.compiled_sum import candidates, short
+from noshuffle.training.models import build
+
+LOSS = nn.CrossEntropyLoss()
+SIZE = 8
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data(n=32, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)
+
+
+def make(*, compiled, rule=None, strategy=None, optimizer=None, model=None, z=0.5, **options):
+    model = model or network()
+    optimizer = (optimizer or sgd)(model)
+    rule = rule or Epochs(epochs=3, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=strategy or tree(), noise_multiplier=z)
+    settings = {"clip_norm": 0.7, "batch_size": SIZE, "source": test_source(seed=1), **options}
+    private = privatize(model, optimizer, plan, **settings)
+    if compiled:
+        private.compiled = Compiled(private._parts, capacity=SIZE, captures=False)
+    return private
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def ftrl(model):
+    return FTRL(model.parameters(), 0.2, momentum=0.9)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def weights(private):
+    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
+
+
+def walk(private, steps, *, sizes=(8, 8, 8, 5), has_ids=True, start=0):
+    x, y = data()
+    for t in range(start, start + steps):
+        begin = SIZE * (t % 4)
+        rows = slice(begin, begin + sizes[t % 4])
+        ids = range(rows.start, rows.stop) if has_ids else None
+        yield private.step(LOSS, x[rows], y[rows], ids=ids)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, ftrl, adam])
+@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "fingerprints"])
+def test_equals_the_eager_run_with_a_ragged_last_batch(optimizer, has_ids):
+    slow, fast = (make(compiled=c, optimizer=optimizer) for c in (False, True))
+    losses = list(walk(slow, 12, has_ids=has_ids))
+    torch.testing.assert_close(list(walk(fast, 12, has_ids=has_ids)), losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(fast), weights(slow), rtol=1e-5, atol=1e-6)
+    assert not fast.fallbacks
+    assert fast.steps_released == 12
+    assert "compiled for up to 8 rows" in fast.why
+    assert fast.outcome.norms.shape == (5,)
+    torch.testing.assert_close(fast.outcome.norms, slow.outcome.norms.float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clip"), [(identity(), PerLayer(0.5)), (tree(), Flat(0.3))], ids=["layers", "flat"]
+)
+def test_other_clips_and_noise(strategy, clip):
+    slow, fast = (
+        make(compiled=c, strategy=strategy, clip=clip, clip_norm=None) for c in (False, True)
+    )
+    for private in (slow, fast):
+        list(walk(private, 5))
+    torch.testing.assert_close(weights(fast), weights(slow), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scheduler_moves_the_rate():
+    runs = [make(compiled=c) for c in (False, True)]
+    for private in runs:
+        rule = torch.optim.lr_scheduler.StepLR(private._parts.optimizer, 2, gamma=0.5)
+        for _ in walk(private, 8):
+            rule.step()
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_example_contributes_zero(bad):
+    runs = [make(compiled=c, z=0.0) for c in (False, True)]
+    x, y = data()
+    x[3] = bad
+    for private in runs:
+        private.step(LOSS, x[:8], y[:8], ids=range(8))
+        assert private.outcome.nonfinite == 1
+        assert bool(torch.isfinite(weights(private)).all())
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_dropped_units_weigh_nothing_even_if_not_finite():
+    runs = [
+        make(compiled=c, rule=SinglePass(steps=4), on_violation="drop", z=0.0)
+        for c in (False, True)
+    ]
+    x, y = data()
+    x[2] = float("nan")
+    for private in runs:
+        private.step(LOSS, x[:8], y[:8], ids=range(8))
+        private.step(LOSS, x[2:10], y[2:10], ids=range(2, 10))
+        assert private.outcome.dropped == 6
+        assert private.outcome.nonfinite == 0
+        assert private.outcome.losses.shape == (2,)
+        private.step(LOSS, x[:8], y[:8], ids=range(8))  # nobody left: noise alone
+        assert np.isnan(private.outcome.loss)
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-5, atol=1e-6)
+    assert [r.claimed_units for r in runs[1].ledger.rows()] == [8, 2, 0]
+
+
+def test_a_batch_that_was_seen_is_refused_and_leaves_nothing_behind():
+    private = make(compiled=True, rule=SinglePass(steps=4))
+    x, y = data()
+    private.step(LOSS, x[:8], y[:8])
+    before = weights(private)
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        private.step(LOSS, x[:8], y[:8])
+    (program,) = private.compiled._programs.values()
+    assert all(bool((v == 0).all()) for v in program.sums.values.values())
+    assert torch.equal(weights(private), before)
+    assert private.steps_released == 1
+    private.step(LOSS, x[8:16], y[8:16])
+    dropping = make(compiled=True, rule=SinglePass(steps=4), on_violation="drop", z=0.0)
+    dropping.step(LOSS, x[:8], y[:8])
+    dropping.step(LOSS, x[:8], y[:8])
+    assert dropping.outcome.dropped == 8
+
+
+def test_units_outside_their_participation_are_refused_before_anything_runs():
+    private = make(compiled=True, rule=MinSeparation(steps=6, separation=3, max_participations=2))
+    x, y = data()
+    private.step(LOSS, x[:8], y[:8], ids=range(8))
+    (program,) = private.compiled._programs.values()
+    program.sum = None  # would fail if it were called
+    with pytest.raises(ParticipationViolation, match="asks for 3 steps"):
+        private.step(LOSS, x[:8], y[:8], ids=range(8))
+    with pytest.raises(InvalidInput, match="name each of the 8"):
+        private.step(LOSS, x[:8], y[:8], ids=range(7))
+
+
+def test_an_array_of_ids_that_the_caller_fills_again_is_read_again():
+    private = make(compiled=True, rule=SinglePass(steps=4))
+    x, y = data()
+    ids = np.arange(8)
+    private.step(LOSS, x[:8], y[:8], ids=ids)
+    ids += 8
+    private.step(LOSS, x[8:16], y[8:16], ids=ids)
+    ids -= 8
+    with pytest.raises(ParticipationViolation, match="already took part in step 0"):
+        private.step(LOSS, x[16:24], y[16:24], ids=ids)
+    assert [row.units.tolist() for row in private.ledger.rows()] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
+
+
+def test_ledger_row_is_written_before_the_noise():
+    private = make(compiled=True)
+    seen = []
+    add = private._parts.noise.add_
+    private._parts.noise.add_ = lambda values: (seen.append(private.steps_released), add(values))
+    list(walk(private, 3))
+    assert seen == [1, 2, 3]
+
+
+def test_horizon_and_steps_that_failed_half_way():
+    private = make(compiled=True, rule=Epochs(1, 4))
+    list(walk(private, 4))
+    with pytest.raises(HorizonExceeded):
+        next(walk(private, 1))
+    broken = make(compiled=True)
+    list(walk(broken, 1))
+    broken._parts.noise.add_({n: torch.zeros_like(p) for n, p in broken._parts.parameters.items()})
+    with pytest.raises(NoshuffleError, match="half-way"):
+        list(walk(broken, 1, start=1))
+
+
+def batches():
+    return TensorBatches(data(), in_order(32, SIZE))
+
+
+def test_resume_is_bit_for_bit_and_replays_need_the_same_data(tmp_path):
+    whole = make(compiled=True, run=tmp_path / "whole")
+    fit_model(whole, batches(), LOSS)
+    first = make(compiled=True, run=tmp_path / "parts")
+    fit_model(first, batches(), LOSS, epochs=1)
+    list(walk(first, 2, sizes=(8,) * 4))  # released after the checkpoint, then lost
+    again = make(compiled=True, run=tmp_path / "parts")
+    assert again.resume() == 4
+    assert again.steps_released == 6
+    x, y = data()
+    with pytest.raises(ReplayRefused, match="other data"):
+        again.step(LOSS, x[:8] + 1, y[:8], ids=range(8))
+    with torch.no_grad():
+        again.model[0].weight[0, 0] += 1e-6
+    with pytest.raises(ReplayRefused, match="parameters"):
+        again.step(LOSS, x[:8], y[:8], ids=range(8))
+    again = make(compiled=True, run=tmp_path / "parts")
+    fit_model(again, batches(), LOSS)
+    assert torch.equal(weights(again), weights(whole))
+    again.close()
+    assert verify(tmp_path / "parts").is_verified
+    rows = [list(run.rows()) for run in (whole.ledger,)]
+    assert len({row.batch for row in rows[0]}) == 4  # the same four batches in every epoch
+
+
+def test_what_cannot_be_compiled_says_why():
+    x, y = data()
+    private = make(compiled=True, rule=SinglePass(steps=4))
+    private.step(LOSS, x[:12], y[:12], ids=range(12))
+    assert private.fallbacks == ["a batch of 12 rows is larger than the captured 8: eager"]
+    private.step(LOSS, x[12:20], y[12:20], ids=range(12, 20))
+    assert private.steps_released == 2
+    for option in ("auto", True):
+        assert "graphs need a CUDA device" in make(compiled=False, compile=option).why
+    assert "compile=False" in make(compiled=False, compile=False).why
+    with pytest.raises(InvalidInput, match="compile must be"):
+        make(compiled=False, compile="yes")
+
+
+def test_reasons_against_a_graph():
+    from noshuffle.training.compiled_reason import why_not
+
+    class Elsewhere:
+        device = torch.device("cuda")
+        dtype = torch.float32
+
+        def numel(self):
+            return 2**26
+
+    def reason(private, wanted="auto"):
+        private._parts.parameters = {"w": Elsewhere()}
+        return why_not(private._parts, wanted=wanted)
+
+    clip = QuantileClip(initial=1.0, units=8)
+    adaptive = make(compiled=False, strategy=identity(), clip_norm=None, clip=clip)
+    assert "quantile" in reason(adaptive)
+    assert "microbatches" in reason(make(compiled=False, engine=PerExample(4)))
+    assert "not fused" in reason(make(compiled=False))
+    large = make(compiled=False)
+    large._parts.noise._fused = object()
+    assert "67,108,864 parameters" in reason(large)
+    assert reason(large, wanted=True) == ""
+
+
+def test_losses_that_are_made_anew_do_not_fill_the_memory():
+    private = make(compiled=True, rule=Epochs(5, 4))
+    x, y = data()
+    for t in range(8):
+        rows = slice(SIZE * (t % 4), SIZE * (t % 4) + SIZE)
+        private.step(lambda a, b: LOSS(a, b), x[rows], y[rows], ids=range(rows.start, rows.stop))
+    assert len(private.compiled._programs) == 4
+    assert any("made anew" in note for note in private.fallbacks)
+
+
+def test_training_mode_and_moved_parameters_get_their_own_program():
+    private = make(compiled=True)
+    list(walk(private, 1))
+    private.model.eval()
+    list(walk(private, 1, start=1))
+    assert len(private.compiled._programs) == 2
+    private.model[0].weight.data = private.model[0].weight.data.clone()
+    list(walk(private, 1, start=2))
+    assert len(private.compiled._programs) == 1
+
+
+def test_empty_and_sampled_batches():
+    rule = Poisson(steps=12, rate=0.25)
+    runs = [make(compiled=c, rule=rule, strategy=identity()) for c in (False, True)]
+    x, y = data()
+    sampler = runs[0].sampler(32)
+    runs[1].sampler(32)
+    runs[1].ledger.sampler = sampler
+    runs[1].compiled.capacity = 32
+    for step in range(12):
+        rows = torch.from_numpy(sampler.draw(step))
+        for private in runs:
+            private.step(LOSS, x[rows], y[rows], ids=rows)
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-5, atol=1e-6)
+    runs[1]._parts.ledger.sampler = type("Nobody", (), {"draw": lambda self, t: np.empty(0, int)})()
+
+
+def test_parameters_in_another_order_of_memory():
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 3))
+    twin = copy.deepcopy(model)
+    model.to(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+    x, y = torch.randn(8, 2, 3, 3), torch.randint(3, (8,))
+    runs = [make(compiled=c, model=m, z=0.0) for c, m in ((True, model), (False, twin))]
+    for private in runs:
+        private.step(LOSS, x, y, ids=range(8))
+    torch.testing.assert_close(weights(runs[0]), weights(runs[1]), rtol=1e-5, atol=1e-6)
+    gaps = nn.Linear(6, 3)
+    gaps.weight.data = torch.zeros(3, 12)[:, ::2]
+    private = make(compiled=True, model=gaps)
+    list(walk(private, 1))
+    assert any("gaps in memory" in note for note in private.fallbacks)
+
+
+def test_a_model_that_draws_from_elsewhere_is_not_frozen():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = nn.Linear(6, 3), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x) * self.calls
+
+    private = make(compiled=True, model=Moody(), engine=PerExample())
+    list(walk(private, 2))
+    assert any("draws from elsewhere" in note for note in private.fallbacks)
+
+
+CASES = {
+    "cnn": (lambda: build("tanh_cnn", (1, 28, 28), 10), (1, 28, 28), 10),
+    "mlp": (network, (6,), 3),
+    "long": (lambda: nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300), Mean()), (9, 5), 300),
+}
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", [Ghost, PerExample], ids=["rules", "written"])
+def test_every_form_of_the_sum_agrees_with_the_engine(case, kind):
+    make_model, shape, classes = CASES[case]
+    torch.manual_seed(3)
+    model = make_model()
+    x, y = torch.randn(6, *shape), torch.randint(classes, (6,))
+    x[1] = float("nan")
+    keep = torch.tensor([True] * 4 + [False] * 2)
+    x[5] = float("inf")
+    engine, clip = kind(), Flat(0.5)
+    good = x.nan_to_num(0.0, 0.0, 0.0)
+    engine.clipped_sum(model, LOSS, (good, y), clip=clip)  # the trial wants finite rows
+    truth = engine.clipped_sum(model, LOSS, (x, y), clip=clip, weights=keep)
+    found = candidates(engine, model, LOSS, (x, y), keep, clip=clip, fuse=False)
+    assert len(found) == 3
+    for name, build_total in found.items():
+        sums = build_total()((x, y), keep)
+        assert torch.equal(sums.bad, truth.bad), name
+        assert sums.bad.tolist() == [False, True] + [False] * 4
+        for parameter, value in truth.values.items():
+            torch.testing.assert_close(
+                sums.values[parameter],
+                value,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda m, n=name: f"{n} {m}",
+            )
+        kept = keep & ~truth.bad
+        torch.testing.assert_close(
+            sums.norms[kept].double(), truth.norms[kept].double(), rtol=1e-4, atol=0
+        )
+
+
+@pytest.mark.slow
+def test_the_fused_form_agrees_too():
+    model, (x, y) = network(), data(6)
+    keep, clip = torch.tensor([True] * 5 + [False]), Flat(0.5)
+    for engine in (Ghost(), PerExample()):
+        truth = engine.clipped_sum(model, LOSS, (x, y), clip=clip, weights=keep)
+        found = candidates(engine, model, LOSS, (x, y), keep, clip=clip, fuse=True)
+        (name,) = [name for name in found if name.endswith("fused")]
+        sums = found[name]()((x, y), keep)
+        for parameter, value in truth.values.items():
+            torch.testing.assert_close(sums.values[parameter], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_signal_is_waited_for_and_a_lost_one_is_an_error(monkeypatch):
+    signal = Signal(torch.device("cpu"), captures=False)
+    for _ in range(3):
+        signal.expect()
+        signal.raise_()
+        signal.wait()
+    signal.reset()
+    signal.expect()
+    monkeypatch.setattr(compiled_signal, "_PATIENCE", 600)
+    with pytest.raises(NoshuffleError, match="lost a step"):
+        signal.wait()
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "fingerprints"])
+@pytest.mark.parametrize("place", ["units", "prints", "record", "release"])
+def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, has_ids, place):
+    """The place of the sum is that of the gradients given out before."""
+    private, never = make(compiled=True), make(compiled=True)
+    for run in (private, never):
+        list(walk(run, 2, has_ids=has_ids))
+    list(walk(never, 1, start=2, has_ids=has_ids))
+    (program,) = private.compiled._programs.values()
+    patches = {
+        "units": ("noshuffle.training.compiled.encode_units", interrupted),
+        "prints": ("noshuffle.training.compiled.fingerprint.of_batch", interrupted),
+        "record": ("noshuffle.training.ledger.time.time", interrupted),
+        "release": ("noshuffle.training.compiled_update.FusedSGD.before", interrupted),
+    }
+    if place != "units" or has_ids:
+        with monkeypatch.context() as patch:
+            patch.setattr(*patches[place])
+            with pytest.raises(KeyboardInterrupt):
+                list(walk(private, 1, start=2, has_ids=has_ids))
+        assert all(bool((v == 0).all()) for v in program.sums.values.values())
+        assert private.steps_released == (3 if place == "release" else 2)
+        x, y = data()
+        if place == "release":  # recorded: nothing but the same batch may follow
+            with pytest.raises(ReplayRefused, match="other data"):
+                private.step(LOSS, x[:8], y[:8], ids=range(8) if has_ids else None)
+    list(walk(private, 1, start=2, has_ids=has_ids))
+    assert torch.equal(weights(private), weights(never))
+
+
+def test_values_that_no_text_can_tell_apart_are_not_frozen():
+    fn = ModelLoss(lambda m, x, y, s: nn.functional.cross_entropy(m(x) * float(s[1500]), y))
+    runs = [make(compiled=c, z=0.0) for c in (False, True)]
+    x, y = data()
+    for scale in (1.0, 3.0):
+        given = np.zeros(3000)
+        given[1500] = scale
+        for private in runs:
+            rows = slice(8 * private.steps_done, 8 * private.steps_done + 8)
+            private.step(fn, x[rows], y[rows], given, ids=range(rows.start, rows.stop))
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-5, atol=1e-6)
+    assert any("plain values" in note for note in runs[1].fallbacks)
+
+
+def test_frozen_tensors_and_buffers_that_move_are_captured_anew():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+            self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+            self.register_buffer("shift", torch.zeros(6))
+
+        def forward(self, x):
+            return self.layer(x * self.frozen + self.shift)
+
+    private = make(compiled=True, model=Shifted())
+    list(walk(private, 1))
+    for t, move in enumerate(
+        [
+            lambda m: setattr(m, "shift", torch.ones(6)),
+            lambda m: setattr(m.frozen, "data", torch.zeros(6)),
+        ]
+    ):
+        (before,) = private.compiled._programs.values()
+        move(private.model)
+        list(walk(private, 1, start=t + 1))
+        (after,) = private.compiled._programs.values()
+        assert after is not before
+    held = {t.data_ptr() for t in private.compiled._kept_alive if isinstance(t, torch.Tensor)}
+    assert {t.data_ptr() for t in private.model.state_dict().values()} <= held
+
+
+def in_lanes(row):
+    """Σ v² in float32 as the kernel adds it up: 1,024 lanes, then by halves."""
+    padded = np.zeros(-(-len(row) // 1024) * 1024, dtype=np.float32)
+    padded[: len(row)] = row
+    total = np.zeros(1024, dtype=np.float32)
+    for part in padded.reshape(-1, 1024):
+        total += part * part
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return float(total[0])
+
+
+@pytest.mark.parametrize("width", [700, 2**16, 2**20])
+def test_no_row_of_the_matrix_comes_out_longer_than_the_bound(width):
+    """Small entries behind large ones are lost to rounding; the aim must leave room for all."""
+    row = torch.full((1, width), 2.0**-12 * 0.999)
+    row[0, :1024] = 1.0
+    like = {"w": torch.zeros(width)}
+    aim = 1.0 - slack(like["w"])
+    flat = Flattened({"w": [Dense(row)]}, like, aim=aim)
+    sums = flat({"w": [Dense(row)]}, torch.ones(1), torch.tensor([True]))
+    assert float(sums.values["w"].double().norm()) <= 1.0
+    norm = float(row.double().norm())
+    factor = np.float32(float(flat._aim) / np.sqrt(in_lanes(row[0].numpy())))
+    assert float(factor) * norm * (1 + 2**-23) <= 1.0
+
+
+@pytest.mark.parametrize(("inputs", "size"), [(784, 1e-20), (2**20, 1e-22)])
+def test_squares_that_underflow_do_not_hide_a_gradient(inputs, size):
+    a, g = torch.full((1, 1, inputs), size), torch.full((1, 1, 1), 1.6e19)
+    forms, like = {"w": [Outer(a, g, (1, inputs))]}, {"w": torch.zeros(1, inputs)}
+    for c in (0.01, 1.0):
+        flat = Flattened(forms, like, aim=c * (1.0 - slack(like["w"])))
+        sums = flat(forms, torch.ones(1), torch.tensor([True]))
+        assert 0 < float(sums.values["w"].double().norm()) <= c
+        short_sums = short(forms, like, torch.ones(1), torch.tensor([True]), clip=Flat(c))
+        assert 0 < float(short_sums.values["w"].double().norm()) <= c

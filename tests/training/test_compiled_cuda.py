@@ -1,0 +1,242 @@
+"""The compiled step on a GPU: captured runs equal eager ones, and keep every rule."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.clipping import Flat, Ghost, PerExample
+from noshuffle.errors import ParticipationViolation, ReplayRefused
+from noshuffle.noise import test_source
+from noshuffle.optim import FTRL
+from noshuffle.participation import Epochs, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import blt, identity, tree
+from noshuffle.training import fit_model, in_order, privatize, verify
+from noshuffle.training.batches import TensorBatches
+from noshuffle.training.compiled_sum import candidates
+from noshuffle.training.device_print import Keys, Printer, plain
+from noshuffle.training.models import build
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+LOSS = nn.CrossEntropyLoss()
+SIZE = 16
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return build("small_cnn", (1, 8, 8), 10).cuda()
+
+
+def data(n=64, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, 1, 8, 8, generator=g), torch.randint(10, (n,), generator=g)
+    return x.cuda(), y.cuda()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def ftrl(model):
+    return FTRL(model.parameters(), 0.2, momentum=0.9)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.02, capturable=True)
+
+
+def plain_adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+def make(*, compile, rule=None, strategy=None, optimizer=sgd, model=None, z=0.5, **options):
+    model = model or network()
+    rule = rule or Epochs(epochs=4, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=strategy or tree(), noise_multiplier=z)
+    settings = {"clip_norm": 0.7, "batch_size": SIZE, "source": test_source(seed=1), **options}
+    return privatize(model, optimizer(model), plan, compile=compile, **settings)
+
+
+def weights(private):
+    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
+
+
+def walk(private, steps, *, sizes=(16, 16, 16, 11), has_ids=True, start=0):
+    x, y = data()
+    for t in range(start, start + steps):
+        begin = SIZE * (t % 4)
+        rows = slice(begin, begin + sizes[t % 4])
+        ids = range(rows.start, rows.stop) if has_ids else None
+        yield private.step(LOSS, x[rows], y[rows], ids=ids)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    """Full single precision, so that two ways can be compared."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("optimizer", [sgd, ftrl, adam, plain_adam])
+@pytest.mark.parametrize("strategy", [identity(), tree(), blt((0.9, 0.5), (0.1, 0.2))])
+def test_captured_run_equals_the_eager_run(optimizer, strategy):
+    slow, fast = (make(compile=c, optimizer=optimizer, strategy=strategy) for c in (False, "auto"))
+    has_ids = optimizer is not ftrl
+    losses = list(walk(slow, 12, has_ids=has_ids))
+    found = list(walk(fast, 12, has_ids=has_ids))
+    assert "compiled for up to 16 rows" in fast.why, fast.fallbacks
+    torch.testing.assert_close(found, losses, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights(fast), weights(slow), rtol=1e-3, atol=1e-4)
+    assert fast._parts.noise.step == 12
+    assert [r.batch for r in fast.ledger.rows()] == [r.batch for r in slow.ledger.rows()]
+
+
+@pytest.mark.slow
+def test_fused_run_equals_the_eager_run():
+    slow, fast = make(compile=False), make(compile=True)
+    list(walk(slow, 12))
+    list(walk(fast, 12))
+    torch.testing.assert_close(weights(fast), weights(slow), rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_draws_anew_in_every_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10)).cuda()
+    private = make(compile="auto", model=model, z=0.0, rule=Epochs(4, 1))
+    x, y = data()
+    grads = []
+    for _ in range(4):
+        private.step(LOSS, x[:16], y[:16], ids=range(16))
+        grads.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
+    assert not torch.equal(grads[2], grads[3])
+
+
+def test_nan_and_dropped_rows():
+    runs = [
+        make(compile=c, rule=SinglePass(steps=4), on_violation="drop", z=0.0)
+        for c in (False, "auto")
+    ]
+    x, y = data()
+    x[2], x[20] = float("nan"), float("inf")
+    for private in runs:
+        private.step(LOSS, x[:16], y[:16], ids=range(16))
+        assert private.outcome.nonfinite == 1
+        private.step(LOSS, x[8:24], y[8:24], ids=range(8, 24))
+        assert (private.outcome.dropped, private.outcome.nonfinite) == (8, 1)
+        private.step(LOSS, x[:16], y[:16], ids=range(16))
+        assert private.outcome.dropped == 16
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=1e-4, atol=1e-5)
+    assert bool(torch.isfinite(weights(runs[1])).all())
+
+
+def test_refused_batches_release_nothing():
+    private = make(compile="auto", rule=SinglePass(steps=4))
+    x, y = data()
+    private.step(LOSS, x[:16], y[:16])
+    before = weights(private)
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        private.step(LOSS, x[:16], y[:16])
+    assert torch.equal(weights(private), before)
+    private.step(LOSS, x[16:32], y[16:32])
+    assert private.steps_released == 2
+
+
+def test_resume_is_bit_for_bit_and_replays_are_checked(tmp_path):
+    def batches():
+        return TensorBatches(data(), in_order(64, SIZE))
+
+    whole = make(compile="auto", run=tmp_path / "whole")
+    fit_model(whole, batches(), LOSS)
+    assert "; exact" in whole.ledger.meta("program")
+    first = make(compile="auto", run=tmp_path / "parts")
+    fit_model(first, batches(), LOSS, epochs=2)
+    list(walk(first, 2, sizes=(16,) * 4))  # released after the checkpoint, then lost
+    again = make(compile="auto", run=tmp_path / "parts")
+    assert again.resume() == 8
+    x, y = data()
+    with pytest.raises(ReplayRefused, match="other data"):
+        again.step(LOSS, x[:16] + 1, y[:16], ids=range(16))
+    with torch.no_grad():
+        again.model[0].weight[0, 0] += 1e-3
+    with pytest.raises(ReplayRefused, match="parameters"):
+        again.step(LOSS, x[:16], y[:16], ids=range(16))
+    again = make(compile="auto", run=tmp_path / "parts")
+    fit_model(again, batches(), LOSS)
+    assert again.ledger.meta("program") == whole.ledger.meta("program")
+    pairs = zip(again.ledger.rows(), whole.ledger.rows(), strict=True)
+    assert [a.step for a, b in pairs if a.state != b.state] == []
+    assert torch.equal(weights(again), weights(whole))
+    again.close()
+    assert verify(tmp_path / "parts").is_verified
+
+
+def test_checkpoint_and_scheduler_within_one_process():
+    whole, parts = make(compile="auto"), make(compile="auto")
+    for private in (whole, parts):
+        rule = torch.optim.lr_scheduler.StepLR(private._parts.optimizer, 3, gamma=0.5)
+        private.attach(rule=rule)
+        for t, _ in enumerate(walk(private, 12)):
+            rule.step()
+            if private is parts and t == 5:
+                state = copy.deepcopy(private.state_dict())
+    parts.load_state_dict(state)
+    rule = parts._attached["rule"]
+    for _ in walk(parts, 6, start=6):
+        rule.step()
+    assert torch.equal(weights(parts), weights(whole))
+
+
+def test_an_oversized_batch_goes_the_eager_way():
+    private = make(compile="auto", rule=SinglePass(steps=4))
+    x, y = data()
+    private.step(LOSS, x[:24], y[:24], ids=range(24))
+    private.step(LOSS, x[24:40], y[24:40], ids=range(24, 40))
+    assert any("larger than the captured 16" in note for note in private.fallbacks)
+
+
+@pytest.mark.parametrize("engine", [Ghost(), PerExample()], ids=["rules", "written"])
+def test_every_form_of_the_sum_agrees_on_the_gpu(engine):
+    model = network()
+    x, y = data(24)
+    keep = torch.ones(24, dtype=torch.bool, device="cuda")
+    keep[20:] = False
+    clip = Flat(0.5)
+    engine.clipped_sum(model, LOSS, (x, y), clip=clip)
+    x[3], x[22] = float("nan"), float("nan")
+    truth = engine.clipped_sum(model, LOSS, (x, y), clip=clip, weights=keep)
+    for name, make_total in candidates(
+        engine, model, LOSS, (x, y), keep, clip=clip, fuse=False
+    ).items():
+        sums = make_total()((x, y), keep)
+        assert torch.equal(sums.bad, truth.bad), name
+        for parameter, value in truth.values.items():
+            torch.testing.assert_close(
+                sums.values[parameter],
+                value,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda m, n=name: f"{n} {m}",
+            )
+
+
+def test_digests_on_the_device_are_those_of_the_twin():
+    g = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(250, 1, 28, 28, generator=g),
+        torch.randint(10, (250,), generator=g),
+        torch.randn(7, 301, generator=g).bfloat16(),
+        torch.randint(255, (5001,), generator=g).to(torch.uint8),
+        torch.tensor([True, False, True]),
+        torch.zeros(0, 3),
+    ]
+    groups = [[t] for t in tensors] + [tensors]
+    here, there = Keys(b"k", device="cpu"), Keys(b"k", device="cuda")
+    expected = torch.stack([plain(here, group) for group in groups])
+    found = Printer(there, [[t.cuda() for t in group] for group in groups]).run_().cpu()
+    assert torch.equal(found, expected)

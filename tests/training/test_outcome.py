@@ -1,0 +1,47 @@
+"""Figures of a step, and the usual shape of a batch in a fingerprint, against slow definitions."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from noshuffle.training import fingerprint
+from noshuffle.training.step import Outcome
+
+
+def outcome(losses):
+    t = torch.tensor(losses, dtype=torch.float32)
+    return Outcome(losses=t, norms=t, bad=~torch.isfinite(t), dropped=0)
+
+
+@pytest.mark.parametrize(
+    "losses", [[1.0, 2.5], [3e38, 3e38, 3e38], [1.0, math.nan, 4.0], [math.inf, -math.inf, 2.0]]
+)
+def test_the_loss_is_the_mean_of_what_is_finite(losses):
+    finite = torch.tensor(losses)[torch.isfinite(torch.tensor(losses))].double()
+    assert outcome(losses).loss == float(finite.mean())
+
+
+@pytest.mark.parametrize("losses", [[], [math.nan], [math.inf, math.nan]])
+def test_no_finite_loss(losses):
+    assert math.isnan(outcome(losses).loss)
+
+
+Pair = namedtuple("Pair", "x y")
+A, B = torch.arange(3.0), torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(), (A,), (A, B), (A, (A, B)), ({"x": A}, B), Pair(A, B), (Pair(A, B), A), (A, 3), (None, A)],
+)
+def test_a_plain_batch_is_flattened_like_any_other(batch):
+    leaves, structure = tree_flatten(batch)
+    own, words = fingerprint.flattened(batch)
+    assert words == repr(structure).encode()
+    assert len(own) == len(leaves)
+    assert all(a is b for a, b in zip(own, leaves))
