@@ -16,6 +16,11 @@ test: $(DEV)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# Every speed table beside its peers; what is not installed is named and left out.
+bench: $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/all.py
+
 slow: $(DEV)
 	$(BIN)/python -m pytest -m slow
 

@@ -115,6 +115,9 @@ BAD = [
     "epsilon --mechanism identity --steps 10 --noise-multiplier 1 --neighbours friends",
     "epsilon --mechanism identity --steps 10 --noise-multiplier 1 --accountant mine",
     "epsilon --mechanism identity --steps 10 --noise-multiplier 1 --nonsense 3",
+    "epsilon --mechanism blt --steps 10 --noise-multiplier 1 --bands 3",
+    "epsilon --mechanism blt --steps 10 --noise-multiplier 1 --taps 3",
+    "epsilon --mechanism blt --steps 10 --noise-multiplier 1 --variant full",
     "plan --steps 0",
     "plan --steps 16 --plot picture.txt",
     "plan --steps 16 --target-epsilon -2",
@@ -154,3 +157,14 @@ def test_plan_compares_mechanisms(capsys: pytest.CaptureFixture[str], tmp_path) 
 def test_plan_respects_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
     rows = output(capsys, *["plan", "--steps", "32", "--max-buffers", "1"])
     assert all(row["buffers"] <= 1 for row in rows)
+
+
+def test_a_narrow_table_cuts_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in ("60", "80", "120"):
+        monkeypatch.setenv("COLUMNS", width)
+        assert (
+            main(["plan", "--epochs", "9", "--steps-per-epoch", "80", "--mechanism", "tree"]) == 0
+        )
+        assert "…" not in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,16 @@ def test_flower_runs_the_same_rounds(tmp_path: Path) -> None:
 def test_other_folders_are_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(run)) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+def test_a_copied_folder_goes_on_only_if_it_was_moved(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert main(["federated", "--resume", str(copy)]) == 2
+    assert "copy or a restored backup" in capsys.readouterr().err
+    assert main(["federated", "--resume", str(copy), "--moved", "--json"]) == 0
+    assert main(["verify", str(copy)]) == 0
 
 
 def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,11 +108,20 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
         (["--target", "sold", "--hash-text", "4", "--bounds", "q=0,1"], "no feature"),
         (["--target", "sold", "--task", "magic"], "task"),
         (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
+        (["--target", "sold", "--solver", "magic"], "solver"),
+        (["--target", "sold", "--alpha", "-1"], "alpha"),
+        (["--target", "sold", "--task", "linear", "--target-bounds", "0,1"], "text"),
     ):
         with pytest.raises(NoshuffleError, match=match):
             command([str(table), *line, *out, "--mechanism", "tree"])
     with pytest.raises(DataUnavailable, match="not a file"):
         command([str(tmp_path / "gone.csv"), "--target", "y", *out])
+    for name in ("noise.csv", "noise.parquet"):
+        (tmp_path / name).write_bytes(b"\x88\xff\x00\x01")
+        if name == "noise.parquet":
+            pytest.importorskip("pyarrow")
+        with pytest.raises(InvalidInput, match="could not be read"):
+            command([str(tmp_path / name), "--target", "y", *out])
     with pytest.raises(InvalidInput, match="empty folder"):
         command([str(table), "--target", "sold", "--out", str(tmp_path)])
 

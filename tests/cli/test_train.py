@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,16 @@ def test_dp_sgd_is_the_same_command(
         "train --resume nowhere",
         "train --resume nowhere --epochs 3",
         "train --unit user",
+        "train --device tpu",
+        "train --device cuda:99",
+        "train --model char_lstm",
+        "train --model tanh_cnn",
+        "train --config table.toml",
+        "train --config bytes.toml",
+        "train --out table.toml",
+        "train --out table.toml/below",
+        "plan --steps 16 --plot nowhere/x.png",
+        "reproduce gravity",
         "verify nowhere",
         "report nowhere",
     ],
@@ -120,10 +131,61 @@ def test_bad_input_is_one_line(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.toml").write_text("train = 3\n")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     status = main(line.split())
     captured = capsys.readouterr()
     assert status == 2, captured
     assert captured.err.count("\n") == 1, captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", b"[]", "damaged"),
+        ("config.json", b"{", "damaged"),
+        ("config.json", b'{"kind": "federated"}', "noshuffle federated --resume"),
+        ("config.json", b'{"kind": "fit"}', "noshuffle fit"),
+        ("ledger.sqlite", b"nonsense", "ledger"),
+        ("plan.json", b"\xff\xfe", "damaged"),
+        ("plan.json", b"{", "document"),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_one_line(
+    run: Path,
+    name: str,
+    content: bytes,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / name).write_bytes(content)
+    assert main(["train", "--resume", str(copy)]) == 2
+    captured = capsys.readouterr().err
+    assert captured.count("\n") == 1
+    assert said in captured
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_ctrl_c_is_one_line_and_says_how_to_go_on(
+    is_started: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(settings: object, path: Path, **_: object) -> None:
+        if is_started:
+            path.mkdir()
+            (path / "plan.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("noshuffle.cli.job.run_job", stop)
+    assert main(["train", "--out", str(tmp_path / "r")]) == 130
+    captured = capsys.readouterr().err
+    assert captured.count("\n") == 1
+    assert ("--resume" in captured) is is_started
 
 
 def test_an_out_folder_is_never_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

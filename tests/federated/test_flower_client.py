@@ -56,7 +56,7 @@ def trains(change: Callable[[Tensors], Tensors], **more: Any) -> ClientApp:
 
 
 def sent_by(change: Callable[[Tensors], Tensors], **more: Any) -> tuple[Tensors, ConfigRecord]:
-    reply = trains(change, **more)(a_message(), a_context())
+    reply = trains(change, **more)(a_message(**{"wants-norm": True}), a_context())
     assert sorted(reply.content) == ["delta", "update"]  # no metrics
     return to_tensors(reply.content["delta"]), reply.content["update"]  # type: ignore[return-value]
 
@@ -74,6 +74,8 @@ def test_the_whole_delta_is_clipped_scalars_included() -> None:
     assert delta["scale"].shape == ()
     assert 0.999 < length(delta) <= 1.0
     assert dict(update) == {"step": 4, "norm": pytest.approx(5.0), "user": 3}
+    plain = trains(lambda p: p)(a_message(), a_context()).content["update"]
+    assert dict(plain) == {"step": 4, "user": 3}  # a norm only where it is asked for
     small, _ = sent_by(lambda p: {n: v + 0.01 * move[n] for n, v in p.items()})
     torch.testing.assert_close(small["scale"], torch.tensor(0.04), rtol=1e-5, atol=1e-6)
 

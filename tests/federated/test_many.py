@@ -18,7 +18,13 @@ from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.char_models import CharTransformer, build
 from noshuffle.federated.clients import NO_TARGET, clip_flat, cross_entropy, local_train
 from noshuffle.federated.cohort import observed_participation
-from noshuffle.federated.many import Setting, accuracies, admitted_cohorts, train_many
+from noshuffle.federated.many import (
+    Setting,
+    _sources,
+    accuracies,
+    admitted_cohorts,
+    train_many,
+)
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.simulate import evaluate, in_random_order, in_stream_order
 from noshuffle.federated.stack import Flat, Stack, Users, gradient_fn
@@ -104,7 +110,8 @@ def test_a_stacked_run_equals_a_simulation(kind: str, proximal: float) -> None:
         source=a_source(seed=2),
         **common,
     )
-    for i, plan in enumerate(plans):
+    sources = dict(_sources(a_source(seed=2), names))
+    for i, (name, plan) in enumerate(zip(names, plans)):
         torch.manual_seed(i)
         model = MODELS[kind]()
         server = ServerOptimizer(
@@ -113,7 +120,7 @@ def test_a_stacked_run_equals_a_simulation(kind: str, proximal: float) -> None:
             clip=0.3,
             cohort_size=5,
             optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.8, momentum=0.5),
-            source=a_source(seed=2),
+            source=sources[name],
         )
         alone = simulate(Rounds(server), model, task, local=local, check_ins=order).parameters
         for name, value in alone.items():

@@ -12,6 +12,8 @@ noshuffle report    draw the report of a run again
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import sys
 
 from noshuffle.cli.app import app
@@ -30,6 +32,17 @@ def main(arguments: list[str] | None = None) -> int:
         return status if isinstance(status, int) else 0
     except NoshuffleError as error:
         return _refuse(str(error))
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has left; let the interpreter's last flush go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _refuse(f"{where}{error.strerror or error}")
+    except sqlite3.DatabaseError as error:
+        return _refuse(f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}")
+    except UnicodeDecodeError:
+        return _refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
     except Exception as error:
         # typer may carry its own click: recognise usage errors by shape, not by class.
         if hasattr(error, "format_message"):

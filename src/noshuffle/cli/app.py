@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import typer
 
 from noshuffle.cli.epsilon import epsilon
@@ -19,5 +24,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with Ctrl-C as one line and exit status 130 (typer would say nothing)."""
+
+    @wraps(command)
+    def call(**given: Any) -> Any:
+        try:
+            return command(**given)
+        except KeyboardInterrupt:
+            print("noshuffle: stopped", file=sys.stderr)
+            return 130
+
+    return call
+
+
 for _command in (train, federated, fit, plan, epsilon, verify, report, reproduce):
-    app.command()(_command)
+    app.command()(_stoppable(_command))

@@ -33,7 +33,10 @@ def epsilon(
     accountant: o.Accountant = "",
     json: o.Json = False,
 ) -> None:
-    """Epsilon of a run (or the noise for a target epsilon), with its assumptions."""
+    """Epsilon of a run (or the noise for a target epsilon), with its assumptions.
+
+    For example: noshuffle epsilon --steps 1600 --mechanism tree --noise-multiplier 1.13
+    """
     from noshuffle.errors import InvalidInput, positive
     from noshuffle.plan import Plan
     from noshuffle.strategies import tree
@@ -55,6 +58,13 @@ def epsilon(
     every = o.restart_steps(restart_every, participation)
     if mechanism != "tree" and (every is not None or completion):
         raise InvalidInput("--restart-every and --completion belong to --mechanism tree")
+    for option, value, families in (
+        ("--variant", variant != "honaker", ("tree",)),
+        ("--bands", bands, ("bsr", "bisr", "banded", "banded_inverse")),
+        ("--taps", taps, ("blt_tapped", "blt_gains", "blt_two_sided")),
+    ):
+        if value and mechanism not in families:
+            raise InvalidInput(f"{option} belongs to {', '.join(families)}; got {mechanism}")
     chosen: Any = mechanism
     settings: dict[str, Any] = {}
     if mechanism == "tree":

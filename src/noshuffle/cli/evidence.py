@@ -9,18 +9,23 @@ import typer
 
 from noshuffle.cli import options as o
 
-Run = Annotated[Path, typer.Argument(help="a run folder, as noshuffle train or federated makes")]
+Run = Annotated[Path, typer.Argument(help="a run folder, as train, federated and fit make")]
 
 
 def verify(run: Run, json: o.Json = False) -> int:
-    """Recompute the guarantee of a run from its folder: VERIFIED, or what does not hold."""
+    """Recompute the guarantee of a run from its folder: VERIFIED, or what does not hold.
+
+    RUN is a run folder, as train, federated and fit make. Exit status 0: verified, 1: not.
+    """
     import json as encoder
 
     from noshuffle.errors import InvalidInput
     from noshuffle.training.verify import verify as check
 
     if not run.is_dir():
-        raise InvalidInput(f"{run} is not a folder; give a run folder, as noshuffle train makes")
+        raise InvalidInput(
+            f"{run} is not a folder; give a run folder, as train, federated and fit make"
+        )
     verdict = check(run)
     if json:
         print(encoder.dumps(verdict.to_dict(), indent=2, ensure_ascii=False))
@@ -30,7 +35,10 @@ def verify(run: Run, json: o.Json = False) -> int:
 
 
 def report(run: Run, json: o.Json = False) -> None:
-    """Draw report.html of a run again from its files."""
+    """Draw report.html of a run again from its files.
+
+    RUN is a run folder, as train, federated and fit make.
+    """
     import json as encoder
 
     from noshuffle.report import write_report

@@ -96,50 +96,46 @@ def federated(
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings")] = None,
     out: Annotated[Path | None, typer.Option(help="run folder (default runs/TASK-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
+    moved: Annotated[
+        bool, typer.Option("--moved", help="with --resume: the folder was moved, not copied")
+    ] = False,
     json: o.Json = False,
 ) -> int:
     """Train over users with user-level differential privacy, without sampling them.
 
     Without options: 479 made-up users with three of scikit-learn's digits each, DP-FTRL, seconds.
     """
-    own = ("config", "out", "resume", "json")
+    own = ("config", "out", "resume", "moved", "json")
     given = {k: v for k, v in locals().items() if k not in own and k != "own" and v is not None}
     settings, path = _settings(given, config=config, out=out, resume=resume)
-    return _run(settings, path, as_json=json)
+    return _run(settings, path, as_json=json, moved=moved)
 
 
 def _settings(
     given: dict[str, Any], *, config: Path | None, out: Path | None, resume: Path | None
 ) -> tuple[Any, Path]:
-    import json
     from datetime import datetime
 
     from noshuffle.cli.federated_settings import FederatedSettings
-    from noshuffle.cli.settings import read_toml
+    from noshuffle.cli.settings import check_new_folder, kept_settings, read_toml
     from noshuffle.errors import InvalidInput
 
     if resume is not None:
         if given or config or out:
             raise InvalidInput("--resume takes all settings from the run folder; give it alone")
-        file = resume / "config.json"
-        if not file.is_file():
-            raise InvalidInput(f"{resume} is not a run folder: it has no config.json")
-        record = json.loads(file.read_text(encoding="utf8"))
-        if record.pop("kind", None) != "federated":
-            raise InvalidInput(f"{resume} is not a federated run; use noshuffle train --resume")
+        record = kept_settings(resume, kind="federated")
+        record.pop("kind")
         return FederatedSettings.of(record), resume
-    from_file = read_toml(config) if config is not None else {}
-    from_file = dict(from_file.get("federated", from_file))
+    from_file = read_toml(config, table="federated") if config is not None else {}
     if {"epsilon", "noise_multiplier"} & set(given):  # one on the command line replaces either
         from_file = {k: v for k, v in from_file.items() if k not in ("epsilon", "noise_multiplier")}
     settings = FederatedSettings.of({**from_file, **given})
     out = out or Path("runs") / f"federated-{settings.task}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")
+    check_new_folder(out)
     return settings, out
 
 
-def _run(settings: Any, path: Path, *, as_json: bool) -> int:
+def _run(settings: Any, path: Path, *, as_json: bool, moved: bool) -> int:
     import sys
 
     from rich.console import Console
@@ -150,7 +146,9 @@ def _run(settings: Any, path: Path, *, as_json: bool) -> int:
     console = Console(stderr=True, quiet=as_json)
     try:
         with stop_on_signals() as is_stopped, watching(console, settings) as (watch, say):
-            result = run_job(settings, path, watch=watch, say=say, is_stopped=is_stopped)
+            result = run_job(
+                settings, path, moved=moved, watch=watch, say=say, is_stopped=is_stopped
+            )
     except Stopped:
         line = f"noshuffle: stopped after a round; go on with noshuffle federated --resume {path}"
         print(line, file=sys.stderr)

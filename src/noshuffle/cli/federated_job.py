@@ -19,7 +19,7 @@ from typing import Any
 
 from noshuffle.cli.federated_parts import Job, assemble
 from noshuffle.cli.federated_settings import FederatedSettings, Limits
-from noshuffle.errors import NoshuffleError
+from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.per_user import Spending, spending
 from noshuffle.federated.quiet import need_flower
@@ -75,6 +75,7 @@ def run_job(
     settings: FederatedSettings,
     path: Path,
     *,
+    moved: bool = False,
     watch: Callable[[Seen], None] | None = None,
     say: Callable[[str], None] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -82,13 +83,14 @@ def run_job(
     """Train (or resume) the run in `path`, write its evidence and its report.
 
     Raises `Stopped` after the round during which `is_stopped` came true; everything is saved then.
+    `moved` promises that a folder found at another place was moved there and not copied.
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
     if settings.engine == "flower":
         need_flower()
     say("fitting the mechanism")
-    job, skipped = assemble(settings, path)
+    job, skipped = assemble(settings, path, moved=moved)
     if job.limits is not None:
         say(f"Limits: {job.limits.words()}; {job.limits.why}.")
     for number in skipped:
@@ -236,6 +238,8 @@ def _let_go(job: Job) -> None:
     """Save and close; an open round is given up, one that was torn is left to the next resume."""
     try:
         job.rounds.close()
+    except ReplayRefused:
+        pass  # another process has gone on with the run: the folder is its own now
     except NoshuffleError:
         job.server.ledger.close()
 

@@ -57,14 +57,27 @@ def fit(
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Fit a linear model to a table with differential privacy, in one pass, in file order."""
+    """Fit a linear model to a table with differential privacy, in one pass, in file order.
+
+    FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
+    what is known of the data beforehand costs no privacy.
+    """
     from noshuffle.convex.table_file import read_table
-    from noshuffle.errors import InvalidInput, one_of
+    from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of
     from noshuffle.report import write_report
 
     one_of(TASKS, task=task)
+    one_of(("ftrl", "sums"), solver=solver)
+    non_negative(alpha=alpha)
     path = _folder(out, file)
-    table = read_table(file, target=target, ids=ids, hash_text=hash_text)
+    try:
+        table = read_table(file, target=target, ids=ids, hash_text=hash_text)
+    except NoshuffleError:
+        raise
+    except (UnicodeDecodeError, ValueError):  # pyarrow's complaints are ValueErrors
+        raise InvalidInput(
+            f"{file} could not be read; give a .csv table in UTF-8, or a .parquet one"
+        ) from None
     settings: dict[str, Any] = {
         "epsilon": epsilon,
         "delta": delta,
@@ -83,6 +96,11 @@ def fit(
     if task == "linear":
         if target_bounds is None:
             raise InvalidInput("--task linear needs --target-bounds low,high, known beforehand")
+        if table.y.dtype.kind not in "iuf":
+            raise InvalidInput(
+                f"--task linear needs a target of numbers; column {target!r} holds text, "
+                "so use --task logistic or svc"
+            )
         settings |= {"target_bounds": _pair(target_bounds, "--target-bounds"), "solver": solver}
     elif classes is not None:
         settings["classes"] = _classes(classes, table.y)

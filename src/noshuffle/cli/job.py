@@ -114,7 +114,16 @@ def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:
     """The model with public initial weights."""
     name = settings.model or models.default_for(data.kind, data.shape)
     torch.manual_seed(settings.seed)
-    return models.build(name, data.shape, data.classes).to(settings.device)
+    try:
+        model = models.build(name, data.shape, data.classes)
+        with torch.no_grad():
+            model(torch.zeros_like(data.x_test[:1]))
+    except (RuntimeError, IndexError):
+        raise InvalidInput(
+            f"model {name} does not fit {data.name}, whose examples have shape {data.shape}; "
+            f"use {models.default_for(data.kind, data.shape)}"
+        ) from None
+    return model.to(settings.device)
 
 
 def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
@@ -155,7 +164,12 @@ def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, chunk: in
 
 
 def run_job(
-    settings: TrainSettings, path: Path, *, callbacks: tuple[Callback, ...] = (), say: Any = None
+    settings: TrainSettings,
+    path: Path,
+    *,
+    callbacks: tuple[Callback, ...] = (),
+    say: Any = None,
+    moved: bool = False,
 ) -> Result:
     """Train (or resume) the run in `path`, write its evidence and its report."""
     say = say or (lambda _: None)
@@ -178,6 +192,7 @@ def run_job(
         source=source,
         run=folder,
         engine=PerExample() if data.kind == "image" else None,
+        moved=moved,
     )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat

@@ -52,6 +52,8 @@ def plan(
         raise InvalidInput("give at most one of --noise-multiplier and --target-epsilon")
     if plot is not None and plot.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidInput(f"--plot must end in .png, .svg or .pdf, got {str(plot)!r}")
+    if plot is not None and not plot.parent.is_dir():
+        raise InvalidInput(f"--plot needs an existing folder, got {str(plot.parent)!r}")
     if max_buffers is not None:
         whole(at_least=0, max_buffers=max_buffers)
     participation = o.build_participation(
@@ -106,17 +108,26 @@ def _print_json(rows: list[Any]) -> None:
 
 
 def _print_table(rows: list[Any], words: str) -> None:
+    from rich.box import HEAVY_HEAD, SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=words[0].upper() + words[1:], title_justify="left")
+    console = Console()
+    headings = ["ε", "noise", "sensitivity", "rms", "max", "buffers", "fit, s"]
+    # A column less is better than numbers cut short.
+    spared = {"fit, s": 90, "sensitivity": 80}
+    kept = [h for h in headings if console.width >= spared.get(h, 0)]
+    table = Table(
+        title=words[0].upper() + words[1:],
+        title_justify="left",
+        box=SIMPLE if console.width < 90 else HEAVY_HEAD,
+    )
     table.add_column("mechanism", no_wrap=True)
-    for heading in ("ε", "noise", "sensitivity", "rms", "max", "buffers", "fit, s"):
+    for heading in kept:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         mark = "" if row.exact else "≤ "
-        table.add_row(
-            row.name,
+        cells = (
             f"{row.epsilon:.3f}",
             f"{row.noise_multiplier:.3f}",
             f"{mark}{row.sensitivity:.3f}",
@@ -125,7 +136,7 @@ def _print_table(rows: list[Any], words: str) -> None:
             str(row.buffers),
             f"{row.seconds:.2f}",
         )
-    console = Console()
+        table.add_row(row.name, *(c for h, c in zip(headings, cells) if h in kept))
     console.print(table)
     console.print(
         "noise: its multiplier. rms, max: standard deviation of the noise in the running sum of "

@@ -10,6 +10,7 @@ settings are written into the run folder, and a resumed run reads them from ther
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -83,12 +84,15 @@ class TrainSettings:
         open_unit(delta=self.delta)
         non_negative(momentum=self.momentum, cooldown=self.cooldown)
         if self.momentum >= 1 or self.cooldown > 1:
-            raise InvalidInput("momentum must lie in [0, 1) and cooldown in [0, 1]")
+            raise InvalidInput(
+                "momentum must lie in [0, 1) and cooldown in [0, 1], "
+                f"got {self.momentum} and {self.cooldown}"
+            )
         one_of(OPTIMIZERS, optimizer=self.optimizer)
         one_of(SAMPLINGS, sampling=self.sampling)
         one_of(("example", "user"), unit=self.unit)
         if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise InvalidInput("give exactly one of epsilon and noise_multiplier")
+            raise InvalidInput("give either epsilon or noise_multiplier, not both")
         if self.epsilon is not None:
             positive(epsilon=self.epsilon)
         if self.noise_multiplier is not None:
@@ -107,13 +111,44 @@ class TrainSettings:
         return asdict(self)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Settings from a TOML file: top-level keys, or a table called [train]."""
+def read_toml(path: Path, *, table: str = "train") -> dict[str, Any]:
+    """Settings from a TOML file: top-level keys, or a table of that name, [train]."""
     try:
         record = tomllib.loads(path.read_text(encoding="utf8"))
     except OSError as error:
         raise InvalidInput(f"--config {path} could not be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"--config {path} is not TOML: {error}") from None
-    table = record.get("train", record)
-    return dict(table)
+    except UnicodeDecodeError:
+        raise InvalidInput(f"--config {path} is not TOML: it is not UTF-8 text") from None
+    found = record.get(table, record)
+    if not isinstance(found, dict):
+        raise InvalidInput(f"--config {path}: {table} must be a table, [{table}]; got {found!r}")
+    return dict(found)
+
+
+def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
+    """The settings that a run folder was started with, if `noshuffle KIND` made it."""
+    file = run / "config.json"
+    if not file.is_file():
+        raise InvalidInput(f"{run} is not a run folder: it has no config.json")
+    try:
+        kept = json.loads(file.read_text(encoding="utf8"))
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise InvalidInput(f"{file} does not hold settings; the run folder is damaged")
+    made_by = kept.get("kind", "train")
+    if made_by == "fit":
+        raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
+    if made_by != kind:
+        raise InvalidInput(f"{run} is another kind of run; use: noshuffle {made_by} --resume {run}")
+    return kept
+
+
+def check_new_folder(out: Path) -> None:
+    """Refuse to begin a run in a file or in a folder that holds something."""
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
+    if out.exists() and any(out.iterdir()):
+        raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")

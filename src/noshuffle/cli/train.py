@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,8 +54,11 @@ def train(
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings")] = None,
     out: Annotated[Path | None, typer.Option(help="run folder (default runs/DATA-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
+    moved: Annotated[
+        bool, typer.Option("--moved", help="with --resume: the folder was moved, not copied")
+    ] = False,
     json: o.Json = False,
-) -> None:
+) -> int:
     """Train a model with differential privacy, in the natural order of the data.
 
     Without options: the digits that ship with scikit-learn, a small CNN, DP-FTRL, under a minute.
@@ -82,26 +86,31 @@ def train(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings, path = _settings(given, config=config, out=out, resume=resume)
-    result = _run(settings, path, quiet=json)
+    _check_device(settings.device)
+    try:
+        result = _run(settings, path, quiet=json, moved=moved)
+    except KeyboardInterrupt:
+        if not (path / "plan.json").is_file():
+            raise
+        line = f"noshuffle: stopped; go on with noshuffle train --resume {path}"
+        print(line, file=sys.stderr)
+        return 130
     _print(settings, result, as_json=json)
+    return 0
 
 
 def _settings(
     given: dict[str, Any], *, config: Path | None, out: Path | None, resume: Path | None
 ) -> tuple[Any, Path]:
-    import json
     from datetime import datetime
 
-    from noshuffle.cli.settings import TrainSettings, read_toml
+    from noshuffle.cli.settings import TrainSettings, check_new_folder, kept_settings, read_toml
     from noshuffle.errors import InvalidInput
 
     if resume is not None:
         if given or config or out:
             raise InvalidInput("--resume takes all settings from the run folder; give it alone")
-        file = resume / "config.json"
-        if not file.is_file():
-            raise InvalidInput(f"{resume} is not a run folder: it has no config.json")
-        return TrainSettings.of(json.loads(file.read_text(encoding="utf8"))), resume
+        return TrainSettings.of(kept_settings(resume, kind="train")), resume
     from_file = read_toml(config) if config is not None else {}
     if {"epsilon", "noise_multiplier"} & set(given):  # one on the command line replaces either
         from_file = {k: v for k, v in from_file.items() if k not in ("epsilon", "noise_multiplier")}
@@ -109,14 +118,23 @@ def _settings(
     if out is None:
         name = settings.data.replace(":", "-").replace(".", "-")
         out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.exists() and any(out.iterdir()):
-        raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")
+    check_new_folder(out)
     return settings, out
 
 
-def _run(settings: Any, path: Path, *, quiet: bool) -> Any:
-    import sys
+def _check_device(name: str) -> None:
+    import torch
 
+    from noshuffle.errors import InvalidInput
+
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise InvalidInput(f"device must be cpu, cuda or cuda:NUMBER, got {name!r}")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device {name} is not available on this machine; use --device cpu")
+
+
+def _run(settings: Any, path: Path, *, quiet: bool, moved: bool) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -149,6 +167,7 @@ def _run(settings: Any, path: Path, *, quiet: bool) -> Any:
             path,
             callbacks=(on_step,),
             say=lambda text: bar.update(task, description=text),
+            moved=moved,
         )
 
 
@@ -183,5 +202,5 @@ def _print(settings: Any, result: Any, *, as_json: bool) -> None:
     table.add_row("time", f"{result.seconds:.0f} s")
     console = Console()
     console.print(table)
-    console.print(f"report: {result.path / 'report.html'}")
-    console.print(f"check the evidence: noshuffle verify {result.path}")
+    print(f"report: {result.path / 'report.html'}")  # one line each, to be copied
+    print(f"check the evidence: noshuffle verify {result.path}")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from noshuffle.clipping.clipped import FINE_SLACK, SLACK, Flat
+from noshuffle.clipping.clipped import SLACK, Flat
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
 
 #: A target that counts for nothing, as in torch's cross-entropy.
@@ -94,11 +94,15 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     return losses.flatten(1).sum(1) / counted
 
 
-def clip_factor(norm: float, *, clip_norm: float, slack: float) -> float:
-    """What to multiply by. A vector that was clipped before is left as it is, bit for bit."""
-    if norm <= clip_norm * (1.0 - slack / 2):
+def clip_factor(norm: float, *, clip_norm: float) -> float:
+    """What to multiply by. A vector that was clipped before is left as it is, bit for bit.
+
+    The room below the clip norm is that of single precision for all types: the norm of many
+    doubles is itself rounded, and tensors of both types may travel in one delta.
+    """
+    if norm <= clip_norm * (1.0 - SLACK / 2):
         return 1.0
-    return clip_norm * (1.0 - slack) / norm
+    return clip_norm * (1.0 - SLACK) / norm
 
 
 def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:
@@ -110,8 +114,7 @@ def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
     if not math.isfinite(norm):
         return torch.zeros_like(flat), norm, True
-    slack = FINE_SLACK if flat.dtype == torch.float64 else SLACK
-    factor = clip_factor(norm, clip_norm=clip_norm, slack=slack)
+    factor = clip_factor(norm, clip_norm=clip_norm)
     return (flat if factor == 1.0 else flat * factor), norm, False
 
 

@@ -43,6 +43,7 @@ from noshuffle.federated.flower_wire import (
     STEP,
     UPDATE,
     USER,
+    WANTS_NORM,
     WHY,
     section,
     short,
@@ -176,7 +177,10 @@ class PrivateStrategy(Strategy):
         if work is None:
             return []
         self._asked = {users[user]: user for user in work.users}
-        order = ConfigRecord({**config, STEP: work.step, CLIP_NORM: work.clip_norm})
+        # A raw norm leaves a device only where it is used, for a count with noise of its own.
+        wants_norm = self.rounds.server.needs_norms
+        own = {STEP: work.step, CLIP_NORM: work.clip_norm, WANTS_NORM: wants_norm}
+        order = ConfigRecord({**config, **own})
         content = RecordDict({ARRAYS: to_arrays(work.parameters), CONFIG: order})
         # Who comes back after the round is over need not train for nothing.
         ttl = None if self._timeout is None else self._timeout + CLOCKS
@@ -234,9 +238,11 @@ class PrivateStrategy(Strategy):
             delta = to_tensors(reply.content.get(DELTA))
             # A reply without a step answers no round, and one without a norm cannot be counted.
             norm, step = update.get(NORM), update.get(STEP)
-            if not isinstance(norm, float) or not isinstance(step, int):
+            known = norm if isinstance(norm, float) else None
+            is_odd = known is None and (norm is not None or self.rounds.server.needs_norms)
+            if is_odd or not isinstance(step, int):
                 return f"{where}: the reply of user {short(user)} has no norm or no step"
-            return self.rounds.receive(user, delta, norm=norm, step=step)
+            return self.rounds.receive(user, delta, norm=known, step=step)
         except Exception as error:
             # Whatever a stranger managed to break must not break the round of the others.
             return f"{where}: the reply of user {short(user)} is not used: {short(str(error))}"

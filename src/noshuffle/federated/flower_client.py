@@ -1,7 +1,9 @@
 """The client's half on Flower: a mod that clips the whole update, and an answer to "who are you?".
 
     app's train function:   arrays → arrays (new parameters)
-    mod:                    Δ = new − sent,   sent back: Δ · min(1, ζ/‖Δ‖), ‖Δ‖, step, user
+    mod:                    Δ = new − sent,   sent back: Δ · min(1, ζ/‖Δ‖), step, user
+
+and ‖Δ‖ where the server says that its clip norm follows a quantile.
 
 The mod goes around any ClientApp that returns its new parameters as one ArrayRecord, which is
 Flower's own convention. Metrics that the app returns are dropped: they are functions of private
@@ -30,6 +32,7 @@ from noshuffle.federated.clients import LocalTraining, LossFn, clip_delta, train
 from noshuffle.federated.flower_wire import (
     ARRAYS,
     ASK_IDENTITY,
+    CONFIG,
     DECLINED,
     DELTA,
     IDENTITY,
@@ -37,8 +40,10 @@ from noshuffle.federated.flower_wire import (
     STEP,
     UPDATE,
     USER,
+    WANTS_NORM,
     WHY,
     order_of,
+    section,
     to_arrays,
     to_tensors,
 )
@@ -122,8 +127,8 @@ def clip_mod(*, user_fn: UserFn | None = None, timer: TimerFn | None = None) -> 
 
     Guarantees: what leaves has L2 norm at most the clip norm sent, over all floating-point tensors
     together, 0-d ones included; an update with NaN or infinity leaves as zeros; an update of zero
-    stays zero. Integer tensors and metrics do not leave. Tensors that are missing, renamed or
-    reshaped stop the reply with one line.
+    stays zero. Integer tensors and metrics do not leave, nor does the norm unless it is asked for.
+    Tensors that are missing, renamed or reshaped stop the reply with one line.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -138,7 +143,9 @@ def clip_mod(*, user_fn: UserFn | None = None, timer: TimerFn | None = None) -> 
         if reply.has_error():
             return reply
         sent = clip_delta(difference(start, _new_parameters(reply)), clip_norm=clip_norm)
-        record = ConfigRecord({STEP: step, NORM: sent.norm})
+        record = ConfigRecord({STEP: step})
+        if section(message, CONFIG).get(WANTS_NORM) is True:
+            record[NORM] = sent.norm
         if user_fn is not None:
             record[USER] = user_fn(context)
         content = RecordDict({DELTA: to_arrays(sent.values), UPDATE: record})

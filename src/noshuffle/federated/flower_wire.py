@@ -1,7 +1,8 @@
 """What travels between our Flower strategy and our client mod, and how it is read with suspicion.
 
     to a client      arrays: the parameters        config: step, clip-norm, whatever the app adds
-    back             delta: clipped, named         update: step, norm before clipping, who it is
+    back             delta: clipped, named         update: step, who it is, and if it was asked for
+                                                   (wants-norm) the norm before clipping
     or               declined: why
     handshake        query.noshuffle, empty    →   identity: user
 
@@ -26,6 +27,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 ARRAYS, CONFIG = "arrays", "config"
 DELTA, UPDATE, DECLINED, IDENTITY = "delta", "update", "declined", "identity"
 STEP, CLIP_NORM, NORM, USER, WHY = "step", "clip-norm", "norm", "user", "why"
+WANTS_NORM = "wants-norm"
 #: Message type of the handshake.
 ASK_IDENTITY = "query.noshuffle"
 

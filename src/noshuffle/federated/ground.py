@@ -1,20 +1,24 @@
-"""What a server stands on: its own parameters, and why it refuses a cohort.
+"""What a server stands on: its own parameters, and why it refuses a sum or a cohort.
 
 Keys and facts are bound as in central training (`training.binding`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from noshuffle.clipping import ClippedSum
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput
 from noshuffle.federated.cohort import UserId
 from noshuffle.training import guard
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.threshold import COUNT
 from noshuffle.training.units import Ids, Seen
 
 
@@ -25,10 +29,45 @@ def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Para
     for name, value in named.items():
         if not value.is_floating_point():
             raise InvalidInput(f"{name!r} is {value.dtype}; only floating point can be trained")
+        if name == COUNT:
+            raise InvalidInput(f"{name!r} has a noise stream of its own; name the tensor otherwise")
         own[name] = nn.Parameter(value.detach().clone())
     if not own or len({p.device for p in own.values()}) != 1:
         raise InvalidInput("a server needs at least one trainable tensor, all on one device")
     return own
+
+
+def checked_sum(
+    given: Mapping[str, Tensor] | ClippedSum,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    users: int,
+    clip_norm: float,
+) -> dict[str, Tensor]:
+    """Copies in float32, refused unless a cohort of this size could have summed to it.
+
+    Never wider than the noise: noise of float32 on a sum of float64 would leave the last 29 bits
+    of the raw sum bare, and whoever guesses an update could check the guess.
+    """
+    if isinstance(given, ClippedSum) and (given.bound > clip_norm or len(given.norms) > users):
+        raise InvalidInput(
+            f"the sum is of {len(given.norms)} deltas clipped to {given.bound:g}; at most {users} "
+            f"clipped to {clip_norm:g} were expected"
+        )
+    values = given.values if isinstance(given, ClippedSum) else given
+    found = {name: tuple(value.shape) for name, value in values.items()}
+    if found != dict(shapes):
+        raise InvalidInput(
+            f"the sum must have the tensors {dict(shapes)}, got {found}; sum what clients sent"
+        )
+    narrow = {name: values[name].detach().to(torch.float32, copy=True) for name in shapes}
+    length = math.sqrt(sum(float(v.double().square().sum()) for v in narrow.values()))
+    if not length <= clip_norm * users * (1 + 1e-5):
+        raise InvalidInput(
+            f"{users} deltas of norm at most {clip_norm:g} cannot sum to norm {length:g}; clip "
+            "every delta, then sum"
+        )
+    return narrow
 
 
 def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:

@@ -9,15 +9,16 @@ stack is one graph). Runs have their own noise, rates, clip norms, initial weigh
 cohorts; local steps and the schedule of server rates are shared. Cohorts come from outside, by the
 code that guards participation (`admitted_cohorts`) or that samples.
 
-Each run has the noise of its own setting; a study as a whole shows many models of the same data, so
-it keeps no ledger and makes no statement. The slow twin is `simulate`: one run here equals one run
-there, with the same cohorts and key, up to rounding.
+Each run has noise of its own, independent of the others'; a study as a whole shows many models of
+the same data, so it keeps no ledger and makes no statement. The slow twin is `simulate`: one run
+here equals one run there, with the same cohorts and key, up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -126,8 +127,8 @@ def train_many(
     )
     key = source or Source(key=new_key())
     noise = [
-        _Noise.of(name, settings, flat, strategies[name], key, horizon or rounds, device)
-        for name in dict.fromkeys(s.mechanism for s in settings)
+        _Noise.of(name, settings, flat, strategies[name], own, horizon or rounds, device)
+        for name, own in _sources(key, dict.fromkeys(s.mechanism for s in settings))
     ]
     velocity = torch.zeros_like(theta)
     for t in range(rounds):
@@ -223,6 +224,13 @@ class _Noise:
         noise = {n: total.new_zeros(len(self.rows), *shape) for n, shape in shapes}
         self.stream.add_(noise)
         total.index_add_(0, self.rows, self.flat.pack(noise) * self.scale[:, None])
+
+
+def _sources(source: Source, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
+    """A key for each mechanism, so that no two runs share draws; the first has the one given."""
+    for i, name in enumerate(names):
+        own = hashlib.blake2b(name.encode(), key=source.key, person=b"ns-many", digest_size=32)
+        yield name, source if i == 0 else replace(source, key=own.digest())
 
 
 def _seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:

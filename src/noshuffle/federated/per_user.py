@@ -6,7 +6,8 @@ covered by the same limits with at most c participations, which is a smaller max
     μ_user = S(separation b, at most c) / z ≤ S(b, k) / z = μ
 
 Who was asked when is decided by check-ins and limits, and neighbours (zero-out) leave it as it is,
-so the smaller number is a guarantee for that user; others must not learn c, if the fact of taking
+so the smaller number is a guarantee for that user, as long as nobody steers check-ins by looking at
+released models (the run's own ε holds even then). Others must not learn c, if the fact of taking
 part is itself sensitive.
 
 >>> from noshuffle import MinSeparation, Plan
@@ -27,6 +28,11 @@ from noshuffle.federated.server import ServerOptimizer
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
+
+NOT_STEERED = (
+    "How often this user was asked did not depend on released models; the run's own ε holds "
+    "even if it did."
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,13 @@ def spending(server: ServerOptimizer) -> tuple[Spending, ...]:
 
 def _own(server: ServerOptimizer, count: int) -> float:
     """ε of a user asked so often. Where the clip norm is steered by noisy counts, the budget is
-    shared between deltas and counts for k participations, and where a fork adds up several runs we
-    do not know who did what in the others: the run's own ε holds in both cases.
+    shared between deltas and counts for k participations; where a fork adds up several runs we do
+    not know who did what in the others; and where cohorts are secret draws, ε speaks of users who
+    might have been drawn, whether they were or not. The run's own ε holds in all three cases.
     """
     run = server.statement().epsilon
-    if (server.needs_norms and count) or server.ancestors:
+    is_sampled = server.plan.participation.is_sampled
+    if is_sampled or (server.needs_norms and count) or server.ancestors:
         return run
     return min(run, epsilon_of(server.plan, participations=count, released=server.ledger.released))
 
@@ -99,12 +107,17 @@ def participations_of(server: ServerOptimizer, user: UserId) -> int:
 
 
 def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:
-    """What can be promised to one user, for the rounds so far."""
-    count = participations_of(server, user)
+    """What can be promised to one user, for the rounds so far.
+
+    Where cohorts are secret draws it is the run's own, and says nothing of who was drawn.
+    """
     run = server.statement()
+    if server.plan.participation.is_sampled:
+        return run
+    count = participations_of(server, user)
     epsilon = _own(server, count)
     words = f"This is the guarantee of one user, who was sent work in {count} round(s) so far."
     if epsilon >= run.epsilon:
         return run.with_assumptions(words)
     own = replace(run, epsilon=epsilon, mu=None, rho=None, exact=False)
-    return own.with_assumptions(words)
+    return own.with_assumptions(words, NOT_STEERED)

@@ -30,6 +30,7 @@ State: the open round with the replies so far, in memory only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,9 +38,10 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import InvalidInput, ReplayRefused, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import UserId, Users, draw_cohort
+from noshuffle.federated.lattice import toward_zero
 from noshuffle.federated.server import Cohort, ServerOptimizer
 from noshuffle.training import checkpoint
 from noshuffle.training.run_folder import RunFolder
@@ -165,7 +167,8 @@ class Rounds:
             dtype = torch.promote_types(flat.dtype, torch.float32)
             flat = flat.to(self.server.device, dtype)
             kept, own, is_bad = clip_flat(flat, clip_norm=self._open.clip_norm)
-            self._open.replies[user] = (kept, own if norm is None else float(norm), is_bad)
+            kept = toward_zero(kept, self.server.lattice)
+            self._open.replies[user] = (kept, own if norm is None else _number(norm), is_bad)
             if is_bad:
                 line = f"round {self._open.cohort.step}: the delta of user {user!r} has NaN or "
                 line += "infinity and contributes zero"
@@ -227,13 +230,16 @@ class Rounds:
         )
 
     def _sum(self, now: _Open) -> ClippedSum:
-        """Unweighted, in order of user id, so that the bits do not depend on who came first."""
+        """Unweighted, in order of user id, so that the bits do not depend on who came first.
+
+        In double precision: in single, what one user adds would also change how the sums after it
+        are rounded, by up to m·2⁻²⁴ of their length. The server rounds once, before the noise.
+        """
         like = self.server.parameters()
         answered = [user for user in now.cohort.users if user in now.replies]
         parts = [now.replies[user] for user in answered]
-        dtype = max((p[0].dtype for p in parts), key=lambda d: d.itemsize, default=torch.float32)
         size = sum(value.numel() for value in like.values())
-        total = torch.zeros(size, dtype=dtype, device=self.server.device)
+        total = torch.zeros(size, dtype=torch.float64, device=self.server.device)
         for flat, _, _ in parts:
             total += flat
         pieces = torch.split(total, [value.numel() for value in like.values()])
@@ -258,10 +264,15 @@ class Rounds:
         return self._open
 
     def save(self) -> None:
-        """Checkpoint and statement into the run folder."""
-        folder = self._folder()
+        """Checkpoint and statement into the run folder.
+
+        Guarantees: a server that another one has overtaken writes nothing; its ε would be too low.
+        """
+        folder, ledger = self._folder(), self.server.ledger
+        if next(ledger.rows(start=ledger.released), None) is not None:
+            raise ReplayRefused("another process has gone on with this run; stop this one")
         checkpoint.save(self.server.state_dict(), folder.checkpoints)
-        self.server.ledger.summarise()
+        ledger.summarise()
         self.write_statement()
 
     def write_statement(self) -> None:
@@ -301,6 +312,14 @@ class Rounds:
         if self.server.run is None:
             raise InvalidInput("there is no run folder; give ServerOptimizer run='runs/NAME'")
         return self.server.run
+
+
+def _number(norm: float) -> float:
+    """A stranger's norm; a whole number beyond all floats is above every threshold."""
+    try:
+        return float(norm)
+    except OverflowError:
+        return math.inf
 
 
 def _plain(user: object) -> UserId:

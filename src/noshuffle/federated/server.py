@@ -31,7 +31,6 @@ step 0 and the plan asks for 4 steps in between; leave the user out
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +44,14 @@ from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, whole
 from noshuffle.federated.cohort import Roster, UserId, Users
-from noshuffle.federated.ground import own_parameters, why_not
+from noshuffle.federated.ground import checked_sum, own_parameters, why_not
+from noshuffle.federated.lattice import lattice_step, nearest_
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies.identity import Identity
 from noshuffle.training import fingerprint
 from noshuffle.training.binding import bind_facts, check_optimizer, keys_of
-from noshuffle.training.ledger import Ledger
+from noshuffle.training.place import open_ledger
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler
 from noshuffle.training.spending import FACTS, notes_of, spent
@@ -82,6 +81,7 @@ class ServerOptimizer:
         optimizer_fn: makes the update rule from a list of parameters.
         source: where noise comes from; a fresh key of the operating system by default.
         run: a folder for key, ledger and statement; None keeps them in memory.
+        moved: the promise that a run folder found at another place was moved there, not copied.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class ServerOptimizer:
         optimizer_fn: OptimizerFn,
         source: Source | None = None,
         run: RunFolder | str | Path | None = None,
+        moved: bool = False,
     ) -> None:
         whole(cohort_size=cohort_size)
         if plan.unit != "user":
@@ -104,8 +105,7 @@ class ServerOptimizer:
         self._parameters = own_parameters(parameters)
         self.device = next(iter(self._parameters.values())).device
         self._keys = keys_of(self.run, plan, source, self.device)
-        path = None if self.run is None else self.run.ledger_file
-        self.ledger = Ledger(plan.participation, path=path, unit="user")
+        self.ledger = open_ledger(self.run, plan, moved=moved)
         bound_to = clip if isinstance(clip, QuantileClip) else Flat(float(clip))
         bind_facts(self.ledger, plan, self._keys.source, clip=bound_to, batch_size=cohort_size)
         self._secret = fingerprint.secret_of(self._keys.source.key)
@@ -119,6 +119,7 @@ class ServerOptimizer:
             steps=plan.steps,
             device=self.device,
         )
+        self._lattice = lattice_step(self._noise.scale)
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
         self._open: Cohort | None = None
@@ -144,6 +145,11 @@ class ServerOptimizer:
     def needs_norms(self) -> bool:
         """Whether the clip norm follows a quantile, for which `step` takes a `ClippedSum`."""
         return self._threshold.is_adaptive
+
+    @property
+    def lattice(self) -> float:
+        """Deltas are cut to multiples of this before they are summed; see `lattice`."""
+        return self._lattice * (self.clip_norm if self.needs_norms else 1.0)
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the current parameters: released values, free to be sent to anybody."""
@@ -214,23 +220,25 @@ class ServerOptimizer:
 
         `cohort` is what `open` gave; a list of users is opened (charged) first.
 
-        Guarantees: a sum with wrong names or shapes, with NaN or infinity, or longer than the
-        cohort could have made it, is refused before the noise is touched. After that exactly one
-        row of noise is used, whatever the sum is; zero gives noise alone.
+        Guarantees: a sum with wrong names or shapes, with NaN or infinity, longer than the cohort
+        could have made it, or clipped to another norm, is refused before the noise is touched.
+        After that exactly one row of noise is used, whatever the sum is; zero gives noise alone.
         """
         given = sum_of_clipped_deltas
         if self.needs_norms and not isinstance(given, ClippedSum):
             raise InvalidInput("a clip norm that follows a quantile needs a ClippedSum with norms")
-        raw = given.values if isinstance(given, ClippedSum) else given
-        values = self._checked(raw, len(cohort.users if isinstance(cohort, Cohort) else cohort))
+        users = len(cohort.users if isinstance(cohort, Cohort) else cohort)
+        values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
+        values = {name: value.to(self.device) for name, value in values.items()}
         opened = self._claim(cohort)
         # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
         norm = self.clip_norm if self.needs_norms else 1.0
         self._is_torn = True
         for value in values.values():
-            value.mul_(1.0 / norm)
+            nearest_(value.mul_(1.0 / norm), self._lattice)
         self._noise.add_(values)
         for name, parameter in self._parameters.items():
+            nearest_(values[name], self._lattice)
             parameter.grad = values[name].mul_(-norm / self.cohort_size).to(parameter.dtype)
         if isinstance(given, ClippedSum):
             self._threshold.learn([given], step=opened.step)
@@ -248,26 +256,6 @@ class ServerOptimizer:
                 "cohort that open() gave"
             )
         return cohort
-
-    def _checked(self, values: Mapping[str, Tensor], users: int) -> dict[str, Tensor]:
-        """Copies in float32 at least, refused unless some cohort of this size could sum to it."""
-        shapes = self.shapes
-        given = {name: tuple(value.shape) for name, value in values.items()}
-        if given != shapes:
-            raise InvalidInput(
-                f"the sum must have the tensors {shapes}, got {given}; sum what clients sent"
-            )
-        wide = {
-            name: values[name].detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for name, p in self._parameters.items()
-        }
-        length = math.sqrt(sum(float(v.double().square().sum()) for v in wide.values()))
-        if not length <= self.clip_norm * users * (1 + 1e-5):
-            raise InvalidInput(
-                f"{users} deltas of norm at most {self.clip_norm:g} cannot sum to norm "
-                f"{length:g}; clip every delta, then sum"
-            )
-        return wide
 
     def skip_unknown(self) -> tuple[int, ...]:
         """Pass over rounds that were charged and whose result is unknown; returns their numbers.
@@ -289,14 +277,12 @@ class ServerOptimizer:
     def statement(self) -> PrivacyStatement:
         """The guarantee for every user of the rounds so far, those skipped included.
 
-        With a clip norm that follows a quantile under correlated noise it is that of the whole
-        plan from the first round on: the noise makes room for the counts over all rounds, which a
-        shorter run would divide differently.
+        With a clip norm that follows a quantile it is that of the whole plan from the first round
+        on: the noise makes room for the counts over all rounds, which a shorter run would divide
+        differently.
         """
         notes = notes_of({name: self.ledger.meta(name) for name in FACTS})
-        is_whole = self.needs_norms and not isinstance(self.plan.strategy, Identity)
-        rounds = self.plan.steps if is_whole else self.ledger.released
-        return spent(self.plan, rounds, ancestors=self.ancestors, notes=notes)
+        return spent(self.plan, self.ledger.released, ancestors=self.ancestors, notes=notes)
 
     def _identity(self) -> dict[str, Any]:
         return {

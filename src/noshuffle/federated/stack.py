@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from noshuffle.clipping.clipped import SLACK
+from noshuffle.clipping.clipped import COARSE_SLACK, SLACK
 from noshuffle.errors import Unsupported
 from noshuffle.federated import stacked_lstm
 from noshuffle.federated.clients import LocalTraining, cross_entropy
@@ -121,6 +121,12 @@ def gradient_fn(model: nn.Module) -> GradientFn:
     return gradients
 
 
+def slack_on(device: torch.device) -> float:
+    """How far below the clip norm to stay: the sum is a product, which may keep ten bits only."""
+    is_coarse = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return COARSE_SLACK if is_coarse else SLACK
+
+
 class Stack:
     """Clipped sums of all runs in a round, `size` slots at a time.
 
@@ -154,6 +160,7 @@ class Stack:
         # Few characters a call make LSTMs wait for launches; other models are wide enough.
         is_lstm = gradients is stacked_lstm.gradients
         self._is_captured = self._device.type == "cuda" and is_lstm
+        self._slack = slack_on(self._device)
 
     def clipped_sums(self, slots: Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
         """Σ clip(Δ) per run, for the users given with each run; overwritten by the next call."""
@@ -219,7 +226,7 @@ class Stack:
                 view.sub_(pull * step.view(width))
         delta = now.sub_(start)
         norm = torch.linalg.vector_norm(delta, dim=1)
-        factor = torch.clamp(self._clip[run] * (1 - SLACK) / norm.clamp_min(1e-30), max=1.0)
+        factor = torch.clamp(self._clip[run] * (1 - self._slack) / norm.clamp_min(1e-30), max=1.0)
         is_used = torch.isfinite(norm) & (live > 0)
         delta = torch.where(is_used[:, None], delta, 0.0)
         share = (run == self._runs[:, None]) * (factor * is_used).nan_to_num()

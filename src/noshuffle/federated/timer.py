@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, positive, whole
+from noshuffle.errors import InvalidInput, non_negative, positive, whole
 from noshuffle.training.files import read_json, write_json
 
 FORMAT = "noshuffle-timer/1"
@@ -43,18 +45,28 @@ class Timer:
         """Take part now? If true, it is already written down.
 
         Guarantees: two true answers lie at least `seconds` apart by this device's clock, and there
-        are at most `most`, over any number of restarts. A clock that was set back waits until it
-        has caught up; a damaged file is refused rather than read as a fresh start.
+        are at most `most`, over any number of restarts and of processes at once. A clock that was
+        set back waits until it has caught up; a damaged file is refused rather than read as a
+        fresh start.
         """
         moment = time.time() if now is None else float(now)
         if not math.isfinite(moment):
             raise InvalidInput(f"now must be a finite time in seconds, got {now!r}")
-        last, count = self._read()
-        if count >= self._most or (count and moment - last < self._seconds):
-            return False
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, {"format": FORMAT, "last": moment, "count": count + 1})
+        with self._alone():
+            last, count = self._read()
+            if count >= self._most or (count and moment - last < self._seconds):
+                return False
+            write_json(self._path, {"format": FORMAT, "last": moment, "count": count + 1})
         return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two apps on one device read and write one after the other; a lock dies with its owner."""
+        name = self._path.with_name(f".{self._path.name}.lock")
+        with closing(sqlite3.connect(name, isolation_level=None, timeout=60)) as lock:
+            lock.execute("BEGIN EXCLUSIVE")  # let go of when the connection closes
+            yield
 
     def _read(self) -> tuple[float, int]:
         try:
@@ -70,22 +82,27 @@ class Timer:
             ) from None
 
 
-def separation_from_times(times: Sequence[float], *, seconds: float) -> int:
+def separation_from_times(times: Sequence[float], *, seconds: float, delay: float = 0.0) -> int:
     """The separation in rounds that a timer guaranteed, from when each round was sent out.
 
-    `times[t]` is when round t was sent. Two rounds of one device are at least `seconds` apart, so
-    the separation is the smallest j − i with times[j] − times[i] ≥ seconds, and the whole length
-    of the log if there is no such pair (nobody can have come twice).
+    `times[t]` is when round t was sent, `delay` how long after that a device could still take part
+    (the timeout of a round). A device that claimed at once in round i and late in round j was sent
+    work only `seconds` − `delay` apart, so the separation is the smallest j − i with
+    times[j] − times[i] ≥ seconds − delay, and the whole length of the log if there is no such pair
+    (nobody can have come twice). A delay as long as the period guarantees one round.
 
     Guarantees: never above what any device with that timer did, if device and server clocks run
-    at the same speed and a device claims when it is sent the work.
+    at the same speed and no reply counted that came later than `delay`.
     """
     positive(seconds=seconds)
+    non_negative(delay=delay)
     when = np.asarray(times, dtype=np.float64)
     whole(rounds=len(when))
     if not np.isfinite(when).all() or (np.diff(when) < 0).any():
         raise InvalidInput("times must be finite and in order of the rounds")
     # The first round at least one period after round i; rounding must not lose a pair.
-    after = np.searchsorted(when, when + seconds * (1 - 1e-12), side="left")
+    apart = max(0.0, seconds - delay)
+    after = np.searchsorted(when, when + apart * (1 - 1e-12), side="left")
+    after = np.maximum(after, np.arange(len(when)) + 1)  # a round holds a device once
     gaps = (after - np.arange(len(when)))[after < len(when)]
     return int(gaps.min()) if len(gaps) else len(when)

@@ -19,10 +19,11 @@ h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin:2rem 0 .4rem}
 .card{border:1px solid #e4e7eb;border-radius:.5rem;padding:.6rem 1rem;min-width:7.5rem}
 .card b{display:block;font-size:1.35rem}.card span{color:#52606d;font-size:.85rem}
 .warn{border-left:4px solid #c8553d;padding:.5rem 1rem;background:#fdf3f0}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(24rem,1fr));gap:1.2rem}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(24rem,100%),1fr));gap:1.2rem}
 figure{margin:0}figure svg{width:100%;height:auto}figcaption{color:#52606d;font-size:.88rem}
 table{border-collapse:collapse}td{padding:.15rem 1rem .15rem 0;vertical-align:top}
-td:first-child{color:#52606d}code{font-size:.85rem;word-break:break-all}
+td:first-child{color:#52606d;white-space:nowrap}td{overflow-wrap:anywhere}
+table+p{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
 """
 
 

@@ -1,0 +1,203 @@
+"""Every speed benchmark beside its peers, as one Markdown document.
+
+    python benchmarks/all.py                        the set for this machine: gpu if there is one
+    python benchmarks/all.py cpu --quick            smaller sizes, a few minutes
+    python benchmarks/all.py gpu --write OUT.md     also keep the document
+    python benchmarks/all.py --only noise_gpu step_gpu
+
+Each benchmark is a process of its own that measures ours and the peers' rows together; what it
+prints becomes a section under its command. One that is absent, fails or runs past its limit leaves
+a line that says so, and the others go on. The document is written after every section, so that a
+run that is stopped keeps what it has. Accuracy tables (`mnist_table`, `adult_table`, `drama_table`)
+train models for minutes to hours and are not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import peers
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark: its file, its arguments, those of a quick run, and seconds it may take."""
+
+    title: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    limit: int = 300
+
+
+def job(title: str, script: str, arguments: str = "", quick: str = "", limit: int = 300) -> Job:
+    return Job(title, script, tuple(arguments.split()), tuple(quick.split()), limit)
+
+
+CPU = (
+    job("The private step", "step_cpu", "", "cnn mlp --rounds 5", 600),
+    job(
+        "Extra memory of the private step", "step_cpu", "cnn mlp tlm --memory", "cnn --memory", 600
+    ),
+    job("Drawing normals", "noise_cpu", "--threads 1 2", "--numbers 1000000 --repeat 5"),
+    job("Noise of a step beside peers", "noise_peers", "", "--count 1000000"),
+    job(
+        "Lazy noise for sparse tables",
+        "lazy_noise",
+        "--device cpu --rows 10000 100000 1000000",
+        "--device cpu --rows 10000 100000 --repeat 5",
+    ),
+    job("Many ranks", "distributed", "--ranks 1 2", "--ranks 1 2 --rounds 4"),
+    job("Federated rounds", "federated_speed", "", "--rounds 6 --repeats 1 --cohort 20", 900),
+    job("Accounting", "accounting"),
+    job("Convex estimators", "convex_speed", "", "--rows 100000"),
+)
+GPU = (
+    job("Fused noise", "noise_gpu", "", "--only speed --no-peers"),
+    job("The private step", "step_gpu", "", "--rounds 5 --steps 20"),
+    job("4,800 private steps on MNIST", "step_gpu", "--run"),
+    job("GPT-2 small, bf16", "transformer_gpu", "--dtype bf16 --peers", "--dtype bf16 --rounds 3"),
+    job("GPT-2 small, tf32", "transformer_gpu", "--dtype tf32 --peers", "--dtype tf32 --rounds 3"),
+    job(
+        "1.3 B parameters",
+        "transformer_gpu",
+        "--shape 1.3b --dtype bf16 --optimizer adamw",
+        "--shape 1.3b --dtype bf16 --optimizer adamw --rounds 3",
+    ),
+    job(
+        "Lazy noise for sparse tables",
+        "lazy_noise",
+        "--device cuda --rows 100000 1000000 10000000",
+        "--device cuda --rows 1000000 --repeat 10",
+    ),
+    job(
+        "One rank by nccl",
+        "distributed",
+        "--backend nccl --device cuda --ranks 1",
+        "--backend nccl --device cuda --ranks 1 --rounds 4",
+    ),
+)
+SETS = {"cpu": CPU, "gpu": GPU}
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def hardware() -> str:
+    """Processor, cores, memory and GPU in one line."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [f"{name}, {usable} cores"]
+    if hasattr(os, "sysconf"):
+        parts.append(f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB")
+    if has_gpu():
+        import torch
+
+        seen = torch.cuda.get_device_properties(0)
+        size = seen.total_memory / 2**30
+        parts.append(f"{torch.cuda.device_count()} × {seen.name}, {size:.0f} GiB")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
+
+
+def load() -> str:
+    """How busy the machine was, since a shared one measures its neighbours too."""
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+
+
+def section(item: Job, *, is_quick: bool) -> str:
+    """Run one benchmark; its heading, command and output."""
+    path = HERE / f"{item.script}.py"
+    arguments = item.quick if is_quick and item.quick else item.arguments
+    shown = " ".join(("python", f"benchmarks/{path.name}", *arguments))
+    head = f"## {item.title}\n\n`{shown}`"
+    if not path.exists():
+        return f"{head}\n\nNot measured: there is no {path.name} here."
+    before, begin = load(), time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, str(path), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=peers.environment(),
+        cwd=HERE.parent,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, failed = process.communicate(timeout=item.limit)
+            trouble = "" if process.returncode == 0 else f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
+            said, failed = process.communicate()
+            trouble = f"stopped after {item.limit} s"
+    took = f"({time.perf_counter() - begin:.0f} s, load before {before})"
+    text = f"{head} {took}\n\n{as_markdown(said)}"
+    if trouble:
+        reason = " ".join(failed.strip().splitlines()[-1:])
+        text += f"\n\n**Not finished: {trouble}.** {reason[:400]}"
+    return text
+
+
+def as_markdown(said: str) -> str:
+    """Tables as they are, with a free line before each; anything else as it was printed."""
+    said = said.strip("\n")
+    if "|---" not in said:
+        return f"```\n{said}\n```" if said else "(nothing was printed)"
+    lines: list[str] = []
+    for line in said.splitlines():
+        was_table = bool(lines) and lines[-1].startswith("|")
+        if lines and lines[-1] and was_table != line.startswith("|"):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def document(jobs: tuple[Job, ...], *, name: str, is_quick: bool) -> Iterator[str]:
+    """The parts of the document, each as soon as it is there."""
+    size = "quick sizes" if is_quick else "full sizes"
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    yield f"# Benchmarks, {name}, {size}\n\n{today} · {hardware()}\n\n{peers.table()}"
+    for item in jobs:
+        yield section(item, is_quick=is_quick)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("set", nargs="?", choices=tuple(SETS), help="gpu if there is one, else cpu")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of benchmark files")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="also keep the document there")
+    options = parser.parse_args()
+    name = options.set or ("gpu" if has_gpu() else "cpu")
+    known = {item.script for item in SETS[name]}
+    if unknown := set(options.only or ()) - known:
+        parser.error(f"no such benchmark in {name}: {sorted(unknown)}; there are {sorted(known)}")
+    jobs = tuple(j for j in SETS[name] if not options.only or j.script in options.only)
+    done: list[str] = []
+    for part in document(jobs, name=name, is_quick=options.quick):
+        print(part, end="\n\n", flush=True)
+        done.append(part)
+        if options.write:
+            options.write.write_text("\n\n".join(done) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The Python in README and docs runs as it stands there, one document after the other.
+
+Blocks of a document share their names, as a reader would type them. A block that follows a comment
+`<!-- not run: why -->` is a fragment and is only compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
+#: Packages that a document may use and an installation may lack.
+EXTRAS = ("transformers", "peft", "flwr", "pandas")
+ALONE = ("README.md", "docs/convex.md", "docs/federated.md", "docs/lazy-noise.md")
+
+
+def blocks(name: str) -> list[tuple[bool, str]]:
+    """(is a fragment, code) of every Python block of that document."""
+    text = (ROOT / name).read_text(encoding="utf8")
+    return [(bool(note), code) for note, code in BLOCK.findall(text)]
+
+
+def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = blocks(name)
+    assert found, f"{name} has no Python"
+    for extra in EXTRAS:
+        if any(re.search(rf"(import|from) (\w+, )?{extra}\b", code) for _, code in found):
+            pytest.importorskip(extra)
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {"__name__": "document"}
+    for place, (is_fragment, code) in enumerate(found, 1):
+        program = compile(code, f"{name}, block {place}", "exec")
+        if not is_fragment:
+            exec(program, names)
+
+
+@pytest.mark.parametrize("name", [*ALONE, "docs/transformers.md"])
+def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, tmp_path, monkeypatch)
+
+
+def test_the_distributed_program_runs(tmp_path: Path) -> None:
+    code = blocks("docs/distributed.md")[0][1]
+    (tmp_path / "train.py").write_text(code, encoding="utf8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run(
+        [*launch, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "(ε = 8" in done.stdout
+
+
+def documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+
+
+def test_links_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in documents()
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_commands_in_documents_exist() -> None:
+    from typer.main import get_command
+
+    from noshuffle.cli import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for page in documents():
+        text = page.read_text(encoding="utf8")
+        shell = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL))
+        for line in re.findall(r"^noshuffle ([^#\n]*)", shell, re.MULTILINE):
+            command, *words = line.split()
+            known = {name for p in commands[command].params for name in p.opts + p.secondary_opts}
+            assert {w for w in words if w.startswith("--")} <= known, f"{page.name}: {line}"
