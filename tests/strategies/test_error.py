@@ -184,10 +184,23 @@ def test_refusals():
     with pytest.raises(Unsupported, match="gains or a schedule"):
         st.error(st.sqrt_toeplitz(normalized=40_000), 40_000)
     with pytest.raises(Unsupported, match="8192"):
-        st.error(st.tree(), 9000, workload=st.momentum(0.9))
+        st.error(st.tree("full"), 9000, workload=st.momentum(0.9))
     with pytest.raises(Unsupported, match="floating point"):
         st.error(st.banded([1.0, -2.0]), 3000)
     with pytest.raises(HorizonExceeded):
         st.error(st.identity(), 5, workload=st.momentum(0.0, learning_rates=(1.0, 1.0)))
     with pytest.raises(HorizonExceeded):
         st.error(st.dense([[1.0]]), 2)
+
+
+@pytest.mark.parametrize("variant", ["plain", "honaker"])
+@pytest.mark.parametrize("n", [1, 2, 7, 33, 64])
+@pytest.mark.parametrize("restart", [(None, False), (5, False), (5, True), (8, True), (3, True)])
+def test_a_tree_under_any_workload_is_its_explicit_matrix(variant, n, restart):
+    """The covariance that is carried along, against ‖row t of A·C⁻¹‖²."""
+    strategy = st.tree(variant, *restart)
+    rates = tuple(np.random.default_rng(n).uniform(0, 1, n).tolist())
+    for workload in (st.momentum(0.9), st.momentum(0.5, learning_rates=rates)):
+        expected = ((workload.matrix(n) @ strategy.noising(n)) ** 2).sum(axis=1)
+        got = st.error(strategy, n, workload=workload).per_step ** 2
+        np.testing.assert_allclose(got, expected, rtol=1e-10)

@@ -61,6 +61,20 @@ def test_trees_choose_restart_and_completion():
     assert fit("tree", SinglePass(1600)).objective == pytest.approx(5.7, abs=0.05)
 
 
+def test_trees_are_compared_on_the_workload_they_are_for():
+    rule, workload = MinSeparation(steps=1000, separation=100, max_participations=10), momentum(0.9)
+    found = fit("tree", rule, workload=workload)
+    assert found.strategy.restart_every == 256
+    assert found.objective == pytest.approx(143.438, rel=1e-5)
+    assert found.start == pytest.approx(154.990, rel=1e-5)
+    for every in (100, 200, 500, 128, 512):
+        for completion in (False, True):
+            other = fit("tree", rule, workload=workload, restart_every=every, completion=completion)
+            assert found.objective <= other.objective
+    sums = fit("tree", rule)
+    assert sums.strategy.restart_every == 128  # another workload, another restart
+
+
 def test_given_tree_options_are_kept():
     epochs = Epochs(8, 8)
     one = fit("tree", epochs, restart_every=64, variant="plain")

@@ -11,6 +11,7 @@ import noshuffle.strategies as st
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
 from noshuffle.strategies.base import ToeplitzStrategy
+from noshuffle.strategies.blt_gains import gram_diagonals, tap_weights
 from noshuffle.strategies.blt_poles import spaced
 from noshuffle.strategies.fit import candidates, fit
 from noshuffle.strategies.fit_blt import fit_blt
@@ -19,7 +20,7 @@ from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.recipe import Buffered, materialize
 from noshuffle.strategies.sensitivity import SEARCH_STEPS
 from noshuffle.strategies.two_sided import TwoSidedBlt, from_one_sided, two_sided
-from noshuffle.strategies.two_sided_forms import classes_squared, gram_diagonals, tap_weights
+from noshuffle.strategies.two_sided_forms import classes_squared
 from noshuffle.strategies.two_sided_gram import (
     MOST_STEPS,
     class_sizes,

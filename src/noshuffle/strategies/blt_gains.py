@@ -2,13 +2,18 @@
 
     C = T(c)·diag(g),   c(x) = C_BLT(x) / S(x^b),   noise of step t = row t of T(1/c)·Z / g_t
 
-for k epochs of b steps in the same order and (scheduled) prefix sums. Both functions return a
-value and a function that pulls a derivative back to their arguments (reverse mode by hand).
+for k epochs of b steps in the same order and (scheduled) prefix sums. Every function returns a
+value and a function that pulls a derivative back to its arguments (reverse mode by hand).
 
-Error. With d = η/g and H = tril(1)·diag(d)·T(N_BLT), the squared error ‖H·T(S)‖² is
-Σ_q Σ_s ω_q(s) Γ(s, s+qb) with Γ = HᵀH and ω_q(s) = (2 − [q=0]) Σ_{l: lb <= s} s_l s_{l+q}. Write
-N_BLT = κ + Σ_j ν_j/(1 − θ_j x) (here θ are the decays of the noise). Columns of H are sums of
-exponentials times d, so with backward sums
+Error. With d = η/g, H = tril(1)·diag(d)·T(N_BLT), Γ = HᵀH and S(y) = Σ_l s_l y^l, s_0 = 1, where
+draw r is divided by a_r (by one here, by its own gain in `two_sided_forms`),
+
+    ‖H·T(S)·diag(1/a)‖² = Σ_q Σ_s ω_q(s) Γ(s, s+qb),
+    ω_q(s) = (2 − [q=0]) Σ_{l: lb <= s} s_l s_{l+q} / a²_{s−lb}:
+
+draw r enters the columns r, r + b, … of H. `tap_weights` gives the ω_q and `gram_diagonals` the
+Γ(s, s+qb). Write N_BLT = κ + Σ_j ν_j/(1 − θ_j x) (here θ are the decays of the noise). Columns of
+H are sums of exponentials times d, so with backward sums
     D_j(s) = Σ_{t>=s} d_t θ_j^{t−s},    V_j(s) = Σ_{t>=s} (n−t) d_t θ_j^{t−s},
     Ω_jl(s) = Σ_{t,t'>=s} θ_j^{t−s} θ_l^{t'−s} d_t d_t' (n − max(t,t')),
 each a first-order recursion, one gets for s' = s + qb > s
@@ -24,7 +29,7 @@ State kept: none; the arrays live for one evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.signal import lfilter
@@ -79,13 +84,41 @@ def sensitivity_classes(
     return squared[::-1], pull
 
 
-def total_squared_error(
-    d: Array, decays: Array, nu: Array, kappa: float, taps: Array, *, lag: int
-) -> tuple[float, Callable[[], tuple[Array, Array, Array, float, Array]]]:
-    """‖tril(1)·diag(d)·T(N)‖²; pulled back to (d, decays, nu, kappa, taps)."""
+def tap_weights(
+    inverse: Array, taps: Array, *, lag: int
+) -> tuple[list[Array], Callable[[Sequence[Array]], tuple[Array, Array]]]:
+    """ω_q(s) for s < n − q·lag, inverse = 1/a²; pulled back to (inverse, taps)."""
+    n = len(inverse)
+    sigma = np.concatenate([[1.0], taps])[: -(-n // lag)]
+    found = []
+    for q in range(len(sigma)):
+        weight = np.zeros(n - q * lag)
+        for first in range(len(sigma) - q):
+            start = first * lag
+            weight[start:] += (
+                sigma[first] * sigma[first + q] * inverse[: max(len(weight) - start, 0)]
+            )
+        found.append(weight * (2.0 if q else 1.0))
+
+    def pull(bars: Sequence[Array]) -> tuple[Array, Array]:
+        inverse_bar, sigma_bar = np.zeros(n), np.zeros(len(taps) + 1)
+        for q, bar in enumerate(bars):
+            for first in range(len(sigma) - q):
+                late = bar[first * lag :] * (2.0 if q else 1.0)
+                inverse_bar[: len(late)] += sigma[first] * sigma[first + q] * late
+                total = float(late @ inverse[: len(late)])
+                sigma_bar[first] += sigma[first + q] * total
+                sigma_bar[first + q] += sigma[first] * total
+        return inverse_bar, sigma_bar[1:]
+
+    return found, pull
+
+
+def gram_diagonals(
+    d: Array, decays: Array, nu: Array, kappa: float, *, lag: int, count: int
+) -> tuple[list[Array], Callable[[Sequence[Array]], tuple[Array, Array, Array, float]]]:
+    """Γ(s, s + q·lag) for q < count; pulled back to (d, decays, nu, kappa)."""
     n, size = len(d), len(decays)
-    blocks = -(-n // lag)
-    sigma = np.concatenate([[1.0], taps])[:blocks]
     left = n - np.arange(n, dtype=np.float64)
     wd = left * d
     D = np.stack([_backward(d, t) for t in decays])
@@ -96,27 +129,17 @@ def total_squared_error(
             source = d * (V[j] + V[i] - wd)
             omega[j, i] = omega[i, j] = _backward(source, decays[j] * decays[i])
     chi, h = kappa * wd + nu @ V, kappa * d + nu @ D
-    psi = kappa * d * V + np.tensordot(nu, omega, axes=(0, 0))
     mixed = nu @ V
-    gamma = kappa**2 * d * wd + 2 * kappa * d * mixed + nu @ (psi - kappa * d * V)
-
-    def spread(q: int) -> Array:
-        """ω_q(s) for s < n − q·lag."""
-        products = sigma[: len(sigma) - q] * sigma[q:] * (2.0 if q else 1.0)
-        steps = np.zeros(blocks)
-        steps[: len(products)] = products
-        return np.repeat(np.cumsum(steps), lag)[: n - q * lag]
-
-    total = float(spread(0) @ gamma)
-    sums = [gamma]
-    for q in range(1, len(sigma)):
+    after = np.tensordot(nu, omega, axes=(0, 0))
+    psi = kappa * d * V + after
+    found = [kappa**2 * d * wd + 2 * kappa * d * mixed + nu @ after]
+    for q in range(1, count):
         power = nu * decays ** (q * lag)
-        after = chi[q * lag :] * (h[: n - q * lag] - power @ D[:, q * lag :])
-        sums.append(after + power @ psi[:, q * lag :])
-        total += float(spread(q) @ sums[q])
+        before = h[: n - q * lag] - power @ D[:, q * lag :]
+        found.append(chi[q * lag :] * before + power @ psi[:, q * lag :])
 
-    def pull() -> tuple[Array, Array, Array, float, Array]:
-        first = spread(0)
+    def pull(bars: Sequence[Array]) -> tuple[Array, Array, Array, float]:
+        first = bars[0]
         d_bar = first * (kappa**2 * wd + 2 * kappa * mixed)
         wd_bar = first * kappa**2 * d
         kappa_bar = float(first @ (2 * kappa * d * wd + 2 * d * mixed))
@@ -125,23 +148,16 @@ def total_squared_error(
         omega_bar = (nu[:, None] * nu)[:, :, None] * first
         chi_bar, h_bar = np.zeros(n), np.zeros(n)
         D_bar, psi_bar = np.zeros((size, n)), np.zeros((size, n))
-        theta_bar, sigma_bar = np.zeros(size), np.zeros(len(sigma))
-        for q in range(len(sigma)):
-            ends = np.add.reduceat(sums[q], np.arange(0, n - q * lag, lag))
-            ends = np.cumsum(ends[::-1])[::-1] * (2.0 if q else 1.0)  # Σ over s >= l·lag
-            for place in range(min(len(sigma) - q, len(ends))):
-                sigma_bar[place] += sigma[place + q] * ends[place]
-                sigma_bar[place + q] += sigma[place] * ends[place]
-            if q == 0:
-                continue
-            weight, shift = spread(q), q * lag
+        theta_bar = np.zeros(size)
+        for q in range(1, count):
+            bar, shift = bars[q], q * lag
             power = decays**shift
-            chi_late = weight * chi[shift:]
-            chi_bar[shift:] += weight * (h[: n - shift] - (nu * power) @ D[:, shift:])
+            chi_late = bar * chi[shift:]
+            chi_bar[shift:] += bar * (h[: n - shift] - (nu * power) @ D[:, shift:])
             h_bar[: n - shift] += chi_late
             D_bar[:, shift:] -= (nu * power)[:, None] * chi_late
-            psi_bar[:, shift:] += (nu * power)[:, None] * weight
-            both = psi[:, shift:] @ weight - D[:, shift:] @ chi_late
+            psi_bar[:, shift:] += (nu * power)[:, None] * bar
+            both = psi[:, shift:] @ bar - D[:, shift:] @ chi_late
             nu_bar += power * both
             theta_bar += nu * both * shift * decays ** (shift - 1)
         kappa_bar += float(np.sum(psi_bar * V * d) + chi_bar @ wd + h_bar @ d)
@@ -153,8 +169,8 @@ def total_squared_error(
         D_bar += nu[:, None] * h_bar
         for j in range(size):
             for i in range(j, size):
-                bar = omega_bar[j, i] + (omega_bar[i, j] if i > j else 0.0)
-                source_bar = _forward(bar, decays[j] * decays[i])
+                both = omega_bar[j, i] + (omega_bar[i, j] if i > j else 0.0)
+                source_bar = _forward(both, decays[j] * decays[i])
                 slope = float(source_bar[:-1] @ omega[j, i, 1:])
                 theta_bar[j] += slope * decays[i]
                 theta_bar[i] += slope * decays[j]
@@ -167,9 +183,22 @@ def total_squared_error(
                 x_bar = _forward(bar, decays[j])
                 target += x_bar
                 theta_bar[j] += float(x_bar[:-1] @ value[1:])
-        return d_bar + left * wd_bar, theta_bar, nu_bar, kappa_bar, sigma_bar[1:]
+        return d_bar + left * wd_bar, theta_bar, nu_bar, kappa_bar
 
-    return total, pull
+    return found, pull
+
+
+def total_squared_error(
+    d: Array, decays: Array, nu: Array, kappa: float, taps: Array, *, lag: int
+) -> tuple[float, Callable[[], tuple[Array, Array, Array, float, Array]]]:
+    """‖tril(1)·diag(d)·T(N)‖²; pulled back to (d, decays, nu, kappa, taps)."""
+    omega, pull_omega = tap_weights(np.ones(len(d)), taps, lag=lag)
+    sums, pull_sums = gram_diagonals(d, decays, nu, kappa, lag=lag, count=len(omega))
+
+    def pull() -> tuple[Array, Array, Array, float, Array]:
+        return *pull_sums(omega), pull_omega(sums)[1]
+
+    return sum(float(w @ x) for w, x in zip(omega, sums)), pull
 
 
 def encoder_series(

@@ -5,7 +5,8 @@
 Multiply by the sensitivity to compare mechanisms at equal privacy; `normalized_error` does.
 
 A Toeplitz strategy under a Toeplitz workload (no gains, no schedule) has B = T(a/c), so ‖B_t‖² is
-the running sum of squares of one sequence: O(n). Trees know the variance of their prefix sums.
+the running sum of squares of one sequence: O(n). Trees know the variance of their prefix sums, and
+carry a small covariance matrix along for other workloads (`tree_error`): O(n·log² n).
 Everything else is computed from the rows of C⁻¹, one at a time: exact, in O(n²).
 
 >>> from noshuffle.strategies.identity import identity
@@ -26,9 +27,10 @@ import numpy as np
 from noshuffle.errors import Unsupported, whole
 from noshuffle.participation import Participation
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
-from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.recipe import Array, Forest
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS, sensitivity
 from noshuffle.strategies.tree import Tree
+from noshuffle.strategies.tree_error import MOST_STEPS, workload_variance
 from noshuffle.strategies.two_sided import TwoSidedBlt
 from noshuffle.strategies.workload import Workload, prefix
 
@@ -106,6 +108,10 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
         return _by_rows(rows, n, workload, n)
     if isinstance(strategy, Tree) and workload == prefix():
         return np.asarray(strategy.prefix_variance(n), dtype=np.float64)
+    if isinstance(strategy, Tree) and strategy.variant != "full" and n <= MOST_STEPS:
+        forest = strategy.recipe(n)
+        assert isinstance(forest, Forest)
+        return workload_variance(forest, workload)
     if n > DENSE_LIMIT:
         raise Unsupported(
             f"the error of {strategy.name!r} under this workload is computed for at most "

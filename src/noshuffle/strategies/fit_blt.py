@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from scipy.optimize import minimize
@@ -29,7 +29,6 @@ from scipy.optimize import minimize
 from noshuffle.errors import Unsupported, one_of, whole
 from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass
 from noshuffle.strategies import blt_forms as forms
-from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_gains import sensitivity_classes
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
@@ -89,18 +88,22 @@ def fit_blt(
     one_of(("rms", "max"), objective=objective)
     task = _task(participation, workload or prefix(), is_max=objective == "max")
     _check(task, participation, taps=taps, gains=gains)
-    taps = min(taps, task.participations - 1)
-    found = _fit_poles(task, buffers)
+    return _fitted(task, buffers, min(taps, task.participations - 1), gains)
+
+
+@lru_cache(maxsize=64)
+def _fitted(task: Task, buffers: int, taps: int, gains: bool) -> Fit:
+    """One search, from the fit with less; kept, because several mechanisms start from the same."""
+    if gains:
+        plain = _fitted(task, buffers, taps, False)
+        if task.participations == 1:
+            return fit_normalized(plain, steps=task.steps, rates=task.rates, is_max=task.is_max)
+        return fit_gains(
+            plain, steps=task.steps, epochs=task.participations, rates=task.rates, buffers=buffers
+        )
     if taps:
-        found = _fit_taps(task, found, buffers, taps)
-    if not gains:
-        return found
-    assert isinstance(found.strategy, Blt)
-    if task.participations == 1:
-        return fit_normalized(found, steps=task.steps, rates=task.rates, is_max=task.is_max)
-    return fit_gains(
-        found, steps=task.steps, epochs=task.participations, rates=task.rates, buffers=buffers
-    )
+        return _fit_taps(task, _fitted(task, buffers, 0, False), buffers, taps)
+    return _fit_poles(task, buffers)
 
 
 def _task(participation: Participation, workload: Workload, *, is_max: bool) -> Task:

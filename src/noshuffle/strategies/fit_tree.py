@@ -4,7 +4,9 @@ A tree over all epochs pays for a unit's participations in every common node, Σ
 that restarts after r epochs pays less and carries the noise of finished trees along. Completion
 (Kairouz et al., arXiv 2103.00039, appendix D) goes on with virtual steps up to a power of two, so
 that one root is carried instead of several nodes, and pays for that root. Which r is best has no
-formula: all divisors of the number of epochs are compared by error × sensitivity, both exact.
+formula: all divisors of the number of epochs are compared by error × sensitivity, both exact. Where
+a unit may come at any step after its separation, powers of two are compared too: such a tree is
+complete without virtual steps.
 
 >>> from noshuffle.participation import Epochs
 >>> found = fit_tree(Epochs(epochs=20, steps_per_epoch=240))
@@ -22,6 +24,9 @@ from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.tree import Tree, tree
 from noshuffle.strategies.workload import Workload, prefix
 
+#: Longest run whose options are compared on a workload other than prefix sums.
+COMPARED_STEPS = 2**14
+
 
 def fit_tree(
     participation: Participation,
@@ -35,8 +40,9 @@ def fit_tree(
     """The tree with the least error × sensitivity among what is left open.
 
     `restart_every` counts steps; all of them means one tree. Without it restarts fall on whole
-    epochs (or separations), at divisors of their number. On workloads other than prefix sums the
-    choice is made by the rms error of prefix sums, which is a closed form for trees.
+    epochs (or separations), at divisors of their number, or for MinSeparation on powers of two.
+    Options are compared on the workload itself. Where that takes long (the full variant, very long
+    runs) the rms error of prefix sums, a closed form, decides.
 
     Guarantees: never worse than `start`, the tree without restart where that was open.
     """
@@ -46,10 +52,12 @@ def fit_tree(
     first = Fit(options[0], value, converged=True, iterations=0, start=value)
     if len(options) == 1:
         return first
-    by = "rms" if workload != prefix() else objective
+    is_quick = variant != "full" and participation.steps <= COMPARED_STEPS
+    own = is_quick or workload == prefix()
+    ranked, by = (workload, objective) if own else (prefix(), "rms")
 
     def rank(strategy: Tree) -> float:
-        return cost(strategy, participation, workload=prefix(), objective=by)
+        return cost(strategy, participation, workload=ranked, objective=by)
 
     found = min(options, key=rank)
     reached = cost(found, participation, workload=workload, objective=objective)
@@ -79,7 +87,7 @@ def _options(
 
 
 def _restarts(participation: Participation) -> Iterator[int]:
-    """Whole epochs, at divisors of their number, fewer than all of them."""
+    """Whole epochs at divisors of their number, fewer than all of them; powers of two."""
     if not isinstance(participation, Epochs | MinSeparation):
         return
     n, separation, _ = layout(participation)
@@ -87,3 +95,5 @@ def _restarts(participation: Participation) -> Iterator[int]:
     for count in range(1, rounds):
         if rounds % count == 0:
             yield count * separation
+    if isinstance(participation, MinSeparation):
+        yield from (1 << e for e in range(4, (n - 1).bit_length()) if (1 << e) * 4 > separation)

@@ -30,7 +30,7 @@ from scipy.optimize import minimize
 from noshuffle.errors import Unsupported, one_of
 from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass
 from noshuffle.strategies.blt import Blt
-from noshuffle.strategies.blt_gains import encoder_series
+from noshuffle.strategies.blt_gains import encoder_series, gram_diagonals, tap_weights
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
     bounds,
@@ -44,7 +44,7 @@ from noshuffle.strategies.fit_forms import cost
 from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.two_sided import TwoSidedBlt, from_one_sided, two_sided
-from noshuffle.strategies.two_sided_forms import classes_squared, gram_diagonals, tap_weights
+from noshuffle.strategies.two_sided_forms import classes_squared
 from noshuffle.strategies.two_sided_gram import class_sizes
 from noshuffle.strategies.workload import Workload, prefix
 
