@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
 #: Packages that a document may use and an installation may lack.
 EXTRAS = ("transformers", "peft", "flwr", "pandas")
-ALONE = ("README.md", "docs/convex.md", "docs/federated.md", "docs/lazy-noise.md")
+ALONE = (
+    "README.md",
+    "docs/convex.md",
+    "docs/federated.md",
+    "docs/lazy-noise.md",
+    "docs/studies.md",
+)
 
 
 def blocks(name: str) -> list[tuple[bool, str]]:

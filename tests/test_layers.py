@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 #: Layer of every part; a part may import strictly lower layers, and itself.
 LAYERS = {
     "errors": 0,
+    "one_owner": 0,
+    "triton_shim": 0,
     "c_library": 0,
     "participation": 0,
     "strategies": 1,
@@ -34,7 +36,10 @@ LAYERS = {
     "__main__": 8,
 }
 #: Parts of one layer that belong together; all others of a layer never import each other.
-TOGETHER = ({"errors", "participation"}, {"statement", "guarantee", "plan", "comparison"})
+TOGETHER = (
+    {"errors", "participation", "one_owner"},
+    {"statement", "guarantee", "plan", "comparison"},
+)
 WITHOUT_TORCH = {"errors", "participation", "strategies", "accounting", "statement", "plan"}
 
 

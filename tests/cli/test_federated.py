@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 from noshuffle.cli import main
+from noshuffle.cli.federated import federated
 from noshuffle.cli.federated_job import Stopped, run_job
 from noshuffle.cli.federated_parts import (
     assemble,
@@ -24,7 +25,7 @@ from noshuffle.cli.federated_parts import (
     make_clip,
     make_plan,
 )
-from noshuffle.cli.federated_settings import FederatedSettings, clip_of, limits_of
+from noshuffle.cli.federated_settings import PRESETS, FederatedSettings, clip_of, limits_of
 from noshuffle.cli.federated_view import stop_on_signals
 from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
@@ -123,8 +124,24 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert "accuracy, held-out users" in shown.out
     assert "ε by how often a user was asked" in shown.out
+    assert "operator.html" in shown.out
     assert "separation 8 (derived)" in " ".join(shown.err.split())
     assert "ε per user ≤" in shown.err
+
+
+def test_the_help_tells_the_defaults() -> None:
+    """A number or first word called a default is the one that is used, whatever the task."""
+    told = {}
+    for name, hint in get_type_hints(federated, include_extras=True).items():
+        text = hint.__metadata__[0].help if hasattr(hint, "__metadata__") else ""
+        found = re.search(r"(\w+) \(default[);]|default ([\d.]+)\)", text)
+        if found is not None:
+            told[name] = found[1] or found[2]
+    assert len(told) > 10
+    for task in PRESETS:
+        used = FederatedSettings.of({"task": task}).to_dict()
+        for name, default in told.items():
+            assert str(used[name]) in (default, f"{default}.0"), name
 
 
 @pytest.mark.parametrize(
@@ -228,7 +245,7 @@ def test_flower_runs_the_same_rounds(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra 'federated'")
     few = {"rounds": 3, "clients_per_round": 4}
     assert main(command(tmp_path / "flower", engine="flower", **few)) == 0
-    assert main(command(tmp_path / "here", vectorise=False, **few)) == 0
+    assert main(command(tmp_path / "here", **few)) == 0
     assert same(last_model(tmp_path / "flower"), last_model(tmp_path / "here"))
     assert main(["verify", str(tmp_path / "flower")]) == 0
 
@@ -412,7 +429,7 @@ def test_who_comes_and_who_answers_depends_on_the_round_alone() -> None:
 
 
 def test_an_adaptive_clip_leaves_room_for_the_updates() -> None:
-    for more in ({"mechanism": "tree"}, {"mechanism": "dp-fedavg", "amplified": True}):
+    for more in ({"mechanism": "dp-fedavg"}, {"mechanism": "dp-fedavg", "amplified": True}):
         settings = FederatedSettings.of({**SMALL, **more, "clip": "adaptive", "epsilon": 1.0})
         plan = make_plan(settings, load_task("digits"))
         clip = make_clip(settings, plan)
@@ -424,3 +441,6 @@ def test_an_adaptive_clip_leaves_room_for_the_updates() -> None:
         assert gradient_multiplier(z, bit_noise=clip.noise * ratio) < 1.06 * z
     with pytest.raises(InvalidInput, match="number > 0, or adaptive"):
         clip_of("0.5x")
+    settings = FederatedSettings.of({**SMALL, "mechanism": "blt", "clip": "adaptive"})
+    with pytest.raises(InvalidInput, match="use --mechanism dp-fedavg, or a number for --clip"):
+        make_clip(settings, make_plan(settings, load_task("digits")))

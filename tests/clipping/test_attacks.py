@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, trial
 from noshuffle.clipping.forms import Outer
+from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.per_example import one_at_a_time
 
 
@@ -306,3 +307,44 @@ def test_what_an_example_writes_into_a_buffer_is_not_seen_by_the_next():
     assert not torch.equal(found[0][0], found[1][0])
     with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
         Ghost().clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+
+
+@pytest.mark.parametrize(("again", "company", "verdict"), [
+    (0.0, 0.0, False), (0.0015, 0.003, True), (0.0, 0.003, None), (0.01, 0.008, None),
+])  # fmt: skip
+def test_what_tf32_is_allowed_is_told(monkeypatch, again, company, verdict):
+    """A gradient that moves with its company passes only if it moves from run to run, and so."""
+    monkeypatch.setattr(trial, "roundoff", lambda _: 2.0**-11)
+    w = nn.Parameter(torch.ones(3))
+    pair = (torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 1.0]]),)
+    turned = torch.tensor([1.0, -1.0, 0.0])
+
+    def run(rows, move=None):
+        x = rows[0]
+        if move is None:
+            move = again if torch.equal(x, pair[0]) else company
+        # The loss stays, the gradient moves by a share of its length.
+        moved = move * x.norm(dim=1, keepdim=True) * turned / turned.norm()
+        return (x + moved) @ w
+
+    losses = run(pair, 0.0)
+    truth = [torch.autograd.grad(losses[i], [w], retain_graph=True) for i in range(2)]
+    if verdict is None:
+        with pytest.raises(NotByLayer, match="gradient of an example changes"):
+            trial._alone(run, pair, losses, truth, [w], low=False)
+    else:
+        assert trial._alone(run, pair, losses, truth, [w], low=False) is verdict
+
+
+def test_why_tells_what_the_trial_allowed(monkeypatch):
+    model, loss = nn.Linear(3, 2), nn.CrossEntropyLoss()
+    rows = (torch.randn(4, 3), torch.randint(2, (4,)))
+    plain = Ghost()
+    plain.clipped_sum(model, loss, rows, clip=Flat(1.0))
+    assert trial.LOOSE not in plain.why
+    monkeypatch.setattr(trial, "_alone", lambda *_, **__: True)
+    told = Ghost()
+    for _ in range(2):
+        told.clipped_sum(model, loss, rows, clip=Flat(1.0))
+    assert told.why.count(trial.LOOSE) == 1
+    assert not told.fallbacks

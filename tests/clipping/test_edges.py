@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer, auto, validate
+from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.objective import row_losses
 from noshuffle.errors import InvalidInput, Unsupported
 
@@ -413,29 +415,74 @@ def test_model_loss_with_dictionaries_and_parts_of_the_model(engine):
 def test_compiled_wrapper_and_checkpointing(engine):
     model, batch = small()
     want = engine().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
-    got = engine().clipped_sum(
-        torch.compile(model, backend="eager"), F.cross_entropy, batch, clip=Flat(0.2)
-    )
+    eng = engine()
+    wrapped = torch.compile(model, backend="eager")
+    for _ in range(2):
+        got = eng.clipped_sum(wrapped, F.cross_entropy, batch, clip=Flat(0.2))
+        torch.testing.assert_close(flat(got.values), flat(want.values))
+    assert eng.fallbacks == [UNCOMPILED]
+
+
+class Saved(nn.Module):
+    """A model whose layers from `first` on are computed again in the backward pass."""
+
+    def __init__(self, inner, *, first, is_reentrant):
+        super().__init__()
+        self.inner = inner
+        self.first = first
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x):
+        before, after = self.inner[: self.first], self.inner[self.first :]
+        return checkpoint(after, before(x), use_reentrant=self.is_reentrant)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@both
+def test_activation_checkpointing(engine, first):
+    model, batch = small()
+    want = engine().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+    eng = engine()
+    saved = Saved(model, first=first, is_reentrant=False)
+    got = eng.clipped_sum(saved, F.cross_entropy, batch, clip=Flat(0.2))
     torch.testing.assert_close(flat(got.values), flat(want.values))
+    assert bool(eng.fallbacks) == (engine is PerExample)  # vmap cannot
 
 
-def test_activation_checkpointing_under_ghost():
-    from torch.utils.checkpoint import checkpoint
+@both
+def test_reentrant_checkpoints_and_sparse_embeddings_are_refused_in_clear_words(engine):
+    model, batch = small()
+    saved = Saved(model, first=1, is_reentrant=True)
+    with pytest.raises(Unsupported, match="pass use_reentrant=False"):
+        engine().clipped_sum(saved, F.cross_entropy, batch, clip=Flat(0.2))
+    eng = engine()
+    saved.is_reentrant = False
+    eng.clipped_sum(saved, F.cross_entropy, batch, clip=Flat(0.2))
+    saved.is_reentrant = True  # after the model was tried
+    with pytest.raises(Unsupported, match="pass use_reentrant=False"):
+        eng.clipped_sum(saved, F.cross_entropy, batch, clip=Flat(0.2))
+    words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    tokens = (torch.randint(9, (5, 2)), torch.randint(3, (5,)))
+    with pytest.raises(Unsupported, match="leave sparse out"):
+        engine().clipped_sum(words, F.cross_entropy, tokens, clip=Flat(0.2))
+    words[0].requires_grad_(False)
+    engine().clipped_sum(words, F.cross_entropy, tokens, clip=Flat(0.2))
 
-    class Saved(nn.Module):
-        def __init__(self, inner):
+
+def test_auto_says_that_a_whole_model_is_written_out():
+    class Bare(nn.Module):
+        def __init__(self):
             super().__init__()
-            self.inner = inner
+            self.weight = nn.Parameter(torch.randn(4, 3))
 
         def forward(self, x):
-            return self.inner[2](checkpoint(self.inner[:2], x, use_reentrant=False))
+            return x @ self.weight
 
-    model, batch = small()
-    want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
-    eng = Ghost()
-    got = eng.clipped_sum(Saved(model), F.cross_entropy, batch, clip=Flat(0.2))
-    torch.testing.assert_close(flat(got.values), flat(want.values))
-    assert not eng.fallbacks
+    for model in (Bare(), nn.Sequential(Bare(), nn.Linear(3, 1))):
+        engine = auto(model)
+        assert isinstance(engine, PerExample)
+        assert engine.fallbacks == [engine.why]
+        assert engine.why.startswith("whole model written out per example: ")
 
 
 def test_cross_example_layers_are_refused_by_name():

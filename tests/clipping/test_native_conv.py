@@ -207,3 +207,41 @@ def test_other_types_and_empty_batches_are_left_to_torch() -> None:
     assert not is_fit(x.double(), g.double(), how)
     assert not is_fit(x[:0], g[:0], how)
     assert not is_fit(x[:, :, :3], g[:, :, :1], how)
+
+
+@needs_loops
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_the_sums_of_channels_come_along(case: tuple[Any, Tensor, Tensor, int]) -> None:
+    layer, x, g, size = case
+    truth = g.double().reshape(size, -1, *g.shape[1:]).flatten(3).sum((1, 3)).float()
+    for measure in ("squares", "dense"):
+        own = Gradients(x, g, size=size, how=how_of(layer))
+        assert own.channels is None
+        found = getattr(own, measure)()
+        assert own.channels is not None
+        assert own.lengths is not None
+        torch.testing.assert_close(own.channels, truth, rtol=1e-6, atol=1e-6)
+        written = found if measure == "dense" else own.dense()
+        norms = written.double().flatten(1).square().sum(1)
+        torch.testing.assert_close(own.lengths, norms, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_bias_of_a_convolution(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_compiled and native_conv.library() is None:
+        pytest.skip("no C compiler: there is one form only")
+    monkeypatch.setattr(native_conv, "LEAST", 0 if is_compiled else 1 << 60)
+    layer = nn.Conv2d(2, 6, 3, padding=1)
+    x, g = torch.randn(5, 2, 12, 12), torch.randn(5, 6, 12, 12)
+    forms = convolution(layer, x, g, 5)
+    assert (forms["weight"]._loops is not None) == is_compiled
+    truth, factors = g.sum((2, 3)), torch.rand(5)
+    torch.testing.assert_close(forms["bias"].dense(), truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forms["bias"].total(factors), factors @ truth, rtol=1e-5, atol=1e-5)
+    keep = torch.tensor([True, False, True, True, False])
+    kept = forms["bias"].kept(keep)
+    torch.testing.assert_close(kept.square.sqrt(), (truth.norm(dim=1) * keep), rtol=1e-5, atol=1e-9)
+    weight = forms["weight"]
+    exact = weight.dense().double().flatten(1).square().sum(1)
+    torch.testing.assert_close(weight.square.double(), exact, rtol=1e-5, atol=0.0)

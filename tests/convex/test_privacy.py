@@ -32,6 +32,8 @@ from noshuffle.convex.solvers.noisy_max import noise_scale
 from noshuffle.convex.solvers.objective_perturbation import tilt
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise.grid import grid_of
+from noshuffle.noise.moves import Moves
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -65,12 +67,13 @@ def test_what_is_released_lies_on_a_public_grid(monkeypatch: pytest.MonkeyPatch)
     seen = spied(monkeypatch)
     x, y = np.random.default_rng(1).normal(size=(64, 50)), np.arange(64) % 2
     model = PrivateLogisticRegression(batch_size=64, horizon=64, classes=[0, 1]).fit(x, y)
-    grid = 2.0 ** (math.floor(math.log2(model.plan_.noise_multiplier)) - 28)
+    moves = Moves.of(model.plan_.strategy.recipe(model.plan_.steps))
+    grid = grid_of(moves.at(0), scale=model.plan_.noise_multiplier)
     cells = seen[0] * 64 / grid
     np.testing.assert_array_equal(cells, np.rint(cells))
 
 
-def test_the_second_draw_leaves_the_noise_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_leaves_the_noise_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spied(monkeypatch)
     x, y = np.zeros((40, 3000)), np.arange(40) % 2
     model = PrivateLogisticRegression(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput, ParticipationViolation
+from noshuffle.federated import ServerOptimizer, participation_from_times, read_log
 from noshuffle.federated.cohort import (
     Roster,
     account_afterwards,
@@ -107,6 +111,36 @@ def test_accounting_afterwards_follows_what_happened() -> None:
     broken = account_afterwards(plan, often)
     assert broken.epsilon > 2 * plan.epsilon()
     assert any("counted afterwards" in line for line in broken.assumptions)
+
+
+def test_limits_that_devices_kept_by_themselves() -> None:
+    plan = Plan.fit(MinSeparation(60, 20, 3), mechanism="blt", noise_multiplier=3.0, unit="user")
+    sent = [60.0 * t for t in range(50)]  # the run ended early
+    seen = participation_from_times(sent, seconds=1800, most=2, delay=300)
+    assert seen == MinSeparation(50, 25, 2)
+    statement = account_afterwards(plan, seen)
+    twin = replace(plan, participation=MinSeparation(60, 25, 2))
+    assert statement.epsilon == twin.epsilon() < plan.epsilon()
+    assert any("timer of its own" in line for line in statement.assumptions)
+    for wrong in (MinSeparation(61, 25, 2), SinglePass(60), 25):
+        with pytest.raises(InvalidInput, match="MinSeparation"):
+            account_afterwards(plan, wrong)  # type: ignore[arg-type]
+
+
+def test_the_log_of_a_run_folder(tmp_path: Path) -> None:
+    plan = Plan.fit(MinSeparation(9, 3, 2), mechanism="blt", noise_multiplier=3.0, unit="user")
+    server = ServerOptimizer(
+        {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2, run=tmp_path / "run",
+        optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+    )  # fmt: skip
+    for users in (["ada", "bob"], ["eve"], [], ["bob"]):
+        server.step({"w": torch.zeros(2)}, cohort=users)
+    log = read_log(tmp_path / "run")  # while the server is still there
+    assert observed_participation(log.users) == MinSeparation(4, 3, 2)
+    assert list(log.times) == sorted(log.times)
+    assert account_afterwards(plan, log.users).epsilon <= plan.epsilon()
+    with pytest.raises(InvalidInput, match="no ledger"):
+        read_log(tmp_path)
 
 
 def test_users_have_one_kind_of_name() -> None:

@@ -1,8 +1,15 @@
 """A real deployment on loopback: SuperLink, two SuperNodes, the app of examples/federated.
 
-Three rounds; one client is ended while it works on the second; then the server and everything else
-is killed, started again, and the run goes on under new node ids. What comes out is, bit for bit,
-the run that was never stopped. Every wait has a limit, every process is ended by its number.
+    round 0   both users answer
+    round 1   a SuperNode and its client are killed at work, then SuperLink and server: its outcome
+              is unknown to whoever starts everything again, so its noise is skipped
+    round 2   under new node ids
+    round 3   a SuperNode and its client are killed at work; the round goes on without that user
+
+Killed is SIGKILL throughout. What comes out is, bit for bit, a run that was never stopped and that
+gives round 1 up. Nothing is awaited but facts (rows of the ledger, processes, lines of logs), with
+a limit; every process is ended by its number. Who was silent is read from the log, since a machine
+that is slow enough may lose more answers than the one that was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from typing import Any
 import pytest
 import torch
 
-from noshuffle.federated import observed_participation, simulate
+from noshuffle.federated import observed_participation, read_log, simulate
 from noshuffle.training import checkpoint
 from noshuffle.training.verify import verify
 
@@ -34,7 +41,7 @@ pytest.importorskip("flwr", reason="needs the extra 'federated'")
 
 APP = Path(__file__).parents[2] / "examples" / "federated"
 BIN = Path(sys.executable).parent
-LIMIT = 480.0  # seconds for everything; an idle machine needs about a fifth of it
+LIMIT = 900.0  # seconds for everything; an idle machine needs about a tenth of it
 
 pytestmark = [
     pytest.mark.skipif(not (BIN / "flower-superlink").exists(), reason="no Flower commands here"),
@@ -44,14 +51,13 @@ pytestmark = [
 SETTINGS: dict[str, Any] = {
     "task": "toy",
     "users": 2,
-    "rounds": 4,
+    "rounds": 5,
     "cohort-size": 2,
     "at-least": 2,
     "min-separation": 1,
-    "max-participations": 3,
+    "max-participations": 4,
     "local-steps": 2,
-    "timeout": 300.0,
-    "wait": 3.0,
+    "wait": 300.0,
     "test-seed": 11,
 }
 
@@ -75,6 +81,12 @@ def children_of(pid: int) -> list[int]:
         todo += (below := parents.get(todo.pop(0), []))
         found += below
     return found
+
+
+def is_client(pid: int) -> bool:
+    with suppress(OSError):
+        return b"flwr-clientapp" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 class Network:
@@ -151,20 +163,38 @@ class Network:
             "flwr", "run", str(APP), "here", "--stream", "--run-config", " ".join(words)
         )
 
-    def end(self, process: subprocess.Popen[bytes], *, how: signal.Signals) -> None:
-        """This process and what it started, each by its number."""
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """This process and what it started, each by its number, without a last word."""
         below = children_of(process.pid)
-        process.send_signal(how)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=20)
+        process.kill()
         for pid in below:
             with suppress(OSError):
                 if b"fl" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=20)
         self.alive.remove(process)
+
+    def kill_at_work(
+        self,
+        node: subprocess.Popen[bytes],
+        run: subprocess.Popen[bytes],
+        *,
+        folder: Path,
+        rounds: int,
+    ) -> None:
+        """Wait until so many rounds are charged and this node has a client at work; end both.
+
+        A client is a process of its own, which takes seconds to load what it trains with; on a
+        machine where it takes longer than the round, the run may end first.
+        """
+
+        def is_time() -> bool:
+            is_over = run.poll() is not None
+            return is_over or any(map(is_client, children_of(node.pid)))
+
+        self.until(f"round {rounds - 1}", lambda: charged(folder) == rounds)
+        self.until("client at work", is_time)
+        self.kill(node)
 
 
 @contextmanager
@@ -174,7 +204,7 @@ def network(folder: Path) -> Iterator[Network]:
         yield net
     finally:
         for process in list(net.alive):
-            net.end(process, how=signal.SIGKILL)
+            net.kill(process)
 
 
 def charged(folder: Path) -> int:
@@ -187,30 +217,31 @@ def charged(folder: Path) -> int:
     return 0
 
 
-def test_killed_client_and_stopped_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     settings = {**SETTINGS, "run-folder": str(folder)}
     with network(tmp_path) as net:
         link, node_0, node_1 = net.up()
-        first = net.run(**settings, **{"stop-after": 2})
-        net.until("second round", lambda: charged(folder) == 2)
-        net.end(node_1, how=signal.SIGTERM)
-        net.until("end of the first run", lambda: first.poll() is not None)
+        first = net.run(**settings, timeout=300.0)
+        net.kill_at_work(node_1, first, folder=folder, rounds=2)
+        # The round waits for an answer that never comes, so the server is in the middle of it.
+        for process in (link, first, node_0):
+            net.kill(process)
         before = net.log(first)
-        for process in (first, node_0, link):
-            net.end(process, how=signal.SIGKILL)
-        assert checkpoint.saved(folder / "checkpoints")[-1].name.endswith("2"), before
+        assert charged(folder) == 2
+        assert checkpoint.saved(folder / "checkpoints")[-1].name.endswith("1"), before
 
         link, node_0, node_1 = net.up()
-        second = net.run(**settings)
+        second = net.run(**settings, **{"timeout": 25.0, "stop-after": 4})
+        net.kill_at_work(node_1, second, folder=folder, rounds=4)
         net.until("end of the second run", lambda: second.poll() is not None)
         after = net.log(second)
 
-    assert "round 3: asked 2, answered 2" in after, after
-    assert "round 4: too few users are free" in after, after  # both have taken part three times
+    assert "round 1: its outcome is unknown; its noise is skipped" in after, after
     told = re.findall(r"round (\d+): silent (\[[\d, ]*\])", before + after)
     silent = {int(number) - 1: json.loads(users) for number, users in told}
-    assert silent == {0: [], 1: [1], 2: []}, before + after
+    assert {2, 3} <= silent.keys() <= {0, 2, 3}, before + after
+    assert 1 in silent[3]
     nodes = re.findall(
         r"SuperNode ID: (\d+)", "".join(p.read_text() for p in tmp_path.glob("*.log"))
     )
@@ -223,19 +254,33 @@ def test_killed_client_and_stopped_server(tmp_path: Path, monkeypatch: pytest.Mo
     config = {**defaults, **SETTINGS}
     ended = server_module.rounds_of(config, run=folder)
     assert ended.resume() == ()
-    cohorts = [ended.server.ledger.row(step).units.tolist() for step in range(3)]
-    assert cohorts == [[0, 1]] * 3
-    seen = observed_participation(cohorts)
-    assert seen.max_participations <= config["max-participations"]
+    log = read_log(folder)
+    assert [users.tolist() for users in log.users] == [[0, 1]] * 4  # the lost round is charged too
+    assert observed_participation(log.users).max_participations == config["max-participations"]
+    assert ended.begin([0, 1]) is None  # nobody is free for the last round
     assert verify(folder).failures == ()
 
-    # The same three rounds, never stopped, in this process.
+    # The same rounds in this process, all clients together, never stopped; round 1 is given up.
     context = type("Context", (), {"run_config": config})
     task, model, local, loss_fn = task_module.parts_of(context)
-    straight = simulate(
-        server_module.rounds_of(config, run=None), model, task, local=local, loss_fn=loss_fn,
-        check_ins=lambda step: cohorts[step], until=3, vectorise=False,
-        answers=lambda step, user: user not in silent[step],
-    )  # fmt: skip
-    for name, value in straight.parameters.items():
-        assert torch.equal(ended.server.parameters()[name], value), name
+
+    def straight(silent: dict[int, list[int]]) -> dict[str, torch.Tensor]:
+        rounds = server_module.rounds_of(config, run=None)
+        for until in (1, 4):
+            simulate(
+                rounds, model, task, local=local, loss_fn=loss_fn, until=until,
+                check_ins=lambda step: log.users[step],
+                answers=lambda step, user: user not in silent[step],
+            )  # fmt: skip
+            if until == 1:
+                assert rounds.begin(log.users[1]) is not None
+                rounds.abandon()
+        parameters: dict[str, torch.Tensor] = rounds.server.parameters()
+        return parameters
+
+    # The line on round 0 comes some seconds later, and may have died with the server.
+    first_silent = [silent[0]] if 0 in silent else [[], [0], [1], [0, 1]]
+    got = ended.server.parameters()
+    twins = [straight({**silent, 0: users}) for users in first_silent]
+    same = [all(torch.equal(got[name], twin[name]) for name in twin) for twin in twins]
+    assert sum(same) == 1, (silent, before + after)

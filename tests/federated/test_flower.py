@@ -38,9 +38,14 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from noshuffle.federated.flower import PrivateStrategy
-from noshuffle.federated.flower_client import client_app, task_client
-from noshuffle.federated.flower_identity import Handshake, PublicKeys, name_of_key
+from noshuffle.federated.flower import (
+    Handshake,
+    PrivateStrategy,
+    PublicKeys,
+    client_app,
+    task_client,
+)
+from noshuffle.federated.flower_identity import name_of_key
 
 STEPS, USERS = 8, 12
 LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2)
@@ -200,7 +205,7 @@ def strategy_of(rounds: Rounds, **more: Any) -> PrivateStrategy:
 
 
 def simulated(rounds: Rounds, **more: Any) -> dict[str, torch.Tensor]:
-    settings = {"local": LOCAL, "check_ins": order, "vectorise": False, **more}
+    settings = {"local": LOCAL, "check_ins": order, "vectorise": True, **more}
     return simulate(rounds, Model(), a_task(), **settings).parameters
 
 

@@ -58,11 +58,9 @@ def a_run(run: Path | None) -> Rounds:
 def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
     task, seen = a_task(), list[Progress]()
     order = in_random_order(task.users, seed=1)
-    expected = simulate(a_run(None), a_model(), task, local=LOCAL, check_ins=order, vectorise=False)
+    expected = simulate(a_run(None), a_model(), task, local=LOCAL, check_ins=order, vectorise=True)
     # One round here, the rest on Flower: the engine may change in the middle of a run.
-    simulate(
-        a_run(tmp_path), a_model(), task, local=LOCAL, check_ins=order, until=1, vectorise=False
-    )
+    simulate(a_run(tmp_path), a_model(), task, local=LOCAL, check_ins=order, until=1, at_once=2)
     got = run_flower_simulation(
         a_run(tmp_path), a_model(), task, local=LOCAL, check_ins=order, progress=seen.append
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +73,11 @@ def cohort(t: int) -> list[str]:
     "optimizer_fn",
     [sgd, lambda p: FTRL(p, lr=0.3, momentum=0.5), lambda p: torch.optim.Adam(p, lr=0.1)],
 )
-def test_step_is_the_equation(mechanism: str, optimizer_fn: Any) -> None:
+def test_step_is_the_equation(
+    mechanism: str, optimizer_fn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the grid, which would move the sums by up to 2⁻¹⁰ of their noise."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
     plan = a_plan(mechanism)
     server = a_server(plan, optimizer_fn=optimizer_fn)
     twin = {name: torch.nn.Parameter(value.clone()) for name, value in start().items()}
@@ -271,3 +278,39 @@ def test_settings_are_checked() -> None:
         a_server(a_plan(), optimizer_fn=lambda p: sgd(p[:1]))
     with pytest.raises(InvalidInput, match="cohort_size"):
         a_server(a_plan(), cohort_size=0)
+
+
+def test_the_open_round_is_meant_if_no_cohort_is_named() -> None:
+    named, meant = a_server(a_plan()), a_server(a_plan())
+    for t in range(3):
+        expected = named.step(sums(t), cohort=cohort(t))
+        meant.open(cohort(t))
+        got = meant.step(sums(t))
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+        with pytest.raises(InvalidInput, match="no round is open"):
+            meant.step(sums(t))
+    assert meant.round == 3
+
+
+def test_a_count_that_would_take_all_names_a_noise_that_does_not() -> None:
+    plan = a_plan("identity", noise_multiplier=6.0)
+    for clip in (
+        QuantileClip(initial=1.0, units=4),
+        QuantileClip(initial=1.0, units=4, bit_noise=1.0),
+    ):
+        with pytest.raises(InvalidInput, match="give bit_noise=") as refused:
+            a_server(plan, clip=clip)
+        value = float(re.findall(r"bit_noise=([\d.]+)", str(refused.value))[0])
+        server = a_server(plan, clip=replace(clip, bit_noise=value))
+        # nine tenths of μ² are left: z_Δ = z / √0.9, or a little less
+        assert 6.0 < server._noise.scale <= 6.0 / math.sqrt(0.9)
+
+
+@pytest.mark.parametrize("change", ["DELETE FROM meta", "UPDATE meta SET value = '1'"])
+def test_a_run_with_noise_of_another_version_is_refused(tmp_path: Path, change: str) -> None:
+    server = a_server(a_plan(), run=tmp_path / "run")
+    server.step(sums(0), cohort=cohort(0))
+    a_server(a_plan(), run=tmp_path / "run")
+    server.ledger._db.execute(f"{change} WHERE name = 'noise'")
+    with pytest.raises(InvalidInput, match="begun by another version of noshuffle"):
+        a_server(a_plan(), run=tmp_path / "run")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,13 @@ from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError, Unsu
 from noshuffle.noise import test_source as seeded
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.gaussian import normals_in_torch_
+from noshuffle.noise.grid import grid_step
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.lazy import LazyNoise, SparseSGD
+from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.philox import PhiloxWords
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
+from noshuffle.noise.sparse_sgd import SparseSGD
 from noshuffle.strategies.recipe import Buffered, FeedForward, materialize
 
 N, SCALE = 37, 1.7
@@ -206,7 +211,9 @@ def test_a_row_touched_every_step_follows_the_recursion_of_eager_noise() -> None
         z = draws.normals(rows, step=step).view(4, 3, 6)[:, 0].double()
         y = z - 0.1 * state[0] - 0.3 * state[1]
         state = torch.tensor([0.95, 0.6]).double().view(2, 1, 1) * state + z
-        torch.testing.assert_close(noise.touch_(rows, step).double(), SCALE * y, rtol=0, atol=1e-5)
+        got, near = noise.touch_(rows, step).double(), grid_step(SCALE)
+        torch.testing.assert_close(got, SCALE * y, rtol=0, atol=near)
+        assert not (got % near).any()
 
 
 def test_rates_weigh_the_gradient_too() -> None:
@@ -453,3 +460,56 @@ def test_low_precision_and_parameters() -> None:
     assert higher.shape == (2, 2, 3)
     assert lazy(shape=(4,)).touch_(torch.tensor([1, 2]), 5).shape == (2,)
     assert lazy().is_test
+
+
+@every_case
+def test_low_bits_do_not_tell_which_rows_were_touched(name: str) -> None:
+    """Touches and flushes give multiples of one grid, gradient or not; it never coarsens."""
+    noise, touches = lazy(name), random_touches(12, seed=3)
+    grids = [noise._grid_at(step) for step in range(N)]
+    assert grids == sorted(grids, reverse=True)
+    assert grids[0] > 0
+    generator = torch.Generator().manual_seed(0)
+    for step in range(N):
+        rows = at_step(touches, step)
+        onto = torch.randn(len(rows), 5, generator=generator) if step % 2 else None
+        assert not (noise.touch_(rows, step, onto=onto) % grids[step]).any()
+    assert not (noise.flush_(N - 1) % grids[-1]).any()
+
+
+def test_gradients_are_rounded_with_their_noise() -> None:
+    """Noise by itself and noise on a gradient differ by the gradient, up to a step of the grid."""
+    rows, generator = torch.tensor([1, 5]), torch.Generator().manual_seed(0)
+    gradient = torch.randn(2, 5, generator=generator)
+    noise, noisy = lazy().touch_(rows, 3), lazy().touch_(rows, 3, onto=gradient)
+    near = lazy()._grid_at(3)
+    assert float((noisy - noise - gradient).abs().max()) < 2 * near
+    assert float((noisy - noise - gradient).abs().max()) > near / 20
+    with pytest.raises(InvalidInput, match=r"shape \(2, 5\)"):
+        lazy().touch_(rows, 3, onto=gradient[:1])
+
+
+def test_of_two_threads_that_touch_a_row_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = lazy()
+    begun, advance = threading.Barrier(2), noise._advance_
+
+    def slow(*arguments: Any, **settings: Any) -> Tensor:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            begun.wait(0.2)  # without a lock both would get here with the same steps behind them
+        return advance(*arguments, **settings)
+
+    monkeypatch.setattr(noise, "_advance_", slow)
+
+    def go(rows: list[int]) -> Tensor | str:
+        try:
+            return noise.touch_(torch.tensor(rows), 4)
+        except InvalidInput as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        got = [f.result() for f in [pool.submit(go, [3, i]) for i in (5, 7)]]
+        other = pool.submit(go, [9]).result()
+    assert sum(isinstance(g, Tensor) for g in got) == 1
+    assert any(isinstance(g, str) and "row 3 already has the noise" in g for g in got)
+    assert isinstance(other, Tensor)
+    assert torch.equal(other, lazy().touch_(torch.tensor([9]), 4))

@@ -14,8 +14,9 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, lazy_fused
 from noshuffle.noise import test_source as seeded
-from noshuffle.noise.lazy import LazyNoise, SparseSGD
+from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.lazy_fused import FusedLazyNoise, lazy_noise
+from noshuffle.noise.sparse_sgd import SparseSGD
 from noshuffle.noise.triton_kernels import HAS_TRITON
 from noshuffle.strategies.recipe import Buffered, materialize
 

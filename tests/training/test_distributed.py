@@ -6,10 +6,14 @@ all scenarios in order, and the tests below compare what the worlds left behind.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
 import os
+import shutil
+import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -319,14 +323,17 @@ def sampled(out: Path) -> dict[str, Any]:
     plan = Plan.fit(
         Poisson(steps=4, rate=0.3), mechanism="identity", noise_multiplier=1.0, delta=1e-3
     )
-    private = build(model_of(), plan)
+    private = build(model_of(), plan, run=out / "sampled")
     x, y, _ = data()
+    mode = None
+    if dist.get_rank() == 0:
+        mode = stat.S_IMODE((out / "sampled" / "ledger.sqlite").stat().st_mode)
     sampler = private.sampler(len(x))
     drawn = [batch.tolist() for batch in sampler]
     for batch in sampler:
         mine = batch[private.rows(len(batch))]
         private.step(LOSS, x[mine], y[mine], ids=mine)
-    return {"drawn": drawn, "steps": private.steps_released}
+    return {"drawn": drawn, "steps": private.steps_released, "mode": mode}
 
 
 def unchanged(out: Path) -> dict[str, Any]:
@@ -380,6 +387,52 @@ def by_adam(out: Path) -> dict[str, Any]:
     return {"parameters": run(lambda m: m, "adam"), "fsdp": run(sharded, "adam fsdp")}
 
 
+def at_other_places(out: Path) -> dict[str, Any]:
+    """A run folder that was copied, rolled back, or lost its ledger, and one that was moved."""
+    private = build(model_of(), run=out / "placed")
+    train(private, stop=1)
+    private.save()
+    private.close()
+    copy, early = out / "placed copy", b""
+
+    def on_rank_0(work: Callable[[], Any]) -> None:
+        if dist.get_rank() == 0:
+            work()
+        dist.barrier()
+
+    def again(path: Path, **changed: Any) -> GroupPrivate:
+        return build(model_of(), run=path, source=None, **changed)
+
+    on_rank_0(lambda: shutil.copytree(out / "placed", copy))
+    last = dist.get_rank() == dist.get_world_size() - 1
+    said = {
+        "copied": refused(lambda: again(copy)),
+        # A world of one has nobody to disagree with; what it opened would hold the log.
+        "promised by one": refused(lambda: again(copy, moved=last).close()),
+    }
+    if dist.get_rank() == 0:
+        early = (copy / "ledger.sqlite").read_bytes()
+    moved = again(copy, moved=True)
+    start = moved.resume()
+    train(moved, start=start, stop=2)
+    moved.save()
+    moved.close()
+    known = again(copy)  # the promise is in the ledger
+    known.close()
+    on_rank_0(lambda: (copy / "ledger.sqlite").write_bytes(early))
+    said["rolled back"] = refused(lambda: again(copy))
+    on_rank_0(lambda: (copy / "ledger.sqlite").unlink())
+    said["lost"] = refused(lambda: again(copy))
+
+    def older() -> None:
+        with contextlib.closing(sqlite3.connect(out / "placed" / "ledger.sqlite")) as db, db:
+            db.execute("DELETE FROM meta WHERE name = 'noise'")
+
+    on_rank_0(older)
+    said["older noise"] = refused(lambda: again(out / "placed"))
+    return {"said": said, "start": start}
+
+
 def unsupported(out: Path) -> dict[str, Any]:
     """Layouts and policies that are refused by name."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -393,6 +446,10 @@ def unsupported(out: Path) -> dict[str, Any]:
         said[name] = refused(lambda: build(model))  # noqa: B023
     wrapped = nn.parallel.DistributedDataParallel(model_of())
     said["ddp"] = refused(lambda: build(wrapped))
+    whole = sharded(model_of())
+    said["one process"] = refused(
+        lambda: privatize(whole, sgd(whole), plan_of(), clip_norm=1.0, batch_size=4)
+    )
     return {"said": said}
 
 
@@ -400,6 +457,7 @@ SCENARIOS = (
     without_ids,
     by_adam,
     unsupported,
+    at_other_places,
     replicated,
     by_fsdp,
     resumed,
@@ -572,6 +630,20 @@ def test_disagreements_are_refused_by_name(worlds: Seen) -> None:
     assert len({worlds[size][0]["disagreements"]["key"] for size in WORLDS}) == len(WORLDS)
 
 
+def test_one_key_has_one_ledger_on_every_rank(worlds: Seen) -> None:
+    for size in WORLDS:
+        for seen in worlds[size]:
+            said = seen["at_other_places"]["said"]
+            assert said["copied"].startswith("ReplayRefused")
+            assert "copy or a restored backup" in said["copied"]
+            if size > 1:
+                assert "disagree on moved" in said["promised by one"]
+            assert "missing or older" in said["rolled back"]
+            assert "missing or older" in said["lost"]
+            assert "begun by another version of noshuffle" in said["older noise"]
+            assert seen["at_other_places"]["start"] == 1
+
+
 def test_adam_is_the_same_sharded(worlds: Seen) -> None:
     first = worlds[1][0]["by_adam"]["parameters"]
     assert all(same(first, found) for found in everywhere(worlds, "by_adam", "fsdp"))
@@ -582,6 +654,7 @@ def test_what_is_not_supported_is_refused(worlds: Seen) -> None:
         assert "only fully_shard over one mesh axis" in said["columns"]
         assert "mixed precision and offload policies" in said["precision"]
         assert "privatize the module inside" in said["ddp"]
+        assert "use noshuffle.training.privatize_distributed" in said["one process"]
     for said in everywhere(worlds, "without_ids", "said"):
         assert "ParticipationViolation" in said
     for size in WORLDS[1:]:
@@ -604,6 +677,7 @@ def test_sampled_batches_are_split(worlds: Seen) -> None:
         drawn = [seen["sampled"]["drawn"] for seen in worlds[size]]
         assert all(other == drawn[0] for other in drawn)
         assert all(seen["sampled"]["steps"] == 4 for seen in worlds[size])
+        assert worlds[size][0]["sampled"]["mode"] == 0o600  # it lists the secret draws
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

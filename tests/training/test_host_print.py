@@ -15,6 +15,7 @@ from noshuffle import Plan, SinglePass
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import test_source
 from noshuffle.training import device_print, fingerprint, host_print, privatize
+from noshuffle.training.fork import fork
 
 needs_loop = pytest.mark.skipif(
     host_print.library() is None, reason="no C compiler: there is one form only"
@@ -91,6 +92,39 @@ def test_a_state_is_told_apart_by_settings_values_and_shapes() -> None:
     assert prints[0] == fingerprint.of_state({"lr": 0.1}, [w.clone(), b.bfloat16().float()])
 
 
+def test_remembered_places_give_the_same_state() -> None:
+    luck, samples = torch.Generator().manual_seed(0), fingerprint.Samples()
+    own = [
+        nn.Parameter(torch.randn(70, 130, generator=luck)),
+        nn.Parameter(torch.randn(5, generator=luck).bfloat16()),
+        nn.Parameter(torch.randn(40, 30, generator=luck).mT),  # not one block: read anew every time
+        nn.Parameter(torch.randn((), generator=luck)),
+        nn.Parameter(torch.empty(0)),
+    ]
+    seen = set()
+
+    def same() -> None:
+        found = fingerprint.of_state({"lr": 0.1}, own, samples=samples)
+        assert found == fingerprint.of_state({"lr": 0.1}, own)
+        assert found not in seen
+        seen.add(found)
+
+    same()
+    for p in own[:4]:  # changed where it lies
+        with torch.no_grad():
+            p.add_(1.0)
+        same()
+    for p in own[:4]:  # moved elsewhere
+        p.data = p.data.clone() + 1.0
+        same()
+    own[0].data = own[0].data.view(130, 70)  # the same place, another shape
+    same()
+    own[0].data = own[0].data[:, :35].contiguous()
+    same()
+    own[0] = nn.Parameter(own[0].detach().double())
+    same()
+
+
 @needs_loop
 @pytest.mark.parametrize(
     ("right", "wrong"), [("(s >> 32)", "(s >> 31)"), ("b * LANES + l", "b * LANES")]
@@ -103,23 +137,34 @@ def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
     assert not host_print._agrees(built)
 
 
-def test_a_run_with_fingerprints_of_another_form_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM meta WHERE name = 'prints'",
+        "DELETE FROM meta WHERE name = 'noise'",
+        "UPDATE meta SET value = '1' WHERE name = 'noise'",
+    ],
+)
+def test_a_run_of_another_version_is_refused(tmp_path: Path, change: str) -> None:
     plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=2.0)
 
-    def start() -> object:
+    def start(run: str = "run") -> object:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        source = test_source(seed=run)
         return privatize(
-            model, optimizer, plan, clip_norm=1.0, batch_size=4, source=test_source(seed=1),
-            run=tmp_path / "run",
+            model, optimizer, plan, clip_norm=1.0, batch_size=4, source=source, run=tmp_path / run
         )  # fmt: skip
 
     private = start()
     private.step(nn.MSELoss(), torch.randn(4, 2), torch.randn(4, 1))  # type: ignore[attr-defined]
     start()
-    private.ledger._db.execute("DELETE FROM meta WHERE name = 'prints'")  # type: ignore[attr-defined]
-    with pytest.raises(InvalidInput, match="another version"):
+    private.ledger._db.execute(change)  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match=r"another version.*fork the run") as refused:
         start()
+    assert "\n" not in str(refused.value)
+    fork(tmp_path / "run", tmp_path / "forked")
+    start("forked")
 
 
 def test_plain_values_are_told_apart() -> None:

@@ -178,6 +178,30 @@ def test_reopened_ledger_knows_everything(tmp_path, summarise_at):
     assert other.released == 10
 
 
+def test_a_summary_is_written_when_it_pays(tmp_path, monkeypatch):
+    """Few participations a unit are read from the steps again; many are summarised."""
+    monkeypatch.setattr("noshuffle.training.ledger._TIDY_UNITS", 8)
+    path = tmp_path / "ledger.sqlite"
+    rule = Epochs(epochs=20, steps_per_epoch=2)
+    ledger = Ledger(rule, path=path)
+    covered = []
+    for t in range(40):
+        ledger.record(ledger.admit(t, np.arange(6) + 6 * (t % 2), bytes([t])))
+        if t % 2:
+            ledger.tidy()
+            covered.append(int(ledger.meta("summarised") or 0))
+        if t == 21:  # another process goes on, and knows what is not covered
+            ledger = Ledger(rule, path=path)
+    assert sorted(set(covered)) == [0, 16, 32]
+    assert covered.index(16) == 7  # the eighth epoch
+    again = Ledger(rule, path=path)
+    assert again.released == 40
+    assert again.units()[1].count.tolist() == [20] * 12
+    monkeypatch.setattr("noshuffle.training.ledger._TIDY_STEPS", 4)
+    again.tidy()
+    assert int(again.meta("summarised") or 0) == 40
+
+
 def test_two_processes_cannot_release_the_same_step(tmp_path):
     path = tmp_path / "ledger.sqlite"
     one, two = (Ledger(SinglePass(steps=5), path=path) for _ in range(2))

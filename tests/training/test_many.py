@@ -2,144 +2,288 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from noshuffle.clipping import Flat, PerExample
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import NoiseStream, test_source
-from noshuffle.strategies import blt, identity
-from noshuffle.training.many import Setting, accuracies, clipped_sums, train_many
-from noshuffle.training.models import build
-from noshuffle.training.stacked import Stacked
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
+from noshuffle.noise import test_source
+from noshuffle.participation import Epochs, MinSeparation, Poisson
+from noshuffle.plan import Plan
+from noshuffle.strategies import blt, identity, tree
+from noshuffle.training import privatize
+from noshuffle.training.many import Setting, Study, accuracies, joint_mu, train_many
+from noshuffle.training.many_noise import RunSources, run_source
 
 
-def network() -> nn.Sequential:
+def stacked_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, stride=2, padding=1),
         nn.Tanh(),
         nn.MaxPool2d(2, 1),
-        nn.Conv2d(3, 4, 2, bias=False),
-        nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(4 * 2 * 2, 5),
-        nn.Tanh(),
+        nn.Linear(3 * 3 * 3, 5),
+        nn.GELU(),
         nn.Linear(5, 3, bias=False),
     )
 
 
-def dense() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(2 * 7 * 7, 4), nn.Tanh(), nn.Linear(4, 3))
+class Residual(nn.Module):
+    """Nothing that has a stacked form."""
 
-
-@pytest.mark.parametrize("make", [network, dense])
-def test_clipped_sums_equal_the_engine(make) -> None:
-    torch.manual_seed(0)
-    models = [make() for _ in range(3)]
-    clips = torch.tensor([0.05, 1.0, 1e6])
-    x, y = torch.randn(6, 2, 7, 7), torch.randint(3, (6,))
-    params = {
-        name: torch.stack([m.get_parameter(name).detach() for m in models])
-        for name, _ in models[0].named_parameters()
-    }
-    weights = torch.tensor([1.0, 1, 1, 0, 1, 1])  # the fourth row is padding
-    found = clipped_sums(Stacked(models[0], runs=3), params, x, y, weights, clips)
-    keep = weights.bool()
-    for k, model in enumerate(models):
-        clip = Flat(float(clips[k]))
-        right = PerExample().clipped_sum(
-            model, nn.CrossEntropyLoss(), (x[keep], y[keep]), clip=clip
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Flatten(), nn.Linear(2 * 7 * 7, 6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+            for _ in range(2)
         )
-        for name, value in right.values.items():
-            torch.testing.assert_close(found[name][k], value, rtol=1e-4, atol=1e-6)
+        self.leave = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
 
 
-def test_a_bad_example_contributes_zero_to_every_run() -> None:
-    torch.manual_seed(0)
-    model = network()
-    params = {name: p.detach()[None].clone() for name, p in model.named_parameters()}
-    x, y = torch.randn(4, 2, 7, 7), torch.randint(3, (4,))
-    stacked, clip = Stacked(model, runs=1), torch.ones(1)
-    clean = clipped_sums(stacked, params, x[1:], y[1:], torch.ones(3), clip)
-    x[0] = float("nan")
-    spoiled = clipped_sums(stacked, params, x, y, torch.ones(4), clip)
-    for name, value in clean.items():
-        torch.testing.assert_close(spoiled[name], value)
+def data(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(rows, 2, 7, 7, generator=g), torch.randint(3, (rows,), generator=g)
 
 
-def test_a_study_equals_the_runs_one_by_one() -> None:
-    """Same weights, same noise elements, heavy-ball updates by hand."""
-    torch.manual_seed(0)
-    x, y = torch.randn(12, 2, 7, 7), torch.randint(3, (12,))
-    strategy, steps, size = blt((0.9,), (0.3,)), 3, 4
-    settings = [
-        Setting(noise_multiplier=0.5, learning_rate=0.2, seed=1),
-        Setting(noise_multiplier=2.0, learning_rate=0.1, momentum=0.0, clip_norm=0.3, seed=2),
-    ]
-    batches = [(x[i : i + size], y[i : i + size], None) for i in range(0, 12, size)]
-    source = test_source(seed=3)
-    schedule = (1.0, 0.5, 0.25)
-    stacked, params = train_many(
-        network,
-        batches,
-        settings,
-        strategy=strategy,
-        steps=steps,
-        batch_size=5,
-        learning_rates=schedule,
-        source=source,
+def batches(size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor, None]]:
+    x, y = data()
+    return [(x[i : i + size], y[i : i + size], None) for i in range(0, len(x), size)]
+
+
+def plan(strategy, noise: float, steps: int = 3) -> Plan:
+    return Plan(
+        participation=Epochs(1, steps), strategy=strategy, noise_multiplier=noise, delta=1e-5
     )
-    shapes = {name: tuple(value.shape) for name, value in params.items()}
-    stream = NoiseStream(strategy.recipe(steps), source, shapes, scale=1.0, steps=steps)
-    models, velocity = [], []
-    for setting in settings:
-        torch.manual_seed(setting.seed)
-        models.append(network())
-        velocity.append({n: torch.zeros_like(p) for n, p in models[-1].named_parameters()})
-    for t, (xs, ys, _) in enumerate(batches):
-        noise = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        stream.add_(noise)
-        for k, (setting, model) in enumerate(zip(settings, models)):
-            sums = PerExample().clipped_sum(
-                model, nn.CrossEntropyLoss(), (xs, ys), clip=Flat(setting.clip_norm)
-            )
-            scale = setting.noise_multiplier * setting.clip_norm
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    g = (sums.values[name] + scale * noise[name][k]) / 5
-                    velocity[k][name] = setting.momentum * velocity[k][name] + g
-                    p.sub_(setting.learning_rate * schedule[t] * velocity[k][name])
-    for k, model in enumerate(models):
+
+
+#: z·ζ is a power of two, so that a study and a single run round to the same grid.
+SETTINGS = [
+    Setting(plan=plan(blt((0.9,), (0.3,)), 0.5), learning_rate=0.2, seed=1),
+    Setting(plan=plan(tree(), 2.0), learning_rate=0.1, momentum=0.0, clip_norm=0.25, seed=2),
+    Setting(plan=plan(blt((0.9,), (0.3,)), 4.0), learning_rate=0.05, clip_norm=0.5, seed=3),
+    Setting(noise_multiplier=0.0, learning_rate=0.3, seed=4),
+]
+
+
+def alone(make, setting: Setting, source, schedule=(1.0, 1.0, 1.0)) -> nn.Module:
+    """One run by privatize: the slow twin."""
+    torch.manual_seed(setting.seed)
+    model = make()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=setting.learning_rate, momentum=setting.momentum
+    )
+    own = setting.plan or plan(identity(), 0.0)
+    private = privatize(
+        model, optimizer, own, clip_norm=setting.clip_norm, batch_size=5, source=source
+    )
+    for factor, (x, y, _) in zip(schedule, batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = setting.learning_rate * factor
+        private.step(nn.CrossEntropyLoss(), x, y)
+    return model
+
+
+@pytest.mark.parametrize(("make", "form"), [(stacked_net, "stacked"), (Residual, "vmap")])
+def test_a_study_equals_the_runs_of_privatize(make, form: str) -> None:
+    """Other strategies, noise, clip norms, rates, momenta and seeds side by side."""
+    source, schedule = test_source(seed=3), (1.0, 0.5, 0.25)
+    study = Study(make, SETTINGS, steps=3, batch_size=5, learning_rates=schedule, source=source)
+    for x, y, _ in batches():
+        study.step(x, y)
+    assert study.why.startswith(form)
+    x, y = data()
+    right = study.accuracies(x, y, chunk=5)
+    for k, setting in enumerate(SETTINGS):
+        assert study.source(k) == run_source(source, run=k)
+        model = alone(make, setting, study.source(k), schedule)
+        own = study.model(k)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(params[name][k], p.detach(), rtol=1e-4, atol=1e-5)
-    right = accuracies(stacked, params, x, y, chunk=5)
-    for k, model in enumerate(models):
+            torch.testing.assert_close(study.params[name][k], p.detach(), rtol=1e-4, atol=2e-6)
+            torch.testing.assert_close(own.get_parameter(name), study.params[name][k])
         expected = (model(x).argmax(1) == y).float().mean()
         assert float(right[k]) == pytest.approx(float(expected))
 
 
+@pytest.mark.parametrize("make", [stacked_net, Residual])
+def test_a_run_does_not_depend_on_its_neighbours(make) -> None:
+    """Also where the noise is no power of two."""
+    settings = [
+        Setting(noise_multiplier=z, learning_rate=0.1, clip_norm=0.7, seed=k)
+        for k, z in enumerate((0.3, 1.1, 2.7))
+    ]
+    source = test_source(seed=8)
+    common = {"strategy": blt((0.8,), (0.2,)), "steps": 3, "batch_size": 4}
+    network, params = train_many(make, batches(), settings, source=source, **common)
+    for k, setting in enumerate(settings):
+        own = [run_source(source, run=k)]
+        _, single = train_many(make, batches(), [setting], source=own, **common)
+        for name, value in single.items():
+            torch.testing.assert_close(params[name][k], value[0], rtol=1e-4, atol=1e-3)
+            # Almost all rounded alike; a coin near its edge may fall to the other side.
+            gaps = (params[name][k] - value[0]).abs()
+            assert float(gaps.median()) < 1e-6
+    assert accuracies(network, params, *data()).shape == (3,)
+
+
+def test_noise_of_no_power_of_two_is_the_noise_of_privatize_up_to_the_grid() -> None:
+    setting = Setting(plan=plan(identity(), 3.0), learning_rate=1.0, momentum=0.0, seed=1)
+    study = Study(Residual, [setting], steps=3, batch_size=5, source=test_source(seed=1))
+    for x, y, _ in batches():
+        study.step(x, y)
+    model = alone(Residual, setting, study.source(0))
+    for name, p in model.named_parameters():
+        gap = (study.params[name][0] - p.detach()).abs().max()
+        assert float(gap) < 3 * 2 * 3.0 * 2**-10 / 5  # three steps, two grids
+
+
 def test_runs_do_not_share_noise() -> None:
     setting = Setting(noise_multiplier=1.0, learning_rate=1.0, seed=0)
-    x, y = torch.zeros(2, 2, 7, 7), torch.zeros(2, dtype=torch.int64)
-    _, params = train_many(
-        network, [(x, y, None)], [setting] * 2, strategy=identity(), steps=1, batch_size=1
+    x, y, _ = batches()[0]
+    study = Study(stacked_net, [setting] * 2, strategy=identity(), steps=1, batch_size=1)
+    study.step(x, y)
+    for value in study.params.values():
+        assert not torch.isclose(value[0], value[1]).any()
+
+
+def test_two_runs_under_one_key_are_refused() -> None:
+    setting = Setting(noise_multiplier=1.0, learning_rate=1.0)
+    key = test_source(seed=1)
+    with pytest.raises(InvalidInput, match="one seed"):
+        Study(
+            *(stacked_net, [setting] * 2),
+            strategy=identity(),
+            steps=1,
+            batch_size=1,
+            source=[key, key],
+        )
+    with pytest.raises(InvalidInput, match="one seed"):  # other strategies, hence other streams
+        Study(stacked_net, SETTINGS[:2], steps=1, batch_size=1, source=[key, key])
+
+
+def test_sources_of_runs_are_those_of_the_runs() -> None:
+    own = [test_source(seed=k, kind="aes") for k in range(2)]
+    both = RunSources.of(own)
+    assert both.seed("1/a.b/c") == own[1].seed("a.b/c")
+    assert both.is_test
+    assert both.fingerprint != RunSources.of(own[::-1]).fingerprint
+    keys = {run_source(own[0], run=k).key for k in range(50)}
+    assert len(keys) == 50
+
+
+def test_padding_and_weights_leave_rows_out() -> None:
+    """Rows of weight zero, NaN included, change nothing."""
+    x, y = data()
+    padded = torch.cat([x[:4], torch.full_like(x[:2], float("nan"))])
+    labels = torch.cat([y[:4], torch.zeros(2, dtype=torch.int64)])
+    weights = torch.tensor([1.0, 1, 1, 1, 0, 0])
+    common = {"steps": 1, "batch_size": 4, "source": test_source(seed=1)}
+    for make in (stacked_net, Residual):
+        plain, other = (Study(make, SETTINGS, **common) for _ in range(2))
+        first, second = plain.step(x[:4], y[:4]), other.step(padded, labels, weights=weights)
+        torch.testing.assert_close(first, second)
+        for name, value in plain.params.items():
+            torch.testing.assert_close(other.params[name], value)
+
+
+def test_an_empty_batch_releases_noise_alone() -> None:
+    """As for privatize; also before a form is chosen."""
+    x, y = data()
+    setting = Setting(plan=plan(tree(), 2.0), learning_rate=0.5, seed=1)
+    study = Study(Residual, [setting], steps=3, batch_size=4, source=test_source(seed=1))
+    torch.manual_seed(setting.seed)
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    options = {"clip_norm": 1.0, "batch_size": 4, "source": study.source(0)}
+    private = privatize(model, optimizer, setting.plan, **options)
+    for part in (slice(0, 0), slice(0, 4), slice(0, 0)):
+        study.step(x[part], y[part])
+        private.step(nn.CrossEntropyLoss(), x[part], y[part], ids=torch.arange(12)[part])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(study.params[name][0], p.detach(), rtol=1e-4, atol=2e-6)
+
+
+def test_the_staged_step_equals_the_eager_one(monkeypatch) -> None:
+    """What a graph holds, without the capture: buffers, padding, a larger batch in between."""
+    x, y = data()
+    parts = [slice(0, 4), slice(4, 7), slice(0, 9), slice(7, 11), slice(0, 1)]
+    settings = [
+        Setting(noise_multiplier=1.0, learning_rate=0.1, seed=1),
+        Setting(noise_multiplier=0.0, learning_rate=0.2, seed=2),
+    ]
+    common = {"strategy": tree(), "steps": 5, "batch_size": 4, "source": test_source(seed=1)}
+    eager, staged = (Study(Residual, settings, **common) for _ in range(2))
+    monkeypatch.setattr(staged, "_not_captured", "")
+    monkeypatch.setattr(staged._noise, "prepare", lambda sums: None)
+    monkeypatch.setattr(staged._noise, "announce", lambda: None)
+    for place, part in enumerate(parts):
+        weights = torch.tensor([1.0, 0, 1, 1]) if place == 3 else None
+        losses = [s.step(x[part], y[part], weights=weights) for s in (eager, staged)]
+        torch.testing.assert_close(*losses)
+    for name, value in eager.params.items():
+        torch.testing.assert_close(staged.params[name], value)
+    assert "CUDA graph" in staged.why
+    assert staged.fallbacks == ["a batch of 9 rows is larger than the captured 4: eager"]
+
+
+def test_joint_mu_adds_squares() -> None:
+    plans = [plan(tree(), 2.0), plan(identity(), 5.0)]
+    assert joint_mu(plans) == pytest.approx(math.hypot(plans[0].mu(), plans[1].mu()))
+    sampled = Plan(participation=Poisson(3, 0.1), strategy=identity(), noise_multiplier=1.0)
+    with pytest.raises(Unsupported, match="sampled"):
+        joint_mu([sampled])
+    replaced = Plan(
+        participation=Epochs(1, 3),
+        strategy=identity(),
+        noise_multiplier=1.0,
+        neighbours="replace-one",
     )
-    for value in params.values():
-        assert not torch.equal(value[0], value[1])
+    with pytest.raises(Unsupported, match="neighbour"):
+        joint_mu([plans[0], replaced])
 
 
 def test_refusals() -> None:
-    batch = (torch.zeros(2, 2, 7, 7), torch.zeros(2, dtype=torch.int64), None)
+    x, y, _ = batches()[0]
     setting = Setting(noise_multiplier=0.0, learning_rate=1.0)
     common = {"strategy": identity(), "batch_size": 2}
     with pytest.raises(InvalidInput, match="gave 1"):
-        train_many(network, [batch], [setting], steps=2, **common)
+        train_many(stacked_net, [(x, y, None)], [setting], steps=2, **common)
     with pytest.raises(InvalidInput, match="at least one"):
-        train_many(network, [batch], [], steps=1, **common)
+        Study(stacked_net, [], steps=1, **common)
     with pytest.raises(InvalidInput, match="schedule"):
-        train_many(network, [batch], [setting], steps=2, learning_rates=(1.0,), **common)
-    with pytest.raises(Unsupported, match="Sequential"):
-        Stacked(build("char_lstm", (4,), 5), runs=2)
-    with pytest.raises(Unsupported, match="BatchNorm"):
-        Stacked(nn.Sequential(nn.BatchNorm2d(2)), runs=2)
+        Study(stacked_net, [setting], steps=2, learning_rates=(1.0,), **common)
+    with pytest.raises(InvalidInput, match="exactly one"):
+        Setting(learning_rate=1.0)
+    with pytest.raises(InvalidInput, match="exactly one"):
+        Setting(learning_rate=1.0, noise_multiplier=1.0, plan=plan(identity(), 1.0))
+    with pytest.raises(InvalidInput, match="is for 3 steps"):
+        Study(stacked_net, [SETTINGS[0]], steps=4, batch_size=2)
+    noisy = Setting(noise_multiplier=1.0, learning_rate=1.0)
+    with pytest.raises(InvalidInput, match="strategy="):
+        Study(stacked_net, [noisy], steps=1, batch_size=2)
+    with pytest.raises(InvalidInput, match="each of the 1 runs"):
+        Study(stacked_net, [setting], steps=1, source=[], **common)
+    user = Plan(
+        participation=MinSeparation(3, 1, 3),
+        strategy=identity(),
+        noise_multiplier=1.0,
+        unit="user",
+    )
+    with pytest.raises(Unsupported, match="user"):
+        Setting(plan=user, learning_rate=1.0)
+    study = Study(stacked_net, [setting], steps=1, **common)
+    with pytest.raises(InvalidInput, match="first step"):
+        study.scores(x)
+    with pytest.raises(InvalidInput, match="weights"):
+        study.step(x, y, weights=torch.ones(3))
+    study.step(x, y)
+    with pytest.raises(HorizonExceeded, match="all are done"):
+        study.step(x, y)

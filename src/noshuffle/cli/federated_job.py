@@ -187,6 +187,7 @@ def _on_flower(job: Job, after: Callable[[Progress], None]) -> bool:
             job.task,
             local=job.local,
             check_ins=job.check_ins,
+            vectorise=job.settings.vectorise,
             progress=kept,
         )
     except Exception:

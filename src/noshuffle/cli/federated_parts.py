@@ -6,7 +6,6 @@ simulation (who comes, who fails to answer) is a function of seed and round, nev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies.workload import Workload, cooldown
 from noshuffle.training import RunFolder, models
+from noshuffle.training.threshold import bit_noise_for, changes_every
 
 _TASKS = {"drama": "german_drama", "writers": "mnist_writers"}
 #: The noisy counts of an adaptive clip may use up to this share of the budget.
@@ -135,10 +135,12 @@ def make_clip(settings: FederatedSettings, plan: Plan) -> float | QuantileClip:
     quantile, start = clip_of(settings.clip)
     if quantile is None:
         return start
-    ratio = 1.0
-    if not plan.participation.is_sampled:
-        ratio = math.sqrt(plan.sensitivity.squared / plan.participation.most)
-    least = plan.noise_multiplier / (2 * ratio * math.sqrt(_COUNT_SHARE))
+    if not changes_every(plan.strategy):
+        raise InvalidInput(
+            f"--clip adaptive does not go with --mechanism {settings.mechanism}, whose noise is "
+            "correlated over the whole run; use --mechanism dp-fedavg, or a number for --clip"
+        )
+    least = bit_noise_for(plan, share=_COUNT_SHARE)
     units = settings.clients_per_round
     return QuantileClip(
         initial=start, units=units, quantile=quantile, bit_noise=max(units / 20, least)

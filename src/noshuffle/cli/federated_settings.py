@@ -158,11 +158,8 @@ class FederatedSettings:
         one_of(OPTIMIZERS, server_optimizer=self.server_optimizer)
         one_of(ORDERS, order=self.order)
         one_of(ENGINES, engine=self.engine)
-        if self.engine == "flower" and (self.drop_out or self.vectorise):
-            raise InvalidInput(
-                "engine flower trains every client by itself and waits for all; leave out drop_out "
-                "and vectorise"
-            )
+        if self.engine == "flower" and self.drop_out:
+            raise InvalidInput("engine flower waits for all clients; leave out drop_out")
         clip_of(self.clip)
         self._check_privacy()
 

@@ -130,6 +130,8 @@ def closing_table(settings: FederatedSettings, result: Result) -> None:
             "clients a round, or allow more participations"
         )
     console.print(f"report: {result.path / 'report.html'}")
+    if (result.path / "operator.html").is_file():
+        console.print(f"raw counts, for you alone: {result.path / 'operator.html'}")
     console.print(f"check the evidence: noshuffle verify {result.path}")
 
 

@@ -7,6 +7,7 @@ check       what a model must not contain  per_example  any model, written out
 adaptive    a threshold that follows a quantile      choose  which engine, and why
 products    half precision, wide sums      gram      norms from inner products (a kernel)
 modes       fast, lean, or what fits       causal_lm the loss of causal language models
+rowwise     rows of a CPU in a few calls   snapshot  whether a model is as it was
 """
 
 from noshuffle.clipping.causal_lm import next_token

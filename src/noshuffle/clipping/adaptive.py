@@ -15,6 +15,10 @@ With correlated noise the clip norm must stay constant while noise is being canc
 therefore moves at every step, and the threshold in force takes it over only where the mechanism
 allows a change (`may_change`: every step for independent noise, a restart for trees).
 
+Two thresholds in a row give the noisy count back to the last bit. So it must come rounded to the
+grid of its noise (`training.threshold` does that): with noise of float32 and nothing more, its low
+bits would tell the count.
+
 State: the threshold in force and the running estimate, a value; `update` returns the next one.
 
 >>> config = QuantileClip(initial=1.0, units=100)
@@ -109,15 +113,10 @@ def shifted_count(norms: Tensor, state: QuantileState, *, present: Tensor | None
     return float(below.sum())
 
 
-def privatise(count: float, *, config: QuantileClip, normal: float) -> float:
-    """The count with noise; `normal` is one standard normal draw from the run's noise source."""
-    return count + config.noise * normal
-
-
 def update(
     state: QuantileState, noisy_count: float, *, config: QuantileClip, may_change: bool
 ) -> QuantileState:
-    """Move the estimate by a privatised count; the threshold follows only if it may change."""
+    """Move the estimate by a noisy count on the grid; the threshold follows if it may change."""
     if not math.isfinite(noisy_count):
         raise InvalidInput(f"noisy_count must be finite, got {noisy_count!r}")
     fraction = noisy_count / config.units + BIT_SENSITIVITY

@@ -4,7 +4,8 @@ Clipping bounds one example's gradient. Batch normalisation in training mode mix
 every gradient, so no bound on one example holds; an embedding with `max_norm` rewrites its own
 weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused.
 Batch normalisation in eval mode is a fixed affine map of each example and is allowed. Dropout is
-allowed: every example draws its own mask.
+allowed: every example draws its own mask. Two settings that torch's autograd does not carry through
+clipping are refused in the same place: sparse embedding gradients and reentrant checkpoints.
 
 >>> from torch import nn
 >>> validate(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))
@@ -22,6 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from noshuffle.errors import InvalidInput, Unsupported
+
+#: Layers that may mix examples, depending on how they are set.
+DELICATE = (_InstanceNorm, _BatchNorm, nn.Embedding, nn.EmbeddingBag)
 
 
 def original(model: nn.Module) -> nn.Module:
@@ -44,21 +48,45 @@ def validate(model: nn.Module) -> None:
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInput("the model must have a trainable parameter, got none that requires grad")
-    for name, layer in model.named_modules():
-        kind = type(layer).__name__
-        if isinstance(layer, _InstanceNorm):
-            if layer.track_running_stats and layer.training:
-                raise Unsupported(
-                    f"layer {name!r} ({kind}) keeps statistics of the data that are not private; "
-                    f"use nn.{kind}({layer.num_features}, affine=True) without running statistics"
-                )
-        elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
-            groups = math.gcd(32, layer.num_features)
+    for name, layer in delicate(model):
+        refuse(name, layer)
+
+
+def delicate(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers whose settings decide whether examples are coupled."""
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DELICATE)]
+
+
+def refuse(name: str, layer: nn.Module) -> None:
+    """Raise if a delicate layer, as it is set now, couples examples."""
+    kind = type(layer).__name__
+    if isinstance(layer, _InstanceNorm):
+        if layer.track_running_stats and layer.training:
             raise Unsupported(
-                f"layer {name!r} ({kind}) mixes examples; use nn.GroupNorm({groups}, "
-                f"{layer.num_features}) instead"
+                f"layer {name!r} ({kind}) keeps statistics of the data that are not private; "
+                f"use nn.{kind}({layer.num_features}, affine=True) without running statistics"
             )
-        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            for option in ("max_norm", "scale_grad_by_freq"):
-                if getattr(layer, option):
-                    raise Unsupported(f"layer {name!r} ({kind}) mixes examples; leave {option} out")
+    elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+        groups = math.gcd(32, layer.num_features)
+        raise Unsupported(
+            f"layer {name!r} ({kind}) mixes examples; use nn.GroupNorm({groups}, "
+            f"{layer.num_features}) instead"
+        )
+    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if getattr(layer, option):
+                raise Unsupported(f"layer {name!r} ({kind}) mixes examples; leave {option} out")
+        if layer.sparse and layer.weight.requires_grad:
+            raise Unsupported(
+                f"layer {name!r} ({kind}) has sparse=True, but noise reaches every row: private "
+                "gradients are dense; leave sparse out"
+            )
+
+
+def refuse_reentrant(error: RuntimeError) -> None:
+    """Raise in clear words if an error of autograd comes from a reentrant checkpoint."""
+    if "use_reentrant=True" in str(error):
+        raise Unsupported(
+            "activation checkpointing with use_reentrant=True hides its layers from clipping; pass "
+            "use_reentrant=False (Hugging Face: gradient_checkpointing_kwargs)"
+        ) from error

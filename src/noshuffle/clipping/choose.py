@@ -29,13 +29,18 @@ def auto(
     try:
         layers = read(model)
     except NotByLayer as reason:
-        return PerExample(microbatch, why=f"written out per example: {reason}")
+        return _written_out(microbatch, str(reason))
     opaque = sum(
         p.numel() for layer in layers.opaque.values() for p in layer.parameters() if p.requires_grad
     )
     if opaque > count // 2:
         named = ", ".join(sorted({type(layer).__name__ for layer in layers.opaque.values()}))
-        return PerExample(microbatch, why=f"most parameters are in layers without a rule ({named})")
+        return _written_out(microbatch, f"most parameters are in layers without a rule ({named})")
     kinds = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
     why = f"{count:,} parameters with layer rules for {', '.join(kinds)}"
     return Ghost(microbatch, why=why, mode=mode)
+
+
+def _written_out(microbatch: int | None, reason: str) -> PerExample:
+    note = f"whole model written out per example: {reason}"
+    return PerExample(microbatch, why=note, fallbacks=[note])

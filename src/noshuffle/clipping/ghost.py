@@ -28,19 +28,24 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from noshuffle.clipping.check import original, trainable, validate
+from noshuffle.clipping.check import original, refuse_reentrant, trainable
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
-from noshuffle.clipping.inputs import as_written, cast_early, is_compiled, no_autocast
+from noshuffle.clipping.inputs import (
+    UNCOMPILED,
+    as_written,
+    cast_early,
+    is_compiled,
+    no_autocast,
+)
 from noshuffle.clipping.layers import (
     Layers,
     Layout,
@@ -53,6 +58,7 @@ from noshuffle.clipping.layers import (
     stamp,
     tensors,
 )
+from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.members import by_unit, finish, members
 from noshuffle.clipping.modes import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
@@ -61,14 +67,19 @@ from noshuffle.clipping.objective import (
     batch_losses,
     batch_size,
     is_rowwise,
+    leaves,
     take,
 )
 from noshuffle.clipping.opaque import record
 from noshuffle.clipping.per_example import PerExample, empty_sum
 from noshuffle.clipping.rules import find_rule
+from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.tape import Astray, Found, Route, Tape, watching
 from noshuffle.clipping.trial import probe, same_luck, tried
 from noshuffle.errors import one_of
+
+#: How many states of one model (modes, layers added) are remembered.
+SHOTS = 16
 
 
 def ghost_forms(
@@ -80,28 +91,31 @@ def ghost_forms(
     layout: Layout,
     early: bool = False,
     route: Route | None = None,
-    like: Mapping[str, nn.Parameter] | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> tuple[dict[str, list[Form]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
     `early`: norms are wanted of every example by itself, so take them as gradients arrive. A GPU
     then has other work in its queue, and does not wait for many small operations at the end.
-    `route`: what an earlier run found out about the graph. `like`: the trainable parameters, where
-    they are known.
+    `route`: what an earlier run found out about the graph. `names`: the name of every trainable
+    parameter by its id, where it is known, by somebody who lets compiled parts run as written.
     """
     size = batch_size(batch)
     tape = Tape(size, route=route or Route())
     calls = dict.fromkeys(layers.watched, 0)
     is_alike = inner_shapes(batch) == layout.inner
+    is_cast = False
 
     def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        nonlocal is_cast
         if not tape.is_on:
             return
         call, calls[name] = calls[name], calls[name] + 1
         first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
+        is_cast = is_cast or torch.is_autocast_enabled(first.device.type)
         ins, outs = layout.checked(name, call, first, out, size=size, is_alike=is_alike)
-        if name in layers.ruled:
-            rule = layers.rules[name]
+        rule = layers.rules.get(name)
+        if rule is not None:
             a, before = first.detach(), stamp(first)
             lead, back = ins[0] or 0, outs[0] or 0
             a = a if lead == 0 else a.movedim(lead, 0)
@@ -124,13 +138,17 @@ def ghost_forms(
             record(tape, layer, args, kwargs, ins, tensors(out), outs)
 
     watch = watching(model, layers.watched, seen, tape, inside=layers.rewritten.values())
-    cast = cast_early(layers.ruled.values())
-    with torch.enable_grad(), as_written(model), watch, cast, spread(layers, layout.shared, size):
+    write = as_written(model) if names is None else nullcontext()
+    cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
+    lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
+    with torch.enable_grad(), write, watch, cast, lay:
         losses = batch_losses(model, loss_fn, batch)
         for name, times in calls.items():
             if is_alike and times != layout.count(name):  # who decided? perhaps another example
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")
-        names = {id(p): name for name, p in (like or trainable(model)).items()}
+        tape.route.is_cast = is_cast
+        if names is None:
+            names = {id(p): name for name, p in trainable(model).items()}
         with no_autocast(losses.device):  # a checkpoint sets its own
             return tape.forms(losses, names), losses.detach()
 
@@ -157,6 +175,9 @@ class Ghost:
     _known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
+    _shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
 
     def __post_init__(self) -> None:
         one_of(MODES, mode=self.mode)
@@ -175,33 +196,38 @@ class Ghost:
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
         one_of(("sum", "mean"), reduce=reduce)
-        model = original(model)
-        validate(model)
-        like = trainable(model)
+        given, model = model, original(model)
+        if given is not model:
+            self._say(UNCOMPILED)
+        shot = self._look(model)
+        like = shot.like
         size = batch_size(batch)
         device = next(iter(like.values())).device
         if size == 0:
             return empty_sum(like, clip=clip, device=device)
         members(units, weights, size=size, device=device)  # refuses bad input before any work
-        known = self._try(model, loss_fn, batch, tuple(like))
+        known = self._try(model, loss_fn, batch, shot)
         layers, layout = known.layers, known.layout
         if layers is not None and layout is not None:
 
             def read_off(rows: tuple[Any, ...], *, early: bool) -> Any:
                 options: dict[str, Any] = {"layers": layers, "layout": layout, "early": early}
-                options["like"] = like
-                try:
-                    return ghost_forms(model, loss_fn, rows, **options, route=known.route)
-                except Astray:
-                    return ghost_forms(model, loss_fn, rows, **options)
+                options["names"] = shot.names
+                with as_written(model) if shot.is_compiled else nullcontext():
+                    try:
+                        return ghost_forms(model, loss_fn, rows, **options, route=known.route)
+                    except Astray:
+                        return ghost_forms(model, loss_fn, rows, **options)
 
             def one(rows: tuple[Any, ...], whose: Any, marks: Any, **options: Any) -> ClippedSum:
                 is_alone = whose is None and marks is None
                 forms, losses = read_off(rows, early=device.type == "cuda" and is_alone)
                 who = members(whose, marks, size=len(losses), device=device)
-                grouped = {n: by_unit(forms.pop(n), who, reduce=reduce) for n in list(forms)}
+                for name, own in forms.items():
+                    if not is_alone or len(own) > 1:
+                        forms[name] = by_unit(own, who, reduce=reduce)
                 with no_autocast(device):
-                    return finish(grouped, like, losses, who, clip=clip, **options)
+                    return finish(forms, like, losses, who, clip=clip, **options)
 
             def small(count: int) -> None:
                 with same_luck(model):
@@ -215,6 +241,9 @@ class Ghost:
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")
+            except RuntimeError as error:
+                refuse_reentrant(error)
+                raise
         engine = PerExample(self.microbatch, fallbacks=self.fallbacks)
         with as_written(model):
             return engine.clipped_sum(
@@ -224,26 +253,44 @@ class Ghost:
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
 
+    def _add(self, words: str) -> None:
+        if words not in self._reason:
+            self._reason, self.why = f"{self._reason}; {words}", f"{self.why}; {words}"
+
     def _say(self, note: str) -> None:
         if note not in self.fallbacks:
             self.fallbacks.append(note)
+
+    def _look(self, model: nn.Module) -> Snapshot:
+        """The model as it is now; raises if it couples examples."""
+        shots = self._shots.setdefault(model, [])
+        for shot in shots:
+            if shot.holds(model):
+                shot.check()
+                return shot
+        shots.insert(0, Snapshot(model))
+        for old in shots[SHOTS:]:  # it will be tried anew if it ever comes back
+            known = self._known.get(model, {})
+            for key in [key for key in known if key[1] is old]:
+                del known[key]
+        del shots[SHOTS:]
+        return shots[0]
 
     def _try(
         self,
         model: nn.Module,
         loss_fn: Criterion | ModelLoss,
         batch: tuple[Any, ...],
-        names: tuple[str, ...],
+        shot: Snapshot,
     ) -> _Known:
         """Look a model up, or find out about it."""
         kinds = tuple(
             (leaf.dim(), leaf.dtype)
             if isinstance(leaf, Tensor)
             else (leaf if isinstance(leaf, bool | str) else type(leaf))
-            for leaf in tree_leaves(batch)
+            for leaf in leaves(batch)
         )
-        modes = tuple((id(m), m.training) for m in model.modules())
-        key = (kinds, modes, names, _identity(loss_fn))
+        key = (kinds, shot, identity_of(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
             return seen[key]
@@ -254,6 +301,9 @@ class Ghost:
         except NotNow as reason:
             self._say(f"one batch written out per example: {reason}")
             return _Known(None, None)
+        except RuntimeError as error:
+            refuse_reentrant(error)
+            raise
         return seen[key]
 
     def _find_out(
@@ -263,21 +313,22 @@ class Ghost:
             if not is_rowwise(loss_fn):
                 raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
             if is_compiled(model):
-                self._say("compiled parts run as written: clipping needs the calls of the layers")
+                self._say(UNCOMPILED)
             layers = read(model)
             guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
             try:
-                layout = _tried(model, loss_fn, batch, layers)
+                layout, allowed = _tried(model, loss_fn, batch, layers)
             except NotByLayer as reason:
                 if not guessed or isinstance(reason, NotNow):
                     raise
                 layers = read(model, by_name=False)
-                layout = _tried(model, loss_fn, batch, layers)
+                layout, allowed = _tried(model, loss_fn, batch, layers)
         except NotNow:
             raise
         except NotByLayer as reason:
             self._say(f"whole model written out per example: {reason}")
             return _Known(None, None, str(reason))
+        self._add(allowed)
         for name, layer in layers.opaque.items():
             self._say(
                 f"layer {name!r} ({type(layer).__name__}) has no rule: written out per example"
@@ -287,39 +338,12 @@ class Ghost:
 
 def _tried(
     model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], layers: Layers
-) -> Layout:
-    """The layout of a model whose rules were found to be right."""
+) -> tuple[Layout, str]:
+    """The layout of a model whose rules were found to be right, and what was allowed for that."""
     with as_written(model), probe(model, loss_fn, batch) as run:
         layout = replace(find_layout(model, layers, run), inner=inner_shapes(batch))
 
     def forms_of(rows: tuple[Any, ...]) -> dict[str, list[Form]]:
         return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
 
-    tried(model, loss_fn, batch, forms_of)
-    return layout
-
-
-def _identity(loss_fn: Criterion | ModelLoss) -> Any:
-    """A key for the kind of loss that does not keep it alive; a fresh lambda each step is alike."""
-    fn = loss_fn.fn if isinstance(loss_fn, ModelLoss) else loss_fn
-    return _code(fn), isinstance(loss_fn, ModelLoss)
-
-
-def _code(fn: Any, depth: int = 4) -> Any:
-    """What a function runs: its code, and that of the functions it wraps or holds."""
-    if isinstance(fn, bool | str):
-        return fn
-    if isinstance(fn, partial):
-        given = (fn.func, *fn.args, *fn.keywords.values())
-        return tuple(_code(each, depth - 1) for each in given) if depth else partial
-    code, cells = getattr(fn, "__code__", type(fn)), getattr(fn, "__closure__", None) or ()
-    if not depth or not cells:
-        return code
-    return (code, *(_code(_held(cell), depth - 1) for cell in cells))
-
-
-def _held(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+    return layout, tried(model, loss_fn, batch, forms_of)

@@ -5,11 +5,13 @@
 
     A = a_p a_qᵀ,   G = g_p g_qᵀ        (tensor cores, added up in float32)
 
-and writes three numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
-from the diagonal ‖a_t‖²‖g_t‖² and ‖a_t‖‖g_t‖. Inputs are read as they are: in half precision, or
-float32 as TF32. `close` adds the tiles of an example up in float64 and leaves room for rounding, as
-`gram.bounded` does. `rescale` multiplies every example by its factor, in float32, and rounds once.
-State: none. The module can be imported without Triton, but its kernels not be launched.
+and writes five numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
+from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
+increased by what may have vanished below the smallest float32. Inputs are read as they are: in half
+precision, or float32 as TF32. `close` adds the tiles of an example up in float64 and leaves room
+for rounding and for what vanished, as `gram.bounded` does. `rescale` multiplies every example by
+its factor, in float32, and rounds once. State: none. The module can be imported without Triton, but
+its kernels not be launched.
 
 >>> callable(tiles)
 True
@@ -17,25 +19,11 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-jit: Callable[[Any], Any]
-try:
-    import triton
-    import triton.language as tl
-
-    jit, HAS_TRITON = triton.jit, True
-except ImportError:
-    HAS_TRITON = False
-
-    def jit(function: Any) -> Any:
-        """Leave the text as it is: nothing here runs without Triton."""
-        return function
-
+from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
+from noshuffle.triton_shim import jit, tl
 
 BLOCK = 128
 RUN = 4096
@@ -56,8 +44,16 @@ def _inner(x, stride, rows, cols, wide, steps, table, BK: tl.constexpr):
 
 
 @jit
+def _long(table, is_own, wide, tiny):
+    """√(table[t, t] + wide·tiny) of the steps that are here, else 0; float64."""
+    own = tl.sum(tl.where(is_own, tl.maximum(table, 0.0), 0.0), 1).to(tl.float64)
+    is_here = tl.max(is_own.to(tl.int32), 1) > 0
+    return tl.where(is_here, tl.sqrt(own + wide * tiny.to(tl.float64)), 0.0)
+
+
+@jit
 def tiles(
-    a, g, out, steps, wide_a, wide_g, a_example, a_step, g_example, g_step, blocks,
+    a, g, out, steps, wide_a, wide_g, a_example, a_step, g_example, g_step, blocks, tiny,
     SIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One example, one pair of blocks."""
@@ -74,25 +70,34 @@ def tiles(
     zero = tl.zeros((SIDE, SIDE), tl.float32)
     of_a = _inner(a + example * a_example, a_step, rows, cols, wide_a, steps, zero, BK)
     of_g = _inner(g + example * g_example, g_step, rows, cols, wide_g, steps, zero, BK)
-    both = of_a * of_g
-    own = tl.where(rows[:, None] == cols[None, :], tl.maximum(both, 0.0), 0.0)
-    where = out + (example * tl.num_programs(0) + pair) * 3
-    tl.store(where, tl.sum(both) * tl.where(p == q, 1.0, 2.0))
-    tl.store(where + 1, tl.sum(own))
-    tl.store(where + 2, tl.sum(tl.sqrt(own)))
+    is_own = (rows[:, None] == cols[None, :]) & (rows[:, None] < steps)
+    long_a = _long(of_a, is_own, wide_a, tiny)
+    long_g = _long(of_g, is_own, wide_g, tiny)
+    size = long_a * long_g
+    where = out + (example * tl.num_programs(0) + pair) * 5
+    both = tl.sum(of_a * of_g) * tl.where(p == q, 1.0, 2.0)
+    tl.store(where, both.to(tl.float64))
+    tl.store(where + 1, tl.sum(size * size))
+    tl.store(where + 2, tl.sum(size))
+    tl.store(where + 3, tl.sum(long_a))
+    tl.store(where + 4, tl.sum(long_g))
 
 
 @jit
-def close(parts, out, pairs, grow, moved, room, MANY: tl.constexpr):
-    """(√total·grow + moved·√spread)² + room·reach² of one example."""
+def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, MANY: tl.constexpr):
+    """(√(total + lost)·(1 + growth) + moved·√spread)² + room·reach² of one example."""
     example = tl.program_id(0)
     k = tl.arange(0, MANY)
-    where = parts + (example * pairs + k) * 3
-    total = tl.sum(tl.load(where, mask=k < pairs, other=0.0).to(tl.float64))
-    spread = tl.sum(tl.load(where + 1, mask=k < pairs, other=0.0).to(tl.float64))
-    reach = tl.sum(tl.load(where + 2, mask=k < pairs, other=0.0).to(tl.float64))
-    total = tl.where(total < 0.0, 0.0, total)  # a NaN stays one
-    norm = tl.sqrt(total) * grow.to(tl.float64) + moved.to(tl.float64) * tl.sqrt(spread)
+    where = parts + (example * pairs + k) * 5
+    total = tl.sum(tl.load(where, mask=k < pairs, other=0.0))
+    spread = tl.sum(tl.load(where + 1, mask=k < pairs, other=0.0))
+    reach = tl.sum(tl.load(where + 2, mask=k < pairs, other=0.0))
+    long_a = tl.sum(tl.load(where + 3, mask=k < pairs, other=0.0))
+    long_g = tl.sum(tl.load(where + 4, mask=k < pairs, other=0.0))
+    lost = wide_a * long_g * long_g + wide_g * long_a * long_a + 1.0 * steps * steps
+    # a NaN stays one
+    total = tl.where(total < 0.0, 0.0, total) + tiny.to(tl.float64) * lost
+    norm = tl.sqrt(total) * (1.0 + growth.to(tl.float64)) + moved.to(tl.float64) * tl.sqrt(spread)
     tl.store(out + example, norm * norm + room.to(tl.float64) * reach * reach)
 
 
@@ -106,23 +111,28 @@ def scale(x, factors, out, size, SIZE: tl.constexpr):
     tl.store(out + example * size + k, (value * factor).to(out.dtype.element_ty), mask=k < size)
 
 
-def squares(a: Tensor, g: Tensor, *, grow: float, moved: float, room: float) -> Tensor:
-    """Squared norm per example, [B] in float64, with room for rounding."""
+def squares(
+    a: Tensor, g: Tensor, *, growth: float, moved: float, room: float, tiny: float
+) -> Tensor:
+    """Squared norm per example, [B] in float64, with room for rounding and underflow."""
     a = a if a.stride(2) == 1 else a.contiguous()
     g = g if g.stride(2) == 1 else g.contiguous()
     examples, steps, _ = a.shape
+    wide_a, wide_g = a.shape[2], g.shape[2]
     blocks = -(-steps // BLOCK)
     pairs = blocks * (blocks + 1) // 2
-    parts = torch.empty(examples, pairs, 3, device=a.device)
+    parts = torch.empty(examples, pairs, 5, dtype=torch.float64, device=a.device)
     is_half = a.dtype != torch.float32
     tiles[(pairs, examples)](
-        a, g, parts, steps, a.shape[2], g.shape[2],
-        a.stride(0), a.stride(1), g.stride(0), g.stride(1), blocks,
+        a, g, parts, steps, wide_a, wide_g,
+        a.stride(0), a.stride(1), g.stride(0), g.stride(1), blocks, tiny,
         SIDE=BLOCK, BK=64 if is_half else 32, num_warps=8, num_stages=3 if is_half else 4,
     )  # fmt: skip
     out = torch.empty(examples, dtype=torch.float64, device=a.device)
     many = 1 << (pairs - 1).bit_length()
-    close[(examples,)](parts, out, pairs, grow, moved, room, MANY=many)
+    close[(examples,)](
+        parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, MANY=many
+    )
     return out
 
 

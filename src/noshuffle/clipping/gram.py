@@ -44,48 +44,54 @@ def smallest(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
 
 
-def sums(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """total, spread, reach and lost from two T×T matrices per example, float64; at least 0 each.
 
-    lost: squares of entries below 1e-19 vanish in single precision, at most `smallest` each; where
-    the other factor is huge, they would have mattered.
+    lost: products of entries vanish below `tiny`, by at most that much each, so that ⟨a_t, a_s⟩ may
+    lack i·tiny and ⟨g_t, g_s⟩ o·tiny; where the other factor is huge, that matters. Their
+    product may vanish as well. Squared lengths are increased by the same before they are used.
     """
     table, other = bmm(a, a.mT), bmm(g, g.mT)
-    long_a, long_g = (_lengths(t).square() for t in (table, other))
-    lost = smallest(g.dtype) * (a.shape[2] * long_g + g.shape[2] * long_a)
-    table.mul_(other)
-    own = table.diagonal(dim1=1, dim2=2).clamp_min(0.0)
-    total = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
-    return total, own.sum(1, dtype=torch.float64), own.sqrt().sum(1, dtype=torch.float64), lost
+    long_a, long_g = (_lengths(t, x.shape[2] * tiny) for t, x in ((table, a), (other, g)))
+    sizes, steps = long_a * long_g, a.shape[1]
+    lost = a.shape[2] * long_g.sum(1).square() + g.shape[2] * long_a.sum(1).square()
+    total = table.mul_(other).sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+    return total, sizes.square().sum(1), sizes.sum(1), tiny * (lost + steps**2)
 
 
-def _lengths(table: Tensor) -> Tensor:
-    """Σ_t √table[b, t, t]"""
-    own = table.diagonal(dim1=1, dim2=2).clamp_min(0.0)
-    return own.sqrt().sum(1, dtype=torch.float64)
+def _lengths(table: Tensor, more: float) -> Tensor:
+    """√(table[b, t, t] + more), in double precision."""
+    own = table.diagonal(dim1=1, dim2=2).double()
+    return (own.clamp_min(0.0) + more).sqrt()
 
 
 def _room(a: Tensor, g: Tensor) -> dict[str, float]:
     """What rounding can have done: in the sums, and when the factors go in."""
     moved = roundoff(g)
-    grow = 1.0 + (_TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0)
-    return {"grow": grow, "moved": moved, "room": allowance(g.dtype, a.shape[2], g.shape[2])}
+    growth = _TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0
+    room = allowance(g.dtype, a.shape[2], g.shape[2])
+    return {"growth": growth, "moved": moved, "room": room, "tiny": smallest(g.dtype)}
 
 
-def bounded(a: Tensor, g: Tensor, *, grow: float, moved: float, room: float) -> Tensor:
-    """(√total·grow + moved·√spread)² + room·reach² + lost."""
-    total, spread, reach, lost = sums(a, g)
+def bounded(
+    a: Tensor, g: Tensor, *, growth: float, moved: float, room: float, tiny: float
+) -> Tensor:
+    """(√(total + lost)·(1 + growth) + moved·√spread)² + room·reach²."""
+    total, spread, reach, lost = sums(a, g, tiny=tiny)
+    total = total + lost
     if moved > 0.0:
-        total = (total.sqrt() * grow + moved * spread.sqrt()).square()
-    return total + room * reach.square() + lost
+        total = (total.sqrt() * (1.0 + growth) + moved * spread.sqrt()).square()
+    return total + room * reach.square()
 
 
 @lru_cache(maxsize=16)
 def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run here and agree with the plain form."""
     luck = torch.Generator(device=device).manual_seed(7)
-    a, g = (torch.randn(2, 150, w, device=device, generator=luck).to(dtype) for w in (72, 200))
+    a, g = (torch.randn(3, 150, w, device=device, generator=luck).to(dtype) for w in (72, 200))
     a[1], g[1] = a[1, :1].clone(), g[1, :1].clone()  # all steps alike: the largest sum
+    if dtype != torch.float16:  # squares that vanish, and would have mattered
+        a[2], g[2] = a[2] * 1e-21, g[2] * 1e15
     try:
         found = gpu_kernels.squares(a, g, **_room(a, g))
     except Exception:  # a compiler may fail in any way; the plain form is always there

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: What engines say of a model that went through `torch.compile`.
+UNCOMPILED = "compiled parts run as written: clipping needs the calls of the layers"
+
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of the model is run by `torch.compile`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
+from noshuffle.clipping.objective import leaves
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
 from noshuffle.clipping.rules_hf import named_rule
 from noshuffle.clipping.tape import Tape, watching
@@ -50,8 +52,9 @@ class Layers:
     rewritten: dict[str, nn.Module] = field(default_factory=dict)
     opaque: dict[str, nn.Module] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def watched(self) -> dict[str, nn.Module]:
+        """All that are watched; to be asked for when nothing is added any more."""
         return {**self.ruled, **self.opaque}
 
 
@@ -122,13 +125,20 @@ class Layout:
         """
         axes = self.axes(name, call)
         spans = self.spans[name]
-        for t, (axis, *_), rows in zip((first, out), axes, spans[min(call, len(spans) - 1)]):
+        rows = spans[call if call < len(spans) else -1]
+        for t, own, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
             if not isinstance(t, Tensor):
                 continue
-            found = t.shape[axis or 0] if t.dim() else 0
-            if found != size * rows and (rows == 1 or is_alike or found % size):
+            shape = t.shape
+            found = shape[own[0] or 0] if shape else 0
+            if found != size * many and (many == 1 or is_alike or found % size):
                 raise NotByLayer(f"layer {name!r} sees its examples in another way than before")
         return axes
+
+    @cached_property
+    def _calls(self) -> dict[str, list[tuple[Axes, Axes]]]:
+        """Input and output axes of every call in the trial."""
+        return {name: list(zip(own, self.outputs[name])) for name, own in self.inputs.items()}
 
     def count(self, name: str) -> int:
         """How often a layer was called in the trial."""
@@ -136,7 +146,7 @@ class Layout:
 
     def axes(self, name: str, call: int) -> tuple[Axes, Axes]:
         """Input and output axes of one call; a layer always used alike may be used more often."""
-        known = list(zip(self.inputs.get(name, ()), self.outputs.get(name, ())))
+        known = self._calls.get(name, [])
         if call < len(known):
             return known[call]
         if len(set(known)) != 1:
@@ -156,7 +166,7 @@ def stamp(t: Tensor) -> int:
 
 def inner_shapes(batch: Any) -> tuple[torch.Size, ...]:
     """The shapes of one example."""
-    return tuple(t.shape[1:] for t in tensors(batch))
+    return tuple(t.shape[1:] for t in leaves(batch) if isinstance(t, Tensor))
 
 
 def _rows(shapes: Sequence[torch.Size], axes: Axes) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from noshuffle.clipping.bundle import bundled
 from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import Form, Units, merge, squares
 from noshuffle.clipping.products import sum_dtype
+from noshuffle.clipping.rowwise import Rowwise
 from noshuffle.errors import InvalidInput
 
 
@@ -102,6 +104,13 @@ def _sum_of(forms: Sequence[Form], factors: Tensor, like: Tensor) -> Tensor:
     return totals[0]
 
 
+def _is_finite(losses: Tensor) -> Tensor:
+    """Truth value per loss; NumPy takes one pass over a few hundred numbers, torch four."""
+    if losses.device.type == "cpu" and losses.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.isfinite(losses.detach().numpy()))
+    return torch.isfinite(losses)
+
+
 def finish(
     forms: dict[str, list[Form]],
     like: Mapping[str, Tensor],
@@ -126,7 +135,7 @@ def finish(
     counted; a parameter that no example reached has a zero gradient.
     """
     device = losses.device
-    ok = torch.isfinite(losses)
+    ok = _is_finite(losses)
     present = torch.ones_like(ok) if who.keep is None else who.keep
     if who.units is not None and who.examples is not None:
         broken = torch.zeros(who.count, dtype=torch.long, device=device)
@@ -135,6 +144,8 @@ def finish(
     zeros = torch.zeros(who.count, device=device)
     on_gpu = device.type == "cuda" and who.count > 0
     packs = [bundled(forms, names, is_wanted=on_gpu) for names, _ in clip.groups(tuple(like))]
+    rows = Rowwise({} if on_gpu else forms)
+    rows.take_squares()
     norms2 = {name: squares(forms[name]) if forms.get(name) else zeros for name in like}
     norms2.update({pack.names[0]: pack.form.squares() for pack in packs if pack is not None})
     aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
@@ -144,13 +155,15 @@ def finish(
         spoiled = bool(bad.any() if doubt is None else bad.any() | doubt)
         if spoiled and doubt is not None and bool(doubt):
             raise Spoiled
+    if spoiled:
+        forms.update({name: [form.kept(~bad) for form in own] for name, own in forms.items()})
+        rows = Rowwise({} if on_gpu else forms)
     values: dict[str, Tensor] = {}
     for (names, factor), pack in zip(factors, packs):
         small = {} if pack is None else pack.totals(factor, bad if spoiled else None)
+        small.update(rows.totals(names, factor))
         for name in names:
             own = forms.pop(name, [])
-            if spoiled:
-                own = [form.kept(~bad) for form in own]
             value = small[name] if name in small else _sum_of(own, factor, like[name])
             values[name] = value if onto is None else onto[name].add_(value)
     bound = clip.bound(tuple(like))

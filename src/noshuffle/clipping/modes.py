@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.clipped import ClippedSum
 from noshuffle.clipping.members import Spoiled
-from noshuffle.clipping.objective import batch_size, take
+from noshuffle.clipping.objective import batch_size, leaves, take
 
 MODES = ("auto", "fast", "lean")
 #: The part of the free memory that a step may count on: allocators need some room of their own.
@@ -135,7 +134,7 @@ class Chosen:
 
 def kind_of(batch: tuple[Any, ...]) -> tuple[int, int]:
     """Batches that need about the same memory: as many examples, and as long within a quarter."""
-    entries = sum(t.numel() for t in tree_leaves(batch) if isinstance(t, Tensor))
+    entries = sum(t.numel() for t in leaves(batch) if isinstance(t, Tensor))
     return batch_size(batch), round(math.log(max(1, entries), 1.25))
 
 

@@ -54,7 +54,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("place", "offset", "x", "g", "factors")),
         *((name, ctypes.c_void_p) for name in ("squares", "total", "room")),
         *((name, ctypes.c_int64) for name in ("taken", "keep", "padded", "lines", "line")),
-        ("into", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("into", "channels")),
     )
 
 
@@ -108,6 +108,39 @@ def _lines(shape: tuple[int, ...], sides: Sides) -> Any:
     return np.ascontiguousarray(into + sides[-1][0])
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What the loops must know of a convolution but the numbers: `_Job` from `examples` on."""
+
+    outputs: int
+    width: int
+    window: int
+    place: Any
+    offset: Any
+    into: Any
+    border: tuple[int, int, int]
+    head: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _plan(shape: torch.Size, sent: torch.Size, size: int, how: Geometry, sides: Sides) -> _Plan:
+    """From the shapes of x and g; x lies as one block."""
+    own = (shape[1] // how.groups, *shape[2:])
+    inner = (own[0], *bordered(own[1:], sides))
+    into = _lines(own, sides) if sides else None
+    place, offset = _tables(inner, how)
+    outputs, window = sent[1] // how.groups, len(offset) * how.kernel[-1]
+    width = -(-window // LANE) * LANE
+    head = (
+        *(size, shape[0] // size, how.groups, len(place), outputs, width),
+        *(len(offset), how.kernel[-1], how.dilation[-1]),
+        *(math.prod(shape[1:]), math.prod(own)),
+        *(place.ctypes.data, offset.ctypes.data),
+    )
+    border = (math.prod(inner), 0 if into is None else len(into), own[-1])
+    return _Plan(outputs, width, window, place, offset, into, border, head)
+
+
 class Gradients:
     """Per-example gradients of one convolution: x [B·frames, C, *space], g its output's.
 
@@ -128,61 +161,59 @@ class Gradients:
         sides: Sides = (),
         built: ctypes.CDLL | None = None,
     ) -> None:
-        n, channels = x.shape[:2]
         self._built = library() if built is None else built
-        self._size, self._how, self._outputs = size, how, g.shape[1] // how.groups
+        self._size, self._how = size, how
         self._x, self._g = x.contiguous(), g.contiguous()
-        own = (channels // how.groups, *x.shape[2:])
-        inner = (own[0], *bordered(own[1:], sides))
-        self._into = _lines(own, sides) if sides else None
-        self._place, self._offset = _tables(inner, how)
-        self._window = len(self._offset) * how.kernel[-1]
-        self._width = -(-self._window // LANE) * LANE
-        self._job = _Job(
-            *(0, size, n // size, how.groups, len(self._place), self._outputs, self._width),
-            *(len(self._offset), how.kernel[-1], how.dilation[-1]),
-            *(self._x.stride(0), self._x.stride(1) * inner[0]),
-            *(self._place.ctypes.data, self._offset.ctypes.data),
-            *(self._x.data_ptr(), self._g.data_ptr()),
-        )
-        if self._into is not None:
-            self._job.padded, self._job.into = math.prod(inner), self._into.ctypes.data
-            self._job.lines, self._job.line = len(self._into), own[-1]
+        self._plan = plan = _plan(x.shape, g.shape, size, how, sides)
+        self._job = _Job(0, *plan.head, self._x.data_ptr(), self._g.data_ptr())
+        if plan.into is not None:
+            self._job.padded, self._job.lines, self._job.line = plan.border
+            self._job.into = plan.into.ctypes.data
+        #: After `squares` or `dense`: the squared norms, and the sums of g, [B, outputs].
+        self.lengths: Tensor | None = None
+        self.channels: Tensor | None = None
 
     @property
     def is_small(self) -> bool:
         """Whether the windows of an example fit the cache; else torch's own total is faster."""
-        return len(self._place) * self._width <= ROOM
+        return len(self._plan.place) * self._plan.width <= ROOM
 
     def squares(self) -> Tensor:
         """Squared norm of the gradient of every example, [B], float64."""
-        threads, job = torch.get_num_threads(), self._job
-        found = torch.empty(self._size, dtype=torch.float64)
-        room = torch.empty((threads, self._outputs * self._width))
-        job.squares, job.room, job.taken, job.keep = found.data_ptr(), room.data_ptr(), 0, 0
-        self._run("squares", threads)
-        return found
+        threads, job, plan = torch.get_num_threads(), self._job, self._plan
+        room = torch.empty((threads, plan.outputs * plan.width))
+        job.room, job.taken, job.keep = room.data_ptr(), 0, 0
+        return self._measure(threads)
 
     @property
     def is_worth_keeping(self) -> bool:
         """Whether the gradients are small beside the work of finding them."""
-        few = self._size * self._how.groups * self._outputs * self._width <= KEPT
-        return few and len(self._place) >= 64
+        plan = self._plan
+        few = self._size * self._how.groups * plan.outputs * plan.width <= KEPT
+        return few and len(plan.place) >= 64
 
     def dense(self) -> Tensor:
         """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
-        shape = (self._size, self._how.groups * self._outputs, self._width)
-        found, room = torch.empty(self._size, dtype=torch.float64), torch.empty(shape)
-        job = self._job
-        job.squares, job.room, job.keep = found.data_ptr(), room.data_ptr(), 1
-        self._run("squares", torch.get_num_threads())
+        plan = self._plan
+        room = torch.empty((self._size, self._how.groups * plan.outputs, plan.width))
+        self._job.room, self._job.keep = room.data_ptr(), 1
+        self._measure(torch.get_num_threads())
         return self._shaped(room)
+
+    def _measure(self, threads: int) -> Tensor:
+        job, many = self._job, self._how.groups * self._plan.outputs
+        self.lengths = torch.empty(self._size, dtype=torch.float64)
+        self.channels = torch.empty((self._size, many))
+        job.squares, job.channels = self.lengths.data_ptr(), self.channels.data_ptr()
+        self._run("squares", threads)
+        return self.lengths
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ_b factors[b] · gradient of b, [groups · outputs, channels of a group, *kernel]."""
         job, how = self._job, self._how
         weights = factors.to(torch.float32).contiguous()
-        slices = torch.zeros((SLICES, how.groups * self._outputs, self._width))
+        plan = self._plan
+        slices = torch.zeros((SLICES, how.groups * plan.outputs, plan.width))
         job.factors, job.total = weights.data_ptr(), slices.data_ptr()
         self._run("total", min(SLICES, torch.get_num_threads()))
         return self._shaped(slices.sum(0))
@@ -190,7 +221,7 @@ class Gradients:
     def _shaped(self, rows: Tensor) -> Tensor:
         """Without the zeros behind each window, in the shape of the weight."""
         shape = (self._x.shape[1] // self._how.groups, *self._how.kernel)
-        return rows[..., : self._window].reshape(*rows.shape[:-1], *shape)
+        return rows[..., : self._plan.window].reshape(*rows.shape[:-1], *shape)
 
     def _run(self, name: str, threads: int) -> None:
         self._job.next = 0
@@ -206,16 +237,20 @@ def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
     """Whether the loops know these tensors, and are worth it against two Gram matrices."""
     if x.dtype != torch.float32 or g.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    if not x.numel() or not g.numel():
+    return _is_worth(x.shape, g.shape, how, LEAST) and library() is not None
+
+
+@lru_cache(maxsize=64)
+def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) -> bool:
+    if not math.prod(shape) or not math.prod(sent):
         return False
-    width = x.shape[1] // how.groups * math.prod(how.kernel)
-    outputs, positions = g.shape[1] // how.groups, g[0, 0].numel()
+    width = shape[1] // how.groups * math.prod(how.kernel)
+    outputs, positions = sent[1] // how.groups, math.prod(sent[2:])
     # The loops run near the processor's speed, the products of Gram matrices at half of it.
     is_worth = positions > 1 and width * outputs <= 2 * positions * (width + outputs)
     # By shapes alone, so that a step repeated in another process takes the same path.
-    is_worth = is_worth and len(g) * positions * width * outputs >= LEAST
-    is_small = width <= WIDEST and width * outputs <= LARGEST
-    return is_worth and is_small and library() is not None
+    is_worth = is_worth and sent[0] * positions * width * outputs >= least
+    return is_worth and width <= WIDEST and width * outputs <= LARGEST
 
 
 @lru_cache(maxsize=1)

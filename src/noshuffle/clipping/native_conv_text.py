@@ -5,7 +5,8 @@
     into[o, k] += Σ_rows g[o, row] · windows[row, k]
 
 in registers, eight outputs by 32 places of the kernel at a time. `squares` gives each example to
-whichever thread comes, `total` each slice of the examples; neither result depends on which.
+whichever thread comes, `total` each slice of the examples; neither result depends on which. While
+g is at hand, `squares` also sums it up by channel: the gradient of the bias.
 
 >>> "void squares" in TEXT and "void total" in TEXT
 True
@@ -34,6 +35,7 @@ typedef struct {
     int64_t taken, keep;               /* rooms handed out; or every example has one and keeps it */
     int64_t padded, lines, line;       /* numbers of x with a border (0: it has none), rows of x */
     const int64_t *into;               /* where each row goes inside the border */
+    float *channels;                   /* examples x channels: sums of g; may be missing */
 } Job;
 
 /* into[o, k] += sum over rows of g[o, row] windows[row, k], for OS outputs and KS lanes; with
@@ -121,6 +123,22 @@ static void add(const Job *job, float *into, double *found, int64_t frame, int64
     }
 }
 
+/* the sum of g over frames and positions, for every channel of one example */
+static void channels(const Job *job, int64_t b) {
+    int64_t many = job->groups * job->outputs, length = job->positions;
+    for (int64_t o = 0; o < many; o++) {
+        double part[16] = {0}, all = 0;
+        for (int64_t f = 0; f < job->frames; f++) {
+            const float *g = job->g + ((b * job->frames + f) * many + o) * length;
+            int64_t l = 0;
+            for (; l + 16 <= length; l += 16) for (int i = 0; i < 16; i++) part[i] += g[l + i];
+            for (; l < length; l++) all += g[l];
+        }
+        for (int i = 0; i < 16; i++) all += part[i];
+        job->channels[b * many + o] = (float)all;
+    }
+}
+
 void squares(Job *job) {
     int64_t size = job->outputs * job->width, b;
     int64_t room = job->keep ? 0 : __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
@@ -141,6 +159,7 @@ void squares(Job *job) {
         }
         for (int i = 0; i < 16; i++) all += found[i];
         job->squares[b] = all;
+        if (job->channels) channels(job, b);
     }
 }
 

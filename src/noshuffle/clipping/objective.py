@@ -19,7 +19,7 @@ tensor([1.0986,    nan])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,26 @@ class ModelLoss:
     by_row: bool = False
 
 
+def leaves(batch: Any) -> Sequence[Any]:
+    """Everything in a batch that holds nothing else, in order."""
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return batch  # the usual batch: looking for what is nested takes long
+    found: list[Any] = tree_leaves(batch)
+    return found
+
+
 def batch_size(batch: tuple[Any, ...]) -> int:
     """The number of examples; every tensor in the batch must agree on it."""
     sizes = set()
-    for leaf in tree_leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
-            if leaf.dim() == 0:
+            shape = leaf.shape
+            if not shape:
                 raise InvalidInput(
                     "every tensor of a batch must have the example axis first, got one with no "
                     "axis at all; give constants through the loss function instead"
                 )
-            sizes.add(leaf.shape[0])
+            sizes.add(shape[0])
     if len(sizes) != 1:
         raise InvalidInput(
             "the tensors of a batch must agree on the number of examples (first axis), got "
@@ -113,7 +122,8 @@ def batch_losses(
         losses = loss_fn.fn(model, *batch)
     else:
         outputs = model(batch[0])
-        got = {leaf.shape[:1] for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        found = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
+        got = {leaf.shape[:1] for leaf in found if isinstance(leaf, Tensor)}
         if got != {(size,)}:
             raise InvalidInput(
                 f"the model must return tensors with the example axis ({size}) first, got first "
@@ -151,7 +161,8 @@ def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Te
 def _is_vmap_limit(error: RuntimeError) -> bool:
     """Whether an error says that vmap cannot do something, rather than that it went wrong."""
     text = str(error)
-    return any(word in text for word in ("vmap", "functorch", "BatchedTensor", "batching rule"))
+    limits = ("vmap", "functorch", "BatchedTensor", "batching rule", "saved tensor hooks")
+    return any(word in text for word in limits)
 
 
 def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:
@@ -167,6 +178,9 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
         if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
             return None
         each = F.cross_entropy(outputs, target, reduction="none", ignore_index=ignore)
+        if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
+            is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
+            return each if is_whole or reduction != "mean" else each / (target != ignore)
         total = each.reshape(each.shape[0], -1).sum(1)
         if reduction != "mean":
             return total

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noshuffle.clipping.check import original, trainable, validate
+from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
     Criterion,
@@ -94,7 +95,11 @@ def one_at_a_time(
         if not loss.requires_grad:
             rows.append([torch.zeros_like(p) for p in params.values()])
             continue
-        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        try:
+            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        except RuntimeError as error:
+            refuse_reentrant(error)
+            raise
         rows.append(
             [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads)]
         )
@@ -127,7 +132,9 @@ class PerExample:
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
         one_of(("sum", "mean"), reduce=reduce)
-        model = original(model)
+        given, model = model, original(model)
+        if given is not model:
+            self._say(UNCOMPILED)
         validate(model)
         like = trainable(model)
         size = batch_size(batch)
@@ -162,10 +169,12 @@ class PerExample:
         except RuntimeError as error:
             if not _is_vmap_limit(error):
                 raise
-            note = f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}"
-            if note not in self.fallbacks:
-                self.fallbacks.append(note)
+            self._say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
             return one_at_a_time(model, loss_fn, batch)
+
+    def _say(self, note: str) -> None:
+        if note not in self.fallbacks:
+            self.fallbacks.append(note)
 
 
 def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device) -> ClippedSum:

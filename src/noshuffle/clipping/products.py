@@ -88,7 +88,7 @@ def aligned(t: Tensor) -> Tensor:
     products several times slower than one of 50304; a copy costs less than one such product.
     """
     width = t.shape[-1]
-    if width < 512 or (width * t.element_size()) % 16 == 0 or roundoff(t) == 0.0 or not t.is_cuda:
+    if not t.is_cuda or width < 512 or (width * t.element_size()) % 16 == 0 or roundoff(t) == 0.0:
         return t
     out = t.new_empty(*t.shape[:-1], -(-width // 64) * 64)
     out[..., width:] = 0.0

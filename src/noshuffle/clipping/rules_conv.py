@@ -100,6 +100,7 @@ class Convolution(Form):
         shape = (o // many, *layer.weight.shape[1:])
         return Outer(a.flatten(0, 1), g.flatten(0, 1), shape)
 
+    @cached_property
     def _loops(self) -> Gradients | None:
         """The compiled form, where it knows these tensors and is worth it."""
         layer = self.layer
@@ -111,10 +112,11 @@ class Convolution(Form):
         return Gradients(x, self.g, size=self.size, how=how, sides=sides)
 
     def squares(self) -> Tensor:
-        loops = self._loops()
+        loops = self._loops
         if loops is not None and loops.is_worth_keeping:
             self.written.append(loops.dense())
-            return Dense(self.written[0]).squares()
+            assert loops.lengths is not None
+            return loops.lengths
         if loops is not None:
             return loops.squares()
         outer = self._outer()
@@ -131,7 +133,7 @@ class Convolution(Form):
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return Dense(self.written[0]).total(factors)
-        loops = self._loops()
+        loops = self._loops
         if loops is not None and loops.is_small:
             return loops.total(factors)
         layer, frames = self.layer, self.g.shape[0] // self.size
@@ -152,6 +154,17 @@ class Convolution(Form):
         )[1]
         return found
 
+    @cached_property
+    def channels(self) -> Tensor:
+        """Σ g over frames and positions, [B, O]: the gradients of the bias."""
+        loops = self._loops
+        if loops is None:
+            per_channel = self.g.reshape(self.size, -1, self.g.shape[1], self.g[0, 0].numel())
+            return per_channel.sum((1, 3))
+        _ = self.square if loops.channels is None else None  # they come along
+        assert loops.channels is not None
+        return loops.channels
+
     def kept(self, keep: Tensor) -> Form:
         rest = [_zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)
@@ -162,13 +175,24 @@ class Convolution(Form):
         return replace(self, g=scaled(self.g, factors.repeat_interleave(frames)), written=[])
 
 
+class Channels(Dense):
+    """The bias of a convolution, whose gradients come along with the norms of the weight's."""
+
+    weight: Convolution
+
+    def __init__(self, weight: Convolution) -> None:
+        self.__dict__["weight"] = weight
+
+    @cached_property
+    def grads(self) -> Tensor:
+        return self.weight.channels
+
+
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
     a, g, sides, mode = wide(a), wide(g), _sides(layer), layer.padding_mode
     if mode != "zeros" or a.device.type != "cpu":
         a, sides = _padded(a, sides, mode=mode), ()
-    per_channel = g.reshape(size, -1, g.shape[1], g[0, 0].numel())
-    return {
-        "weight": Convolution(layer, a, g, size, sides),
-        "bias": Dense(per_channel.sum((1, 3))),
-    }
+    weight = Convolution(layer, a, g, size, sides)
+    bias = Channels(weight) if a.device.type == "cpu" else Dense(weight.channels)
+    return {"weight": weight, "bias": bias}

@@ -20,8 +20,8 @@ in which it does not lead to every site is repeated without it (`Astray`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,21 +46,25 @@ class Astray(Exception):
 
 @dataclass
 class Route:
-    """Which of `count` points autograd was asked for, in a run that reached them all."""
+    """Which of `count` points autograd was asked for, in a run that reached them all; and whether
+    layers were called under autocast."""
 
     count: int = -1
     picks: tuple[int, ...] = ()
+    is_cast: bool = True
 
 
-@dataclass
 class Site:
     """Points of the graph, and what their gradients (None: not reached) say about parameters."""
 
-    edges: tuple[GradientEdge, ...]
-    build: Build | None
-    grads: list[Tensor | None]
-    found: Found = ()
-    missing: int = 0
+    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "missing")
+
+    def __init__(self, edges: tuple[GradientEdge, ...], build: Build) -> None:
+        self.edges = edges
+        self.build: Build | None = build
+        self.grads: list[Tensor | None] = [None] * len(edges)
+        self.found: Found = ()
+        self.missing = len(edges)
 
     def take(self, place: int, grad: Tensor) -> None:
         """A gradient has arrived; a site with one point is done then."""
@@ -71,7 +75,9 @@ class Site:
 
     def finish(self) -> None:
         """Turn the gradients into forms, once, and keep nothing else."""
-        if self.build is not None and any(g is not None for g in self.grads):
+        if self.build is None:
+            return
+        if self.missing < len(self.grads):
             self.found = [(p, form) for p, form in self.build(self.grads) if p.requires_grad]
         self.build, self.grads = None, []
 
@@ -89,12 +95,11 @@ class Tape:
     def record(self, out: Tensor, build: Callable[[Tensor], Found]) -> None:
         """Ask for the gradient at `out`."""
         if self.is_on and out.requires_grad:
-            self.ask([out], lambda grads: [] if grads[0] is None else build(grads[0]))
+            self.ask((out,), partial(_first, build))
 
     def ask(self, outs: Sequence[Tensor], build: Build) -> None:
         """Ask for the gradients at several tensors, all of which require one."""
-        edges = tuple(get_gradient_edge(out) for out in outs)
-        site = Site(edges, build, [None] * len(outs), missing=len(outs))
+        site = Site(tuple(map(get_gradient_edge, outs)), build)
         self.sites.append(site)
         for place, out in enumerate(outs):
             # The graph must not hold the site, which holds the graph.
@@ -136,6 +141,10 @@ class Tape:
         for handle in self.handles:
             handle.remove()
         self.handles, self.sites = [], []
+
+
+def _first(build: Callable[[Tensor], Found], grads: list[Tensor | None]) -> Found:
+    return () if grads[0] is None else build(grads[0])
 
 
 def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
@@ -188,7 +197,7 @@ def watching(
     seen: Seen,
     tape: Tape,
     *,
-    inside: Iterable[nn.Module] | None = None,
+    inside: Collection[nn.Module] | None = None,
 ) -> Iterator[None]:
     """Hand every call of `layers` to `seen`, for as long as the block lasts.
 
@@ -199,12 +208,9 @@ def watching(
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # it would run past the layers' own calls
         for name, layer in layers.items():
-
-            def hook(layer: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                seen(name, layer, args, kwargs, out)
-
+            hook = partial(seen, name)
             handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        with rewritten(model, tape, only=inside):
+        with rewritten(model, tape, only=inside) if inside is None or inside else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

@@ -23,11 +23,12 @@ from noshuffle.federated.quiet import be_quiet
 
 if TYPE_CHECKING:
     from noshuffle.federated.clients import LocalTraining, clip_delta, local_train
-    from noshuffle.federated.cohort import account_afterwards, observed_participation
+    from noshuffle.federated.cohort import account_afterwards, observed_participation, read_log
     from noshuffle.federated.per_user import statement_for
     from noshuffle.federated.rounds import Rounds
     from noshuffle.federated.server import ServerOptimizer
     from noshuffle.federated.simulate import simulate
+    from noshuffle.federated.timer import participation_from_times
 
 _HOMES = {
     "LocalTraining": "clients",
@@ -37,6 +38,8 @@ _HOMES = {
     "clip_delta": "clients",
     "local_train": "clients",
     "observed_participation": "cohort",
+    "participation_from_times": "timer",
+    "read_log": "cohort",
     "simulate": "simulate",
     "statement_for": "per_user",
 }
@@ -49,6 +52,8 @@ __all__ = [
     "clip_delta",
     "local_train",
     "observed_participation",
+    "participation_from_times",
+    "read_log",
     "simulate",
     "statement_for",
 ]

@@ -21,16 +21,19 @@ MinSeparation(steps=5, separation=2, max_participations=3)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, ParticipationViolation, whole
-from noshuffle.participation import MinSeparation
+from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.evidence import Evidence
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.units import Ids, name_to_id
 
 UserId = str | int
@@ -40,6 +43,34 @@ OBSERVED = (
     "Participation was not enforced but counted afterwards from the log of rounds; the log is "
     "complete, and who checked in when did not depend on the data of the protected user."
 )
+SELF_LIMITED = (
+    "Participation was not enforced by the server: every device kept these limits by a timer of "
+    "its own that was never reset, and no answer counted that came later than was allowed for; who "
+    "checked in when did not depend on the data of the protected user."
+)
+
+
+@dataclass(frozen=True)
+class RoundLog:
+    """The rounds of a run: who was sent work, as the ledger numbers them, and when."""
+
+    users: tuple[Ids, ...]
+    times: tuple[float, ...]
+
+
+def read_log(run: str | Path) -> RoundLog:
+    """The log of rounds in a run folder, those skipped after a crash included.
+
+    Nothing is written, and the run may be going on. Names of users are not in there, only numbers
+    that are the same in every round.
+    """
+    try:
+        evidence = Evidence(RunFolder(run).ledger_file)
+    except FileNotFoundError:
+        raise InvalidInput(f"{run} holds no ledger.sqlite; give the folder of a run") from None
+    rows = list(evidence.rows())
+    evidence.close()
+    return RoundLog(tuple(row.units for row in rows), tuple(row.time for row in rows))
 
 
 class Roster:
@@ -134,12 +165,28 @@ def observed_participation(
     return MinSeparation(steps=horizon, separation=int(gaps.min()), max_participations=most)
 
 
-def account_afterwards(plan: Plan, history: Iterable[Users]) -> PrivacyStatement:
-    """The guarantee of a run whose participation is known only from its log of rounds.
+def account_afterwards(plan: Plan, seen: MinSeparation | Iterable[Users]) -> PrivacyStatement:
+    """The guarantee of a run whose participation is known only after it.
+
+    `seen` is the log of rounds, who was sent work in each (see `read_log`); or, where nobody can be
+    recognised, the limits that devices kept by themselves (see `timer.participation_from_times`).
 
     Guarantees: strategy and noise are those of the plan, and the sensitivity is that of the
     pattern that happened, over the planned number of steps; it may be better or worse than the
-    plan's own.
+    plan's own. The statement says in words that nothing was enforced.
     """
-    seen = observed_participation(history, steps=plan.steps)
-    return replace(plan, participation=seen).statement(notes=(OBSERVED,))
+    if isinstance(seen, Participation):
+        if not isinstance(seen, MinSeparation) or seen.steps > plan.steps:
+            raise InvalidInput(
+                f"limits counted afterwards are a MinSeparation of at most the {plan.steps} rounds "
+                f"of the plan, got {seen}"
+            )
+        held, note = replace(seen, steps=plan.steps), SELF_LIMITED
+    elif isinstance(seen, Iterable):
+        held, note = observed_participation(seen, steps=plan.steps), OBSERVED
+    else:
+        raise InvalidInput(
+            "give the log of rounds, or MinSeparation(steps, separation, max_participations); got "
+            f"{seen!r}"
+        )
+    return replace(plan, participation=held).statement(notes=(note,))

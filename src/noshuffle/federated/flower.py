@@ -16,6 +16,11 @@ Clients' own metrics are not collected and federated evaluation is not done: bot
 functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters
 on data that the server holds; keep those public, or held out from people outside the guarantee.
 
+What an app on Flower needs can be imported from here: the strategy, who is a user (`Handshake`,
+`PublicKeys`), and the client's half (`client_app`, `task_client`, `clip_mod`, `identify`, `Timer`).
+A client that is started anew for every message is up sooner with `flower_client`, which does
+without the server's half.
+
 State: which node was asked for whom in the open round.
 """
 
@@ -32,7 +37,14 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from noshuffle.errors import non_negative, positive, whole
 from noshuffle.federated.cohort import UserId
-from noshuffle.federated.flower_identity import Handshake, Identities, tell
+from noshuffle.federated.flower_client import (
+    client_app,
+    clip_mod,
+    identify,
+    partition_of,
+    task_client,
+)
+from noshuffle.federated.flower_identity import Handshake, Identities, PublicKeys, tell
 from noshuffle.federated.flower_wire import (
     ARRAYS,
     CLIP_NORM,
@@ -52,6 +64,20 @@ from noshuffle.federated.flower_wire import (
 )
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
+from noshuffle.federated.timer import Timer
+
+__all__ = [
+    "Handshake",
+    "Identities",
+    "PrivateStrategy",
+    "PublicKeys",
+    "Timer",
+    "client_app",
+    "clip_mod",
+    "identify",
+    "partition_of",
+    "task_client",
+]
 
 #: Released parameters of a round → metrics, or nothing; as in Flower.
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]

@@ -47,6 +47,7 @@ from noshuffle.federated.flower_wire import (
     to_arrays,
     to_tensors,
 )
+from noshuffle.federated.vectorised import takes_together, trained_alone
 
 if TYPE_CHECKING:  # a client is started for every message, and need not know the server's half
     from noshuffle.federated.cohort import UserId
@@ -94,11 +95,12 @@ def identify(app: ClientApp, *, user_fn: UserFn = partition_of) -> None:
         return Message(RecordDict({IDENTITY: record}), reply_to=message)
 
 
-def task_client(parts_fn: PartsFn, **more: Any) -> ClientApp:
+def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any) -> ClientApp:
     """A ClientApp for a task: partition i is the task's user number i, by that user's own id.
 
     `parts_fn` is called when work comes, in the client's own process; let it remember its result.
-    Further arguments go to `client_app`.
+    `vectorise` chooses the arithmetic as in `simulate`, whose bits a client then has: that of a
+    client among others, or of one by itself. Further arguments go to `client_app`.
     """
 
     def user_of(context: Context) -> UserId:
@@ -111,7 +113,9 @@ def task_client(parts_fn: PartsFn, **more: Any) -> ClientApp:
         task, model, local, loss_fn = parts_fn(context)
         parameters, _, _ = order_of(message)
         x, y = task.client(user_of(context))
-        now = trained(model, parameters, x, y, local=local, loss_fn=loss_fn)
+        as_in_a_group = takes_together(model, device=x.device, vectorise=vectorise)
+        train_one = trained_alone if as_in_a_group else trained
+        now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
         return Message(RecordDict({ARRAYS: to_arrays(now)}), reply_to=message)
 
     return client_app(train, user_fn=user_of, **more)

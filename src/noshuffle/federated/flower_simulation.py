@@ -1,7 +1,8 @@
 """A task on Flower's own simulation (Ray), by the call of `simulate`.
 
-Every user is a virtual node; actors train them one by one, as `simulate(vectorise=False)` does, and
-for the same check-ins, key and number of threads the parameters are the same bits. It is here to
+Every user is a virtual node; actors train them one by one, with the arithmetic that each has among
+others in `simulate` (of which the number of threads is a part: Ray gives an actor as many as
+`cpus_per_client`). For the same check-ins and key the parameters are the same bits. It is here to
 show that, and to measure against; for studies the in-process simulation is quicker by far.
 
 State: a temporary file with task and model, which each actor reads once.
@@ -44,6 +45,7 @@ def run_flower_simulation(
     check_ins: CheckIns,
     until: int | None = None,
     loss_fn: LossFn = cross_entropy,
+    vectorise: bool | None = None,
     progress: Callable[[Progress], None] | None = None,
     cpus_per_client: int = 1,
     timeout: float = 3600.0,
@@ -86,7 +88,8 @@ def run_flower_simulation(
     with tempfile.TemporaryDirectory(prefix="noshuffle-") as folder:
         path = Path(folder) / "parts"
         path.write_bytes(_packed((task, copy.deepcopy(model).cpu(), local, loss_fn)))
-        _simulate(server_app, task_client(_Parts(str(path))), nodes=len(task), cpus=cpus_per_client)
+        client = task_client(_Parts(str(path)), vectorise=vectorise)
+        _simulate(server_app, client, nodes=len(task), cpus=cpus_per_client)
     return Simulation(
         parameters=server.parameters(),
         rounds=server.round - first,

@@ -44,10 +44,10 @@ def checked_sum(
     users: int,
     clip_norm: float,
 ) -> dict[str, Tensor]:
-    """Copies in float32, refused unless a cohort of this size could have summed to it.
+    """Copies, refused unless a cohort of this size could have summed to it.
 
-    Never wider than the noise: noise of float32 on a sum of float64 would leave the last 29 bits
-    of the raw sum bare, and whoever guesses an update could check the guess.
+    Half precision is raised to float32; what came in float64 stays so, since rounding a sum would
+    let one user move it by more than the clip norm.
     """
     if isinstance(given, ClippedSum) and (given.bound > clip_norm or len(given.norms) > users):
         raise InvalidInput(
@@ -60,14 +60,17 @@ def checked_sum(
         raise InvalidInput(
             f"the sum must have the tensors {dict(shapes)}, got {found}; sum what clients sent"
         )
-    narrow = {name: values[name].detach().to(torch.float32, copy=True) for name in shapes}
-    length = math.sqrt(sum(float(v.double().square().sum()) for v in narrow.values()))
+    own = {}
+    for name in shapes:
+        wide = torch.promote_types(values[name].dtype, torch.float32)
+        own[name] = values[name].detach().to(wide, copy=True)
+    length = math.sqrt(sum(float(v.double().square().sum()) for v in own.values()))
     if not length <= clip_norm * users * (1 + 1e-5):
         raise InvalidInput(
             f"{users} deltas of norm at most {clip_norm:g} cannot sum to norm {length:g}; clip "
             "every delta, then sum"
         )
-    return narrow
+    return own
 
 
 def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:

@@ -11,7 +11,8 @@ code that guards participation (`admitted_cohorts`) or that samples.
 
 Each run has noise of its own, independent of the others'; a study as a whole shows many models of
 the same data, so it keeps no ledger and makes no statement. The slow twin is `simulate`: one run
-here equals one run there, with the same cohorts and key, up to rounding.
+here equals one run there, with the same cohorts and key, up to rounding (of noisy sums: to 2⁻¹⁰ of
+their noise).
 """
 
 from __future__ import annotations
@@ -220,10 +221,11 @@ class _Noise:
     def add_(self, total: Tensor) -> None:
         if self.stream is None:
             return
-        shapes = self.flat.shapes.items()
-        noise = {n: total.new_zeros(len(self.rows), *shape) for n, shape in shapes}
-        self.stream.add_(noise)
-        total.index_add_(0, self.rows, self.flat.pack(noise) * self.scale[:, None])
+        # Each run in units of its own noise, so that what is added up is rounded to its grid.
+        own = total.index_select(0, self.rows).div_(self.scale[:, None])
+        noisy = {name: value.contiguous() for name, value in self.flat.views(own).items()}
+        self.stream.add_(noisy)
+        total.index_copy_(0, self.rows, self.flat.pack(noisy).mul_(self.scale[:, None]))
 
 
 def _sources(source: Source, names: Iterable[str]) -> Iterator[tuple[str, Source]]:

@@ -41,7 +41,6 @@ from noshuffle.clipping import ClippedSum
 from noshuffle.errors import InvalidInput, ReplayRefused, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import UserId, Users, draw_cohort
-from noshuffle.federated.lattice import toward_zero
 from noshuffle.federated.server import Cohort, ServerOptimizer
 from noshuffle.training import checkpoint
 from noshuffle.training.run_folder import RunFolder
@@ -167,7 +166,6 @@ class Rounds:
             dtype = torch.promote_types(flat.dtype, torch.float32)
             flat = flat.to(self.server.device, dtype)
             kept, own, is_bad = clip_flat(flat, clip_norm=self._open.clip_norm)
-            kept = toward_zero(kept, self.server.lattice)
             self._open.replies[user] = (kept, own if norm is None else _number(norm), is_bad)
             if is_bad:
                 line = f"round {self._open.cohort.step}: the delta of user {user!r} has NaN or "
@@ -233,7 +231,7 @@ class Rounds:
         """Unweighted, in order of user id, so that the bits do not depend on who came first.
 
         In double precision: in single, what one user adds would also change how the sums after it
-        are rounded, by up to m·2⁻²⁴ of their length. The server rounds once, before the noise.
+        are rounded, by up to m·2⁻²⁴ of their length. They are rounded once, with their noise.
         """
         like = self.server.parameters()
         answered = [user for user in now.cohort.users if user in now.replies]

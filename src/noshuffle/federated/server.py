@@ -22,10 +22,13 @@ State: parameters, optimizer, noise buffers, threshold, step; the ledger keeps i
 ...     optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0), source=test_source(seed=1))
 >>> server.step({"w": torch.tensor([0.6, 0.8])}, cohort=["ada", "bob"])["w"]
 tensor([0.3000, 0.4000])
+>>> cohort = server.open(["eve"])
+>>> server.step({"w": torch.tensor([0.2, 0.0])})["w"]
+tensor([0.4000, 0.4000])
 >>> server.step({"w": torch.zeros(2)}, cohort=["ada"])
 Traceback (most recent call last):
     ...
-noshuffle.errors.ParticipationViolation: user 'ada' may not take part in round 1: it took part in \
+noshuffle.errors.ParticipationViolation: user 'ada' may not take part in round 2: it took part in \
 step 0 and the plan asks for 4 steps in between; leave the user out
 """
 
@@ -45,8 +48,8 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, whole
 from noshuffle.federated.cohort import Roster, UserId, Users
 from noshuffle.federated.ground import checked_sum, own_parameters, why_not
-from noshuffle.federated.lattice import lattice_step, nearest_
 from noshuffle.noise import NoiseStream, Source
+from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import fingerprint
@@ -70,7 +73,7 @@ class Cohort:
     units: Ids
 
 
-class ServerOptimizer:
+class ServerOptimizer(OneOwner):
     """The private half of a federated server; knows nothing of how clients are reached.
 
     Arguments:
@@ -119,7 +122,6 @@ class ServerOptimizer:
             steps=plan.steps,
             device=self.device,
         )
-        self._lattice = lattice_step(self._noise.scale)
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
         self._open: Cohort | None = None
@@ -145,11 +147,6 @@ class ServerOptimizer:
     def needs_norms(self) -> bool:
         """Whether the clip norm follows a quantile, for which `step` takes a `ClippedSum`."""
         return self._threshold.is_adaptive
-
-    @property
-    def lattice(self) -> float:
-        """Deltas are cut to multiples of this before they are summed; see `lattice`."""
-        return self._lattice * (self.clip_norm if self.needs_norms else 1.0)
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the current parameters: released values, free to be sent to anybody."""
@@ -214,17 +211,24 @@ class ServerOptimizer:
         self.ledger.record(admission)
 
     def step(
-        self, sum_of_clipped_deltas: Mapping[str, Tensor] | ClippedSum, *, cohort: Cohort | Users
+        self,
+        sum_of_clipped_deltas: Mapping[str, Tensor] | ClippedSum,
+        *,
+        cohort: Cohort | Users | None = None,
     ) -> dict[str, Tensor]:
         """Release a round: add noise, divide by the planned cohort, update; the new parameters.
 
-        `cohort` is what `open` gave; a list of users is opened (charged) first.
+        `cohort` is what `open` gave, or None for the round that is open; a list of users is opened
+        (charged) first.
 
         Guarantees: a sum with wrong names or shapes, with NaN or infinity, longer than the cohort
         could have made it, or clipped to another norm, is refused before the noise is touched.
         After that exactly one row of noise is used, whatever the sum is; zero gives noise alone.
         """
         given = sum_of_clipped_deltas
+        cohort = self._open if cohort is None else cohort
+        if cohort is None:
+            raise InvalidInput("no round is open; open(users) one first, or give cohort=users")
         if self.needs_norms and not isinstance(given, ClippedSum):
             raise InvalidInput("a clip norm that follows a quantile needs a ClippedSum with norms")
         users = len(cohort.users if isinstance(cohort, Cohort) else cohort)
@@ -234,12 +238,12 @@ class ServerOptimizer:
         # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
         norm = self.clip_norm if self.needs_norms else 1.0
         self._is_torn = True
-        for value in values.values():
-            nearest_(value.mul_(1.0 / norm), self._lattice)
-        self._noise.add_(values)
+        if norm != 1.0:
+            for value in values.values():
+                value.mul_(1.0 / norm)
+        self._noise.add_(values, times=-norm / self.cohort_size)
         for name, parameter in self._parameters.items():
-            nearest_(values[name], self._lattice)
-            parameter.grad = values[name].mul_(-norm / self.cohort_size).to(parameter.dtype)
+            parameter.grad = values[name].to(parameter.dtype)
         if isinstance(given, ClippedSum):
             self._threshold.learn([given], step=opened.step)
         self.optimizer.step()

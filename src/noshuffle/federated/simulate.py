@@ -3,8 +3,9 @@
     check_ins(t) → rounds.begin → local training of the invited → rounds.receive → rounds.finish
 
 Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise; the
-protocol is `Rounds` either way, the one that a network engine drives too. With `vectorise=False`
-the arithmetic of every client is that of a client on its own machine, bit for bit.
+protocol is `Rounds` either way, the one that a network engine drives too. On a CPU the arithmetic
+of every client is that of a client on its own machine (`flower_client.task_client`), bit for bit,
+whatever the company it is trained in.
 
 Everything that is random in a simulation (who checks in, who fails to answer) is a function of the
 round number, so a run that was stopped and resumed is the run that was not.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from noshuffle.errors import Unsupported, whole
+from noshuffle.errors import whole
 from noshuffle.federated.clients import (
     NO_TARGET,
     LocalTraining,
@@ -39,7 +40,12 @@ from noshuffle.federated.per_user import Spending, spending
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.federated.vectorised import can_vectorise, is_worth_it, local_train_many, pack
+from noshuffle.federated.vectorised import (
+    groups,
+    local_train_many,
+    pack,
+    takes_together,
+)
 from noshuffle.statement import PrivacyStatement
 
 #: Round number → the users that check in, in the order in which they come.
@@ -123,9 +129,7 @@ def simulate(
     server = rounds.server
     last = server.plan.steps if until is None else until
     whole(at_least=0, at_most=server.plan.steps, until=last)
-    together = is_worth_it(model, device=server.device) if vectorise is None else vectorise
-    if together and not can_vectorise(model):
-        raise Unsupported("clients of this model cannot be trained together; use vectorise=False")
+    together = takes_together(model, device=server.device, vectorise=vectorise)
     model = unrolled(model) if together else model
     train = _together if together else _one_by_one
     begin, done = time.perf_counter(), 0
@@ -181,12 +185,9 @@ def _together(
 ) -> Iterator[tuple[UserId, dict[str, Tensor]]]:
     device = _device(invitation)
     places = np.array([task.place(user) for user in users], dtype=np.int64)
-    # Users with a like number of examples share a stack, so that little of it is padding.
-    order = np.argsort(task.starts[places + 1] - task.starts[places], kind="stable")
-    for at in range(0, len(users), at_once):
-        some = order[at : at + at_once]
-        starts, stops = task.starts[places[some]], task.starts[places[some] + 1]
-        rows, weights = pack(starts, stops, local=local)
+    first, end = task.starts[places], task.starts[places + 1]
+    for some in groups(first, end, local=local, at_once=at_once):
+        rows, weights = pack(first[some], end[some], local=local)
         steps = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
         batches = [(x.to(device), y.to(device), w.to(device)) for x, y, w in steps]
         stacked = local_train_many(

@@ -257,6 +257,11 @@ def _roles(
 def mnist_writers() -> FederatedTask:
     """MNIST by the person who wrote the digits."""
     with np.load(_file("mnist.npz")) as file:
+        if "writer_train" not in file:
+            raise DataUnavailable(
+                "this mnist.npz does not say who wrote what; it needs writer_train, one number for "
+                "each row of x_train (see docs/federated.md)"
+            )
         writers = file["writer_train"].astype(np.int64)
         order = np.argsort(writers, kind="stable")
         arrays = [file["x_train"][order], file["y_train"][order], file["x_test"], file["y_test"]]

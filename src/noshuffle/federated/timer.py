@@ -11,6 +11,8 @@ a crash costs a participation and never gives one away. Reinstalling the app res
 
 >>> separation_from_times([0, 10, 20, 30, 70, 80], seconds=35)
 1
+>>> participation_from_times([0, 10, 20, 30, 70, 80], seconds=25, most=2)
+MinSeparation(steps=6, separation=1, max_participations=2)
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.participation import MinSeparation
 from noshuffle.training.files import read_json, write_json
 
 FORMAT = "noshuffle-timer/1"
@@ -106,3 +109,15 @@ def separation_from_times(times: Sequence[float], *, seconds: float, delay: floa
     after = np.maximum(after, np.arange(len(when)) + 1)  # a round holds a device once
     gaps = (after - np.arange(len(when)))[after < len(when)]
     return int(gaps.min()) if len(gaps) else len(when)
+
+
+def participation_from_times(
+    times: Sequence[float], *, seconds: float, most: int, delay: float = 0.0
+) -> MinSeparation:
+    """What devices with `Timer(path, seconds=…, most=…)` did in these rounds at the most.
+
+    For `account_afterwards`. See `separation_from_times`; the times are in the ledger of the run
+    (`read_log(run).times`), written before work was sent.
+    """
+    apart = separation_from_times(times, seconds=seconds, delay=delay)
+    return MinSeparation(steps=len(times), separation=apart, max_participations=most)

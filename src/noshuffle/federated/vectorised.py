@@ -5,18 +5,28 @@ call. Batches are padded with rows of the same user at weight zero,
 
     loss_u = Σ_i w_i loss_i / Σ_i w_i,        no step at all where Σ_i w_i = 0,
 
-so nothing of one user ever enters another's arithmetic, a NaN included. Results agree with the
-one-by-one path up to rounding, not bit for bit. LSTM layers are written out in time for this (see
-`recurrent`); other recurrent layers of torch have no batched form, and models with batch statistics
-change themselves: both are left to the loop.
+so nothing of one user ever enters another's arithmetic, a NaN included. Results agree with
+`clients.trained` up to rounding.
+
+On a CPU they do not depend on the company: products of a stack of matrices are computed matrix by
+matrix, so a client's bits are those of its own shapes, and these follow from its own data
+(`width`). A client that trains by itself (`trained_alone`) gets the bits that it has in any group.
+That needs two things: parameters are stacked from the first step on, although all clients still
+share them then, since one product for everybody would be cut into blocks by how many there are; and
+one client is computed as two, since a stack of one convolution goes another way.
+
+LSTM layers are written out in time for this (see `recurrent`); other recurrent layers of torch have
+no batched form, and models with batch statistics change themselves: both are left to the loop.
 
 >>> can_vectorise(nn.Linear(2, 2)), can_vectorise(nn.GRU(2, 2))
 (True, False)
+>>> [width(examples, local=LocalTraining(learning_rate=1.0)) for examples in (0, 3, 5, 13)]
+[0, 3, 6, 16]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,8 +34,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
-from noshuffle.federated.recurrent import is_plain
+from noshuffle.federated.recurrent import is_plain, unrolled
 
 Rows = NDArray[np.int64]
 
@@ -45,14 +56,47 @@ def is_worth_it(model: nn.Module, *, device: torch.device) -> bool:
     return can_vectorise(model) and not (is_recurrent and device.type == "cpu")
 
 
+def takes_together(model: nn.Module, *, device: torch.device, vectorise: bool | None) -> bool:
+    """Whether clients train together: as was asked for, or where that is quicker."""
+    if vectorise and not can_vectorise(model):
+        raise Unsupported("clients of this model cannot be trained together; use vectorise=False")
+    return is_worth_it(model, device=device) if vectorise is None else vectorise
+
+
+def width(examples: int, *, local: LocalTraining) -> int:
+    """Rows that a client's batches are filled up to: 1, 2, 3, 4, 6, 8, 12, 16, 24 … or all.
+
+    Few different ones, so that clients find others of the same, and little to fill.
+    """
+    batches = local.batches(examples)
+    if not batches:
+        return 0
+    largest = int(batches[0].stop)
+    power = 1 << (largest - 1).bit_length()
+    above = 3 * power // 4 if largest <= 3 * power // 4 else power
+    return above if local.batch_size is None else min(above, local.batch_size)
+
+
+def groups(
+    starts: Rows, stops: Rows, *, local: LocalTraining, at_once: int
+) -> Iterator[NDArray[np.intp]]:
+    """Places of clients to train together: of one width, and alike in their number of examples."""
+    counts = stops - starts
+    widths = np.array([width(int(count), local=local) for count in counts], dtype=np.int64)
+    order = np.lexsort((counts, widths))
+    for same in np.split(order, np.flatnonzero(np.diff(widths[order])) + 1):
+        for at in range(0, len(same), at_once):
+            yield same[at : at + at_once]
+
+
 def pack(starts: Rows, stops: Rows, *, local: LocalTraining) -> tuple[Tensor, Tensor]:
-    """Rows (clients × steps × batch) of every local step, and their weights (1, or 0 for padding).
+    """Rows (clients × steps × width) of every local step, and their weights (1, or 0 for padding).
 
     Client u owns the rows starts[u] … stops[u] − 1; padding repeats its first row.
     """
     plans = [local.batches(int(stop - start)) for start, stop in zip(starts, stops)]
     steps = max((len(batches) for batches in plans), default=0)
-    size = max((s.stop - s.start for batches in plans for s in batches), default=0)
+    size = max((width(int(n), local=local) for n in stops - starts), default=0)
     rows = np.broadcast_to(starts[:, None, None], (len(plans), steps, size)).copy()
     weights = np.zeros(rows.shape, dtype=np.float32)
     for u, batches in enumerate(plans):
@@ -63,7 +107,7 @@ def pack(starts: Rows, stops: Rows, *, local: LocalTraining) -> tuple[Tensor, Te
     return torch.from_numpy(rows), torch.from_numpy(weights)
 
 
-def local_train_many(
+def trained_many(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
     batches: Sequence[tuple[Tensor, Tensor, Tensor]],
@@ -72,7 +116,10 @@ def local_train_many(
     local: LocalTraining,
     loss_fn: LossFn = cross_entropy,
 ) -> dict[str, Tensor]:
-    """Stacked deltas, one row per client; entry s of `batches` is (x, y, weights) of step s."""
+    """Stacked parameters after the local steps, one row per client.
+
+    Entry s of `batches` is (x, y, weights) of step s; `model` has no LSTM of torch's own.
+    """
     start = {name: value.detach() for name, value in parameters.items()}
 
     def loss(now: dict[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
@@ -80,12 +127,12 @@ def local_train_many(
         total: Tensor = (losses * weights.to(losses.dtype)).sum() / weights.sum().clamp_min(1)
         return total
 
-    # In the first step all clients still share one model, and products with it need no stacking.
-    first = vmap(grad(loss), in_dims=(None, 0, 0, 0), randomness="different")
-    later = vmap(grad(loss), randomness="different")
-    now = {name: value.expand(clients, *value.shape) for name, value in start.items()}
-    for s, (x, y, weights) in enumerate(batches):
-        found = later(now, x, y, weights) if s else first(start, x, y, weights)
+    gradient = vmap(grad(loss), randomness="different")
+    rows = max(2, clients)
+    now = {name: value.expand(rows, *value.shape) for name, value in start.items()}
+    for s, batch in enumerate(batches):
+        x, y, weights = (torch.cat([part, part]) for part in batch) if clients == 1 else batch
+        found = gradient(now, x, y, weights)
         is_step = weights.sum(1) > 0
         is_all = x.device.type == "cpu" and bool(is_step.all())  # asking an accelerator is to wait
         for name, value in now.items():
@@ -99,4 +146,38 @@ def local_train_many(
             # place, so that a step reads and writes it once.
             step = value.add_ if s else value.add
             now[name] = step(pull, alpha=-local.learning_rate)
-    return {name: value - start[name] for name, value in now.items()}
+    return {name: value[:clients] for name, value in now.items()}
+
+
+def local_train_many(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    batches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    *,
+    clients: int,
+    local: LocalTraining,
+    loss_fn: LossFn = cross_entropy,
+) -> dict[str, Tensor]:
+    """Stacked deltas, one row per client; see `trained_many`."""
+    now = trained_many(model, parameters, batches, clients=clients, local=local, loss_fn=loss_fn)
+    return {name: value - parameters[name].detach() for name, value in now.items()}
+
+
+def trained_alone(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    *,
+    local: LocalTraining,
+    loss_fn: LossFn = cross_entropy,
+) -> dict[str, Tensor]:
+    """`clients.trained`, with the arithmetic that this client has in a group."""
+    if len(x) != len(y):
+        raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
+    rows, weights = pack(np.zeros(1, np.int64), np.array([len(x)]), local=local)
+    batches = [(x[rows[:, s]], y[rows[:, s]], weights[:, s]) for s in range(rows.shape[1])]
+    now = trained_many(
+        unrolled(model), parameters, batches, clients=1, local=local, loss_fn=loss_fn
+    )
+    return {name: value[0].clone() for name, value in now.items()}

@@ -1,12 +1,13 @@
-"""Sizes, and the numbers that the torch and the C form of the transform share, all float32.
+"""Sizes, and the numbers that all forms of the transform share, all of them float32.
 
-    sin(πa) = a·(S0 + S1 a² + … + S4 a⁸)                |a| ≤ ½,      relative error 4e-8
-    ln((1+s)/(1−s)) = s·(2 + L0 s² + L1 s⁴ + L2 s⁶)     |s| ≤ 0.172,  relative error 3e-9
+    sin πa = a·(S0 + S1 t + … + S4 t⁴)       t = a² + ⅛, |a| ≤ ½      relative error 6e-9
+    cos πa = C0 + C1 t + … + C4 t⁴                                    error 5e-8
+    −2 ln(1+f) = f·(L0 + L1 f + … + L7 f⁷)   ½ ≤ 1 + f < 1            relative error 1.5e-7
 
-Both are minimax fits of the relative error, rounded to float32, which is what limits the first.
+They are minimax fits, rounded to float32 one coefficient after the other.
 
->>> 3.14159 < SINE[0] < 3.1416
-True
+>>> round(sum(c / 8**k for k, c in enumerate(SINE)), 6), round(-LOG[0] / 2, 6)
+(3.141593, 1.0)
 """
 
 from __future__ import annotations
@@ -20,14 +21,41 @@ HALF = TILE // 2
 CPU_CHUNK, DEVICE_CHUNK = 32, 16384
 
 SINE = (
-    3.1415927410125732,
-    -5.167709827423096,
-    2.550069808959961,
-    -0.5982421636581421,
-    0.0775604248046875,
+    3.8285884857177734,
+    -5.833874225616455,
+    2.781672716140747,
+    -0.6369983553886414,
+    0.07753802090883255,
 )
-LOG = (0.6666668653488159, 0.3998875916004181, 0.295806348323822)
+COSINE = (
+    1.6829167604446411,
+    -6.013545036315918,
+    4.578469753265381,
+    -1.4417455196380615,
+    0.21971319615840912,
+)
+LOG = (
+    -1.999999761581421,
+    1.0000687837600708,
+    -0.6638188362121582,
+    0.5436059832572937,
+    -0.08042425662279129,
+    1.5593502521514893,
+    2.1477081775665283,
+    2.361654758453369,
+)
 LN2 = 0.6931471824645996
 
-#: The bits of √½ as float32: numbers are split as 2^e·m with √½ ≤ m < √2.
-ROOT_HALF_BITS = 0x3F3504F3
+#: 4u = SPREAD·w + (shift, see below). The factor is a unit below 2⁻²⁹, so that words that float32
+#: rounds up to 2³¹ do not reach u = 1.
+SPREAD = 2.0**-29 - 2.0**-53
+
+#: The shift is BASE·(k + ½)/2¹⁴ with k the first 14 bits of SCATTER times the angle word (modulo
+#: 2³²): they become these digits of a float32 between BASE and 2·BASE, of which BASE is taken off.
+SCATTER = 0x9E3779B1 - 2**32
+SHIFT_DIGITS, SHIFT_ONES, BASE = 0x7FFE00, 0x31000100, 2.0**-29
+
+#: The low bytes of the radius word and of the angle word of a pair, of which the conversion to
+#: float32 keeps little, decide how its two numbers are rounded (`grid`): they become these digits
+#: of a float32, and the last one is always set, half a unit.
+RADIUS_DIGITS, ANGLE_DIGITS, MIDDLE_DIGIT = 0x7F80, 0x7F8000, 0x40

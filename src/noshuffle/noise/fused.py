@@ -37,6 +37,9 @@ from noshuffle.noise.tape import STEPS, WORDS, Tape, record_tape
 #: Tiles of one program where there are many of them; a small model has more use for more programs.
 TILES, MANY_TILES = 4, 2**14
 WARPS = 4
+#: Registers of a thread, so that many programs fit beside each other: without buffers, with a few.
+#: Left alone the compiler takes more, and the memory waits; many buffers need what they need.
+REGISTERS, REGISTERS_OF_FEW, FEW = 56, 72, 4
 
 
 def is_ready(device: torch.device) -> bool:
@@ -56,9 +59,9 @@ class _Plan:
 class Fused:
     """Adds the noise of a step to flat tensors and brings the buffers forward, in one pass.
 
-    Guarantees: adds the same numbers as the torch path of `NoiseStream`, bit for bit when `exact`
-    (without, up to rounding of the last places). A replay that was not announced turns its tensors
-    into NaN; it never repeats a draw, nor makes one that the stream has not counted.
+    Guarantees: adds the same numbers as the torch path of `NoiseStream`, bit for bit. A replay that
+    was not announced turns its tensors into NaN; it never repeats a draw, nor makes one that the
+    stream has not counted.
     """
 
     def __init__(
@@ -70,15 +73,16 @@ class Fused:
         state: Tensor,
         scale: float,
         steps: int,
-        exact: bool = True,
         tiles: int | None = None,
         warps: int = WARPS,
     ) -> None:
         self._moves, self._scale, self._steps = moves, scale, steps
-        self._device, self._state, self._exact, self._warps = state.device, state, exact, warps
+        self._device, self._state, self._warps = state.device, state, warps
         # Measured: a program with buffers to move is quickest when it owns one tile.
         is_light = not moves.buffers and layout.tiles >= MANY_TILES
         self._tiles = tiles or (TILES if is_light else 1)
+        few = REGISTERS_OF_FEW if moves.buffers <= FEW else 0
+        self._registers = few if moves.buffers else REGISTERS
         self._table, self._names = _regions(layout, seeds)
         self._has_decays = bool(moves.buffers) and bool(moves.at(0).decays)
         self._words = self._zeros(WORDS, torch.int32)
@@ -201,6 +205,8 @@ class Fused:
         self, plan: _Plan, dtype: torch.dtype, owners: Tensor, where: Tensor, *, programs: int
     ) -> None:
         kernel: Any = triton_kernels.move
+        is_nvidia = self._device.type == "cuda" and torch.version.hip is None
+        limit = {"maxnreg": self._registers} if is_nvidia and self._registers else {}
         # Triton launches on the current device, which need not be the one of these tensors.
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             kernel[(programs,)](
@@ -216,11 +222,11 @@ class Fused:
                 TILES=self._tiles,
                 DECAYS=self._moves.buffers if self._has_decays else 0,
                 HAS_LISTS=bool(self._moves.buffers) and not self._has_decays,
-                EXACT=self._exact,
-                ASSEMBLY=self._device.type == "cuda" and torch.version.hip is None,
+                ASSEMBLY=is_nvidia,
                 num_warps=self._warps,
                 num_stages=1,
-                enable_fp_fusion=not self._exact,
+                enable_fp_fusion=False,
+                **limit,
             )
 
 

@@ -3,24 +3,39 @@
 A stream of normals is cut into tiles of 1024. A tile takes 1024 random 32-bit words w, read as
 signed integers; the first half gives signed radii, the second half angles (Box and Muller, 1958):
 
-    u = (w_j + 1/2) / 2³¹                 ρ = sign(u)·√(−ln u²)          |u| is uniform on (0, 1]
+    u = (w_j + v_j) / 2³¹                 ρ = sign(u)·√(−ln u²)          |u| is uniform on (0, 1)
     a = w_{512+j} / 2³²  in [−½, ½)       z_j = ρ sin πa,  z_{512+j} = ρ cos πa        j = 0 … 511
 
-The angle covers half a circle and the sign of u the other half, so all 64 bits are used. No u is
-zero, so no infinity can come out; the largest magnitude is √(64 ln 2) = 6.66, which a true normal
-exceeds once in 3.7·10¹⁰ draws. Words become float32 before anything else, which keeps the relative
-precision of small u, hence of the tail.
+The angle covers half a circle and the sign of u the other half, so all 64 bits are used. Words
+become float32 before anything else, which keeps the relative precision of small u, hence of the
+tail, and of small angles. The fraction v = (k + ½)/2¹⁴ has 14 scattered bits k of the angle word.
+Where w is small, radii of w + ½ alone would lie 1/(ρw) apart, wider than the grid on which noisy
+values are released (`grid`); as both numbers of a pair are, one pair in 10⁸ would rule candidates
+for its sums out. For larger w the fraction vanishes in the rounding. No u is zero, so no infinity
+can come out; the largest magnitude is √(92 ln 2) = 7.99, which a true normal exceeds once in
+7·10¹⁴ draws.
 
-Logarithm and sine are short polynomials in operations that every processor rounds in the same way
-(+, −, ×, ÷, √), not the library's: so a number depends on its own two words only, never on where a
-chunk, a shard or a thread began, nor on device, vendor or version. cos πa = sin π(½ − |a|).
-No state is kept.
+It is evaluated without the library's functions, so that a number depends on its own two words only,
+never on where a chunk, a shard or a thread began, nor on device, vendor or version:
+
+    u = ±2⁻ᵉ·(1+f),  ½ ≤ 1+f < 1           ρ² = 2e ln 2 − 2 ln(1+f)
+    t = a² + ⅛                              sin πa = a·S(t),   cos πa = C(t)
+
+with polynomials by Horner's rule (`constants`). A unit is taken off the factor of w, so that words
+that float32 rounds up to 2³¹ do not reach u = 1: no radius is zero, the least is 3.5e-4.
+
+Every operation is one that all processors round in the same way: +, −, ×, √, and a·b + c rounded
+once (the fused multiply-add). Torch has no such operation, but float64 rounded to float32 is one
+wherever float64 holds a·b + c without rounding, and the numbers above are chosen for that: f is a
+multiple of 2⁻²⁴ and t of 2⁻²⁶, and no partial sum comes so near to zero, or so far from it, that an
+a·b + c would take more than 53 binary places. Only a² + ⅛ can; that two roundings are as good as
+one there is checked for every a (both in the tests). No state is kept.
 
 >>> zero = torch.zeros(1, TILE, dtype=torch.int32)
 >>> out = torch.empty(1, TILE)
 >>> normals_(out, words=zero)
 >>> round(float(out[0, 0]), 4), round(float(out[0, 512]), 4)
-(0.0, 6.6604)
+(0.0, 7.9856)
 """
 
 from __future__ import annotations
@@ -31,10 +46,22 @@ import torch
 from torch import Tensor
 
 from noshuffle.noise import native
-from noshuffle.noise.constants import HALF, LN2, LOG, ROOT_HALF_BITS, SINE, TILE  # noqa: F401  (the doctest uses TILE)
+from noshuffle.noise.constants import (
+    BASE,
+    COSINE,
+    HALF,
+    LN2,
+    LOG,
+    SCATTER,
+    SHIFT_DIGITS,
+    SHIFT_ONES,
+    SINE,
+    SPREAD,
+    TILE,  # noqa: F401  (the doctest uses it)
+)
 
 #: Largest magnitude that can come out.
-LARGEST = math.sqrt(64 * math.log(2))
+LARGEST = math.sqrt(92 * math.log(2))
 
 
 def normals_(out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False) -> None:
@@ -53,30 +80,32 @@ def normals_in_torch_(
     out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False
 ) -> None:
     """The same in torch operations, for every device; bit for bit equal to the C loop."""
-    u = words[:, :HALF].to(torch.float32)
-    # The product with a power of two is exact, so fused or not the sum is rounded once.
-    u = u.mul_(2.0**-31).add_(2.0**-32)
-    bits = (u * u).view(torch.int32)
-    e = (bits - ROOT_HALF_BITS) >> 23
-    m = (bits - (e << 23)).view(torch.float32)
-    s = (m - 1.0).div_(m + 1.0)
-    q = s * s
-    series = (q * LOG[2]).add_(LOG[1]).mul_(q).add_(LOG[0]).mul_(q).add_(2.0).mul_(s)
-    r = e.to(torch.float32).mul_(LN2).add_(series).neg_()
+    # v = 4u, since the exponent of a float32 below 4 is 128 − e: a product with it is exact.
+    shift = ((words[:, HALF:] * SCATTER >> 9) & SHIFT_DIGITS | SHIFT_ONES).view(
+        torch.float32
+    ) - BASE
+    v = words[:, :HALF].to(torch.float32).double().mul_(SPREAD).add_(shift).float()
+    bits = v.view(torch.int32)
+    f = ((bits & 0x7FFFFF) | 0x3F000000).view(torch.float32).sub_(1.0).double()
+    rest = (bits & 0x7F800000).double().mul_(-LN2 * 2.0**-22).add_(256 * LN2).float()
+    square = _polynomial(f, LOG).mul_(f).add_(rest).float()
     # torch's float32 root on a CPU may miss the last bit; by way of float64 it is exactly rounded.
-    r = torch.copysign(r.double().sqrt_().float(), u).mul_(weight)
+    r = torch.copysign(square.double().sqrt_().float(), v).mul_(weight)
     a = words[:, HALF:].to(torch.float32).mul_(2.0**-32)
-    for half, sine in ((out[:, :HALF], _sine(a)), (out[:, HALF:], _sine(0.5 - a.abs()))):
+    t = a.double().square_().add_(0.125).float().double()
+    sines, cosines = _polynomial(t, SINE).float(), _polynomial(t, COSINE).float()
+    for half, z in ((out[:, :HALF], a.mul_(r).mul_(sines)), (out[:, HALF:], r.mul_(cosines))):
         if accumulate:
-            half.add_(r * sine)
+            half.add_(z)
         else:
-            torch.mul(r, sine, out=half)
+            half.copy_(z)
 
 
-def _sine(a: Tensor) -> Tensor:
-    """sin πa for |a| ≤ ½."""
-    q = a * a
-    value = q * SINE[4]
-    for c in SINE[3::-1]:
-        value = value.add_(c).mul_(q) if c != SINE[0] else value.add_(c).mul_(a)
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Horner's rule in fused multiply-adds; float64 in and out, of float32 values."""
+    value = torch.full_like(x, coefficients[-1])
+    rounded = torch.empty_like(x, dtype=torch.float32)  # kept: fresh memory at every step is slow
+    for c in coefficients[-2::-1]:
+        rounded.copy_(value.mul_(x).add_(c))
+        value.copy_(rounded)
     return value

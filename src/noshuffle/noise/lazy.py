@@ -4,11 +4,13 @@ Eager noise adds y_t, row t of scale·C⁻¹Z, to every row of an embedding at e
 keeps its d buffers S and the number of steps it is up to date with; touching it at step t returns
 Σ y_τ over the steps since then, up to and including t, from one draw of dimension d + 1 an element:
 
-    (S', acc) = F (S, 0) + L ζ,   L Lᵀ = Q,   F and L of the stretch as in `skip`.
+    (S', acc) = F (S, 0) + L ζ,   L Lᵀ = Q,   F and L of the stretch as in `skip`,
 
-Work is proportional to the rows touched. State kept: d float32 numbers an element and one integer a
-row, as much as eager buffered noise. This is the lazy update of sparse tables (compare Cocoon,
-arXiv 2510.07304) without anything computed ahead, because a buffered filter is a state space.
+and rounds it at random, with the gradient of the row if there is one, to a grid of 2⁻¹⁰ of the
+noise of one step (`grid`). Work is proportional to the rows touched. State kept: d float32 numbers
+an element and one integer a row, as much as eager buffered noise. This is the lazy update of sparse
+tables (compare Cocoon, arXiv 2510.07304) without anything computed ahead, because a buffered filter
+is a state space.
 
 Why the law is that of eager noise. Let a run read and write a row at touches only, through sums of
 its gradients and noise (plain SGD). Fix the history up to step t: all batches, all values read and,
@@ -44,10 +46,11 @@ torch.Size([1000, 16])
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,21 +61,22 @@ from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
     non_negative,
-    positive,
     whole,
 )
+from noshuffle.noise.grid import add_on_grid_, grid_step
 from noshuffle.noise.moves import fingerprint
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.source import Source
-from noshuffle.strategies.recipe import Buffered, Recipe  # noqa: F401  (the doctest uses Buffered)
+from noshuffle.one_owner import OneOwner
+from noshuffle.strategies.recipe import Buffered, Recipe
 
-VERSION = 1
+VERSION = 2
 #: Numbers of a flush that are worked on together.
 _CHUNK = 2**20
 
 
-class LazyNoise:
+class LazyNoise(OneOwner):
     """The noise of one table, drawn for a row when it is touched.
 
     `shape` is (rows, …) of the table, or of a shard whose first row is row `start` of the whole.
@@ -82,7 +86,10 @@ class LazyNoise:
     rates, row, the steps of its touches) only: not of other rows, their order, the sharding or
     restarts. The normals of (row, step) are used once: a row that already has the noise of a step
     is refused, as are rows named twice. A touch that fails half-way leaves noise that refuses to go
-    on. Buffers are float32; the arithmetic of a touch is float64, rounded once.
+    on; threads touch one after the other. Buffers are float32; the arithmetic of a touch is
+    float64, rounded once. What is given out lies on one grid, with gradients or without, which gets
+    finer where rates or gains get small: the last bits of a table do not tell which rows were
+    touched.
     """
 
     def __init__(
@@ -128,10 +135,12 @@ class LazyNoise:
             "start": self.start,
             "rates": list(self.rates),
         }
+        self._grids = self._grids_of(self._skips.recipe)
         # A row's buffers lie together: touching it reads one stretch of memory.
         self._state = torch.zeros((self.shape[0], d, self._width), device=self._device)
         self._done = torch.zeros(self.shape[0], dtype=torch.int32, device=self._device)
         self._is_broken = False
+        self._lock = threading.Lock()
 
     @property
     def is_test(self) -> bool:
@@ -147,11 +156,35 @@ class LazyNoise:
         """How many steps' noise each of the rows has received; a secret like the data."""
         return self._done[self._checked(rows)].to(torch.int64)
 
+    def _grids_of(self, recipe: Buffered) -> list[float]:
+        """The grid of every step, or of all: that of the smallest fresh noise so far.
+
+        Never coarser than before, so that rows with an early touch end on the grid of the others.
+        """
+        gains = [g for g in (recipe.scale, recipe.draw_scale, self.rates) if g]
+        if not gains:
+            return [grid_step(self.scale)]
+        spreads = (math.prod(abs(g) for g in step) for step in zip(*gains))
+        least, grids = math.inf, []
+        for spread in itertools.islice(spreads, self.horizon):
+            least = min(least, self.scale * spread or math.inf)
+            grids.append(grid_step(least) if math.isfinite(least) else 0.0)
+        return grids
+
+    def _grid_at(self, step: int) -> float:
+        return self._grids[step] if len(self._grids) > 1 else self._grids[0]
+
     @torch.no_grad()
-    def touch_(self, rows: Tensor, step: int) -> Tensor:
-        """The noise of the rows since their last touch, up to and including `step` (from 0)."""
-        self._check(step)
-        rows = self._checked(rows)
+    def touch_(self, rows: Tensor, step: int, *, onto: Tensor | None = None) -> Tensor:
+        """The noise of the rows since their last touch, up to and including `step` (from 0).
+
+        With `onto`, the clipped gradient sums of the rows: rate·onto + noise, rounded together.
+        Gradients must come this way; added to the noise later, they would be bare below its grid.
+        """
+        with self._one_at_a_time(step):
+            return self._touch_(self._checked(rows), step, onto=onto)
+
+    def _touch_(self, rows: Tensor, step: int, *, onto: Tensor | None) -> Tensor:
         done = self._done[rows]
         if bool((done > step).any()):
             row = int(rows[done > step][0])
@@ -159,12 +192,19 @@ class LazyNoise:
                 f"row {row} already has the noise of step {step}; touch a row once a step, with "
                 "all its gradients summed"
             )
-        return self._advance_(rows, done, step).view(len(rows), *self.shape[1:])
+        own = torch.zeros((len(rows), self._width), device=self._device)
+        if onto is not None:
+            self.check_gradients(onto, rows=len(rows))
+            own.copy_(onto.reshape(own.shape)).mul_(self.rates[step] if self.rates else 1.0)
+        return self._advance_(rows, done, step, onto=own).view(len(rows), *self.shape[1:])
 
     @torch.no_grad()
     def flush_(self, step: int, *, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         """Bring every row up to date with `step`; adds factor·noise to `out` (zeros if None)."""
-        self._check(step)
+        with self._one_at_a_time(step):
+            return self._flush_(step, out=out, factor=factor)
+
+    def _flush_(self, step: int, *, out: Tensor | None, factor: float) -> Tensor:
         if bool((self._done > step + 1).any()):
             raise InvalidInput(f"some rows are already past step {step}; flush at the newest step")
         if out is None:
@@ -175,9 +215,18 @@ class LazyNoise:
         with self.to_the_end():
             for at in range(0, len(behind), per_chunk):
                 rows = behind[at : at + per_chunk]
-                noise = self._advance_(rows, self._done[rows], step).view(-1, *self.shape[1:])
-                add_rows_(out, rows, noise.mul_(factor))
+                onto = torch.zeros((len(rows), self._width), device=self._device)
+                noise = self._advance_(rows, self._done[rows], step, onto=onto)
+                add_rows_(out, rows, noise.view(-1, *self.shape[1:]).mul_(factor))
         return out
+
+    @contextmanager
+    def _one_at_a_time(self, step: int) -> Iterator[None]:
+        """Between the look at what rows have and the note of what they got, no other thread."""
+        self.check_owner()  # before the lock, which a fork may have inherited closed
+        with self._lock:
+            self._check(step)
+            yield
 
     @contextmanager
     def to_the_end(self) -> Iterator[None]:
@@ -188,15 +237,20 @@ class LazyNoise:
             self._is_broken = True
             raise
 
-    def _advance_(self, rows: Tensor, done: Tensor, step: int) -> Tensor:
+    def _advance_(self, rows: Tensor, done: Tensor, step: int, *, onto: Tensor) -> Tensor:
+        """Bring rows forward; their noise is added to `onto` (contiguous float32), on the grid."""
+        if not len(rows):
+            return onto
         d = self.buffers
         starts, which = torch.unique(done, return_inverse=True)
         maps = torch.from_numpy(self._skips.between(starts.cpu().numpy(), stop=step + 1))
         maps = maps.to(self._device)
         maps = maps.index_select(0, which) if len(starts) > 1 else maps  # of each row, or of all
         # A stretch of m steps has m fresh normals: factors of short ones have m columns only.
-        columns = min(step + 1 - int(starts[0]), d + 1) if len(starts) else 0
-        fresh = self._draws.normals(rows + self.start, step=step, first=columns * self._width)
+        columns = min(step + 1 - int(starts[0]), d + 1)
+        fresh, coins = self._draws.normals_and_coins(
+            rows + self.start, step=step, first=columns * self._width
+        )
         fresh = fresh.view(len(rows), columns, self._width).double()
         state = self._state.index_select(0, rows).double()
         # F is diagonal but for its last row, L is lower triangular. Sums go term by term, not as a
@@ -212,7 +266,10 @@ class LazyNoise:
         self._state.index_copy_(0, rows, moved[:, :d].float())
         self._done.index_fill_(0, rows, step + 1)
         self._is_broken = False
-        return moved[:, d].mul_(self.scale).float()
+        # An element is rounded once, by the coins of its first normal.
+        noise, grid = moved[:, d].mul_(self.scale).float(), self._grid_at(step)
+        add_on_grid_(onto, noise, jitters=coins[:, : self._width] * grid, step=grid)
+        return onto
 
     def check_table(self, table: Tensor) -> None:
         """Refuse a tensor that cannot be the table of this noise."""
@@ -224,7 +281,17 @@ class LazyNoise:
         if table.device.type != self._device.type:
             raise InvalidInput(f"the table must be on {self._device}, got {table.device}")
 
+    def check_gradients(self, gradients: Tensor, *, rows: int) -> None:
+        """Refuse a tensor that cannot hold the gradient sums of so many rows."""
+        shape = (rows, *self.shape[1:])
+        if tuple(gradients.shape) != shape or not gradients.is_floating_point():
+            raise InvalidInput(
+                f"gradients must be floating point of shape {shape}, got {gradients.dtype} of "
+                f"{tuple(gradients.shape)}"
+            )
+
     def _check(self, step: int) -> None:
+        self.check_owner()
         if self._is_broken:
             raise NoshuffleError("an earlier touch failed half-way; go on from the last checkpoint")
         whole(at_least=0, step=step)
@@ -278,66 +345,6 @@ class LazyNoise:
         self._state.copy_(state["buffers"])
         self._done.copy_(saved)
         self._is_broken = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseSGD:
-    """Plain SGD on one table with lazy noise: w ← w − lr·rate_t·(Σ clipped g + y_t) / divisor.
-
-    The learning rate is part of the record, and a schedule is `rates` of the noise, because the
-    noise of skipped steps must be weighed by their own rates. `divisor` is the planned batch size.
-    One step is `read_` (before the forward pass), then `apply_`; `release_` before anyone sees the
-    table. With `is_stale`, `apply_` also takes rows that were not read: private, but not the law of
-    eager training, since the gradients were taken at a value without the skipped noise.
-
-    Guarantees: the gradient rows must already be clipped and summed, scale = z·clip norm in the
-    noise. Each row of `rows` gets its noise whatever the gradient is; NaN stays NaN.
-    """
-
-    noise: LazyNoise
-    lr: float
-    divisor: float
-    is_stale: bool = False
-
-    def __post_init__(self) -> None:
-        positive(lr=self.lr, divisor=self.divisor)
-
-    @torch.no_grad()
-    def read_(self, table: Tensor, rows: Tensor, step: int) -> None:
-        """Bring rows up to date with step − 1, so that step `step` reads what eager SGD would."""
-        self.noise.check_table(table)
-        whole(at_least=0, step=step)
-        rows = rows.to(table.device)
-        behind = rows[self.noise.done(rows) < step]
-        if len(behind):
-            noise = self.noise.touch_(behind, step - 1)
-            with self.noise.to_the_end():
-                add_rows_(table, behind, noise.mul_(-self.lr / self.divisor))
-
-    @torch.no_grad()
-    def apply_(self, table: Tensor, rows: Tensor, gradients: Tensor, step: int) -> None:
-        """Update rows with their clipped gradient sums of this step, and with their noise."""
-        self.noise.check_table(table)
-        rows = rows.to(table.device)
-        if gradients.shape != (len(rows), *table.shape[1:]) or not gradients.is_floating_point():
-            raise InvalidInput(
-                f"gradients must be floating point of shape {(len(rows), *table.shape[1:])}, got "
-                f"{gradients.dtype} of {tuple(gradients.shape)}"
-            )
-        if not self.is_stale and bool((self.noise.done(rows) < step).any()):
-            raise InvalidInput(
-                f"some rows lack noise of steps before {step}; call read_ before the forward pass"
-            )
-        noise = self.noise.touch_(rows, step)
-        rate = self.noise.rates[step] if self.noise.rates else 1.0
-        with self.noise.to_the_end():
-            change = noise.add_(gradients.to(noise), alpha=rate).mul_(-self.lr / self.divisor)
-            add_rows_(table, rows, change)
-
-    @torch.no_grad()
-    def release_(self, table: Tensor, step: int) -> None:
-        """Bring the whole table up to date with `step`; only then may it be shown."""
-        self.noise.flush_(step, out=table, factor=-self.lr / self.divisor)
 
 
 def add_rows_(table: Tensor, rows: Tensor, change: Tensor) -> None:

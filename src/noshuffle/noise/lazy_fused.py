@@ -71,26 +71,26 @@ class FusedLazyNoise(LazyNoise):
         d = self.buffers
         self._maps = torch.empty((0, d + 1, 2 * d + 1), dtype=torch.float64, device=self._device)
 
-    def _advance_(self, rows: Tensor, done: Tensor, step: int) -> Tensor:
-        d, width, count = self.buffers, self._width, len(rows)
-        out = torch.empty((count, width), device=self._device)
+    def _advance_(self, rows: Tensor, done: Tensor, step: int, *, onto: Tensor) -> Tensor:
+        d, width, count, out = self.buffers, self._width, len(rows), onto
         if not count:
             return out
         maps, which = self._maps_of(done, step + 1)
         columns = min(step + 1, d + 1)
-        drawn = -(-columns * width // 4)
+        drawn, coined = -(-columns * width // 4), -(-width // 4)
         fresh = torch.empty((count, 4 * drawn), device=self._device)
+        coins = torch.empty((count, 4 * coined), device=self._device)
         self._words[5:].copy_(torch.tensor([drawn, step]))
         kernels, blocks, elements = lazy_kernels, count * drawn, count * width
         is_cuda = self._device.type == "cuda" and torch.version.hip is None
         self._is_broken = True
         kernels.normals[(-(-blocks // SIZE),)](
-            rows + self.start, self._words, fresh, blocks,
+            rows + self.start, self._words, fresh, coins, coined, blocks,
             SIZE=SIZE, ASSEMBLY=is_cuda, enable_fp_fusion=False,
         )  # fmt: skip
         kernels.advance[(-(-elements // SIZE),)](
-            rows, which, maps, fresh, self._state, out, self._scale,
-            width, 4 * drawn, elements,
+            rows, which, maps, fresh, self._state, coins, out, self._scale,
+            self._grid_at(step), width, 4 * drawn, 4 * coined, elements,
             D=d, COLUMNS=columns, SIZE=SIZE, enable_fp_fusion=False,
         )  # fmt: skip
         self._done.index_fill_(0, rows, step + 1)
@@ -128,10 +128,8 @@ class FusedLazyNoise(LazyNoise):
                 return super()._checked(rows)  # which says what is wrong
         return rows
 
-    @torch.no_grad()
-    def flush_(self, step: int, *, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    def _flush_(self, step: int, *, out: Tensor | None, factor: float) -> Tensor:
         """As in `LazyNoise`, in larger pieces."""
-        self._check(step)
         if bool((self._done > step + 1).any()):
             raise InvalidInput(f"some rows are already past step {step}; flush at the newest step")
         if out is None:
@@ -142,6 +140,7 @@ class FusedLazyNoise(LazyNoise):
         with self.to_the_end():
             for at in range(0, len(behind), per_chunk):
                 rows = behind[at : at + per_chunk]
-                noise = self._advance_(rows, self._done[rows], step).view(-1, *self.shape[1:])
-                add_rows_(out, rows, noise.mul_(factor))
+                onto = torch.zeros((len(rows), self._width), device=self._device)
+                noise = self._advance_(rows, self._done[rows], step, onto=onto)
+                add_rows_(out, rows, noise.view(-1, *self.shape[1:]).mul_(factor))
         return out

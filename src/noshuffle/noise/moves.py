@@ -5,9 +5,12 @@ With model-sized buffers S_b, a step of any mechanism is one `Move`,
     u = Σ_draws w·z_row        v = u + Σ_inner c·S_b        y = gain·v + Σ_outer d·S_b
     S_b ← θ_b·S_b + u  for all b  (decays)        or        S_store ← v
 
-with the buffers read before they are written. What each recipe puts in:
+with the buffers read before they are written. Draws come in the order of their rows. The last one
+is new in this step wherever C is invertible, and the bits that its words have to spare decide how
+the noisy value is rounded (`grid`); a step that draws nothing has one draw of weight zero. What
+each recipe puts in:
 
-    FeedForward   draws z_t … z_{t−p}                                        no buffer
+    FeedForward   draws z_{t−p} … z_t                                        no buffer
     Recursive     inner: past x in a ring of p−1 slots; store: the oldest    p−1 buffers
     Buffered      draws: the taps, by draw scale; inner: ω; decays: θ        d buffers
     Forest        one buffer per height, see `_forest`                       ⌈log₂ block⌉ buffers
@@ -17,13 +20,13 @@ Nothing here is accumulated over time but the buffers themselves, and in a fores
 the noise of a step is the new node minus the nodes it replaces, never the difference of totals.
 
 >>> Moves.of(FeedForward(weights=(1.0, -1.0))).at(5)
-Move(draws=((5, 1.0), (4, -1.0)), inner=(), gain=1.0, outer=(), store=-1, decays=())
+Move(draws=((4, -1.0), (5, 1.0)), inner=(), gain=1.0, outer=(), store=-1, decays=())
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,9 +92,14 @@ def _gain(scale: tuple[float, ...], t: int) -> float:
     return scale[t] if scale else 1.0
 
 
+def _drawn(draws: Iterable[tuple[int, float]]) -> Pairs:
+    """Draws in the order of their rows, at least one."""
+    return tuple(sorted(draws)) or ((0, 0.0),)
+
+
 def _feed_forward(recipe: FeedForward, t: int) -> Move:
-    draws = tuple((t - i, w) for i, w in enumerate(recipe.weights[: t + 1]) if w)
-    return Move(draws, gain=_gain(recipe.scale, t))
+    draws = [(t - i, w) for i, w in enumerate(recipe.weights[: t + 1]) if w]
+    return Move(_drawn(draws), gain=_gain(recipe.scale, t))
 
 
 def _recursive(recipe: Recursive, t: int) -> Move:
@@ -103,14 +111,14 @@ def _recursive(recipe: Recursive, t: int) -> Move:
 
 def _buffered(recipe: Buffered, t: int) -> Move:
     own = recipe.draw_scale
-    draws = tuple((t - lag, w * _gain(own, t - lag)) for lag, w in recipe.taps if lag <= t and w)
+    draws = [(t - lag, w * _gain(own, t - lag)) for lag, w in recipe.taps if lag <= t and w]
     inner = tuple(enumerate(recipe.scales)) if t else ()
-    return Move(draws, inner, _gain(recipe.scale, t), decays=recipe.decays)
+    return Move(_drawn(draws), inner, _gain(recipe.scale, t), decays=recipe.decays)
 
 
 def _rows(recipe: Rows, t: int) -> Move:
     row = recipe.matrix[t, : t + 1]
-    return Move(tuple((int(r), float(row[r])) for r in np.flatnonzero(row)))
+    return Move(_drawn((int(r), float(row[r])) for r in np.flatnonzero(row)))
 
 
 def _forest(recipe: Forest, t: int) -> Move:

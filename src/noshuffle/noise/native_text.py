@@ -1,12 +1,12 @@
 """The inner loops of the noise in C; `native` builds them and holds them against their twins.
 
-Operation by operation what `gaussian.normals_in_torch_`, `philox.philox`, `aes.AesWords` and
-`correlate.correlate_in_torch_` say: only integer operations and +, −, ×, ÷, √, each exactly
-rounded. `add_noise` runs them one after the other on a tile of 1024 numbers at a time, so that
-nothing but the buffers and the values leaves the first-level cache:
+Operation by operation what `gaussian.normals_in_torch_`, `philox.philox`, `aes.AesWords`,
+`correlate.correlate_in_torch_` and `grid` say: only integer operations and +, −, ×, √ and
+multiply-adds, each exactly rounded. `add_noise` runs them one after the other on a tile of 1024
+numbers at a time, so that nothing but the buffers and the values leaves the first-level cache:
 
     words = AES(key, row · block)     u = Σ w·normals(words)     y = correlate(u)
-    value ← (value + y) · times
+    value ← grid(value + y) · times
 
 Threads that are given the same step take its pieces from one counter as they come. The AES part is
 there on processors with AES instructions only (`aes_ready`), in blocks of four where they have
@@ -18,16 +18,51 @@ True
 
 from __future__ import annotations
 
-from noshuffle.noise.constants import HALF, LN2, LOG, ROOT_HALF_BITS, SINE, TILE
+from noshuffle.noise.constants import (
+    ANGLE_DIGITS,
+    BASE,
+    COSINE,
+    HALF,
+    LN2,
+    LOG,
+    MIDDLE_DIGIT,
+    RADIUS_DIGITS,
+    SCATTER,
+    SHIFT_DIGITS,
+    SHIFT_ONES,
+    SINE,
+    SPREAD,
+    TILE,
+)
 
 _LOOPS = r"""
 #include <stdint.h>
 #include <string.h>
 #include <math.h>
 
-static inline float sine(float a) {
-    float q = a * a;
-    return ((((S4 * q + S3) * q + S2) * q + S1) * q + S0) * a;
+/* a b + c rounded once; see `gaussian` for why float64 has room for all of it */
+static inline float fused(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return fmaf(a, b, c);
+#else
+    return (float)((double)a * b + c);
+#endif
+}
+
+static inline float logarithm(float f, float rest) {
+    float p = fused(LOG7, f, LOG6);
+    p = fused(fused(p, f, LOG5), f, LOG4);
+    p = fused(fused(p, f, LOG3), f, LOG2);
+    p = fused(fused(p, f, LOG1), f, LOG0);
+    return fused(p, f, rest);
+}
+
+static inline float sine(float t) {
+    return fused(fused(fused(fused(SINE4, t, SINE3), t, SINE2), t, SINE1), t, SINE0);
+}
+
+static inline float cosine(float t) {
+    return fused(fused(fused(fused(COSINE4, t, COSINE3), t, COSINE2), t, COSINE1), t, COSINE0);
 }
 
 /* out = weight z, or out += weight z */
@@ -35,18 +70,18 @@ void normals(const int32_t *restrict words, float *restrict out, int64_t tiles, 
              int accumulate) {
     for (int64_t tile = 0; tile < tiles; tile++, words += TILE, out += TILE)
         for (int j = 0; j < HALF; j++) {
-            float u = (float)words[j] * 0x1p-31f + 0x1p-32f;
-            float square = u * u, m;
-            int32_t bits;
-            memcpy(&bits, &square, 4);
-            int32_t e = (bits - ROOT_HALF_BITS) >> 23;
-            bits -= e * (1 << 23);
-            memcpy(&m, &bits, 4);
-            float s = (m - 1.0f) / (m + 1.0f), q = s * s;
-            float series = (((L2 * q + L1) * q + L0) * q + 2.0f) * s;
-            float r = copysignf(sqrtf(-((float)e * LN2 + series)), u) * weight;
-            float a = (float)words[HALF + j] * 0x1p-32f;
-            float first = r * sine(a), second = r * sine(0.5f - fabsf(a));
+            int32_t bits, digits = (int32_t)((uint32_t)words[HALF + j] * SCATTER >> 9);
+            float shift, m;
+            digits = (digits & SHIFT_DIGITS) | SHIFT_ONES;
+            memcpy(&shift, &digits, 4);
+            float v = fused((float)words[j], SPREAD, shift - BASE);
+            memcpy(&bits, &v, 4);
+            digits = (bits & 0x7fffff) | 0x3f000000;
+            memcpy(&m, &digits, 4);
+            float rest = fused((float)(bits & 0x7f800000), -LN2 * 0x1p-22f, LN2 * 256);
+            float r = copysignf(sqrtf(logarithm(m - 1.0f, rest)), v) * weight;
+            float a = (float)words[HALF + j] * 0x1p-32f, t = fused(a, a, 0.125f);
+            float first = (r * a) * sine(t), second = r * cosine(t);
             out[j] = accumulate ? out[j] + first : first;
             out[HALF + j] = accumulate ? out[HALF + j] + second : second;
         }
@@ -103,6 +138,31 @@ void correlate(float *restrict y, const float *restrict u, float *const *restric
         }
         memcpy(y + at, v, sizeof v);
     }
+}
+
+/* the coin of a pair, between -step/2 and step/2 */
+static inline float jitter(uint32_t radius, uint32_t angle, float step) {
+    uint32_t bits;
+    float value;
+    memcpy(&bits, &step, 4);
+    bits |= (radius << 7 & RADIUS_DIGITS) | (angle << 15 & ANGLE_DIGITS) | MIDDLE_DIGIT;
+    memcpy(&value, &bits, 4);
+    return value - 1.5f * step;
+}
+
+/* a tile of values: (value + noise) on the grid, times a factor */
+void on_grid(float *restrict value, const float *restrict noise, const int32_t *restrict words,
+             float step, float times) {
+    const float middle = step * 0x1.8p23f;
+    if (step == 0)
+        for (int j = 0; j < TILE; j++) value[j] = (value[j] + noise[j]) * times;
+    else
+        for (int j = 0; j < HALF; j++) {
+            float d = jitter(words[j], words[HALF + j], step);
+            float a = (value[j] + noise[j]) + d, b = (value[HALF + j] + noise[HALF + j]) - d;
+            value[j] = ((a + middle) - middle) * times;
+            value[HALF + j] = ((b + middle) - middle) * times;
+        }
 }
 """
 
@@ -198,12 +258,13 @@ typedef struct {
     const float *weights, *inner, *decays, *outer;
     float *state;
     int draws, buffers, store;
-    float gain, times;
+    float gain, grid, times;
 } Step;
 
 void add_noise(Step *step) {
     int32_t words[TILE] __attribute__((aligned(64)));
     float u[TILE] __attribute__((aligned(64))), y[TILE] __attribute__((aligned(64)));
+    float part[TILE] __attribute__((aligned(64)));
     const Step s = *step;
     float *own[s.buffers + 1];
     int64_t p;
@@ -216,7 +277,6 @@ void add_noise(Step *step) {
             for (int b = 0; b < s.buffers; b++)
                 for (int j = 0; j < TILE; j += 16)
                     __builtin_prefetch(s.state + b * s.stride + (piece.flat + t) * TILE + j, 1, 2);
-            if (!s.draws) memset(u, 0, sizeof u);
             for (int d = 0; d < s.draws; d++) {
                 aes_tile(words, piece.schedule, s.rows[d], (piece.tile + t) * (TILE / 4));
                 normals(words, u, 1, s.weights[d], d > 0);
@@ -232,7 +292,11 @@ void add_noise(Step *step) {
             int64_t from = piece.begin - piece.lead + t * TILE, first = t ? 0 : piece.lead;
             int64_t last = piece.end - from < TILE ? piece.end - from : TILE;
             float *value = s.values[piece.value] + from;
-            for (int64_t j = first; j < last; j++) value[j] = (value[j] + noise[j]) * s.times;
+            const int is_whole = first == 0 && last == TILE;
+            if (!is_whole) memcpy(part + first, value + first, (last - first) * sizeof *part);
+            /* the words are those of the last draw, the newest */
+            on_grid(is_whole ? value : part, noise, words, s.grid, s.times);
+            if (!is_whole) memcpy(value + first, part + first, (last - first) * sizeof *part);
         }
     }
 }
@@ -241,9 +305,13 @@ void add_noise(Step *step) {
 
 def text() -> str:
     """The whole C text, constants included."""
-    names = {f"S{i}": c for i, c in enumerate(SINE)} | {f"L{i}": c for i, c in enumerate(LOG)}
-    names["LN2"] = LN2
+    names = {"LN2": LN2, "SPREAD": SPREAD, "BASE": BASE}
+    for name, series in (("SINE", SINE), ("COSINE", COSINE), ("LOG", LOG)):
+        names |= {f"{name}{i}": c for i, c in enumerate(series)}
     lines = [f"#define {name} {value.hex()}f" for name, value in names.items()]
-    integers = {"TILE": TILE, "HALF": HALF, "ROOT_HALF_BITS": ROOT_HALF_BITS}
+    integers = {"TILE": TILE, "HALF": HALF}
+    integers |= {"RADIUS_DIGITS": RADIUS_DIGITS, "ANGLE_DIGITS": ANGLE_DIGITS}
+    integers |= {"MIDDLE_DIGIT": MIDDLE_DIGIT, "SCATTER": SCATTER}
+    integers |= {"SHIFT_DIGITS": SHIFT_DIGITS, "SHIFT_ONES": SHIFT_ONES}
     lines += [f"#define {name} {value}" for name, value in integers.items()]
     return "\n".join(lines) + _LOOPS + _AES + _STEP

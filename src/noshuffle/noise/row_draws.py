@@ -29,6 +29,7 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.gaussian import normals_
+from noshuffle.noise.grid import jitters_
 from noshuffle.noise.philox import BLOCKS, FIELD, philox, split_seed
 from noshuffle.noise.source import Source
 
@@ -67,6 +68,12 @@ class RowDraws:
 
         `rows` are row numbers of the whole table.
         """
+        return self.normals_and_coins(rows, step=step, first=first)[0]
+
+    def normals_and_coins(
+        self, rows: Tensor, *, step: int, first: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and as many coins between −½ and ½ that their words have to spare (`grid`)."""
         count = self._count if first is None else first
         if not 0 <= step < self._field or not 0 <= count <= self._count:
             raise InvalidInput(
@@ -76,7 +83,8 @@ class RowDraws:
         per_row = -(-count // 4)
         used = len(rows) * per_row
         if not used:
-            return torch.empty((len(rows), count), device=self._device)
+            nothing = torch.empty((len(rows), count), device=self._device)
+            return nothing, nothing
         index = torch.arange(per_row, dtype=torch.int64, device=rows.device)
         blocks = (rows.unsqueeze(1) * self._blocks + index).view(-1)
         tiles = -(-used // BLOCKS)
@@ -86,11 +94,13 @@ class RowDraws:
         # words at a time, as one long.
         longs = words.view(torch.int64).view(tiles, BLOCKS, 2)
         words = longs.transpose(1, 2).contiguous().view(torch.int32).view(tiles, TILE)
-        out = torch.empty((tiles, TILE), device=words.device)
-        normals_(out, words=words)
-        longs = out.view(torch.int64).view(tiles, 2, BLOCKS)
-        out = longs.transpose(1, 2).contiguous().view(torch.float32).view(-1)[: 4 * used]
-        return out.view(len(rows), 4 * per_row)[:, :count].to(self._device)
+        found = torch.empty((2, tiles, TILE), device=words.device)
+        normals_(found[0], words=words)
+        jitters_(found[1], words=words, step=1.0)
+        longs = found.view(torch.int64).view(2, tiles, 2, BLOCKS)
+        found = longs.transpose(2, 3).contiguous().view(torch.float32).view(2, -1)[:, : 4 * used]
+        found = found.view(2, len(rows), 4 * per_row)[:, :, :count].to(self._device)
+        return found[0], found[1]
 
     def _aes(self, blocks: Tensor, step: int, size: int) -> Tensor:
         """Words of the blocks, then zeros, `size` blocks in all."""

@@ -37,6 +37,7 @@ from noshuffle.noise import native
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
 from noshuffle.noise.gaussian import normals_
+from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
 from noshuffle.noise.layout import Chunk, Layout
 from noshuffle.noise.philox import PhiloxWords
 from noshuffle.noise.workers import share
@@ -52,6 +53,9 @@ class Drawer(Protocol):
         self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
     ) -> None:
         """out = weight·z_row, or out += weight·z_row (tiles × 1024). Workers share nothing."""
+
+    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
+        """The coins (see `grid`) that the row which this worker drew last has to spare."""
 
 
 class AnySource(Protocol):
@@ -161,6 +165,24 @@ class Source:
         with torch.no_grad():
             share(fill, items=len(chunks), workers=workers)
 
+    def noisy(self, value: float, *, row: int, name: str, scale: float) -> float:
+        """One number plus scale times the first element of a stream, rounded to the grid.
+
+        Guarantees: the result is a multiple of g = `grid_step(scale)`, a function of value + noise
+        and of a coin that does not depend on the value: its low bits say nothing about the value.
+        """
+        cpu = torch.device("cpu")
+        chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
+        drawer = self.drawer(chunks, device=cpu, workers=1)
+        noise, coins = torch.empty(2, chunks[0].tiles, TILE).unbind()
+        drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
+        step, at = grid_step(scale), chunks[0].spans[0].at
+        drawer.jitters_(coins, step=step, worker=0)
+        released = torch.tensor([value], dtype=torch.float64)
+        own = slice(at, at + 1)
+        add_on_grid_(released, noise.view(-1)[own], jitters=coins.view(-1)[own], step=step)
+        return float(released)
+
 
 @dataclass(frozen=True)
 class _Drawer:
@@ -173,6 +195,9 @@ class _Drawer:
         words = self.room[worker, : out.shape[0]]
         self.words.fill_(words, chunk=chunk, row=row)
         normals_(out, words=words, weight=weight, accumulate=accumulate)
+
+    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
+        jitters_(out, words=self.room[worker, : out.shape[0]], step=step)
 
 
 def test_source(*, seed: int | str, kind: str = "auto") -> Source:  # noqa: PT028

@@ -1,5 +1,7 @@
 """The noise of a run, one step at a time: row t of scale·C⁻¹Z onto named tensors.
 
+    value ← grid(value + row t of scale·C⁻¹Z)      rounded at random to 2⁻¹⁰ of the noise (`grid`)
+
 Z has independent standard normal rows, one per draw, made by a `Source` from (row, name, element);
 C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as a `Move` a
 step. State kept: the number of steps released, and the recipe's buffers in float32 as one flat
@@ -19,13 +21,14 @@ same bits: on CUDA with Triton and philox (`fused`), on a CPU with a compiler an
 >>> z = torch.empty(2, 2, 3)
 >>> for row in range(2):
 ...     test_source(seed=1).normal_(z[row], row=row, name="w")
->>> bool(torch.allclose(second, 0.5 * (z[1] - z[0]))), stream.step
+>>> bool(torch.allclose(second, 0.5 * (z[1] - z[0]), atol=0.5 * 2**-10)), stream.step
 (True, 2)
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,24 +46,29 @@ from noshuffle.errors import (
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
 from noshuffle.noise.correlate import Buffers, correlate_
 from noshuffle.noise.fused import Fused, is_ready
+from noshuffle.noise.grid import add_on_grid_, grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.moves import Move, Moves, fingerprint
 from noshuffle.noise.source import AnySource, Source
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.noise.workers import share
+from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
 
-VERSION = 1
+#: Raised whenever the numbers of a stream change, so that none is continued with other numbers.
+VERSION = 2
 
 
-class NoiseStream:
+class NoiseStream(OneOwner):
     """Adds scale·(row t of C⁻¹Z) to named tensors, t = 0, 1, …
 
-    Guarantees: the value added to element i of `name` at step t is a function of (key, recipe,
-    scale, t, name, i) only. Every step adds noise to every tensor, whatever the values are (zero,
-    infinite and NaN included), and counts as released once it has begun to change them: a step
-    that fails half-way leaves a stream that refuses to go on, rather than one that would draw the
-    same noise twice onto different values. Past the horizon nothing is drawn.
+    Guarantees: the noise of element i of `name` at step t, and the coins that round its sum with
+    the value to the grid, are functions of (key, recipe, scale, t, name, i) only. Every step adds
+    noise to every tensor, whatever the values are (zero, infinite and NaN included), and counts as
+    released once it has begun to change them: a step that fails half-way leaves a stream that
+    refuses to go on, rather than one that would draw the same noise twice onto different values.
+    Past the horizon nothing is drawn. A stream cannot be copied, and a forked process cannot use
+    it. Of two threads in one step the second is refused like one after a failed step.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class NoiseStream:
         }
         self._step = 0
         self._is_broken = False
+        self._lock = threading.Lock()
         self._state = torch.zeros((self.buffers, self._layout.tiles, TILE), device=self._device)
         self._fused = self._fuse()
         self._whole = self._whole_step()
@@ -137,13 +146,14 @@ class NoiseStream:
             Buffers([self._state[b, c.first : c.first + c.tiles] for b in range(buffers)])
             for c in chunks
         ]
-        room = torch.empty((self._workers, 2, largest, TILE), device=self._device)
+        room = torch.empty((self._workers, 3, largest, TILE), device=self._device)
         # The rooms that chunks are worked on in, cut once: item i is always worker i mod workers.
         self._rooms = []
         for i, c in enumerate(chunks):
-            y, u = room[i % self._workers, :, : c.tiles].unbind()
-            parts = [y.view(-1)[s.at : s.at + s.end - s.begin] for s in c.spans]
-            self._rooms.append((y, u, parts))
+            y, u, coins = room[i % self._workers, :, : c.tiles].unbind()
+            cuts = [slice(s.at, s.at + s.end - s.begin) for s in c.spans]
+            parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
+            self._rooms.append((y, u, coins, parts))
 
     @property
     def step(self) -> int:
@@ -165,7 +175,9 @@ class NoiseStream:
         """Add the noise of this step to every named tensor, in place, and go on to the next.
 
         With `times`, the noisy values are then multiplied by it, in the same pass where possible.
-        Low-precision values are raised to float32, receive the noise there and are rounded once.
+        Low-precision values are raised to float32, receive the noise on its grid there and are
+        rounded once. Add what is to be protected first: noise that was added to zeros lies on the
+        grid, and would leave everything below the grid of what is added to it later bare.
         While a CUDA graph is captured nothing is added or counted; see `prepare`, `announce`.
         """
         is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -175,7 +187,10 @@ class NoiseStream:
         self._check_whole()
         self._check_left(0 if is_captured else 1)
         self._check(values)
-        self._is_broken = not is_captured
+        with self._lock:  # the row belongs to one thread
+            self._check_whole()
+            self._check_left(0 if is_captured else 1)
+            self._is_broken = not is_captured
         if self._whole is not None and self._whole.fits(values):
             move = self._moves.at(self._step)
             self._whole.add_(values, move=move, scale=self.scale, times=times)
@@ -184,17 +199,18 @@ class NoiseStream:
             if times != 1.0:
                 for value in values.values():
                     value.mul_(times)
-        self._step += not is_captured
-        self._is_broken = False
+        if not is_captured:
+            self._step += 1
+            self._is_broken = False
 
     def _add_noise(self, values: Mapping[str, Tensor]) -> None:
-        # Views where that is possible; a tensor with other strides gets its noise at the end.
+        # Views where that is possible; a tensor with other strides is copied there and back.
         targets, detours = {}, {}
         for name, value in values.items():
             if value.is_contiguous():
                 targets[name] = value.view(-1)
             else:
-                detours[name] = torch.zeros(value.shape, device=self._device)
+                detours[name] = value.contiguous()
                 targets[name] = detours[name].view(-1)
         if self._fused is not None:
             self._fused.add_(targets, step=self._step)
@@ -205,8 +221,8 @@ class NoiseStream:
                 items=len(self._layout.chunks),
                 workers=self._workers,
             )
-        for name, noise in detours.items():
-            values[name].add_(noise)
+        for name, noisy in detours.items():
+            values[name].copy_(noisy)
 
     def prepare(self, values: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
         """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing.
@@ -226,12 +242,14 @@ class NoiseStream:
         (unless the graph counts itself).
         """
         whole(replays=replays)
-        self._check_whole()
-        self._check_left(replays)
-        if self._fused is None:
-            raise Unsupported("no graph can have captured this noise: it is not fused")
-        self._fused.announce(step=self._step, count=replays, counts_itself=counts_itself)
-        self._step += replays
+        self.check_owner()
+        with self._lock:
+            self._check_whole()
+            self._check_left(replays)
+            if self._fused is None:
+                raise Unsupported("no graph can have captured this noise: it is not fused")
+            self._fused.announce(step=self._step, count=replays, counts_itself=counts_itself)
+            self._step += replays
 
     def _check_left(self, steps: int) -> None:
         if self._step + steps > self.horizon:
@@ -241,6 +259,7 @@ class NoiseStream:
             )
 
     def _check_whole(self) -> None:
+        self.check_owner()
         if self._is_broken:
             raise NoshuffleError(
                 "an earlier step failed half-way; go on from the last checkpoint of the stream"
@@ -268,22 +287,22 @@ class NoiseStream:
         self, move: Move, targets: Mapping[str, Tensor], *, index: int, worker: int
     ) -> None:
         chunk = self._layout.chunks[index]
-        y, u, parts = self._rooms[index]
+        y, u, coins, parts = self._rooms[index]
+        step = grid_of(move, scale=self.scale)
         # Without buffers the weights can carry gain and scale, and u is the noise itself.
         into, factor = (u, 1.0) if self.buffers else (y, move.gain * self.scale)
-        if not move.draws:
-            into.zero_()
         for i, (row, w) in enumerate(move.draws):
             self._drawer.draw_(
                 into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
             )
         if self.buffers:
             correlate_(y, u=u, move=move, state=self._views[index], scale=self.scale)
-        for span, part in zip(chunk.spans, parts):
+        self._drawer.jitters_(coins, step=step, worker=worker)
+        for span, (noise, jitters) in zip(chunk.spans, parts):
             target = targets[span.name]
             if span.end - span.begin != target.numel():
                 target = target[span.begin : span.end]
-            target.add_(part)
+            add_on_grid_(target, noise, jitters=jitters, step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""

@@ -2,7 +2,7 @@
 
 The record of one step is a run of 32-bit words, integers and float32 numbers side by side,
 
-    [draws, inner, outer, store, gain·scale]   draws × [row, weight]
+    [draws, inner, outer, store, gain·scale, grid]   draws × [row, weight]
     with decays:     buffers × [inner weight, θ]
     with lists:      inner × [buffer, weight]   outer × [buffer, weight·scale]
 
@@ -12,8 +12,8 @@ NaN: a step that nobody loaded destroys its result instead of repeating the nois
 
 >>> from noshuffle.strategies.recipe import FeedForward
 >>> words = record(Moves.of(FeedForward(weights=(1.0, -0.5))).at(7), buffers=0, scale=2.0)
->>> words[5::2].tolist(), words[6::2].view(np.float32).tolist()
-([7, 6], [2.0, -1.0])
+>>> words[HEAD::2].tolist(), words[HEAD + 1 :: 2].view(np.float32).tolist()
+([6, 7], [-1.0, 2.0])
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.noise.grid import grid_of
 from noshuffle.noise.moves import Move, Moves
 from noshuffle.noise.philox import address
 
 #: Most steps on one tape, and the words that it should not exceed (a single record may).
 STEPS, WORDS = 1024, 2**18
 #: Words before the draws of a record.
-HEAD = 5
+HEAD = 6
 
 Words = NDArray[np.uint32]
 
@@ -51,7 +52,7 @@ def record(move: Move, *, buffers: int, scale: float) -> Words:
     words = np.zeros(HEAD + 2 * draws + rest, dtype=np.uint32)
     reals = words.view(np.float32)
     words[:4] = draws, len(inner), len(outer), move.store % 2**32
-    reals[4] = move.gain * scale
+    reals[4:HEAD] = move.gain * scale, grid_of(move, scale=scale)
     # Without buffers the weights carry gain and scale.
     factor = 1.0 if buffers else move.gain * scale
     rows = [address(row=row, tile=0)[1] for row, _ in move.draws]

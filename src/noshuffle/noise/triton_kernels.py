@@ -11,9 +11,9 @@ so that a thread makes four normals of the tile at a time,
 and every access of a warp is one run of neighbours. All draws of a step are summed in registers;
 gradient and buffers are read once and written once.
 
-With EXACT the operations are those of `philox`, `gaussian` and `correlate`, one by one and each
-rounded once, so the noise has the same bits as on a CPU. Otherwise products and sums fuse and the
-quotient is approximate: faster, and equal to a few units of the last place of a radius or angle.
+The operations are those of `philox`, `gaussian` and `correlate`, one by one and each rounded once,
+so the noise has the same bits as on a CPU. The compiler must not fuse products and sums by itself
+(`enable_fp_fusion` is off); those that `gaussian` fuses say so.
 
 State: none here. Tables, buffers and the step counter lie on the device; see `fused`. This module
 can be imported without Triton (so that tools can read it), but its functions cannot be launched.
@@ -24,42 +24,31 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from noshuffle.noise.constants import LN2, LOG, ROOT_HALF_BITS, SINE
+from noshuffle.noise import constants
+from noshuffle.noise.constants import COSINE, LN2, LOG, SINE
 from noshuffle.noise.constants import TILE as TILE_SIZE
-
-jit: Callable[[Any], Any]
-constant: Callable[[Any], Any]
-try:
-    import triton
-    import triton.language as tl
-
-    jit, constant, HAS_TRITON = triton.jit, tl.constexpr, True
-except ImportError:
-    HAS_TRITON = False
-
-    def jit(function: Any) -> Any:
-        """Leave the text as it is: nothing here runs without Triton."""
-        return function
-
-    def constant(value: Any) -> Any:
-        """A plain number."""
-        return value
-
+from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
+from noshuffle.triton_shim import constant, jit, tl
 
 #: Columns of the region table (see `fused.Regions`), and of the head of a record on the tape.
 REGION = constant(10)
-HEAD = constant(5)
+HEAD = constant(6)
 
 TILE = constant(TILE_SIZE)
 BLOCKS = constant(TILE_SIZE // 4)
 S0, S1, S2, S3, S4 = (constant(c) for c in SINE)
-L0, L1, L2 = (constant(c) for c in LOG)
-#: The exponent is taken as e·2²³, still in place, and the power of two goes into this factor.
-LN2_PLACED = constant(LN2 * 2.0**-23)
-ROOT_HALF = constant(ROOT_HALF_BITS)
+C0, C1, C2, C3, C4 = (constant(c) for c in COSINE)
+L0, L1, L2, L3, L4, L5, L6, L7 = (constant(c) for c in LOG)
+SPREAD, BASE = constant(constants.SPREAD), constant(constants.BASE)
+SCATTER = constant(constants.SCATTER + 2**32)
+SHIFT_DIGITS, SHIFT_ONES = constant(constants.SHIFT_DIGITS), constant(constants.SHIFT_ONES)
+#: 2 ln 2 times 128, and by what it shrinks with the exponent, which comes times 2²³.
+LN2_WHOLE, LN2_PLACED = constant(256 * LN2), constant(-LN2 * 2.0**-22)
+RADIUS_DIGITS = constant(constants.RADIUS_DIGITS)
+ANGLE_DIGITS = constant(constants.ANGLE_DIGITS)
+MIDDLE_DIGIT = constant(constants.MIDDLE_DIGIT)
+#: The bits of 1 as float32.
+ONE_BITS = constant(0x3F800000)
 
 
 @jit
@@ -84,96 +73,92 @@ def minus(x):
 
 
 @jit
-def quotient(a, b, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """a / b for a = m − 1, b = m + 1 and √½ ≤ m < √2, where no step can over- or underflow.
+def fraction(bits, placed, ASSEMBLY: tl.constexpr):
+    """m − 1 for the digits of a float32 as a number from ½ to 1, given the bits of its exponent.
 
-    Exact: a Newton step makes r the rounded 1/b, one unit too small where b = 2 − 2⁻²³; one unit
-    more is as good elsewhere. Two corrections by the remainder then round correctly, for every m
-    and any hardware reciprocal within three units (checked for all of them; see the tests).
+    In assembly a subtraction of three terms leaves the sign to be dropped by the next, which costs
+    nothing; two masks would be one operation more.
     """
     if ASSEMBLY:
-        r = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
+        f = tl.inline_asm_elementwise(
+            """{ .reg .s32 i; .reg .f32 m;
+            sub.s32 i, $1, $2; add.s32 i, i, 0x3f000000; mov.b32 m, i;
+            abs.f32 m, m; add.rn.f32 $0, m, 0fBF800000; }""",
+            "=f,r,r",
+            [bits, placed],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
-        if EXACT:
-            b = minus(b)
-            r = tl.fma(r, tl.fma(b, r, 1.0), r)
-            r = (r.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-        q = a * r
-        if EXACT:
-            q = tl.fma(r, tl.fma(b, q, a), q)
-            q = tl.fma(r, tl.fma(b, q, a), q)
     else:
-        q = tl.div_rn(a, b)
-    return q
+        f = ((bits & 0x7FFFFF) | 0x3F000000).to(tl.float32, bitcast=True) - 1.0
+    return f
 
 
 @jit
-def root(x, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """√x for x = 0 or 10⁻⁸ < x < 100, where no step can over- or underflow.
+def fused(a, b, c, ASSEMBLY: tl.constexpr):
+    """a·b + c rounded once; float64 has room for all of it, see `gaussian`."""
+    return tl.fma(a, b, c) if ASSEMBLY else (a.to(tl.float64) * b + c).to(tl.float32)
 
-    Exact: g → √x and h → 1/(2√x) are improved together, then g is corrected by its remainder,
-    which rounds correctly for every x and any hardware root within two units (see the tests).
+
+@jit
+def root(x, ASSEMBLY: tl.constexpr):
+    """√x for 10⁻⁷ < x < 100, where no step can over- or underflow.
+
+    g → √x and h → 1/(2√x) are improved together, then g is corrected by its remainder, which
+    rounds correctly for every x and any hardware root within two units (see the tests).
     """
     if ASSEMBLY:
-        if EXACT:
-            # The reciprocal root of the maximum is finite at x = 0, and the result is then zero.
-            y = tl.inline_asm_elementwise(
-                "rsqrt.approx.ftz.f32 $0, $1;",
-                "=f,f",
-                [tl.maximum(x, 1e-30)],
-                dtype=tl.float32,
-                is_pure=True,
-                pack=1,
-            )
-            g, h = x * y, 0.5 * y
-            miss = tl.fma(minus(g), h, 0.5)
-            g, h = tl.fma(g, miss, g), tl.fma(h, miss, h)
-            g = tl.fma(tl.fma(minus(g), g, x), h, g)
-        else:
-            g = tl.inline_asm_elementwise(
-                "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-            )
+        y = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        g, h = x * y, 0.5 * y
+        miss = tl.fma(minus(g), h, 0.5)
+        g, h = tl.fma(g, miss, g), tl.fma(h, miss, h)
+        g = tl.fma(tl.fma(minus(g), g, x), h, g)
     else:
         g = tl.sqrt_rn(x)
     return g
 
 
 @jit
-def radius(word, weight, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """weight·sign(u)·√(−ln u²) with u = (word + ½)/2³¹, the word taken with its sign."""
-    u = word.to(tl.int32, bitcast=True).to(tl.float32)
-    # The product is exact, so that one rounding or two make no difference.
-    u = tl.fma(u, 4.656612873077393e-10, 2.3283064365386963e-10)
-    bits = (u * u).to(tl.int32, bitcast=True)
-    placed = (bits - ROOT_HALF) & -8388608
-    m = (bits - placed).to(tl.float32, bitcast=True)
-    s = quotient(m - 1.0, m + 1.0, EXACT, ASSEMBLY)
-    q = s * s
-    series = (((q * L2 + L1) * q + L0) * q + 2.0) * s
-    x = minus(placed.to(tl.float32) * LN2_PLACED + series)
-    r = root(x, EXACT, ASSEMBLY).to(tl.int32, bitcast=True)
-    sign = u.to(tl.int32, bitcast=True) & -2147483648
-    return ((r & 2147483647) | sign).to(tl.float32, bitcast=True) * weight
+def radius(word, angle_word, weight, ASSEMBLY: tl.constexpr):
+    """weight·sign(u)·√(−ln u²) with u = (word + v)/2³¹, the word taken with its sign."""
+    digits = ((angle_word * SCATTER) >> 9) & SHIFT_DIGITS | SHIFT_ONES
+    shift = digits.to(tl.float32, bitcast=True) - BASE
+    v = fused(word.to(tl.int32, bitcast=True).to(tl.float32), SPREAD, shift, ASSEMBLY)
+    bits = v.to(tl.int32, bitcast=True)
+    placed = bits & 0x7F800000
+    f = fraction(bits, placed, ASSEMBLY)
+    p = fused(f, L7, L6, ASSEMBLY)
+    p = fused(fused(p, f, L5, ASSEMBLY), f, L4, ASSEMBLY)
+    p = fused(fused(p, f, L3, ASSEMBLY), f, L2, ASSEMBLY)
+    p = fused(fused(p, f, L1, ASSEMBLY), f, L0, ASSEMBLY)
+    rest = fused(placed.to(tl.float32), LN2_PLACED, LN2_WHOLE, ASSEMBLY)
+    r = root(fused(p, f, rest, ASSEMBLY), ASSEMBLY).to(tl.int32, bitcast=True)
+    return (r | (bits & -2147483648)).to(tl.float32, bitcast=True) * weight
 
 
 @jit
-def sine(a):
-    """sin πa for |a| ≤ ½."""
-    q = a * a
-    return ((((q * S4 + S3) * q + S2) * q + S1) * q + S0) * a
+def turn(word, ASSEMBLY: tl.constexpr):
+    """a, sin(πa)/a and cos πa with a = word/2³², the word taken with its sign."""
+    a = word.to(tl.int32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10
+    t = fused(a, a, 0.125, ASSEMBLY)
+    s = fused(fused(t, S4, S3, ASSEMBLY), t, S2, ASSEMBLY)
+    s = fused(fused(s, t, S1, ASSEMBLY), t, S0, ASSEMBLY)
+    c = fused(fused(t, C4, C3, ASSEMBLY), t, C2, ASSEMBLY)
+    c = fused(fused(c, t, C1, ASSEMBLY), t, C0, ASSEMBLY)
+    return a, s, c
 
 
 @jit
-def draw(block, row, weight, k0, k1, g0, g1, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """weight times the four quarters of a tile's normals of one row."""
+def draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY: tl.constexpr):
+    """weight times the four quarters of a tile's normals of one row, and the words they came of."""
     w0, w1, w2, w3 = philox(block, row, g0, g1, k0, k1)
-    r0 = radius(w0, weight, EXACT, ASSEMBLY)
-    r1 = radius(w1, weight, EXACT, ASSEMBLY)
-    a0 = w2.to(tl.int32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10
-    a1 = w3.to(tl.int32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10
-    b0, b1 = 0.5 - tl.abs(a0), 0.5 - tl.abs(a1)
-    return r0 * sine(a0), r1 * sine(a1), r0 * sine(b0), r1 * sine(b1)
+    r0, r1 = radius(w0, w2, weight, ASSEMBLY), radius(w1, w3, weight, ASSEMBLY)
+    a0, s0, c0 = turn(w2, ASSEMBLY)
+    a1, s1, c1 = turn(w3, ASSEMBLY)
+    return r0 * a0 * s0, r1 * a1 * s1, r0 * c0, r1 * c1, w0, w1, w2, w3
 
 
 @jit
@@ -205,13 +190,25 @@ def put(at, v0, v1, v2, v3):
 
 
 @jit
-def add(at, before, value, is_inside):
-    """Add to the elements of a tensor that lie inside; low precision is rounded once."""
+def jitter(radius_word, angle_word, step):
+    """The coin of a pair, step·U, from the low bytes of its words; see `grid`."""
+    digits = ((radius_word << 7) & RADIUS_DIGITS) | ((angle_word << 15) & ANGLE_DIGITS)
+    coin = (digits | (ONE_BITS | MIDDLE_DIGIT)).to(tl.float32, bitcast=True)
+    # The product is exact, so that one rounding or two make no difference.
+    return tl.fma(coin, step, step * -1.5)
+
+
+@jit
+def add(at, before, value, coin, step, is_inside):
+    """Add to the elements of a tensor that lie inside, on the grid; low precision rounds once."""
     if before.dtype == tl.float64:
-        after = before + value.to(tl.float64)
+        after = before + value.to(tl.float64) + coin.to(tl.float64)
+        middle = step.to(tl.float64) * 6755399441055744.0  # 1.5·2⁵²
     else:
-        after = (before.to(tl.float32) + value).to(before.dtype)
-    tl.store(at, after, mask=is_inside)
+        after = before.to(tl.float32) + value + coin
+        middle = step * 12582912.0  # 1.5·2²³
+    # A sum with the middle has no place for less than a step.
+    tl.store(at, ((after + middle) - middle).to(before.dtype), mask=is_inside)
 
 
 @jit
@@ -228,12 +225,11 @@ def move(
     TILES: tl.constexpr,  # tiles of one program
     DECAYS: tl.constexpr,  # buffers, where they decay
     HAS_LISTS: tl.constexpr,  # buffers are named by lists instead
-    EXACT: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """One step on all tensors of one type. A record on the tape is
 
-    [draws, inner, outer, store, gain·scale], draws × [row, weight], then with decays
+    [draws, inner, outer, store, gain·scale, grid], draws × [row, weight], then with decays
     DECAYS × [inner weight, θ], else inner × [buffer, weight] and outer × [buffer, weight·scale].
     """
     owner = tl.load(owners + tl.program_id(0))
@@ -245,7 +241,7 @@ def move(
     numel, skip = tl.load(region), tl.load(region + 1)
     k0, k1 = tl.load(region + 5).to(tl.uint32), tl.load(region + 6).to(tl.uint32)
     g0, g1 = tl.load(region + 7).to(tl.uint32), tl.load(region + 8).to(tl.uint32)
-    draws, gain = tl.load(record), number(record + 4)
+    draws, gain, step = tl.load(record), number(record + 4), number(record + 5)
     state, plane = tl.load(places).to(tl.pointer_type(tl.float32)), tl.load(places + 1)
     lane = tl.arange(0, BLOCKS)
     # The tiles of this program, counted from the first one of the region.
@@ -271,11 +267,18 @@ def move(
         u0 = tl.zeros([BLOCKS], tl.float32)
         u1, u2, u3 = u0, u0, u0
         entry = record + HEAD
-        for _ in range(draws):
-            row = tl.load(entry).to(tl.uint32, bitcast=True)
-            z0, z1, z2, z3 = draw(block, row, number(entry + 1), k0, k1, g0, g1, EXACT, ASSEMBLY)
+        for _ in range(draws - 1):
+            row, weight = tl.load(entry).to(tl.uint32, bitcast=True), number(entry + 1)
+            z0, z1, z2, z3, _w0, _w1, _w2, _w3 = draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY)
             u0, u1, u2, u3 = u0 + z0, u1 + z1, u2 + z2, u3 + z3
             entry += 2
+        # The last draw, the newest, by itself: what its words have to spare decides the rounding,
+        # and words that outlived the loop would take registers from it.
+        row, weight = tl.load(entry).to(tl.uint32, bitcast=True), number(entry + 1)
+        z0, z1, z2, z3, w0, w1, w2, w3 = draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY)
+        u0, u1, u2, u3 = u0 + z0, u1 + z1, u2 + z2, u3 + z3
+        coin0, coin1 = jitter(w0, w2, step), jitter(w1, w3, step)
+        entry += 2
         here = state + (tl.load(region + 3) + tile) * TILE + lane
         y0, y1, y2, y3 = u0, u1, u2, u3
         if DECAYS:
@@ -303,7 +306,7 @@ def move(
                 at = here + tl.load(entry).to(tl.int64) * plane
                 y0, y1, y2, y3 = blend(at, number(entry + 1), y0, y1, y2, y3)
                 entry += 2
-        add(target, before0, y0, is0)
-        add(target + BLOCKS, before1, y1, is1)
-        add(target + 2 * BLOCKS, before2, y2, is2)
-        add(target + 3 * BLOCKS, before3, y3, is3)
+        add(target, before0, y0, coin0, step, is0)
+        add(target + BLOCKS, before1, y1, coin1, step, is1)
+        add(target + 2 * BLOCKS, before2, y2, minus(coin0), step, is2)
+        add(target + 3 * BLOCKS, before3, y3, minus(coin1), step, is3)

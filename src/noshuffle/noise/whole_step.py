@@ -1,6 +1,6 @@
 """A whole step of AES noise on a CPU in one compiled loop: draw, correlate, scale, add.
 
-    value ← (value + row t of scale·C⁻¹Z) · times
+    value ← grid(value + row t of scale·C⁻¹Z) · times
 
 tile by tile, so that the numbers live in the first-level cache from the cipher to the value; the
 memory traffic of a step is the values and the buffers, once. The bits are those of the chunk by
@@ -24,6 +24,7 @@ from noshuffle.c_library import together
 from noshuffle.noise import native
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.correlate import dense
+from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.moves import Move
 
@@ -73,7 +74,7 @@ class WholeStep:
         return all(v.dtype == torch.float32 and v.is_contiguous() for v in values.values())
 
     def add_(self, values: Mapping[str, Tensor], *, move: Move, scale: float, times: float) -> None:
-        """Add the noise of one move, bring the buffers forward, and multiply by `times`."""
+        """Add the noise of one move on the grid, bring the buffers forward, multiply by `times`."""
         buffers = self._state.shape[0]
         factor = 1.0 if buffers else move.gain * scale
         rows = np.array([row for row, _ in move.draws], dtype=np.uint64)
@@ -85,7 +86,8 @@ class WholeStep:
             *(0, len(self._pieces), self._state.stride(0), self._pieces.ctypes.data),
             *(places.ctypes.data, rows.ctypes.data, weights.ctypes.data),
             *(_address(inner), _address(decays), _address(outer), self._state.data_ptr()),
-            *(len(rows), buffers, move.store, move.gain * scale, times),
+            *(len(rows), buffers, move.store, move.gain * scale),
+            *(grid_of(move, scale=scale), times),
         )
         together(self._library.add_noise, step, threads=self._workers)
 
@@ -98,7 +100,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pieces", "values", "rows", "weights")),
         *((name, ctypes.c_void_p) for name in ("inner", "decays", "outer", "state")),
         *((name, ctypes.c_int) for name in ("draws", "buffers", "store")),
-        *((name, ctypes.c_float) for name in ("gain", "times")),
+        *((name, ctypes.c_float) for name in ("gain", "grid", "times")),
     )
 
 

@@ -90,6 +90,12 @@ def privatize(
     inner = original(model)
     validate(inner)
     parameters = trainable(inner)
+    # A distributed tensor, known by its mesh: the class itself takes seconds to import.
+    if sharded := [name for name, p in parameters.items() if hasattr(p, "device_mesh")]:
+        raise Unsupported(
+            f"privatize trains whole parameters in one process, {sharded[0]!r} is sharded "
+            "(fully_shard); use noshuffle.training.privatize_distributed"
+        )
     check_optimizer(optimizer, parameters)
     device = one_device(parameters)
     bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]

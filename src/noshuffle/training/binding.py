@@ -15,6 +15,7 @@ from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source, new_key
+from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
 from noshuffle.training.fingerprint import FORM
 from noshuffle.training.ledger import Ledger
@@ -74,7 +75,15 @@ def bind_facts(
             "the fingerprints of this run were written by another version of noshuffle and cannot "
             "be compared with those of this one; go on with that version, or fork the run"
         )
+    if ledger.released and ledger.meta("noise") != str(VERSION):
+        # A step on record would be repeated with other numbers: the same sum under a second noise.
+        raise InvalidInput(
+            "this run was begun by another version of noshuffle, whose noise has other numbers "
+            f"({ledger.meta('noise') or 'not written down'} there, {VERSION} here); go on with "
+            "that version, or fork the run"
+        )
     ledger.bind("prints", FORM)
+    ledger.bind("noise", str(VERSION))
     ledger.bind("plan", plan.hash)
     ledger.bind("key", source.fingerprint)
     ledger.bind("test_key", "yes" if source.is_test else "no")

@@ -19,7 +19,7 @@ few that were captured, takes the eager way and `fallbacks` says so. The sum has
 in the ledger, so that a resumed run takes the same. Python code of model and loss runs at capture
 only.
 
-State: programs by kind of batch, and the log `fallbacks`.
+State: programs by kind of batch (`compiled_programs`), and the log `fallbacks`.
 """
 
 from __future__ import annotations
@@ -28,39 +28,32 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.training import fingerprint
-from noshuffle.training.compiled_choice import FACT, choose
+from noshuffle.training.compiled_choice import FACT
 from noshuffle.training.compiled_program import Program
+from noshuffle.training.compiled_programs import Programs, flat
 from noshuffle.training.compiled_reason import why_not
 from noshuffle.training.compiled_result import Pending
 from noshuffle.training.compiled_update import Update, update_for
-from noshuffle.training.device_print import Keys
 from noshuffle.training.evidence import encode_units
 from noshuffle.training.guard import Mask
 from noshuffle.training.ledger import Admission
 from noshuffle.training.step import Parts, check_in_step
 from noshuffle.training.units import as_ids
 
-#: Kinds of batches that get a program of their own.
-MOST_PROGRAMS = 4
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
-#: Kinds of values in a batch that a program may freeze: their text says all about them.
-_PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def compiled_step(parts: Parts, plan: Plan, *, wanted: bool | str) -> tuple[Compiled | None, str]:
@@ -75,7 +68,7 @@ def compiled_step(parts: Parts, plan: Plan, *, wanted: bool | str) -> tuple[Comp
     return Compiled(parts, capacity=capacity, fuse=wanted is True), ""
 
 
-class Compiled:
+class Compiled(Programs):
     """Steps of one run as replays.
 
     Guarantees: those of `Step`; see the module for the order of work. If anything fails before the
@@ -86,17 +79,9 @@ class Compiled:
     def __init__(
         self, parts: Parts, *, capacity: int, fuse: bool = False, captures: bool = True
     ) -> None:
-        self.parts, self.capacity = parts, capacity
-        self.fallbacks: list[str] = []
+        super().__init__(parts, capacity=capacity, captures=captures)
         self.why = f"compiled at the first step, for batches of up to {capacity}"
-        self._fuse, self._captures = fuse, captures
-        self.device = next(iter(parts.parameters.values())).device
-        self._keys = Keys(parts.secret, device=self.device)
-        self._modules = list(parts.model.modules())
-        self._stores = _stores(self._modules)
-        self._programs: dict[Any, Program | None] = {}
-        self._kept_alive: list[Any] = []
-        self._where = self._addresses()
+        self._fuse = fuse
         self._update: Update | None = None
         self._updates = 0
         self._settings: tuple[Any, bytes] = (None, b"")
@@ -116,7 +101,7 @@ class Compiled:
         The model itself runs inside `at_work`, and only when something is captured.
         """
         parts = self.parts
-        leaves, spec = _flat(batch)
+        leaves, spec = flat(batch)
         sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
         size = sizes.pop()[0] if len(sizes) == 1 and () not in sizes else batch_size(batch)
         check_in_step(parts, index)
@@ -127,11 +112,13 @@ class Compiled:
         admission: Admission | None = None
         if is_fresh and own is not None:
             admission = parts.ledger.admit(index, own, b"", drop=parts.drop)
-        program = self._program(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
+        program = self.find(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
         if program is None:
             return None
+        if program.has_moved():
+            self._recapture(program)
         is_early = admission is not None or (is_fresh and not parts.drop)
-        with self._at_home():
+        with self.at_home():
             program.stage(leaves, size)
             keep = None if admission is None else _mask(admission, size)
             # Fingerprints are those of all rows; the ones left out are made zero after that.
@@ -145,9 +132,9 @@ class Compiled:
                 else:
                     program.digest()
                 digests, state = self._prints(program)
-                flat = (leaves, program.structure)
+                known = (leaves, program.structure)
                 name = fingerprint.of_batch(
-                    batch, own, secret=parts.secret, digests=digests, flat=flat
+                    batch, own, secret=parts.secret, digests=digests, flat=known
                 )
                 if admission is not None:
                     admission = named(admission, name, state)
@@ -194,103 +181,27 @@ class Compiled:
             self._settings = (now, json.dumps(record, sort_keys=True, default=repr).encode())
         return self._settings[1]
 
-    def _at_home(self) -> AbstractContextManager[Any]:
-        if self._captures and torch.cuda.current_device() != self.device.index:
-            return torch.cuda.device(self.device)
-        return nullcontext()
-
-    # -- which program -------------------------------------------------------------------------
-
-    def _program(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        leaves: Sequence[Any],
-        spec: Any,
-        *,
-        size: int,
-        at_work: Callable[[], AbstractContextManager[None]],
-    ) -> Program | None:
-        if size > self.capacity:
-            self.say(f"a batch of {size} rows is larger than the captured {self.capacity}: eager")
-            return None
-        if any(isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves):
-            self.say(f"a batch was not on {self.device}: eager")
-            return None
-        if any(not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN for leaf in leaves):
-            self.say("a batch held more than tensors and plain values: eager")
-            return None
-        if self._where != self._addresses():
-            self.reset()
-        kinds = tuple(
-            [(v.shape[1:], v.dtype) if isinstance(v, Tensor) else repr(v) for v in leaves]
-        )
-        modes = tuple([module.training for module in self._modules])
-        key = (id(loss_fn), spec, kinds, modes, _numerics())
-        if key not in self._programs:
-            if not size:
-                return None  # nothing can be tried on nobody
-            if len(self._programs) >= MOST_PROGRAMS:
-                self.say(
-                    f"more than {MOST_PROGRAMS} kinds of batches, losses or modes; the others are "
-                    "eager (is loss_fn made anew in every step?)"
-                )
-                return None
-            # A graph reads memory, not tensors: nothing else may come to lie there.
-            stores = self._stores + (_stores([loss_fn]) if isinstance(loss_fn, Module) else [])
-            held = [t.detach() for own in stores for t in own.values() if t is not None]
-            self._kept_alive += [loss_fn, *held]
-            with at_work():
-                self._programs[key] = self._build(loss_fn, batch, size)
-            self._where = self._addresses()
-        program = self._programs[key]
-        if program is not None and program.has_moved():
-            self._recapture(program)
-        return program
-
-    def _addresses(self) -> list[int]:
-        """Where all tensors of the model lie, frozen ones and buffers too (~: not trained)."""
-        held = [t for own in self._stores for t in own.values() if t is not None]
-        return [t.data_ptr() if t.requires_grad else ~t.data_ptr() for t in held]
-
     def reset(self) -> None:
         """Forget everything that was captured."""
-        self._programs.clear()
-        self._kept_alive.clear()
+        super().reset()
         self._update = None
-        self._where = self._addresses()
-
-    def say(self, note: str) -> None:
-        """Log a fallback, once."""
-        if note not in self.fallbacks:
-            self.fallbacks.append(note)
-
-    # -- building ------------------------------------------------------------------------------
 
     def _build(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
     ) -> Program | None:
-        parts = self.parts
         began = time.perf_counter()
-        devices = [self.device] if self.device.type == "cuda" else []
-        options: dict[str, Any] = {"capacity": self.capacity, "keys": self._keys}
-        with self._at_home(), torch.random.fork_rng(devices=devices):
-            try:
-                program = Program(parts, batch, captures=self._captures, **options)
-                program.stage(tree_flatten(batch)[0], size)
-                program.weigh(size, None)
-                chosen = choose(program, loss_fn, fuse=self._fuse, say=self.say)
-                if chosen is None:
-                    return None
-                name, self._is_exact = chosen
-                program.capture_digest()
-                program.forget()  # its place is given out as the private gradient from here on
-                self._update = self._update or update_for(parts.optimizer)
-                program.capture_release(self._update)
-            except Exception as error:
-                line = " ".join(str(error).split())[:200]
-                self.say(f"not captured ({type(error).__name__}: {line}): eager")
-                return None
+
+        def finish(program: Program) -> None:
+            program.capture_digest()
+            program.forget()  # its place is given out as the private gradient from here on
+            self._update = self._update or update_for(self.parts.optimizer)
+            program.capture_release(self._update)
+
+        made = self.capture(loss_fn, batch, size, fuse=self._fuse, finish=finish)
+        if made is None:
+            return None
+        program, name, self._is_exact = made
+        assert self._update is not None
         seconds = time.perf_counter() - began
         self.why = (
             f"compiled for up to {self.capacity} rows: sum by {name}, {self._update.name}; "
@@ -305,7 +216,7 @@ class Compiled:
         if self._updates > MOST_UPDATES and update.is_captured:
             update = Update(self.parts.optimizer, name="settings that go on changing, not captured")
             self.say("the optimizer's settings go on changing: its update is not captured")
-        with self._at_home():
+        with self.at_home():
             try:
                 program.capture_release(update)
             except Exception as error:
@@ -327,24 +238,3 @@ def _mask(admission: Admission, size: int) -> Mask | None:
     if admission.is_empty:
         return np.zeros(size, dtype=bool)
     return admission.keep
-
-
-def _stores(modules: Sequence[Module]) -> list[dict[str, Any]]:
-    """Where modules hold their parameters and buffers by name."""
-    return [own for m in modules for own in (m._parameters, m._buffers) if own]
-
-
-def _flat(batch: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
-    """Leaves and structure; a tuple of tensors, as most batches are, has only its length."""
-    if all(isinstance(leaf, Tensor) for leaf in batch):
-        return batch, len(batch)
-    return tree_flatten(batch)
-
-
-def _numerics() -> tuple[Any, ...]:
-    """Settings of torch that a capture freezes."""
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    )

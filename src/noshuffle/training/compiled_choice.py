@@ -32,9 +32,17 @@ Say = Callable[[str], None]
 
 
 def choose(
-    program: Program, loss_fn: Criterion | ModelLoss, *, fuse: bool, say: Say
+    program: Program,
+    loss_fn: Criterion | ModelLoss,
+    *,
+    fuse: bool,
+    say: Say,
+    only: str = "",
 ) -> tuple[str, bool] | None:
-    """Capture the best form that agrees; its name, and whether replays repeat it to the bit."""
+    """Capture the best form that agrees; its name, and whether replays repeat it to the bit.
+
+    With `only`, that form or none, and the ledger is not told.
+    """
     parts, clip = program.parts, program.parts.threshold.clip
     bound = clip.bound(tuple(parts.parameters))
 
@@ -49,7 +57,9 @@ def choose(
     if not agree(eager(), truth, bound=bound):
         say("two runs on the same batch differ, so the model draws from elsewhere: eager")
         return None
-    wanted, was_exact = (parts.ledger.meta(FACT) or "").rpartition("; ")[::2]
+    fact = "" if only else parts.ledger.meta(FACT) or ""
+    wanted, was_exact = fact.rpartition("; ")[::2]
+    wanted = wanted or only
     builders = candidates(
         parts.engine,
         parts.model,
@@ -69,9 +79,11 @@ def choose(
             line = " ".join(str(error).split())[:160]
             say(f"the sum by {name} was not taken ({type(error).__name__}: {line})")
             continue
-        if wanted:
+        if fact:
             return name, was_exact == "exact"
         is_exact = _repeats(program)
+        if only:
+            return name, is_exact
         parts.ledger.bind(FACT, f"{name}; {'exact' if is_exact else 'inexact'}")
         return name, is_exact
     return None

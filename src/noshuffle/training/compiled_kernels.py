@@ -13,21 +13,8 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-jit: Callable[[Any], Any]
-try:
-    import triton
-    import triton.language as tl
-
-    jit, HAS_TRITON = triton.jit, True
-except ImportError:
-    HAS_TRITON = False
-
-    def jit(function: Any) -> Any:
-        """Leave the text as it is: nothing here runs without Triton."""
-        return function
+from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
+from noshuffle.triton_shim import jit, tl
 
 
 @jit

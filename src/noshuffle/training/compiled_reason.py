@@ -21,7 +21,7 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
     if parts.groups_users:
         return "a plan with unit='user' groups rows by who they belong to, which changes by step"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
-        return "sums of double precision are rounded before they meet their noise"
+        return "the compiled step is written for float32, the parameters are float64"
     if parts.threshold.is_adaptive:
         return "the clip norm follows a quantile, which is read after every step"
     if not isinstance(parts.engine, Ghost | PerExample):

@@ -120,7 +120,7 @@ def rules(
 
     `show` is handed the losses as soon as they are known, before the backward pass.
     """
-    known = engine._try(model, loss_fn, batch, tuple(trainable(model)))
+    known = engine._try(model, loss_fn, batch, engine._look(model))
     layers, layout = known.layers, known.layout
     if layers is None or layout is None:
         return None

@@ -4,6 +4,7 @@ A graph freezes every plain number that it is captured with. A learning rate tha
 must therefore lie on the device, and a rule that counts its steps on the host cannot be captured:
 
     SGD            torch's fused kernel with the rate in a tensor
+    Adam, AdamW    the same, the count of steps in a tensor too, the host's count kept in step
     FTRL           sums and momentum captured, rate in a tensor, the host's weight kept in step
     capturable     any torch optimizer built with capturable=True, whose settings stay as they are
     others         run as they are behind the graph: slower, never wrong
@@ -14,8 +15,8 @@ optimizer's own state stays where `state_dict` looks for it.
 >>> model = torch.nn.Linear(2, 1)
 >>> update_for(torch.optim.SGD(model.parameters(), lr=0.1)).name
 'fused SGD'
->>> update_for(torch.optim.Adam(model.parameters(), lr=0.1)).name
-'Adam, not captured'
+>>> update_for(torch.optim.RMSprop(model.parameters(), lr=0.1)).name
+'RMSprop, not captured'
 """
 
 from __future__ import annotations
@@ -174,6 +175,87 @@ def _plain_sgd(
         p.addcmul_(g, rate.to(g.dtype), value=-1.0)
 
 
+class FusedAdam(_Rated):
+    """torch.optim.Adam and AdamW: m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², θ ← θ − η·m̂/(√v̂ + ε)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, name: str) -> None:
+        super().__init__(optimizer, name=name)
+        self._counts: list[Tensor] = []
+        self._counted: list[float] = []
+
+    def prepare(self) -> None:
+        super().prepare()
+        for group in self._groups[len(self._counts) :]:
+            self._counts.append(torch.zeros((), device=group["params"][0].device))
+            self._counted.append(0.0)
+        for group in self._groups:
+            for p in (p for p in group["params"] if p.requires_grad):
+                state = self.optimizer.state[p]
+                if not state:  # as torch makes it in the first step
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def before(self) -> None:
+        super().before()
+        for i, group in enumerate(self._groups):
+            steps = [self.optimizer.state[p]["step"] for p in group["params"] if p.requires_grad]
+            if not steps:
+                continue
+            count = float(steps[0])
+            if count != self._counted[i]:  # loaded, or an eager step came between
+                self._counts[i].fill_(count)
+            torch._foreach_add_(steps, 1.0)
+            self._counted[i] = count + 1.0
+
+    @torch.no_grad()
+    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        for group, rate, count in zip(self._groups, self._rates, self._counts):
+            params = [p for p in group["params"] if p in grads]
+            count.add_(1.0)
+            if not params:
+                continue
+            states = [self.optimizer.state[p] for p in params]
+            decoupled = group.get(
+                "decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)
+            )
+            fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            fused(
+                params,
+                [grads[p] for p in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [count] * len(params),
+                lr=rate,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=group["maximize"],
+                grad_scale=None,
+                found_inf=None,
+            )
+
+
+def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an Adam has the usual settings, and all parameters of a group the same count."""
+    for group in optimizer.param_groups:
+        kept = [group["lr"], *group["betas"], group["weight_decay"], group["eps"]]
+        off = ("amsgrad", "differentiable", "capturable", "fused")
+        if any(group.get(name) for name in off) or any(isinstance(v, Tensor) for v in kept):
+            return False
+        steps = {
+            float(optimizer.state[p]["step"]) if optimizer.state.get(p) else 0.0
+            for p in group["params"]
+            if p.requires_grad
+        }
+        if len(steps) > 1 or any(p.dtype not in _FUSED_TYPES for p in group["params"]):
+            return False
+    return True
+
+
 class CapturedFTRL(_Rated):
     """noshuffle's FTRL without sets and regularizers: θ ← θ₀ − ℓ."""
 
@@ -224,6 +306,8 @@ def update_for(optimizer: torch.optim.Optimizer) -> Update:
         )
         if plain and all(p.dtype in _FUSED_TYPES for p in params):
             return FusedSGD(optimizer, name="fused SGD")
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and _is_plain_adam(optimizer):
+        return FusedAdam(optimizer, name=f"fused {kind.__name__}")
     if isinstance(optimizer, FTRL) and all(rule == (None, None) for rule in optimizer._rules):
         return CapturedFTRL(optimizer, name="captured FTRL")
     if all(group.get("capturable") for group in groups):

@@ -182,5 +182,13 @@ def _keys(secret: bytes, device: torch.device) -> Keys:
 
 def of_tensor(value: Tensor, secret: bytes) -> bytes:
     """The 32 bytes of D of one tensor, wherever it lies."""
-    value = value.detach().contiguous()
-    return Printer(_keys(secret, value.device), [[value]]).run_().cpu().numpy().tobytes()
+    return of_tensors([value], secret)[0]
+
+
+def of_tensors(values: Sequence[Tensor], secret: bytes) -> list[bytes]:
+    """The same of several tensors on one device, which is waited for once."""
+    if not values:
+        return []
+    held = [[value.detach().contiguous()] for value in values]
+    printer = Printer(_keys(secret, values[0].device), held)
+    return [row.tobytes() for row in printer.run_().cpu().numpy()]

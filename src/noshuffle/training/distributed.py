@@ -77,6 +77,7 @@ def privatize_distributed(
     run: RunFolder | str | Path | None = None,
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
+    moved: bool = False,
 ) -> GroupPrivate:
     """Bind a model, an optimizer and a plan on every rank of a process group.
 
@@ -127,6 +128,7 @@ def privatize_distributed(
             "loss_reduction": loss_reduction,
             "engine": type(engine).__name__,
             "run": run is not None,
+            "moved": moved,
             "device": one_device(parameters).type,
             "optimizer": type(optimizer).__name__,
             "optimizer settings": repr(fingerprint.settings_of(optimizer)),
@@ -152,8 +154,7 @@ def privatize_distributed(
     keys = replace(keys, source=keys.source.on(device))
     if folder is not None and not team.is_lead:
         folder = Elsewhere(folder.path, ancestors)
-    path = folder.ledger_file if folder is not None and team.is_lead else None
-    ledger = GroupLedger(plan.participation, team=team, path=path, unit=plan.unit)
+    ledger = GroupLedger(folder, plan, team=team, moved=moved)
 
     def bind() -> None:
         bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)

@@ -22,6 +22,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -94,18 +95,66 @@ def _keyed(secret: bytes) -> hmac.HMAC:
     return hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
 
 
-def of_state(settings: Mapping[str, Any], parameters: Iterable[Tensor]) -> bytes:
+@dataclass(frozen=True)
+class _Sample:
+    """Where the sampled entries of one parameter lie, and what is hashed before them."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    place: int
+    header: bytes
+    row: Any
+    room: Any
+
+    def fits(self, value: Tensor) -> bool:
+        """Whether these are the entries of this parameter, as it is now.
+
+        The row keeps its memory from being given to anybody else, so that one address is one place.
+        """
+        is_same = value.data_ptr() == self.place and value.is_contiguous()
+        return is_same and value.dtype is self.dtype and value.shape == self.shape
+
+
+class Samples:
+    """Remembers where the sampled entries of parameters lie, for somebody who asks in every step.
+
+    State: a view of every parameter, and room for its entries.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Sample] = {}
+
+    def of(self, value: Tensor) -> _Sample:
+        """The sample of one parameter in ordinary memory."""
+        known = self._known.get(id(value))
+        if known is None or not known.fits(value):
+            known = self._known[id(value)] = _sample(value)
+        return known
+
+
+def _sample(value: Tensor) -> _Sample:
+    flat = value.detach().reshape(-1)
+    row = flat.view(_WHOLE[flat.element_size()]).numpy()
+    row = row[:: max(1, -(-len(row) // _SAMPLED))]
+    header = f"{value.dtype}{tuple(value.shape)}".encode()
+    place = value.data_ptr() if flat.data_ptr() == value.data_ptr() else -1  # -1: a copy, used once
+    room = np.empty(len(row), dtype=row.dtype)
+    return _Sample(value.shape, value.dtype, place, header, row, room)
+
+
+def of_state(
+    settings: Mapping[str, Any], parameters: Iterable[Tensor], *, samples: Samples | None = None
+) -> bytes:
     """Fingerprint of everything but the batch that a step's gradient and update depend on."""
     # SHA-256 has instructions of its own in today's processors.
     hasher = hashlib.sha256(b"ns-state")
     hasher.update(json.dumps(settings, sort_keys=True, default=repr).encode())
     for value in parameters:
         if value.device.type == "cpu":
-            flat = value.detach().reshape(-1)
-            row = flat.view(_WHOLE[flat.element_size()]).numpy()
-            step = max(1, -(-len(row) // _SAMPLED))
-            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            hasher.update(np.ascontiguousarray(row[::step]).data)
+            sample = _sample(value) if samples is None else samples.of(value)
+            sample.room[:] = sample.row
+            hasher.update(sample.header)
+            hasher.update(sample.room)
     return hasher.digest()[:SIZE]
 
 

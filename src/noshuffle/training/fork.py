@@ -14,23 +14,24 @@ from torch import nn
 from noshuffle.errors import InvalidInput
 from noshuffle.training import checkpoint
 from noshuffle.training.files import write_json
-from noshuffle.training.ledger import Ledger
+from noshuffle.training.place import open_ledger
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.spending import Ancestor
 
 
-def fork(parent: RunFolder | str | Path, path: str | Path) -> RunFolder:
+def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = False) -> RunFolder:
     """A new run folder that carries the spending of `parent`; give it to `privatize`.
 
     Guarantees: `parent` can release nothing after this (it refuses), so the steps that the fork
-    adds up are all there will ever be.
+    adds up are all there will ever be. A copy of a run folder is refused (unless the caller
+    promises that it was `moved`): its original could go on.
     """
     old = parent if isinstance(parent, RunFolder) else RunFolder(parent)
     new = RunFolder(path)
     plan = old.plan()
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
-    ledger = Ledger(plan.participation, path=old.ledger_file, unit=plan.unit)
+    ledger = open_ledger(old, plan, moved=moved)
     ledger.bind("forked", str(ledger.released))
     is_adaptive = ledger.meta("adaptive_clip") == "yes"
     ancestors = [*old.ancestors(), Ancestor(plan, ledger.released, is_adaptive)]

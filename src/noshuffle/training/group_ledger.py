@@ -11,12 +11,13 @@ rank 0 alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from noshuffle.errors import Unsupported
-from noshuffle.participation import Participation
+from noshuffle.plan import Plan
+from noshuffle.training import place
 from noshuffle.training.evidence import Row
 from noshuffle.training.ledger import Admission, Ledger
+from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.team import Team
 from noshuffle.training.units import Ids, Seen
 
@@ -25,25 +26,23 @@ class GroupLedger(Ledger):
     """The ledger of a team. `admit` and `record` are collective calls; the rest is local.
 
     Guarantees: every rank is admitted, or every rank raises the same refusal; when `record`
-    returns on any rank, the row of the step is durable on rank 0.
+    returns on any rank, the row of the step is durable on rank 0. A folder that was copied, rolled
+    back or lost its ledger is refused on every rank, as `place` says.
     """
 
     _holds_rows = True
 
-    def __init__(
-        self, participation: Participation, *, team: Team, path: Path | None, unit: str
-    ) -> None:
+    def __init__(self, run: RunFolder | None, plan: Plan, *, team: Team, moved: bool) -> None:
         self._team = team
-        mine: list[Ledger] = []
 
         def start() -> tuple[dict[str, str], int]:
-            Ledger.__init__(self, participation, path=path, unit=unit)
-            mine.append(self)
+            Ledger.__init__(self, plan.participation, path=place.ready(run, plan), unit=plan.unit)
+            place.settle(self, run, moved=moved)
             return self._facts(), self.released
 
         facts, released = team.lead("open the ledger", start)
-        if not mine:
-            super().__init__(participation, unit=unit)
+        if not team.is_lead:
+            super().__init__(plan.participation, unit=plan.unit)
             for name, value in facts.items():
                 self.bind(name, value)
             self._released = released

@@ -20,6 +20,7 @@ import torch
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.training import checkpoint, shards
+from noshuffle.training.group_blocks import BlockSums
 from noshuffle.training.group_step import GroupParts, GroupStep, blocks_of
 from noshuffle.training.private import Private
 from noshuffle.training.run_folder import RunFolder
@@ -87,6 +88,19 @@ class GroupPrivate(Private):
         blocks = blocks_of(size, users, block=block)
         begin, end = share(len(blocks), rank=team.rank, ranks=team.size)
         return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *blocks[begin:end]]))
+
+    @property
+    def why(self) -> str:
+        """How a step is computed, and the reasons."""
+        sums = self._parts.sums
+        how = sums.why if isinstance(sums, BlockSums) else sums and f"blocks not captured: {sums}"
+        return "; ".join(part for part in (getattr(self._parts.engine, "why", ""), how) if part)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What could not be done the fast way, each said once."""
+        sums = self._parts.sums
+        return super().fallbacks + (sums.fallbacks if isinstance(sums, BlockSums) else [])
 
     def _new_step(self) -> Step:
         return GroupStep(self._parts, index=self._index)
@@ -183,7 +197,7 @@ class GroupPrivate(Private):
 
         def write() -> Path:
             path = checkpoint.save(state, run.checkpoints)
-            self.ledger.summarise()
+            self.ledger.tidy()
             self.write_statement()
             return path
 

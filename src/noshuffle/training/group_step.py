@@ -9,8 +9,9 @@
 
 A batch is cut into blocks of `block` units. A block is clipped in one piece by whoever has it,
 with random numbers (dropout) seeded by its place in the step; everything that follows is exact
-integer addition. So two runs agree bit for bit if their batches have the same blocks, whoever
-computed them, as far as the same block gives the same bits on both machines.
+integer addition. On a GPU blocks are replays of one captured sum (`group_blocks`). So two runs
+agree bit for bit if their batches have the same blocks, whoever computed them, as far as the same
+block gives the same bits on both machines.
 
 State: the sum in the making, gone after `release`.
 """
@@ -18,20 +19,24 @@ State: the sum in the making, gone after `release`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.training import fingerprint, shards
+from noshuffle.training import device_print, fingerprint, shards
 from noshuffle.training.fixed_sum import FixedSum, check_units
+from noshuffle.training.group_blocks import BlockSums, block_sums
 from noshuffle.training.shards import Place
 from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.team import Team, all_agree
@@ -46,6 +51,8 @@ class GroupParts(Parts):
     places: dict[str, Place] = field(kw_only=True)
     block: int = field(kw_only=True)
     is_sharded: bool = field(kw_only=True)
+    #: Captured sums of blocks, once a step has asked for them; or the reason why there are none.
+    sums: BlockSums | str | None = field(default=None, kw_only=True)
 
 
 def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:
@@ -134,14 +141,7 @@ class GroupStep(Step):
             own = self._own_ids(ids, size)
             users = own if self.parts.groups_users else None
             blocks.extend(blocks_of(size, users, block=self.parts.block))
-            prints = [
-                fingerprint.of_batch(
-                    take(batch, torch.from_numpy(rows)),
-                    None if own is None else own[rows],
-                    secret=self.parts.secret,
-                )
-                for rows in blocks
-            ]
+            prints = self._block_prints(batch, blocks, own)
             order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
             return Brought(size, None if own is None else own[order], prints, self._state)
 
@@ -159,6 +159,23 @@ class GroupStep(Step):
 
         self._collect(team.meet(f"clipped {tag}", clip))
         self._part += 1
+
+    def _block_prints(
+        self, batch: tuple[Any, ...], blocks: list[Ids], own: Ids | None
+    ) -> list[bytes]:
+        """Fingerprints of the blocks; a device is waited for once."""
+        secret, parts = self.parts.secret, [rows_of(batch, rows) for rows in blocks]
+        digests: Any = itertools.repeat(None)
+        held = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in parts]
+        if all(t.is_cuda for own_tensors in held for t in own_tensors):
+            every = iter(device_print.of_tensors(list(itertools.chain(*held)), secret))
+            digests = [[next(every) for _ in own_tensors] for own_tensors in held]
+        return [
+            fingerprint.of_batch(
+                part, None if own is None else own[rows], secret=secret, digests=known
+            )
+            for part, rows, known in zip(parts, blocks, digests)
+        ]
 
     def _check(self, told: list[Brought]) -> None:
         """Refuse ranks that differ in state or in having ids, and users on several ranks."""
@@ -208,7 +225,8 @@ class GroupStep(Step):
         shapes = {name: place.shape for name, place in parts.places.items()}
         if self._fixed is None:
             self._fixed = FixedSum(shapes, bound=clip.bound(tuple(shapes)), device=device)
-        none, nobody = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        none = torch.zeros(0, device=device)
+        nobody = none.bool()
         figures = [Figures(none, none, nobody, nobody)]
         for number, rows in enumerate(blocks, start=first):
             used = keep[at : at + len(rows)]
@@ -220,20 +238,32 @@ class GroupStep(Step):
                 units = torch.from_numpy(np.unique(whose, return_inverse=True)[1])
             if not used.any():
                 continue
-            with self._luck(number, device):
-                got = parts.engine.clipped_sum(
-                    parts.model,
-                    loss_fn,
-                    take(batch, torch.from_numpy(rows[used])),
-                    clip=clip,
-                    units=units,
-                    reduce=parts.reduce,
-                )
+            part = rows_of(batch, rows[used])
+            luck = partial(self._luck, number, device)
+            got = self._captured(loss_fn, part, luck) if units is None else None
+            if got is None:
+                with luck():
+                    got = parts.engine.clipped_sum(
+                        parts.model, loss_fn, part, clip=clip, units=units, reduce=parts.reduce
+                    )
             self._fixed.add(got.values, units=len(got.norms))
-            figures.append(
-                Figures(got.losses.cpu(), got.norms.cpu(), got.bad.cpu(), got.present.cpu())
-            )
-        return _joined(figures)
+            figures.append(Figures(got.losses, got.norms, got.bad, got.present))
+        if isinstance(parts.sums, BlockSums):
+            parts.sums.forget()
+        every = _joined(figures)
+        return Figures(every.losses.cpu(), every.norms.cpu(), every.bad.cpu(), every.present.cpu())
+
+    def _captured(
+        self, loss_fn: Criterion | ModelLoss, part: tuple[Any, ...], luck: Any
+    ) -> ClippedSum | None:
+        """The sum of a block as a replay, if this run has such."""
+        parts = self.parts
+        if parts.sums is None:
+            sums, reason = block_sums(parts, is_sharded=parts.is_sharded)
+            parts.sums = reason if sums is None else sums
+        if isinstance(parts.sums, str):
+            return None
+        return parts.sums.clipped_sum(loss_fn, part, luck=luck)
 
     @contextmanager
     def _luck(self, block: int, device: torch.device) -> Iterator[None]:
@@ -276,12 +306,19 @@ class GroupStep(Step):
     def _total(self) -> dict[str, Tensor]:
         """The clipped sum over all ranks, and of it this rank's part. Exact in any order."""
         assert self._fixed is not None
+        parts, team = self.parts, self.parts.team
+        # narrowed to the parameter's type after the noise
+        wide = {
+            name: torch.promote_types(p.dtype, torch.float32)
+            for name, p in parts.parameters.items()
+        }
+        if not parts.is_sharded:
+            return self._fixed.reduced(lambda total: shards.add_up(total, team), wide)
         values = {}
-        for name, parameter in self.parts.parameters.items():
-            total = self._fixed.values.pop(name)  # one whole tensor after the other is let go
-            mine = shards.reduce(total, self.parts.places[name], self.parts.team)
-            wide = torch.promote_types(parameter.dtype, torch.float32)  # narrowed after the noise
-            values[name] = self._fixed.to_float(mine, wide)
+        for name, dtype in wide.items():
+            total = self._fixed.values.pop(name)
+            mine = shards.reduce(total, parts.places[name], team)
+            values[name] = self._fixed.to_float(mine, dtype)
         return values
 
     def _give(self, values: dict[str, Tensor]) -> None:
@@ -294,6 +331,13 @@ class GroupStep(Step):
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "block": self.parts.block}
+
+
+def rows_of(batch: tuple[Any, ...], rows: Ids) -> tuple[Any, ...]:
+    """Some rows of a batch; consecutive ones are not copied."""
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):  # they are in order, each once
+        return take(batch, slice(int(rows[0]), int(rows[-1]) + 1))
+    return take(batch, torch.from_numpy(rows))
 
 
 def _joined(figures: list[Figures]) -> Figures:

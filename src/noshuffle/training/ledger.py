@@ -34,9 +34,17 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
+from noshuffle.one_owner import OneOwner
 from noshuffle.participation import Epochs, Participation, Restarted
 from noshuffle.training import guard
-from noshuffle.training.evidence import SCHEMA, Row, encode_units, read_rows, read_units
+from noshuffle.training.evidence import (
+    SCHEMA,
+    Row,
+    encode_units,
+    read_rows,
+    read_units,
+    write_units,
+)
 from noshuffle.training.guard import Mask
 from noshuffle.training.units import Ids, Seen, UnitTable, name_to_id
 
@@ -44,6 +52,8 @@ FINGERPRINTS_ONLY = (
     "Participation was checked by batch fingerprints only: that no unit sits in two different "
     "batches is the word of whoever built them."
 )
+#: `tidy` summarises after this many participations for each unit, or this many steps.
+_TIDY_UNITS, _TIDY_STEPS = 32, 16384
 
 
 class Draws(Protocol):
@@ -72,8 +82,8 @@ class Admission:
     is_replay: bool = False
 
 
-class Ledger:
-    """Admission and evidence for one run."""
+class Ledger(OneOwner):
+    """Admission and evidence for one run; a forked process may read it, and nothing else."""
 
     def __init__(
         self,
@@ -89,12 +99,16 @@ class Ledger:
         self._db = sqlite3.connect(
             path or ":memory:", isolation_level=None, check_same_thread=False
         )
+        # Small pages, and a short log that is written over and over: a disk confirms those sooner.
+        self._db.execute("PRAGMA page_size=1024")
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA wal_autocheckpoint=128")
         self._db.executescript(SCHEMA)
         self.bind("unit", unit)
         self._table = UnitTable()
         self._released = 0
+        self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self._identified_by = ""
         self._catch_up()
 
@@ -145,6 +159,7 @@ class Ledger:
         is outside its participation (with `drop`, its rows are left out instead). A unit appears
         once in a batch unless the plan's unit is a user, whose examples form one contribution.
         """
+        self.check_owner()
         if step >= self.participation.steps:
             raise HorizonExceeded(
                 f"step {step} (counted from 0) lies beyond the {self.participation.steps} planned "
@@ -269,7 +284,8 @@ class Ledger:
         self._take(admission.step, admission.units)
 
     def _undo(self) -> None:
-        """Take back a write that did not come to its end."""
+        """Before every write: take back one that did not come to its end."""
+        self.check_owner()
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
             self._identified_by = ""  # may have been read from what was taken back
@@ -281,6 +297,7 @@ class Ledger:
                 seen = self._table.look_up(units)
                 anew = guard.starts_anew(self.participation, step=step, seen=seen)
             self._table.update(units, step=step, first=anew)
+        self._since = (self._since[0] + len(units), self._since[1] + 1)
         self._released = step + 1
 
     def _catch_up(self) -> None:
@@ -317,29 +334,35 @@ class Ledger:
         """Every unit with first step, last step and count, from the steps."""
         return self._table.all()
 
+    def tidy(self) -> None:
+        """Summarise if it pays: a row for every unit takes longer than many steps do.
+
+        What the summary does not cover is read from the steps when the ledger is opened again.
+        """
+        participations, steps = self._since
+        if participations >= _TIDY_UNITS * len(self._table) or steps >= _TIDY_STEPS:
+            self.summarise()
+
     def summarise(self) -> None:
         """Bring the per-unit summary up to date (units seen since the last time only)."""
         self._undo()
         through = int(self.meta("summarised") or 0)
         if through > self._released:
             return  # another process has gone further than this one knows
-        ids, seen = self._table.all()
-        new = np.flatnonzero(seen.last >= through)
-        rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
-            self._db.execute(
-                "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(self._released),)
-            )
-            self._db.execute("COMMIT")
+            write_units(self._db, *self._table.all(), since=through, released=self._released)
         except BaseException:
             self._undo()
             raise
+        self._since = (0, 0)
 
     def close(self) -> None:
         """Summarise and let go of the file."""
         self.summarise()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the file as it is; nothing is written."""
         self._db.close()
 
 

@@ -1,51 +1,283 @@
 """Many runs at once, for studies: K seeds or settings of one small model in one program.
 
     g[k, i] = ∇ loss(θ_k; x_i)          per run k and example i
-    θ_k ← momentum step on (Σ_i clip(g[k, i], ζ_k) + z_k ζ_k · row t of C⁻¹Z_k) / B
+    θ_k ← momentum step on (Σ_i clip(g[k, i], ζ_k) + z_k ζ_k · row t of C_k⁻¹Z_k) / B
 
-All runs share the data order, the strategy C and the batch size; noise multiplier, clip norm,
+All runs share the data order, the loss and the batch size; plan (or noise multiplier), clip norm,
 learning rate, momentum and initial weights are their own, and so is every element of their noise.
-The K models run side by side in `stacked`: convolutions as groups, linear layers as batched
-products, and per-example gradients of a layer as one batched product of its saved inputs and output
-gradients. Each run is private by itself with the noise of its own setting; a study as a whole is
-not (it shows many models of the same data), so it keeps no ledger and makes no statement.
+The K models run side by side: `vmapped` for any model that vmap accepts, `stacked` where the layers
+allow the quicker form. On CUDA a step of all runs is one graph.
 
-The slow twin is `privatize`: one run here equals one run there to rounding.
+Each run is private by itself with the noise of its own setting, if the rows come as its plan says:
+nothing here checks that. A study as a whole shows many models of the same data, which costs
+`joint_mu`. So a study keeps no ledger and makes no statement: it is for choosing, and what is to be
+released is trained with `privatize`. That is also the slow twin: run k of a study equals the run of
+`privatize` with `study.source(k)` to rounding.
+
+>>> from noshuffle.strategies import identity
+>>> x = torch.randn(64, 5); y = (x[:, 0] > 0).long()
+>>> rates = (0.1, 0.5, 2.0)
+>>> study = Study(lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
+...               [Setting(noise_multiplier=1.0, learning_rate=rate) for rate in rates],
+...               strategy=identity(), steps=4, batch_size=16)
+>>> for i in range(0, 64, 16):
+...     losses = study.step(x[i : i + 16], y[i : i + 16])
+>>> study.accuracies(x, y).shape, study.done, study.why
+(torch.Size([3]), 4, 'vmap (layer 1 (LayerNorm) has no stacked form); on cpu, eager')
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
-from noshuffle.errors import InvalidInput, non_negative, positive, whole
-from noshuffle.noise.rounding import single
-from noshuffle.noise.source import Source, new_key
-from noshuffle.noise.stream import NoiseStream
+from noshuffle.clipping import ModelLoss, validate
+from noshuffle.clipping.check import trainable
+from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.objective import batch_size as rows_of
+from noshuffle.errors import HorizonExceeded, InvalidInput, whole
+from noshuffle.noise import Source
 from noshuffle.strategies import Strategy
-from noshuffle.training.stacked import Stacked
+from noshuffle.training.many_graph import StudyGraph, kind_of
+from noshuffle.training.many_noise import StudyNoise
+from noshuffle.training.many_setting import (
+    Setting,
+    check_settings,
+    columns,
+    joint_mu,
+    seeded,
+    sources_of,
+    stack,
+    strategies_of,
+    wide,
+)
+from noshuffle.training.many_sum import Network, clipped_sums, network_for
+
+__all__ = ["Batch", "Setting", "Study", "accuracies", "joint_mu", "train_many"]
 
 Batch = tuple[Tensor, Tensor, Tensor | None]
-#: Rounding of the clip factor must not lift a norm above the clip norm.
-_SHRINK = 1 - 2.0**-20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What one of the runs has for itself. A noise multiplier of 0 and no clip: not private."""
+class Study:
+    """K runs in the making; `step` is one step of all of them.
 
-    noise_multiplier: float
-    learning_rate: float
-    momentum: float = 0.9
-    clip_norm: float = 1.0
-    seed: int = 0
+    Guarantees: what changes the parameters of run k is (Σ clip(g) + noise of its own key) divided
+    by the planned constant. A row with a NaN or infinite gradient contributes zero to that run.
+    Participation is not checked: the caller feeds rows as the plans say.
+    """
 
-    def __post_init__(self) -> None:
-        non_negative(noise_multiplier=self.noise_multiplier, momentum=self.momentum)
-        positive(learning_rate=self.learning_rate, clip_norm=self.clip_norm)
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        settings: Sequence[Setting],
+        *,
+        steps: int,
+        batch_size: int,
+        strategy: Strategy | None = None,
+        loss_fn: Criterion | ModelLoss | None = None,
+        learning_rates: Sequence[float] = (),
+        source: Source | Sequence[Source] | None = None,
+        device: torch.device | str = "cpu",
+        capture: bool = True,
+    ) -> None:
+        """Arguments:
+
+        make_model: builds the model; called once a run, under the seed of its setting.
+        batch_size: the constant that every noisy sum is divided by.
+        strategy: how noise is correlated for settings without a plan.
+        loss_fn: a criterion or `ModelLoss`, as for `privatize`; cross-entropy by default.
+        learning_rates: a schedule of factors, one a step (empty: constant).
+        source: a source from which each run gets a key, or one a run; fresh by default. A key
+            belongs to one study: the same noise on other data would give both away.
+        capture: whether a step on CUDA may be captured as a graph.
+        """
+        whole(steps=steps, batch_size=batch_size)
+        self.settings = tuple(settings)
+        check_settings(self.settings, steps=steps, strategy=strategy, learning_rates=learning_rates)
+        self.steps, self.done = steps, 0
+        self.fallbacks: list[str] = []
+        self._device = torch.device(device)
+        self._batch_size, self._rates = batch_size, tuple(learning_rates)
+        self._loss_fn = nn.CrossEntropyLoss() if loss_fn is None else loss_fn
+        self._models = [seeded(make_model, setting.seed) for setting in settings]
+        for model in self._models:
+            validate(model)
+        self.params = stack(self._models, self._device)
+        self._velocity = {name: torch.zeros_like(value) for name, value in self.params.items()}
+        self._clip, self._rate, self._inertia = columns(self.settings, self._device)
+        self._factor = torch.ones((), device=self._device)
+        self._sources = sources_of(source, runs=len(settings))
+        self._noise = StudyNoise(
+            self._sources,
+            {name: tuple(value.shape[1:]) for name, value in self.params.items()},
+            scales=[s.noise * s.clip_norm for s in settings],
+            strategies=strategies_of(settings, strategy),
+            steps=steps,
+            device=self._device,
+        )
+        self._networks: dict[Any, tuple[Network, str]] = {}
+        self._network: Network | None = None
+        self._form = ""
+        self._graph: StudyGraph | None = None
+        self._not_captured = self._why_not(capture)
+
+    @property
+    def runs(self) -> int:
+        """K."""
+        return len(self.settings)
+
+    @property
+    def why(self) -> str:
+        """In which form the networks run, and whether a step is one graph."""
+        if not self._form:
+            return "decided at the first step"
+        if self._graph is not None:
+            return f"{self._form}; one CUDA graph for up to {self._graph.capacity} rows"
+        return f"{self._form}; {self._not_captured}"
+
+    def step(self, *batch: Any, weights: Tensor | None = None) -> Tensor:
+        """One step of every run on the same batch; the mean loss of each (raw, not private).
+
+        Rows whose weight is 0 are left out (padding); all others count once.
+        """
+        if self.done >= self.steps:
+            raise HorizonExceeded(f"the study was planned for {self.steps} steps, all are done")
+        size = rows_of(batch)
+        keep = None if weights is None else weights != 0
+        if keep is not None and keep.shape != (size,):
+            raise InvalidInput(f"weights must be one number for each of the {size} rows")
+        if self._rates:
+            self._factor.fill_(self._rates[self.done])
+        kind = kind_of(*tree_flatten(batch))
+        if size:
+            self._choose(batch, kind)
+        graph = self._ready(batch, size, kind) if size else None
+        if graph is None:
+            batch = tree_map(self._here, batch)
+            if keep is None:
+                keep = torch.ones(size, dtype=torch.bool, device=self._device)
+            losses = self._work(batch, keep.to(self._device))
+        else:
+            with self._at_home():
+                graph.stage(batch, keep, size=size)
+                self._noise.announce()
+                losses = graph.replay()
+        self.done += 1
+        return losses
+
+    def model(self, run: int) -> nn.Module:
+        """A model of its own with the present parameters of one run."""
+        made = copy.deepcopy(self._models[run]).to(self._device)
+        with torch.no_grad():
+            for name, parameter in trainable(made).items():
+                parameter.copy_(self.params[name][run])
+        return made
+
+    def source(self, run: int) -> Source:
+        """Where the noise of one run comes from; as secret as the data."""
+        return self._sources[run]
+
+    def scores(self, x: Any) -> Tensor:
+        """Outputs of every run in eval mode: (batch, runs, …)."""
+        with torch.no_grad():
+            return self._chosen().scores(self.params, tree_map(self._here, x))
+
+    def accuracies(self, x: Tensor, y: Tensor, *, chunk: int = 500) -> Tensor:
+        """Share of right answers of every run on held-out data."""
+        return accuracies(self._chosen(), self.params, x, y, chunk=chunk)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def _work(self, batch: tuple[Any, ...], keep: Tensor) -> Tensor:
+        """Clip, sum, noise, update; mean losses of the rows that were kept and finite."""
+        sums, losses = self._sum(batch, keep)
+        self._noise.add_(sums)
+        rate = self._rate * self._factor
+        with torch.no_grad():
+            for name, value in self.params.items():
+                v = self._velocity[name]
+                v.mul_(wide(self._inertia, v)).add_(sums[name], alpha=1.0 / self._batch_size)
+                value.addcmul_(wide(rate, v), v, value=-1.0)
+        seen = torch.isfinite(losses) & keep[:, None]
+        return torch.where(seen, losses, 0.0).sum(0) / seen.sum(0)
+
+    def _sum(self, batch: tuple[Any, ...], keep: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if not len(keep):  # nobody: noise alone
+            sums = {name: torch.zeros_like(value) for name, value in self.params.items()}
+            return sums, torch.zeros(0, self.runs, device=self._device)
+        return clipped_sums(self._chosen(), self.params, batch, keep=keep, clip=self._clip)
+
+    def _chosen(self) -> Network:
+        if self._network is None:
+            raise InvalidInput("the form of the networks is chosen at the first step; do one first")
+        return self._network
+
+    def _choose(self, batch: tuple[Any, ...], kind: Any) -> None:
+        """The form for batches of this kind: other shapes may go other ways through a model."""
+        if kind not in self._networks:
+            self._networks[kind] = network_for(
+                self._models, self.params, tree_map(self._here, batch), loss_fn=self._loss_fn
+            )
+        self._network, self._form = self._networks[kind]
+
+    def _why_not(self, wanted: bool) -> str:
+        """Why steps are not captured; empty if they can be."""
+        if not wanted:
+            return "capture=False, eager"
+        if self._device.type != "cuda":
+            return f"on {self._device.type}, eager"
+        if not self._noise.can_be_captured:
+            return "the noise is not fused (install triton and use philox), eager"
+        return ""
+
+    def _ready(self, batch: tuple[Any, ...], size: int, kind: Any) -> StudyGraph | None:
+        """The graph if this batch can take it; captured at the first step."""
+        if self._not_captured:
+            return None
+        with self._at_home():
+            if self._graph is None:
+                self._capture(batch, size)
+        graph = self._graph
+        if graph is None:
+            return None
+        if size > graph.capacity:
+            self._say(f"a batch of {size} rows is larger than the captured {graph.capacity}: eager")
+            return None
+        if kind != graph.kind:
+            self._say("a batch was of another kind than the captured one: eager")
+            return None
+        return graph
+
+    def _capture(self, batch: tuple[Any, ...], size: int) -> None:
+        capacity = max(size, self._batch_size)
+        try:
+            graph = StudyGraph(batch, capacity=capacity, device=self._device)
+            graph.stage(batch, None, size=size)
+            keep = torch.ones(capacity, dtype=torch.bool, device=self._device)
+            self._noise.prepare(self._sum(graph.batch, keep)[0])
+            graph.capture(lambda b, k: self._sum(b, k)[1], self._work)
+        except Exception as error:
+            line = " ".join(str(error).split())[:160]
+            self._not_captured = f"not captured ({type(error).__name__}: {line}), eager"
+            return
+        self._graph = graph
+
+    def _at_home(self) -> AbstractContextManager[Any]:
+        on_cuda = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if on_cuda else nullcontext()
+
+    def _say(self, note: str) -> None:
+        if note not in self.fallbacks:
+            self.fallbacks.append(note)
+
+    def _here(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
 
 
 def train_many(
@@ -53,112 +285,37 @@ def train_many(
     batches: Iterable[Batch],
     settings: Sequence[Setting],
     *,
-    strategy: Strategy,
     steps: int,
     batch_size: int,
-    learning_rates: Sequence[float] = (),
-    source: Source | None = None,
-    device: torch.device | str = "cpu",
     on_step: Callable[[int], None] | None = None,
-) -> tuple[Stacked, dict[str, Tensor]]:
-    """Train every setting over the same batches; returns the models and their parameters.
+    **options: Any,
+) -> tuple[Network, dict[str, Tensor]]:
+    """Train every setting over the same batches; returns the networks and their parameters.
 
-    `batches` gives (inputs, class labels, weights) in order; weights of 0 mark padding, None means
-    ones. `learning_rates` is a schedule of factors, one a step (empty: constant). The model is a
-    Sequential of convolutions, linear layers, activations and pooling; the loss is cross-entropy.
+    `batches` gives (inputs, targets, weights) in order; weights of 0 mark padding, None means ones.
+    The other options are those of `Study`.
     """
-    whole(steps=steps, batch_size=batch_size)
-    if not settings:
-        raise InvalidInput("settings must hold at least one run, got none")
-    if learning_rates and len(learning_rates) < steps:
-        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
-    models = [_seeded(make_model, setting.seed) for setting in settings]
-    stacked = Stacked(models[0], runs=len(models))
-    params = {
-        name: torch.stack([model.get_parameter(name).detach() for model in models]).to(device)
-        for name, _ in models[0].named_parameters()
-    }
-    noise_scale, clip, rate, inertia = _columns(settings, device)
-    stream = None
-    if bool((noise_scale > 0).any()):
-        shapes = {name: tuple(value.shape) for name, value in params.items()}
-        source = source or Source(key=new_key())
-        recipe = strategy.recipe(steps)
-        stream = NoiseStream(recipe, source, shapes, scale=1.0, steps=steps, device=device)
-    noise = {name: torch.zeros_like(value) for name, value in params.items()}
-    velocity = {name: torch.zeros_like(value) for name, value in params.items()}
-    done = 0
+    study = Study(make_model, settings, steps=steps, batch_size=batch_size, **options)
     for x, y, weights in batches:
-        if done == steps:
+        if study.done == steps:
             break
-        if weights is None:
-            weights = torch.ones(len(x), device=device)
-        sums = clipped_sums(stacked, params, x.to(device), y.to(device), weights, clip)
-        if stream is not None:
-            for value in noise.values():
-                value.zero_()
-            stream.add_(noise)
-            sums = single(sums, scale=1.0)
-        factor = learning_rates[done] if learning_rates else 1.0
-        for name, value in params.items():
-            gradient = torch.addcmul(
-                sums[name].to(value.dtype), noise[name], _wide(noise_scale, value)
-            )
-            v = velocity[name]
-            v.mul_(_wide(inertia, v)).add_(gradient, alpha=1.0 / batch_size)
-            value.addcmul_(_wide(rate, v), v, value=-factor)
-        done += 1
+        study.step(x, y, weights=weights)
         if on_step is not None:
-            on_step(done)
-    if done < steps:
-        raise InvalidInput(f"{steps} steps were planned, the data gave {done}")
-    return stacked, params
-
-
-def clipped_sums(
-    stacked: Stacked,
-    params: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    weights: Tensor,
-    clip: Tensor,
-) -> dict[str, Tensor]:
-    """Per run, the sum of clipped per-example gradients; non-finite ones contribute zero."""
-    grads = stacked.example_gradients(params, x, y)
-    norms = torch.stack([g.squares() for g in grads.values()]).sum(0).sqrt()  # examples × runs
-    factor = torch.clamp(clip * _SHRINK / norms.clamp_min(1e-30), max=1.0) * weights[:, None]
-    factor = torch.where(torch.isfinite(norms), factor, 0.0)
-    return {name: g.total(factor).reshape(params[name].shape) for name, g in grads.items()}
+            on_step(study.done)
+    if study.done < steps:
+        raise InvalidInput(f"{steps} steps were planned, the data gave {study.done}")
+    return study._chosen(), study.params
 
 
 def accuracies(
-    stacked: Stacked, params: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk: int = 500
+    network: Network, params: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk: int = 500
 ) -> Tensor:
     """Share of right answers of every run on held-out data."""
     device = next(iter(params.values())).device
-    right = torch.zeros(stacked.runs, device=device)
+    right = torch.zeros(network.runs, device=device)
     with torch.no_grad():
         for begin in range(0, len(x), chunk):
             part, target = x[begin : begin + chunk].to(device), y[begin : begin + chunk].to(device)
-            scores = stacked.scores(params, part)
+            scores = network.scores(params, part)
             right += (scores.argmax(2) == target[:, None]).sum(0)
     return right / len(x)
-
-
-def _seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make_model()
-
-
-def _columns(settings: Sequence[Setting], device: torch.device | str) -> list[Tensor]:
-    rows = [
-        [s.noise_multiplier * s.clip_norm, s.clip_norm, s.learning_rate, s.momentum]
-        for s in settings
-    ]
-    return list(torch.tensor(rows, dtype=torch.float32, device=device).unbind(1))
-
-
-def _wide(column: Tensor, like: Tensor) -> Tensor:
-    """One value a run, shaped to multiply a stacked tensor."""
-    return column.reshape(-1, *([1] * (like.dim() - 1)))

@@ -25,30 +25,49 @@ from noshuffle.training.run_folder import RunFolder
 def open_ledger(run: RunFolder | None, plan: Plan, *, moved: bool) -> Ledger:
     """The ledger of a run: in its folder, or in memory without one.
 
-    Guarantees: refuses a folder that was copied or restored (unless the caller promises that it
-    was moved), one whose ledger is missing, and one whose ledger knows less than its checkpoints.
-    The file of a sampled plan, which lists the secret draws, is readable by its owner only.
+    Guarantees: those of `ready` and `settle`, between which the ledger is opened.
     """
-    if run is None:
-        return Ledger(plan.participation, unit=plan.unit)
-    file, saved = run.ledger_file, checkpoint.saved(run.checkpoints)
-    is_lost = not file.exists() and (saved or run.statement_file.exists())
-    if plan.participation.is_sampled and not is_lost:
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # its log gets the same mode
-        file.chmod(0o600)
-    steps = int(saved[-1].name.rpartition("-")[2]) if saved else 0
-    ledger = None if is_lost else Ledger(plan.participation, path=file, unit=plan.unit)
-    if ledger is None or ledger.released < steps:
-        raise ReplayRefused(
-            f"{file} is missing or older than the checkpoints beside it; steps that it does not "
-            "know of were released under this key; bring it back, or start a new run"
-        )
-    _settle(ledger, file, moved=moved)
+    ledger = Ledger(plan.participation, path=ready(run, plan), unit=plan.unit)
+    settle(ledger, run, moved=moved)
     return ledger
 
 
-def _settle(ledger: Ledger, file: Path, *, moved: bool) -> None:
-    """Write down where the ledger lives, once and after every move that was promised."""
+def ready(run: RunFolder | None, plan: Plan) -> Path | None:
+    """The file that the ledger of a run may be opened at (None: in memory).
+
+    Guarantees: refuses a folder whose ledger is missing although a run lives there. The file of a
+    sampled plan, which lists the secret draws, is readable by its owner only.
+    """
+    if run is None:
+        return None
+    file = run.ledger_file
+    if not file.exists() and (_saved_steps(run) or run.statement_file.exists()):
+        raise ReplayRefused(_behind(file))
+    if plan.participation.is_sampled:
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # its log gets the same mode
+        file.chmod(0o600)
+    return file
+
+
+def settle(ledger: Ledger, run: RunFolder | None, *, moved: bool) -> None:
+    """Check that this is the one ledger of its key, and write down where it lives.
+
+    Guarantees: refuses a folder that was copied or restored (unless the caller promises that it
+    was moved), and one whose ledger knows less than its checkpoints.
+    """
+    if run is None:
+        return
+    try:
+        _settle(ledger, run, moved=moved)
+    except BaseException:
+        ledger.let_go()
+        raise
+
+
+def _settle(ledger: Ledger, run: RunFolder, *, moved: bool) -> None:
+    file = run.ledger_file
+    if ledger.released < _saved_steps(run):
+        raise ReplayRefused(_behind(file))
     places: list[str] = []
     while (known := ledger.meta(f"place {len(places)}")) is not None:
         places.append(known)
@@ -61,3 +80,16 @@ def _settle(ledger: Ledger, file: Path, *, moved: bool) -> None:
         )
     if not places or places[-1] != here:
         ledger.bind(f"place {len(places)}", here)
+
+
+def _saved_steps(run: RunFolder) -> int:
+    """Steps behind the newest checkpoint."""
+    saved = checkpoint.saved(run.checkpoints)
+    return int(saved[-1].name.rpartition("-")[2]) if saved else 0
+
+
+def _behind(file: Path) -> str:
+    return (
+        f"{file} is missing or older than the checkpoints beside it; steps that it does not know "
+        "of were released under this key; bring it back, or start a new run"
+    )

@@ -24,7 +24,7 @@ own object with its own names. State: model, optimizer, noise buffers, step, ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ from torch import nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import original
+from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import checkpoint
@@ -48,7 +50,7 @@ from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import Listener, PrivateOptimizer
 
 
-class Private:
+class Private(OneOwner):
     """A model in private training. Build it with `privatize`."""
 
     def __init__(
@@ -96,6 +98,8 @@ class Private:
     def fallbacks(self) -> list[str]:
         """What could not be done the fast way, each said once."""
         notes = list(getattr(self._parts.engine, "fallbacks", ()))
+        if self.model is not self._parts.model and UNCOMPILED not in notes:
+            notes.append(UNCOMPILED)
         return notes + (self.compiled.fallbacks if self.compiled is not None else [])
 
     @property
@@ -166,10 +170,8 @@ class Private:
             return None
         return Listener(self.model, is_mean=self._loss_reduction == "mean")
 
-    @contextmanager
-    def _engine_at_work(self) -> Iterator[None]:
-        with self._listener.paused() if self._listener is not None else nullcontext():
-            yield
+    def _engine_at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._listener is None else self._listener.paused()
 
     @property
     def optimizer(self) -> PrivateOptimizer:
@@ -279,7 +281,7 @@ class Private:
         """Write a checkpoint and the statement into the run folder."""
         run = self._folder()
         path = checkpoint.save(self.state_dict(), run.checkpoints)
-        self.ledger.summarise()
+        self.ledger.tidy()
         self.write_statement()
         return path
 

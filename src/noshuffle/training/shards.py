@@ -85,10 +85,16 @@ def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
     return Place(tuple(shape), tuple(local), first * math.prod(shape[1:]), True)
 
 
+def add_up(total: Tensor, team: Team) -> None:
+    """Add a 64-bit integer tensor up over the ranks, in place."""
+    if team.size > 1:
+        dist.all_reduce(total, group=team.group)
+
+
 def reduce(total: Tensor, place: Place, team: Team) -> Tensor:
     """Add a 64-bit integer tensor up over the ranks; returns the part that belongs here."""
     if not place.is_sharded:
-        dist.all_reduce(total, group=team.group)
+        add_up(total, team)
         return total
     rows = -(-place.shape[0] // team.size)
     padded = total.new_zeros((rows * team.size, *place.shape[1:]))

@@ -6,20 +6,30 @@ first has no groups: all networks see the same images), a linear layer one batch
 inputs a and output gradients g of a layer, its per-example gradients are
 
     convolution   G[i, k] = g[i, k] · patches(a[i, k])ᵀ        linear   G[i, k] = g[i, k] ⊗ a[i, k]
+
+This is the quick form for the few layers that it knows; `vmapped` is the one for all others, and
+its twin. No state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.errors import Unsupported
 
-_PLAIN = (nn.Tanh, nn.ReLU, nn.MaxPool2d, nn.AvgPool2d)
+#: Layers that treat every number, or every channel, alike.
+_PLAIN = (
+    *(nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus),
+    *(nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +46,16 @@ class Dense:
         """Σ_i factor[i, k]·G[i, k]; an example with factor 0 contributes exactly zero."""
         flat = self.values.flatten(2)
         flat = torch.where(factor[:, :, None] != 0, flat, 0.0)
-        out = torch.einsum("bk,bkf->kf", factor, flat)
+        out = torch.einsum("bk,bkf->kf", factor.to(flat.dtype), flat)
         return out.reshape(self.values.shape[1:])
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Per-example gradients g ⊗ a of a linear layer, never formed."""
+    """Per-example gradients g ⊗ a of a linear layer, never formed.
+
+    g: (batch, runs, out); a: (batch, runs, in), or (batch, 1, in) where all runs have the same.
+    """
 
     g: Tensor
     a: Tensor
@@ -54,45 +67,61 @@ class Outer:
     def total(self, factor: Tensor) -> Tensor:
         """Σ_i factor[i, k]·g[i, k] ⊗ a[i, k]."""
         is_used = factor[:, :, None] != 0
-        g = torch.where(is_used, self.g * factor[:, :, None], 0.0)
+        g = torch.where(is_used, self.g * factor[:, :, None].to(self.g.dtype), 0.0)
+        if self.a.shape[1] == 1:
+            # One product for all runs; a row that no run uses may hold anything.
+            a = torch.where(is_used.any(1), self.a[:, 0], 0.0)
+            return (g.flatten(1).T @ a).reshape(*g.shape[1:], -1)
         return torch.einsum("bko,bkf->kof", g, torch.where(is_used, self.a, 0.0))
+
+
+Gradients = dict[str, Dense | Outer]
 
 
 class Stacked:
     """The layers of one network, to be run with stacked parameters (runs first)."""
 
-    def __init__(self, model: nn.Module, *, runs: int) -> None:
-        if not isinstance(model, nn.Sequential):
-            raise Unsupported("only nn.Sequential models are trained many at once; use privatize")
+    def __init__(
+        self, model: nn.Module, *, runs: int, loss_fn: Criterion | ModelLoss = f.cross_entropy
+    ) -> None:
+        if isinstance(loss_fn, ModelLoss):
+            raise Unsupported("a loss that calls the model itself has no stacked form")
         self.runs = runs
-        self._layers = list(model.named_children())
+        self._loss_fn = loss_fn
+        self._layers = list(_layers(model))
         for name, layer in self._layers:
-            ordinary = isinstance(layer, (nn.Linear, nn.Flatten, *_PLAIN)) or (
-                isinstance(layer, nn.Conv2d)
-                and layer.groups == 1
-                and layer.padding_mode == "zeros"
-                and not isinstance(layer.padding, str)
-            )
-            if not ordinary:
-                raise Unsupported(
-                    f"layer {name} ({type(layer).__name__}) has no stacked form; use privatize"
-                )
+            _check(name, layer)
+        held = [
+            f"{name}.{own}"
+            for name, layer in self._layers
+            for own, value in layer.named_parameters()
+            if value.requires_grad
+        ]
+        if not held or sorted(held) != sorted(name for name, _ in model.named_parameters()):
+            raise Unsupported("weights that are frozen or used twice have no stacked form")
+        self.written = sum(
+            p.numel()
+            for _, layer in self._layers
+            for name, p in layer.named_parameters()
+            if name == "bias" or isinstance(layer, nn.Conv2d)
+        )
 
     def scores(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Outputs of every network: (batch, runs, classes)."""
         return self._run(params, x)[0]
 
     def example_gradients(
-        self, params: Mapping[str, Tensor], x: Tensor, y: Tensor
-    ) -> dict[str, Dense | Outer]:
-        """Gradient of each example's cross-entropy, by parameter name."""
+        self, params: Mapping[str, Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Gradients, Tensor]:
+        """Gradient of each example's loss by parameter name, and the losses (batch, runs)."""
+        x, *targets = batch
         own = {name: value.detach() for name, value in params.items()}
         scores, seen = self._run(own, x, record=True)
-        labels = y[:, None].expand(-1, self.runs)
-        loss = f.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+        spread = [y[:, None].expand(-1, self.runs, *y.shape[1:]).flatten(0, 1) for y in targets]
+        losses = row_losses(self._loss_fn, scores.flatten(0, 1), tuple(spread))
         outputs = [output for _, _, _, output in seen]
-        gradients = torch.autograd.grad(loss, outputs)
-        found: dict[str, Dense | Outer] = {}
+        gradients = torch.autograd.grad(losses.sum(), outputs)
+        found: Gradients = {}
         for (name, layer, given, _), g in zip(seen, gradients):
             if isinstance(layer, nn.Conv2d):
                 g = _split(g, self.runs).flatten(3)
@@ -100,21 +129,14 @@ class Stacked:
                 if layer.bias is not None:
                     found[f"{name}.bias"] = Dense(g.sum(3))
             else:
-                a = given if given.dim() == 3 else given[:, None].expand(-1, self.runs, -1)
-                found[f"{name}.weight"] = Outer(g, a)
-                if getattr(layer, "bias", None) is not None:
+                found[f"{name}.weight"] = Outer(g, given if given.dim() == 3 else given[:, None])
+                if layer.bias is not None:
                     found[f"{name}.bias"] = Dense(g)
-        return found
+        return found, losses.detach().reshape(-1, self.runs)
 
     def _conv_weight(self, layer: nn.Conv2d, given: Tensor, g: Tensor) -> Tensor:
         """g: (batch, runs, out, positions)."""
-        patches = f.unfold(
-            given,
-            layer.kernel_size,
-            dilation=layer.dilation,
-            padding=layer.padding,  # type: ignore[arg-type]
-            stride=layer.stride,
-        )
+        patches = _patches(layer, given)
         own = patches.shape[1] // layer.weight[0].numel()
         patches = _split(patches, own)  # (batch, runs or 1, in·k·k, positions)
         if own == 1:
@@ -127,8 +149,8 @@ class Stacked:
 
     def _run(
         self, params: Mapping[str, Tensor], x: Tensor, *, record: bool = False
-    ) -> tuple[Tensor, list[tuple[str, nn.Module, Tensor, Tensor]]]:
-        seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    ) -> tuple[Tensor, list[tuple[str, nn.Conv2d | nn.Linear, Tensor, Tensor]]]:
+        seen: list[tuple[str, nn.Conv2d | nn.Linear, Tensor, Tensor]] = []
         is_shared = True  # until the first layer with weights, all networks see the same
         for name, layer in self._layers:
             given = x
@@ -145,13 +167,17 @@ class Stacked:
                     groups=1 if is_shared else self.runs,
                 )
             elif isinstance(layer, nn.Linear):
-                weight = params[f"{name}.weight"]
-                form = "bf,kof->bko" if x.dim() == 2 else "bkf,kof->bko"
-                x = torch.einsum(form, x, weight)
+                if x.dim() != (2 if is_shared else 3):
+                    raise Unsupported(f"linear layer {name} over several axes has no stacked form")
+                form = "bf,kof->bko" if is_shared else "bkf,kof->bko"
+                x = torch.einsum(form, x, params[f"{name}.weight"])
                 if layer.bias is not None:
                     x = x + params[f"{name}.bias"]
             elif isinstance(layer, nn.Flatten):
-                x = x.flatten(1) if is_shared else _split(x, self.runs).flatten(2)
+                if is_shared:
+                    x = x.flatten(1)
+                elif x.dim() == 4:  # else one vector a run already
+                    x = _split(x, self.runs).flatten(2)
             else:
                 x = layer(x)
             if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -160,7 +186,47 @@ class Stacked:
                     if not x.requires_grad:
                         x.requires_grad_()
                     seen.append((name, layer, given.detach(), x))
-        return x, seen
+        return x if x.dim() < 4 else _split(x, self.runs), seen
+
+
+def _layers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All layers in order, those of Sequentials inside included; one used twice comes twice."""
+    if type(model) is not nn.Sequential:
+        raise Unsupported(f"{type(model).__name__} is no nn.Sequential")
+    for name, layer in model._modules.items():
+        assert layer is not None
+        if isinstance(layer, nn.Sequential):
+            yield from _layers(layer, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", layer
+
+
+def _check(name: str, layer: nn.Module) -> None:
+    is_known = type(layer) in (nn.Linear, *_PLAIN)
+    if type(layer) is nn.Conv2d:
+        is_known = layer.groups == 1 and layer.padding_mode == "zeros"
+        is_known = is_known and not isinstance(layer.padding, str)
+    elif type(layer) is nn.Flatten:
+        is_known = (layer.start_dim, layer.end_dim) == (1, -1)
+    if not is_known or layer._forward_hooks or layer._forward_pre_hooks:
+        raise Unsupported(f"layer {name} ({type(layer).__name__}) has no stacked form")
+
+
+def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """What each position of the output sees: (batch, channels·height·width, positions).
+
+    As `f.unfold`, which takes one launch an example on a GPU; this takes one for all.
+    """
+    assert not isinstance(layer.padding, str)
+    (ph, pw), (kh, kw) = layer.padding, layer.kernel_size
+    (dh, dw), (sh, sw) = layer.dilation, layer.stride
+    x = f.pad(x, (pw, pw, ph, ph)).contiguous()
+    b, c, h, w = x.shape
+    high, wide = (h - dh * (kh - 1) - 1) // sh + 1, (w - dw * (kw - 1) - 1) // sw + 1
+    steps = x.stride()
+    strides = (*steps[:2], dh * steps[2], dw * steps[3], sh * steps[2], sw * steps[3])
+    seen = x.as_strided((b, c, kh, kw, high, wide), strides)
+    return seen.reshape(b, c * kh * kw, high * wide)
 
 
 def _split(x: Tensor, groups: int) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +26,6 @@ from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
-from noshuffle.noise.rounding import single
 from noshuffle.training import fingerprint
 from noshuffle.training.ledger import Admission, Ledger
 from noshuffle.training.threshold import Threshold
@@ -65,6 +64,9 @@ class Parts:
     reduce: str
     drop: bool
     secret: bytes
+    samples: fingerprint.Samples = field(
+        default_factory=fingerprint.Samples, kw_only=True, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,12 @@ class Outcome:
     @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none)."""
-        mean = float(self.losses.double().mean())
+        own = self.losses
+        if own.device.type == "cpu" and own.dtype is torch.float32 and len(own):
+            with np.errstate(all="ignore"):  # ∞ − ∞ is no news here
+                mean = float(own.numpy().mean(dtype=np.float64))  # in a fraction of torch's time
+        else:
+            mean = float(own.double().mean())
         if math.isfinite(mean):  # so are all of them, and the selection below need not be made
             return mean
         finite = self.losses[torch.isfinite(self.losses)]
@@ -146,6 +153,8 @@ class Step:
         if self.parts.groups_users:
             assert own is not None
             units = torch.from_numpy(np.unique(own[rows], return_inverse=True)[1])
+        for parameter in self.parts.parameters.values():
+            parameter.grad = None  # of the last step, or raw: the new one may take its memory
         part = self.parts.engine.clipped_sum(
             self.parts.model,
             loss_fn,
@@ -165,7 +174,7 @@ class Step:
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
         admission = self._admission or self._admit(is_partial=False)
-        values = single(self._total(), scale=parts.noise.scale)
+        values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
         parts.ledger.record(admission)
@@ -194,10 +203,12 @@ class Step:
     def _give(self, values: dict[str, Tensor]) -> None:
         """Hand the private gradient to the optimizer."""
         for name, parameter in self.parts.parameters.items():
-            parameter.grad = values[name].to(parameter.dtype)
+            value = values[name]
+            parameter.grad = value if value.dtype is parameter.dtype else value.to(parameter.dtype)
 
     def _state_print(self) -> bytes:
-        return fingerprint.of_state(self._settings(), self.parts.parameters.values())
+        own = self.parts.parameters.values()
+        return fingerprint.of_state(self._settings(), own, samples=self.parts.samples)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -256,11 +267,13 @@ class Step:
         return np.flatnonzero(admission.keep[len(admission.keep) - size :])
 
     def _outcome(self) -> Outcome:
-        sums = self._sums
+        first, *more = self._sums
+        if not more:
+            return Outcome(first.losses, first.norms, first.bad, self._dropped)
         return Outcome(
-            losses=torch.cat([s.losses for s in sums]),
-            norms=torch.cat([s.norms for s in sums]),
-            bad=torch.cat([s.bad for s in sums]),
+            losses=torch.cat([s.losses for s in self._sums]),
+            norms=torch.cat([s.norms for s in self._sums]),
+            bad=torch.cat([s.bad for s in self._sums]),
             dropped=self._dropped,
         )
 

@@ -87,8 +87,9 @@ class Team:
             mine = work()
         except Exception as error:  # whatever it is, the others have to know
             own, mine = error, Failure.of(error)
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, (tag, mine), group=self.group)
+        told: list[Any] = [(tag, mine)] * self.size
+        if self.size > 1:
+            dist.all_gather_object(told, (tag, mine), group=self.group)
         wrong = own or _what_is_wrong(told)
         if wrong is not None:
             wrong.add_note(TOGETHER)

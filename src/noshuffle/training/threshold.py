@@ -19,21 +19,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
+    BIT_SENSITIVITY,
     QuantileClip,
     QuantileState,
     gradient_multiplier,
-    privatise,
     shifted_count,
     start,
     update,
 )
-from noshuffle.errors import Unsupported
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
+from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.tree import Tree
 
@@ -79,16 +78,12 @@ class AdaptiveThreshold(Threshold):
     is_adaptive = True
 
     def __init__(self, config: QuantileClip, plan: Plan, source: Source) -> None:
-        strategy = plan.strategy
-        self._every = 0
-        if isinstance(strategy, Identity) and not strategy.has_gains:
-            self._every = 1
-        elif isinstance(strategy, Tree) and strategy.restart_every:
-            self._every = strategy.restart_every
+        self._every = changes_every(plan.strategy)
         if not self._every:
             raise Unsupported(
-                f"the clip norm may not change under {strategy.name!r}, whose noise is correlated "
-                "over the whole run; use a constant clip_norm, identity(), or a tree with restarts"
+                f"the clip norm may not change under {plan.strategy.name!r}, whose noise is "
+                "correlated over the whole run; use a constant clip_norm, identity(), or a tree "
+                "with restarts"
             )
         self.config = config
         self._source = source
@@ -102,9 +97,15 @@ class AdaptiveThreshold(Threshold):
         """z_Δ, in units of the clip norm; see the module."""
         if plan.noise_multiplier == 0:
             return 0.0
-        ratio = 1.0
-        if not plan.participation.is_sampled:
-            ratio = math.sqrt(plan.sensitivity.squared / plan.participation.most)
+        if self.config.noise <= bit_noise_for(plan, share=1.0):
+            how = "units/20 by default" if self.config.bit_noise is None else "as given"
+            raise InvalidInput(
+                f"the noise on the count of QuantileClip, {self.config.noise:g} ({how}), would "
+                "spend the whole budget of this plan; give "
+                f"bit_noise={math.ceil(bit_noise_for(plan, share=0.1) * 100) / 100:g}, which "
+                "leaves nine tenths of it to the updates"
+            )
+        ratio = _ratio(plan)
         return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
 
     def settings(self) -> str:
@@ -113,12 +114,12 @@ class AdaptiveThreshold(Threshold):
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
-        Guarantees: the count noise of step t is a draw of its own stream, the same in a replay.
+        Guarantees: the count noise of step t is a draw of its own stream, the same in a replay. The
+        noisy count is on the grid of its noise before anything is made of it, since two thresholds
+        give it back to the last bit.
         """
         count = sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)
-        normal = torch.empty(1)
-        self._source.on(normal.device).normal_(normal, row=step, name=COUNT)
-        noisy = privatise(count, config=self.config, normal=float(normal))
+        noisy = self._source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
         may_change = (step + 1) % self._every == 0
         self._state = update(self._state, noisy, config=self.config, may_change=may_change)
 
@@ -127,6 +128,25 @@ class AdaptiveThreshold(Threshold):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = QuantileState(float(state["threshold"]), float(state["estimate"]))
+
+
+def changes_every(strategy: Strategy) -> int:
+    """After how many steps a threshold may move under this strategy; 0 for never."""
+    if isinstance(strategy, Identity) and not strategy.has_gains:
+        return 1
+    return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
+
+
+def bit_noise_for(plan: Plan, *, share: float) -> float:
+    """The `bit_noise` of counts that take this share of the plan's μ²; more noise takes less."""
+    return plan.noise_multiplier * BIT_SENSITIVITY / (_ratio(plan) * math.sqrt(share))
+
+
+def _ratio(plan: Plan) -> float:
+    """S/√k of the module; one where a release is sampled."""
+    if plan.participation.is_sampled:
+        return 1.0
+    return math.sqrt(plan.sensitivity.squared / plan.participation.most)
 
 
 def threshold_for(clip: Clip | QuantileClip, plan: Plan, source: Source) -> Threshold:

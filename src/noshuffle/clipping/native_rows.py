@@ -1,0 +1,265 @@
+"""Rows of float32 matrices in C: squared lengths, weighted rows and their sums, many at once.
+
+    squares    ‖x[b]‖², and ‖x[b]‖² · ‖y[b]‖² where there is a y        in double precision
+    weighted   f[r // span] · x[r, j], and/or Σ_r f[r // span] · x[r, j] in double precision
+
+Torch takes an operation for each matrix, and a copy for each wider type; a step of a small network
+has a few dozen of them, and the gradient of a bias is the very matrix that its weight's gradient is
+made of. Here a list of matrices is one call that reads each of them once. Rows are taken in eight
+slices, each in order, whose sums are added up in order, so the bits do not depend on the number of
+threads. Built at run time where there is a compiler, and used only after it agreed with torch, its
+twin in the tests. No state.
+
+>>> library() is library()
+True
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noshuffle.c_library import build, together
+
+#: Numbers in all matrices of a step below which torch's operations are not worth a compiler's time.
+LEAST = 1 << 16
+#: Numbers below which a second thread costs more than it saves.
+_ALONE = 1 << 15
+#: Slices that the rows of a matrix are cut into, and the widest that is summed up.
+_SLICES, WIDEST = 8, 1 << 16
+
+_TEXT = r"""
+#include <stdint.h>
+
+typedef struct {
+    int64_t rows, width, span, other;  /* other: width of y */
+    const float *x, *y;                /* y may be missing, and so may each of the results */
+    double *squares, *slices;          /* 2 x rows; SLICES x width */
+    float *scaled, *sums;              /* rows x width; width */
+} Matrix;
+typedef struct {
+    int64_t next, count;
+    const Matrix *matrices;
+    const double *factors;
+} Job;
+
+#define EACH_SLICE(DO) \
+    for (int64_t at; (at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) \
+            < job->count * SLICES; ) { \
+        const Matrix *m = job->matrices + at / SLICES; \
+        int64_t slice = at % SLICES, width = m->width; \
+        int64_t begin = m->rows * slice / SLICES, end = m->rows * (slice + 1) / SLICES; \
+        DO \
+    }
+
+static double square(const float *restrict x, int64_t width) {
+    double part[32] = {0};
+    int64_t j = 0;
+    for (; j + 32 <= width; j += 32)
+        for (int i = 0; i < 32; i++) part[i] += (double)x[j + i] * (double)x[j + i];
+    for (int i = 0; j < width; i++, j++) part[i] += (double)x[j] * (double)x[j];
+    for (int half = 16; half; half /= 2)
+        for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
+}
+
+void squares(Job *job) {
+    EACH_SLICE(
+        for (int64_t r = begin; r < end; r++) {
+            double own = m->squares[r] = square(m->x + r * width, width);
+            if (m->y) m->squares[m->rows + r] = own * square(m->y + r * m->other, m->other);
+        })
+}
+
+static void keep(float *restrict out, const float *restrict x, float f, int64_t width) {
+    for (int64_t j = 0; j < width; j++) out[j] = x[j] * f;
+}
+static void sum(double *restrict into, const float *restrict x, float f, int64_t width) {
+    for (int64_t j = 0; j < width; j++) into[j] += (double)x[j] * (double)f;
+}
+static void both(double *restrict into, float *restrict out, const float *restrict x, float f,
+                 int64_t width) {
+    for (int64_t j = 0; j < width; j++) {
+        out[j] = x[j] * f;
+        into[j] += (double)x[j] * (double)f;
+    }
+}
+
+void weighted(Job *job) {
+    EACH_SLICE(
+        double *into = m->sums ? m->slices + slice * width : 0;
+        for (int64_t j = 0; into && j < width; j++) into[j] = 0;
+        for (int64_t r = begin; r < end; r++) {
+            const float *x = m->x + r * width;
+            float f = (float)job->factors[r / m->span];
+            if (into && m->scaled) both(into, m->scaled + r * width, x, f, width);
+            else if (into) sum(into, x, f, width);
+            else keep(m->scaled + r * width, x, f, width);
+        })
+}
+
+/* the slices, in order; for one thread */
+void gather(Job *job) {
+    for (int64_t k = 0; k < job->count; k++) {
+        const Matrix *m = job->matrices + k;
+        for (int64_t j = 0; m->sums && j < m->width; j++) {
+            double all = 0;
+            for (int s = 0; s < SLICES; s++) all += m->slices[s * m->width + j];
+            m->sums[j] = (float)all;
+        }
+    }
+}
+"""
+
+
+class _Job(ctypes.Structure):
+    """A job as the C text declares it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("next", "count")),
+        *((name, ctypes.c_void_p) for name in ("matrices", "factors")),
+    )
+
+
+class Matrix(NamedTuple):
+    """Rows of numbers, one behind the other: where they begin, how many, how long.
+
+    Whoever makes one keeps its tensor alive.
+    """
+
+    place: int
+    rows: int
+    width: int
+
+
+def matrix(t: Tensor, rows: int) -> Matrix | None:
+    """A tensor as so many rows, or None if the loops cannot read it where it lies."""
+    if t.dtype is not torch.float32 or type(t) is not Tensor or t.device.type != "cpu":
+        return None
+    count = t.numel()
+    if not count or not rows or count % rows or not t.is_contiguous():
+        return None
+    return Matrix(t.data_ptr(), rows, count // rows)
+
+
+def is_worth(size: int) -> bool:
+    """Whether so many numbers are enough to do; a repeated step must take the same path."""
+    return size >= LEAST and library() is not None
+
+
+def squares(
+    pairs: Sequence[tuple[Matrix, Matrix | None]], *, built: ctypes.CDLL | None = None
+) -> list[Tensor]:
+    """For x and y with the same number of rows: [‖x[b]‖², ‖x[b]‖²‖y[b]‖²], [2, rows], float64.
+
+    Without y the second row means nothing. Guarantees: products of two numbers are exact and sums
+    are rounded in double precision only; a NaN or an infinity in a row makes its results one.
+    """
+    found, table, size = [], [], 0
+    for x, y in pairs:
+        own = torch.empty((2, x[1]), dtype=torch.float64)
+        found.append(own)
+        other, place = (0, 0) if y is None else (y[2], y[0])
+        table += [x[1], x[2], 1, other, x[0], place, own.data_ptr(), 0, 0, 0]
+        size += x[1] * (x[2] + other)
+    _run(built or library(), "squares", table, size)
+    return found
+
+
+class Weighing(NamedTuple):
+    """What is wanted of a matrix: its rows times their factors, the sum of those, or both."""
+
+    of: Matrix
+    is_kept: bool
+    is_summed: bool
+
+
+def weighted(
+    wanted: Sequence[Weighing], factors: Tensor, *, built: ctypes.CDLL | None = None
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Weighted rows [rows, width] and their sum [width], float32, as far as they are wanted.
+
+    There may be several rows to a factor. Guarantees: factors are rounded to float32 once, for
+    both; each weighted number is rounded once; the bits are the same for any number of threads.
+    """
+    built = built or library()
+    factors = factors.to(torch.float64).contiguous()
+    found: list[tuple[Tensor | None, Tensor | None]] = []
+    table, size, at, many = [], 0, 0, len(factors)
+    for of, _, is_summed in wanted:
+        at += of[2] if is_summed else 0
+    slices = torch.empty(_SLICES * at, dtype=torch.float64)
+    place = slices.data_ptr()
+    for (x, rows, width), is_kept, is_summed in wanted:
+        kept = torch.empty((rows, width)) if is_kept else None
+        summed = torch.empty(width) if is_summed else None
+        found.append((kept, summed))
+        ends = [0 if t is None else t.data_ptr() for t in (kept, summed)]
+        table += [rows, width, rows // many, 0, x, 0, 0, place, *ends]
+        place += 8 * _SLICES * width if is_summed else 0
+        size += rows * width
+    _run(built, "weighted", table, size, factors)
+    return found
+
+
+def _run(
+    built: ctypes.CDLL | None,
+    name: str,
+    table: Sequence[int],
+    size: int,
+    factors: Tensor | None = None,
+) -> None:
+    rows = (ctypes.c_int64 * len(table))(*table)
+    job = _Job(0, len(table) // 10, ctypes.addressof(rows))
+    if factors is not None:
+        job.factors = factors.data_ptr()
+    together(getattr(built, name), job, threads=torch.get_num_threads() if size >= _ALONE else 1)
+    if factors is not None and built is not None:
+        built.gather(ctypes.addressof(job))
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled loops, or None where they cannot be built or are switched off.
+
+    Guarantees: handed out only after they agreed with torch.
+    """
+    built = _build(_TEXT)
+    return built if built is not None and _agrees(built) else None
+
+
+def _build(text: str) -> ctypes.CDLL | None:
+    built = build(f"#define SLICES {_SLICES}\n{text}")
+    for name in ("squares", "weighted", "gather") if built is not None else ():
+        loop = getattr(built, name)
+        loop.argtypes, loop.restype = [ctypes.c_void_p], None
+    return built
+
+
+def _agrees(built: ctypes.CDLL) -> bool:
+    """Whether the loops find what torch finds, on rows of several lengths."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randn(18, width, generator=draw) for width in (1, 45, 64, 131)]
+    read = [Matrix(t.data_ptr(), *t.shape) for t in rows]
+    lengths = [t.double().square().sum(1) for t in rows]
+    pairs = [(read[0], None), (read[1], read[2]), (read[3], read[1])]
+    truths = [(lengths[0],), (lengths[1], lengths[1] * lengths[2])]
+    truths.append((lengths[3], lengths[3] * lengths[1]))
+    is_good = all(
+        torch.allclose(own, truth, rtol=1e-13)
+        for found, truth_pair in zip(squares(pairs, built=built), truths)
+        for own, truth in zip(found, truth_pair)
+    )
+    factors = torch.rand(9, generator=draw).double()
+    each = factors.float().repeat_interleave(2)
+    wanted = [Weighing(m, k != 1, k != 2) for k, m in enumerate(read)]
+    for t, (kept, summed) in zip(rows, weighted(wanted, factors, built=built)):
+        is_good &= kept is None or torch.equal(kept, t * each.unsqueeze(1))
+        truth = (each.double() @ t.double()).float()
+        is_good &= summed is None or torch.allclose(summed, truth, rtol=1e-6, atol=1e-7)
+    return is_good

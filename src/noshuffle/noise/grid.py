@@ -1,0 +1,115 @@
+"""Noisy values are rounded to a public grid at random, so that their low bits say nothing.
+
+    released = g·round((x + n)/g + U),       g = 2^(⌊log₂ σ⌋ − 10),       U uniform on (−½, ½)
+
+with x the sum, n its noise and σ the deviation of what is drawn afresh in this step. Noise in
+float32 is a multiple of a step s, about 2⁻²³ of its size, and not every multiple occurs. If x + n
+were published as it comes, its last bits would be those of x, and whoever knows two candidates for
+x would find, in some per cent of the coordinates, that one of them could not have given this answer
+(Mironov 2012; Jin et al. 2022). On a grid that is coarse beside s every answer can come from every
+x. Rounding to the nearest multiple would still find 2¹³ values of n in the cell of one candidate
+and one more in that of the other, a distortion of s/g. The random U makes a cell a hat, not a box,
+
+    P(k | x) = E hat((x + n)/g − k),       hat(t) = max(0, 1 − |t|)
+
+and the mean of a continuous, piecewise linear function over points s apart misses its integral by
+O((s/g)²) only: 2⁻²⁶ of it for n of the size of σ, 2⁻²² in the far tail. So the log of a likelihood
+ratio is off by about 2⁻²⁴ a released number, up or down: as if the μ² of the whole run had grown by
+2⁻⁴⁸ for each of them, one part in 250 for 2⁴⁰ numbers at μ = 1.
+
+Both numbers of a pair are released, hence their radius: in the far tail its own steps must be finer
+than g too, which `gaussian` sees to (but for one pair in 10¹²).
+
+What is released is a function of the real number x + n and of coins U that do not depend on x:
+post-processing, which costs no privacy, asks nothing of x and adds nothing to the sensitivity. The
+price is a variance of g²/6 at most, 2⁻²² of the noise. What remains: n itself is Box–Muller in
+24-bit arithmetic, taken for a true normal; and where |x + n| is some hundred σ the rounding of
+float32 is felt beside g (from 2¹² σ on it is all), which is again a function of the real sum.
+
+U costs no random words. Two words make two normals, a radius and an angle, and float32 has no room
+for the low byte of either unless the word is small:
+
+    U = (angle byte + (radius byte + ½)/2⁸)/2⁸ − ½        for the first number of the pair,
+                                                          −U for the second
+
+Where a word is small its low byte moves n too, but by far less than g, so that all U still occur
+with all n alike. Any joint law of the coins of several numbers is allowed. They come of the newest
+row of the step, whose words were never used before; rows drawn again later give normals only. A
+step that draws nothing protects nobody, and is not rounded. With y = x + n in float32,
+
+    released = ((y + g·U) + 1.5·2²³ g) − 1.5·2²³ g
+
+since a sum with 1.5·2²³ g has no place for less than g. Rounding y + gU to the places of y gives
+the hat steps of s/g, a tie goes to an even multiple, and both are effects of the second order like
+the above. Every operation is rounded in the same way everywhere, hence the bits are the same on
+every device (float64 values have 2⁵² in place of 2²³). NaN and infinity stay what they are, and
+without noise (g = 0) nothing is rounded. No state.
+
+>>> grid_step(3.0) == 2.0**-9, grid_step(0.0)
+(True, 0.0)
+>>> words = torch.zeros(1, TILE, dtype=torch.int32)
+>>> words[0, 512:514] = torch.tensor([128, 192])        # U = 0 and ¼ for the first two numbers
+>>> coins = torch.empty(1, TILE)
+>>> jitters_(coins, words=words, step=1.0)
+>>> value = torch.tensor([2.3, 2.3])
+>>> add_on_grid_(value, torch.zeros(2), jitters=coins[0, :2], step=1.0)
+>>> value
+tensor([2., 3.])
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.noise.constants import (
+    ANGLE_DIGITS,
+    HALF,
+    MIDDLE_DIGIT,
+    RADIUS_DIGITS,
+    TILE,  # noqa: F401  (the doctest uses it)
+)
+from noshuffle.noise.moves import Move
+
+#: The grid as a power of two below the noise.
+BITS = 10
+#: Exponents of grids that float32 can work on; noise beyond gets a coarser or a finer grid.
+_LOWEST, _HIGHEST = -126, 100
+
+
+def grid_step(spread: float) -> float:
+    """g for fresh noise of this standard deviation; zero without noise."""
+    if not spread > 0.0:
+        return 0.0
+    return 2.0 ** min(max(math.frexp(spread)[1] - 1 - BITS, _LOWEST), _HIGHEST)
+
+
+def grid_of(move: Move, *, scale: float) -> float:
+    """g of one step, from the weight of its newest draw."""
+    return grid_step(abs(scale * move.gain * move.draws[-1][1]))
+
+
+def jitters_(out: Tensor, *, words: Tensor, step: float) -> None:
+    """out = step·U from the words of the newest row (both tiles × 1024)."""
+    digits = (words[:, :HALF] << 7 & RADIUS_DIGITS) | (words[:, HALF:] << 15 & ANGLE_DIGITS)
+    # The coin as the digits of a number between g and 2g, which has the bits of g in front.
+    bits = digits | (MIDDLE_DIGIT | int(np.float32(step).view(np.int32)))
+    torch.sub(bits.view(torch.float32), 1.5 * step, out=out[:, :HALF])
+    torch.neg(out[:, :HALF], out=out[:, HALF:])
+
+
+def add_on_grid_(target: Tensor, noise: Tensor, *, jitters: Tensor, step: float) -> None:
+    """target ← (target + noise) on the grid, in float32 or better, then in the target's type.
+
+    Guarantees: the result is a function of target + noise and of the jitters only. NaN and infinity
+    stay; beyond 2¹² deviations of the noise the type's own rounding is all that is left.
+    """
+    wide = target.to(torch.promote_types(target.dtype, torch.float32)).add_(noise)
+    if step:
+        middle = step * 1.5 * (2.0**52 if wide.dtype == torch.float64 else 2.0**23)
+        wide.add_(jitters).add_(middle).sub_(middle)
+    if wide is not target:
+        target.copy_(wide)

@@ -1,0 +1,180 @@
+"""Captured programs by kind of batch: when one fits, when it must be forgotten, when none can be.
+
+A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
+batch is given the program that was captured for exactly these; a tensor of the model that lies
+elsewhere than at the capture makes all programs worthless. `Compiled` captures whole steps this
+way, `group_blocks` the clipped sums of blocks.
+
+State: the programs, what they must keep alive, and the log `fallbacks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_flatten
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.objective import Criterion
+from noshuffle.training.compiled_choice import choose
+from noshuffle.training.compiled_program import Program
+from noshuffle.training.device_print import Keys
+from noshuffle.training.step import Parts
+
+#: Kinds of batches that get a program of their own.
+MOST_PROGRAMS = 4
+#: Kinds of values in a batch that a program may freeze: their text says all about them.
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+class Programs:
+    """The programs of one run, for batches of up to `capacity` rows.
+
+    Guarantees: `find` gives a program only for what it was captured with; None means that the
+    batch has to be worked on without one, and `fallbacks` says why.
+    """
+
+    def __init__(self, parts: Parts, *, capacity: int, captures: bool) -> None:
+        self.parts, self.capacity, self.captures = parts, capacity, captures
+        self.fallbacks: list[str] = []
+        self.device = next(iter(parts.parameters.values())).device
+        self._keys = Keys(parts.secret, device=self.device)
+        self._modules = list(parts.model.modules())
+        self._stores = _stores(self._modules)
+        self._programs: dict[Any, Program | None] = {}
+        self._kept_alive: list[Any] = []
+        self._where = self._addresses()
+
+    def find(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        leaves: Sequence[Any],
+        spec: Any,
+        *,
+        size: int,
+        at_work: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Program | None:
+        """The program for a batch with these leaves, captured now if it is the first of its kind.
+
+        The model itself runs inside `at_work`, and only when something is captured.
+        """
+        if size > self.capacity:
+            self.say(f"a batch of {size} rows is larger than the captured {self.capacity}: eager")
+            return None
+        if any(isinstance(leaf, Tensor) and leaf.device != self.device for leaf in leaves):
+            self.say(f"a batch was not on {self.device}: eager")
+            return None
+        if any(not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN for leaf in leaves):
+            self.say("a batch held more than tensors and plain values: eager")
+            return None
+        if self._where != self._addresses():
+            self.reset()
+        kinds = tuple(
+            [(v.shape[1:], v.dtype) if isinstance(v, Tensor) else repr(v) for v in leaves]
+        )
+        modes = tuple([module.training for module in self._modules])
+        key = (id(loss_fn), spec, kinds, modes, _numerics())
+        if key not in self._programs:
+            if not size:
+                return None  # nothing can be tried on nobody
+            if len(self._programs) >= MOST_PROGRAMS:
+                self.say(
+                    f"more than {MOST_PROGRAMS} kinds of batches, losses or modes; the others are "
+                    "eager (is loss_fn made anew in every step?)"
+                )
+                return None
+            # A graph reads memory, not tensors: nothing else may come to lie there.
+            stores = self._stores + (_stores([loss_fn]) if isinstance(loss_fn, Module) else [])
+            held = [t.detach() for own in stores for t in own.values() if t is not None]
+            self._kept_alive += [loss_fn, *held]
+            with at_work():
+                self._programs[key] = self._build(loss_fn, batch, size)
+            self._where = self._addresses()
+        return self._programs[key]
+
+    def _build(
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
+    ) -> Program | None:
+        raise NotImplementedError
+
+    def capture(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        size: int,
+        *,
+        fuse: bool = False,
+        only: str = "",
+        finish: Callable[[Program], None] | None = None,
+    ) -> tuple[Program, str, bool] | None:
+        """A program with the best form of the clipped sum, its name, whether replays are exact.
+
+        With `only`, that form. `finish` captures the rest. None where anything fails: `fallbacks`
+        has the reason.
+        """
+        devices = [self.device] if self.device.type == "cuda" else []
+        options: dict[str, Any] = {"capacity": self.capacity, "keys": self._keys}
+        with self.at_home(), torch.random.fork_rng(devices=devices):
+            try:
+                program = Program(self.parts, batch, captures=self.captures, **options)
+                program.stage(tree_flatten(batch)[0], size)
+                program.weigh(size, None)
+                chosen = choose(program, loss_fn, fuse=fuse, say=self.say, only=only)
+                if chosen is None:
+                    return None
+                if finish is not None:
+                    finish(program)
+            except Exception as error:
+                line = " ".join(str(error).split())[:200]
+                self.say(f"not captured ({type(error).__name__}: {line}): eager")
+                return None
+        return program, *chosen
+
+    def at_home(self) -> AbstractContextManager[Any]:
+        """With the device of the run as the current one."""
+        if self.captures and torch.cuda.current_device() != self.device.index:
+            return torch.cuda.device(self.device)
+        return nullcontext()
+
+    def _addresses(self) -> list[int]:
+        """Where all tensors of the model lie, frozen ones and buffers too (~: not trained)."""
+        held = [t for own in self._stores for t in own.values() if t is not None]
+        return [t.data_ptr() if t.requires_grad else ~t.data_ptr() for t in held]
+
+    def reset(self) -> None:
+        """Forget everything that was captured."""
+        self._programs.clear()
+        self._kept_alive.clear()
+        self._where = self._addresses()
+
+    def say(self, note: str) -> None:
+        """Log a fallback, once."""
+        if note not in self.fallbacks:
+            self.fallbacks.append(note)
+
+
+def _stores(modules: Sequence[Module]) -> list[dict[str, Any]]:
+    """Where modules hold their parameters and buffers by name."""
+    return [own for m in modules for own in (m._parameters, m._buffers) if own]
+
+
+def flat(batch: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
+    """Leaves and structure; a tuple of tensors, as most batches are, has only its length."""
+    if all(isinstance(leaf, Tensor) for leaf in batch):
+        return batch, len(batch)
+    return tree_flatten(batch)
+
+
+def _numerics() -> tuple[Any, ...]:
+    """Settings of torch that a capture freezes."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )

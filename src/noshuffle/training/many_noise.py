@@ -1,0 +1,141 @@
+"""The noise of K runs: each under a key of its own, all runs of one strategy in one pass.
+
+    sums_k ← u_k·(sums_k/u_k + row t of C_k⁻¹Z_k),        u_k = z_k·ζ_k
+
+A run's noise is that of the stream which `privatize` would make from the key of that run, so a run
+of a study can be trained again alone, with the same numbers: up to the rounding of noisy values,
+which lies on a grid of 2⁻¹⁰ of the noise, and is here the grid of u_k times that of noise of size
+one (the same where u_k is a power of two). A run without noise is left as it is.
+
+Run k of a study has the key BLAKE2b("run k"; key of the study), unless keys are given. Names that
+derive one seed are refused, hence two runs under one key are. State: one `NoiseStream` a strategy.
+
+>>> from noshuffle.noise import test_source
+>>> a, b = (run_source(test_source(seed=1), run=k) for k in (0, 1))
+>>> a.fingerprint == b.fingerprint, a.is_test
+(False, True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from noshuffle.noise import NoiseStream, Source
+from noshuffle.strategies import Strategy
+
+
+def run_source(source: Source, *, run: int) -> Source:
+    """The source of one run of a study."""
+    made = hashlib.blake2b(
+        f"run {run}".encode(), key=source.key, person=b"noshuffle:run", digest_size=32
+    )
+    return replace(source, key=made.digest())
+
+
+@dataclass(frozen=True)
+class RunSources(Source):
+    """The sources of several runs as one: the tensor "k/name" has run k's stream of that name."""
+
+    runs: tuple[Source, ...] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[Source]) -> RunSources:
+        first = runs[0]
+        is_test = any(own.is_test for own in runs)
+        return cls(key=first.key, kind=first.kind, is_test=is_test, runs=tuple(runs))
+
+    @property
+    def fingerprint(self) -> str:
+        """A public name of all keys."""
+        together = "".join(own.fingerprint for own in self.runs).encode()
+        return hashlib.blake2b(together, digest_size=16).hexdigest()
+
+    def seed(self, name: str) -> bytes:
+        """The seed of a tensor name under the key of its run."""
+        run, _, own = name.partition("/")
+        return self.runs[int(run)].seed(own)
+
+    def on(self, device: torch.device) -> RunSources:
+        """The same with `auto` decided for a device."""
+        return self.of([own.on(device) for own in self.runs])
+
+
+class StudyNoise:
+    """Adds to every run's sums the noise of its own setting.
+
+    Guarantees: those of `NoiseStream`, for every run by itself; runs share no draw. The scale of a
+    run is kept in the precision of its sums.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        scales: Sequence[float],
+        strategies: Sequence[Strategy],
+        steps: int,
+        device: torch.device,
+    ) -> None:
+        self._scale = torch.tensor([s or 1.0 for s in scales], dtype=torch.float64, device=device)
+        self._streams: list[NoiseStream] = []
+        self._tensors: list[list[tuple[str, int, str]]] = []
+        groups: list[tuple[Strategy, list[int]]] = []
+        for run in (k for k, scale in enumerate(scales) if scale > 0):
+            own = next((runs for s, runs in groups if s == strategies[run]), None)
+            if own is None:
+                groups.append((strategies[run], [run]))
+            else:
+                own.append(run)
+        source = RunSources.of(sources)
+        if any(own.kind != source.kind for own in sources):
+            source = RunSources.of([replace(own, kind=source.kind) for own in sources])
+        source.on(device).check_names(f"{k}/" for k, scale in enumerate(scales) if scale > 0)
+        for strategy, runs in groups:
+            tensors = [(f"{run}/{name}", run, name) for run in runs for name in shapes]
+            own_shapes = {full: tuple(shapes[name]) for full, _, name in tensors}
+            recipe = strategy.recipe(steps)
+            stream = NoiseStream(recipe, source, own_shapes, scale=1.0, steps=steps, device=device)
+            self._streams.append(stream)
+            self._tensors.append(tensors)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can hold the noise."""
+        return all(stream._fused is not None for stream in self._streams)
+
+    @torch.no_grad()
+    def add_(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the noise of this step to stacked sums, in place."""
+        if not self._streams:
+            return
+        for value in sums.values():
+            value.div_(self._column(value))
+        for stream, values in self._views(sums):
+            stream.add_(values)
+        for value in sums.values():
+            value.mul_(self._column(value))
+
+    def prepare(self, sums: Mapping[str, Tensor]) -> None:
+        """Make ready to capture `add_` on sums like these."""
+        for stream, values in self._views(sums):
+            stream.prepare(values, counts_itself=True)
+
+    def announce(self) -> None:
+        """Count the step of the next replay as released."""
+        for stream in self._streams:
+            stream.announce(counts_itself=True)
+
+    def _views(self, sums: Mapping[str, Tensor]) -> list[tuple[NoiseStream, dict[str, Tensor]]]:
+        return [
+            (stream, {full: sums[name][run] for full, run, name in tensors})
+            for stream, tensors in zip(self._streams, self._tensors)
+        ]
+
+    def _column(self, like: Tensor) -> Tensor:
+        return self._scale.to(like.dtype).reshape(-1, *[1] * (like.dim() - 1))

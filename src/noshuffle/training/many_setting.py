@@ -1,0 +1,148 @@
+"""What the runs of a study have for themselves, checked and put into columns.
+
+    column[k] = value of run k,   shaped to multiply tensors stacked over runs
+
+A setting has a plan, or a noise multiplier that goes with the strategy of the study. The μ of
+showing several runs on the same data is √Σ μ_k² (Dong, Roth and Su 2022, arXiv 1905.02383), since
+each is one Gaussian mechanism and their noise is independent. No state.
+
+>>> from noshuffle.participation import SinglePass
+>>> plans = [Plan(participation=SinglePass(8), strategy=identity(), noise_multiplier=2.0)] * 4
+>>> joint_mu(plans[:1]), joint_mu(plans)
+(0.5, 1.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import Flat
+from noshuffle.clipping.check import trainable
+from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
+from noshuffle.noise import Source, new_key
+from noshuffle.plan import Plan
+from noshuffle.strategies import Strategy, identity
+from noshuffle.training.many_noise import run_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one of the runs has for itself: a plan, or a noise multiplier.
+
+    A plan brings its own strategy; a noise multiplier goes with the strategy of the study. A noise
+    multiplier of 0 is not private.
+    """
+
+    noise_multiplier: float | None = None
+    plan: Plan | None = None
+    learning_rate: float
+    momentum: float = 0.9
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.plan is None) == (self.noise_multiplier is None):
+            raise InvalidInput("give each setting exactly one of plan and noise_multiplier")
+        non_negative(noise_multiplier=self.noise, momentum=self.momentum)
+        positive(learning_rate=self.learning_rate)
+        Flat(self.clip_norm)  # refuses what cannot be clipped to
+        if self.plan is not None and self.plan.unit != "example":
+            raise Unsupported(f"a study protects one example, the plan one {self.plan.unit}")
+
+    @property
+    def noise(self) -> float:
+        """z of this run."""
+        return float(self.plan.noise_multiplier if self.plan else self.noise_multiplier or 0.0)
+
+
+def joint_mu(plans: Iterable[Plan]) -> float:
+    """μ of showing the runs of all these plans on the same data: √Σ μ_k².
+
+    Guarantees: exact for plans without sampling under one neighbour relation, since the runs' noise
+    is independent and each is one Gaussian mechanism; others are refused.
+    """
+    plans = tuple(plans)
+    if len({plan.neighbours for plan in plans}) > 1:
+        raise Unsupported("the plans have different neighbour relations; fit them for one")
+    found = [plan.mu() for plan in plans]
+    if None in found:
+        raise Unsupported("a sampled plan has no μ; add up the ε of such runs instead")
+    return math.sqrt(sum(mu * mu for mu in found if mu is not None))
+
+
+def check_settings(
+    settings: Sequence[Setting],
+    *,
+    steps: int,
+    strategy: Strategy | None,
+    learning_rates: Sequence[float],
+) -> None:
+    """Refuse settings that do not make a study of so many steps."""
+    if not settings:
+        raise InvalidInput("settings must hold at least one run, got none")
+    if learning_rates and len(learning_rates) < steps:
+        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
+    for run, setting in enumerate(settings):
+        if setting.plan is not None and setting.plan.steps < steps:
+            raise InvalidInput(
+                f"the plan of run {run} is for {setting.plan.steps} steps, the study has {steps}"
+            )
+        if setting.plan is None and strategy is None and setting.noise > 0:
+            raise InvalidInput(f"run {run} has noise but no plan; give the study a strategy=")
+
+
+def strategies_of(settings: Sequence[Setting], strategy: Strategy | None) -> list[Strategy]:
+    """The strategy of every run."""
+    return [s.plan.strategy if s.plan is not None else strategy or identity() for s in settings]
+
+
+def columns(settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Clip norms, learning rates and momenta, in double precision."""
+    rows = [[s.clip_norm, s.learning_rate, s.momentum] for s in settings]
+    clip, rate, inertia = torch.tensor(rows, dtype=torch.float64, device=device).unbind(1)
+    return clip.clone(), rate.clone(), inertia.clone()
+
+
+def wide(column: Tensor, like: Tensor) -> Tensor:
+    """One value a run, shaped and typed to multiply a stacked tensor."""
+    return column.to(like.dtype).reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def sources_of(source: Source | Sequence[Source] | None, *, runs: int) -> tuple[Source, ...]:
+    """One source a run: those that were given, or derived from one."""
+    if source is None or isinstance(source, Source):
+        whole = source or Source(key=new_key())
+        return tuple(run_source(whole, run=k) for k in range(runs))
+    if len(source) != runs:
+        raise InvalidInput(f"give one source for each of the {runs} runs, got {len(source)}")
+    return tuple(source)
+
+
+def seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model made under a seed of its own, which leaves torch's generators as they were."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make_model()
+
+
+def stack(models: Sequence[nn.Module], device: torch.device) -> dict[str, Tensor]:
+    """The trainable parameters of all runs by name, runs first."""
+    shapes = [{n: (p.shape, p.dtype) for n, p in trainable(m).items()} for m in models]
+    for run, own in enumerate(shapes):
+        if own != shapes[0]:
+            raise InvalidInput(f"all runs must have the same parameters, run {run} has others")
+    kinds = {dtype for _, dtype in shapes[0].values()}
+    if not kinds <= {torch.float32, torch.float64}:
+        raise Unsupported(
+            f"a study trains models of float32 or float64, got {sorted(map(str, kinds))}"
+        )
+    found = {}
+    for name in shapes[0]:
+        own_values = [model.get_parameter(name).detach() for model in models]
+        found[name] = torch.stack(own_values).to(device)
+    return found

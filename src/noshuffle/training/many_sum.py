@@ -1,0 +1,162 @@
+"""Clipped sums of K runs on one batch, and which form of the networks makes them.
+
+    sums_k = Σ_i f[i, k]·G[i, k],      f[i, k] = min(1, c_k/‖G[i, k]‖),  0 for rows left out
+
+`Stacked` is taken where it knows every layer, otherwise `Vmapped` with outer products for linear
+layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do,
+and large convolutions on a CPU, are done one run after the other (`many_single`). Rows are worked
+on as many at a time as keep the gradients written out within `MOST_NUMBERS`. Nothing waits for the
+device (but `many_single`) and nothing branches on data. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.clipped import SLACK, slack
+from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.errors import Unsupported
+from noshuffle.training.many_single import MANY_PRODUCTS, OneByOne, products
+from noshuffle.training.stacked import Gradients, Stacked
+from noshuffle.training.vmapped import Vmapped
+
+#: Numbers of gradients that are written out together: by the cache of a CPU, by memory on a GPU.
+MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}
+
+
+class Form(Protocol):
+    """K networks of one shape, run side by side with stacked parameters."""
+
+    runs: int
+    #: Numbers of gradients that are written out for one example of one run.
+    written: int
+
+    def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
+        """Outputs of every network: (batch, runs, …)."""
+        ...
+
+    def example_gradients(
+        self, params: Mapping[str, Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Gradients, Tensor]:
+        """Gradient of each example's loss by parameter name, and the losses (batch, runs)."""
+        ...
+
+
+Network = Form | OneByOne
+
+
+def clipped_sums(
+    network: Network,
+    params: Mapping[str, Tensor],
+    batch: tuple[Any, ...],
+    *,
+    keep: Tensor,
+    clip: Tensor,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Per run, the sum of clipped gradients of the rows in `keep`, and the losses (batch, runs).
+
+    Guarantees: one row moves the sum of run k by at most clip[k]. A row outside `keep`, or one with
+    a NaN or infinite loss or norm, contributes exactly zero, whatever it holds.
+    """
+    if isinstance(network, OneByOne):
+        return network.clipped_sums(batch, keep=keep, clip=clip)
+    first = next(iter(params.values()))
+    most = MOST_NUMBERS.get(first.device.type, MOST_NUMBERS["cpu"])
+    rows, size = max(1, most // (network.runs * max(1, network.written))), batch_size(batch)
+    aim = max(slack(value[0]) for value in params.values())
+    sums: dict[str, Tensor] = {}
+    losses = []
+    for begin in range(0, size, rows):
+        part = slice(begin, begin + rows)
+        whole = rows >= size
+        grads, seen = network.example_gradients(params, batch if whole else take(batch, part))
+        factor = _factors(grads, seen, keep[part], clip=clip, aim=aim)
+        for name, value in params.items():
+            total = grads[name].total(factor).reshape(value.shape)
+            sums[name] = sums[name].add_(total) if name in sums else total.contiguous()
+        losses.append(seen.detach())
+    return sums, torch.cat(losses)
+
+
+def _factors(grads: Gradients, losses: Tensor, keep: Tensor, *, clip: Tensor, aim: float) -> Tensor:
+    """Clip factor per example and run, in double precision, in which no square overflows."""
+    squares = torch.stack([g.squares() for g in grads.values()]).sum(0, dtype=torch.float64)
+    good = torch.isfinite(squares) & torch.isfinite(losses) & keep[:, None]
+    factor = (clip * (1.0 - aim) / squares.clamp_min(1e-300).sqrt()).clamp_max(1.0)
+    return torch.where(good, factor, 0.0)
+
+
+def network_for(
+    models: Sequence[nn.Module],
+    params: Mapping[str, Tensor],
+    batch: tuple[Any, ...],
+    *,
+    loss_fn: Criterion | ModelLoss,
+) -> tuple[Network, str]:
+    """The quickest form that holds for these models and batches like this one, and why."""
+    device = next(iter(params.values())).device
+    general = Vmapped(models, loss_fn=loss_fn, device=device)
+    two, size = take(batch, slice(0, 2)), batch_size(batch)
+    single = "one by one"
+    if device.type == "cpu" and size * products(models[0], loss_fn, batch) >= MANY_PRODUCTS:
+        return OneByOne(models, params, loss_fn=loss_fn), f"{single} (convolutions fill a CPU)"
+    try:
+        general.example_gradients(params, two)
+    except Unsupported as error:
+        return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
+
+    def stacked() -> Form:
+        return Stacked(models[0], runs=len(models), loss_fn=loss_fn)
+
+    def outer() -> Form:
+        known = general.linear_layers(batch)
+        if not known:
+            raise Unsupported("no linear layer is called once with one vector")
+        return Vmapped(models, loss_fn=loss_fn, device=device, known=known)
+
+    reason = ""
+    for name, make in (("stacked layers", stacked), ("vmap", outer)):
+        try:
+            found = make()
+            if _agree(found, general, params, two):
+                return found, f"{name} ({reason})" if reason else name
+            line = "other gradients on two examples"
+        except Unsupported as error:
+            line = str(error)
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+            line = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        reason = reason or line
+    return general, f"vmap, written out ({reason})"
+
+
+def _agree(
+    quick: Form, general: Form, params: Mapping[str, Tensor], batch: tuple[Any, ...]
+) -> bool:
+    """Whether two forms have the same gradients on these rows, up to rounding."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # layers that draw, draw the same
+        found = quick.example_gradients(params, batch)
+        torch.manual_seed(0)
+        truth = general.example_gradients(params, batch)
+    if found[1].shape != truth[1].shape or found[0].keys() != truth[0].keys():
+        return False
+    aim = max(slack(value[0]) for value in params.values())
+    tolerance = 1e-4 if aim <= SLACK else 1e-2
+    is_tried = False
+    for row in range(len(truth[1])):
+        ones = torch.zeros_like(truth[1])
+        ones[row] = 1.0
+        own = [(found[0][n].total(ones), truth[0][n].total(ones)) for n in params]
+        gap = torch.stack([(a - b.reshape(a.shape)).double().norm() for a, b in own]).norm()
+        size = torch.stack([b.double().norm() for _, b in own]).norm()
+        if not bool(torch.isfinite(size)):
+            continue  # an example that says nothing
+        if not bool(gap <= tolerance * size + 1e-12):
+            return False
+        is_tried = True
+    return is_tried

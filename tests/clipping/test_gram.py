@@ -1,0 +1,92 @@
+"""Norms from Gram matrices are never too small, however large or small the entries are."""
+
+import pytest
+import torch
+
+from noshuffle.clipping import gpu_kernels, gram
+
+SCALES = [
+    (1.0, 1.0),
+    (1e-21, 1e15),
+    (1e15, 1e-21),
+    (1e-30, 1e17),
+    (1e-19, 1e-19),
+    (1e-25, 1.0),
+    (3e-20, 1e17),
+    (1e17, 1e-23),
+]
+needs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() and gpu_kernels.HAS_TRITON), reason="needs CUDA and Triton"
+)
+
+
+def draw(kind, size_a, size_g, *, dtype, device="cpu", steps=40):
+    """Inputs and output gradients of three examples; `kind` says how steps relate."""
+    luck = torch.Generator().manual_seed(len(kind) + steps)
+    a, g = torch.randn(3, steps, 72, generator=luck), torch.randn(3, steps, 65, generator=luck)
+    if kind == "alike":
+        a, g = a[:, :1].expand_as(a).clone(), g[:, :1].expand_as(g).clone()
+    if kind == "mixed":  # one entry that is huge beside entries whose squares vanish
+        a[:, :, 1:] *= 1e-12
+        g[:, 1:] *= 1e-12
+    return tuple((t * s).to(dtype).to(device) for t, s in ((a, size_a), (g, size_g)))
+
+
+def exact(a, g):
+    """The obvious twin, in double precision."""
+    return torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["random", "alike", "mixed"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_the_plain_form_is_never_too_small(scales, kind, dtype):
+    a, g = draw(kind, *scales, dtype=dtype)
+    found, truth = gram.squares(a, g), exact(a, g)
+    assert found.dtype == torch.float64
+    is_fine = torch.isfinite(found)  # a square that overflows marks its example as bad
+    assert bool((found >= truth * (1.0 - 1e-6))[is_fine].all())
+    if scales == (1.0, 1.0):
+        assert bool(is_fine.all())
+        torch.testing.assert_close(found, truth, rtol=0.02, atol=0.0)
+
+
+def test_a_zero_gradient_keeps_its_factor():
+    a, g = torch.zeros(2, 5, 70), torch.randn(2, 5, 70)
+    assert bool((gram.squares(a, g) < 1e-30).all())
+
+
+def test_nan_and_infinity_are_not_hidden():
+    a, g = draw("random", 1.0, 1.0, dtype=torch.float32)
+    a[0, 3, 2], g[1, 2, 1] = torch.nan, torch.inf
+    assert torch.isfinite(gram.squares(a, g)).tolist() == [False, False, True]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["random", "alike", "mixed"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_the_kernels_are_never_too_small(scales, kind, dtype):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        a, g = draw(kind, *scales, dtype=dtype, device="cuda", steps=150)
+        assert gram.has_kernel(a, g)
+        room = gram._room(a, g)
+        found, plain = gpu_kernels.squares(a, g, **room), gram.bounded(a, g, **room)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(torch.isfinite(found), torch.isfinite(plain))
+    is_fine = torch.isfinite(found)
+    # TF32 cuts both factors of a product at their tenth bit; `slack` aims below the bound for it.
+    cut = 4 * 2.0**-10 if dtype == torch.float32 else 1e-6
+    assert bool((found >= exact(a, g) * (1.0 - cut))[is_fine].all())
+    torch.testing.assert_close(found[is_fine], plain[is_fine], rtol=4e-3, atol=1e-32)
+
+
+@needs_kernels
+def test_the_kernels_do_not_hide_nan_and_infinity():
+    a, g = draw("random", 1.0, 1.0, dtype=torch.bfloat16, device="cuda", steps=150)
+    a[0, 3, 2], g[1, 2, 1] = torch.nan, torch.inf
+    assert gram.has_kernel(a, g)
+    assert torch.isfinite(gram.squares(a, g)).tolist() == [False, False, True]

@@ -1,0 +1,54 @@
+"""The arithmetic of benchmarks that a claim of the documents rests on."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_noise_is_worth_under_weights(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest share of a weighted mean over all cohorts and users, one by one."""
+    baseline = load("flower_baseline", monkeypatch)
+    weights, clients = np.random.default_rng(seed).integers(1, 20, 8), 4
+    largest = max(w / sum(group) for group in combinations(weights, clients) for w in group)
+    found = baseline.true_multiplier(3.0, weights, clients=clients)
+    assert found == pytest.approx(3.0 / (clients * largest))
+    assert baseline.true_multiplier(3.0, np.full(8, 7), clients=clients) == pytest.approx(3.0)
+
+
+def test_every_cell_of_the_drama_table_has_as_many_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = load("drama_table", monkeypatch)
+    cells = {f"{name}/{e:g}" for name in table.MECHANISMS for e in table.EPSILONS}
+    assert set(table.RATES) == {*cells, "identity/inf"}
+    assert {len(set(rates)) for rates in table.RATES.values()} == {6}
+
+
+def test_tolerated_noise_is_where_the_curve_meets_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figure = load("drama_figure", monkeypatch)
+    level, accuracy = np.array([0.1, 0.4, 1.6]), np.array([52.0, 50.0, 46.0])
+    assert figure.tolerated(level, accuracy, 51.0) == pytest.approx(0.2)
+    assert figure.tolerated(level, accuracy, 48.0) == pytest.approx(0.8)
+    assert np.isnan(figure.tolerated(level, accuracy, 53.0))
+    table = {
+        "blt/8": {"noise": 4.0, "accuracy": [50.0, 50.2], "rate": 0.1},
+        "tree/8": {"noise": 2.0, "accuracy": [49.0, 49.0], "rate": 0.1},
+        "identity/inf": {"noise": 0.0, "accuracy": [53.0], "rate": 1.0},
+    }
+    scale = {"blt": 1.0, "tree": 4.0, "identity": 9.0}
+    found = figure.curve(table, scale, ("tree", "blt"))
+    assert np.allclose(found, [[0.04, 0.08], [50.1, 49.0]])
