@@ -11,12 +11,15 @@ FederatedAveraging with its Gaussian mechanism applied centrally. Each engine ru
 its own, `--repeats` times in turn. A round is timed from the choice of its cohort to the choice of
 the next one; the table has the median after the warm-up rounds, over all repeats. Processor seconds
 are those of the process and its descendants, and say what is left of a busy machine's noise.
-Start-up is the time from launching the process to the first cohort.
+Start-up is the time from launching the process to the first cohort. An engine that does not run has
+a row that says why. pfl is looked for in this environment, else in that of `--pfl-python` or
+`$NOSHUFFLE_PFL_PYTHON` (one with torch, NumPy and pfl; its pins do not go with ours).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -306,18 +309,29 @@ def export(args: argparse.Namespace, path: Path) -> Case:
     return Case(str(path))
 
 
-def measure(name: str, args: argparse.Namespace, path: Path) -> tuple[float, list[Stamp]] | None:
-    """Seconds to the first cohort; wall and processor seconds of every round after it."""
+def measure(name: str, args: argparse.Namespace, path: Path) -> tuple[float, list[Stamp]] | str:
+    """Seconds to the first cohort; wall and processor seconds of every round after it.
+
+    Or the reason why there are none.
+    """
     python = args.pfl_python if name.startswith("pfl") else sys.executable
+    if python is None:
+        return "pfl is not in this environment; give --pfl-python PATH of one that has it"
     line = [python, __file__, "--worker", name, "--case", str(path), "--threads", str(args.threads)]
     count = str(args.threads)
     env = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
     began = time.time()
-    done = subprocess.run(line, capture_output=True, text=True, timeout=args.limit, env=env)
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=args.limit, env=env)
+    except FileNotFoundError:
+        return f"there is no {python}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {args.limit:g} s"
     told = [text for text in done.stdout.splitlines() if text.startswith("STAMPS ")]
     if not told:
         print(f"{name}: no result\n{done.stdout[-1500:]}{done.stderr[-1500:]}", file=sys.stderr)
-        return None
+        last = " ".join(done.stderr.strip().splitlines()[-1:])
+        return last[:200] or f"exit status {done.returncode}"
     stamps = json.loads(told[-1].removeprefix("STAMPS "))
     return stamps[0][0] - began, np.diff(stamps, axis=0).tolist()
 
@@ -335,7 +349,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in one process")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one process")
-    parser.add_argument("--pfl-python", default=None, help="python of an environment with pfl")
+    found = sys.executable if importlib.util.find_spec("pfl") else None
+    parser.add_argument(
+        "--pfl-python",
+        default=os.environ.get("NOSHUFFLE_PFL_PYTHON", found),
+        help="python of an environment with pfl",
+    )
     parser.add_argument("--only", nargs="*", default=None, help="engines whose name starts so")
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
@@ -344,11 +363,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
         WORKERS[args.worker](args.case)
         return
-    names = [n for n in WORKERS if args.pfl_python or not n.startswith("pfl")]
+    names = list(WORKERS)
     if args.only:
         names = [n for n in names if any(n.startswith(begin) for begin in args.only)]
     starts: dict[str, list[float]] = {name: [] for name in names}
     times: dict[str, list[Stamp]] = {name: [] for name in names}
+    reasons: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         case = export(args, Path(scratch) / "case.npz")
         rows = np.diff(case.starts)
@@ -362,12 +382,17 @@ def main() -> None:
         for _ in range(args.repeats):
             for name in names:
                 found = measure(name, args, Path(scratch) / "case.npz")
-                if found is not None:
+                if isinstance(found, str):
+                    reasons[name] = found
+                else:
                     starts[name].append(found[0])
                     times[name] += found[1][args.warm_up :]
                     middle = statistics.median(wall for wall, _ in found[1][args.warm_up :])
                     print(f"  {name}: {1 / middle:.2f} rounds/s", file=sys.stderr, flush=True)
     print_table(starts, {name: found for name, found in times.items() if found})
+    for name, reason in reasons.items():
+        if not times[name]:
+            print(f"| {name} | not measured: {reason} | | | | | |")
 
 
 def print_table(starts: dict[str, list[float]], times: dict[str, list[Stamp]]) -> None:

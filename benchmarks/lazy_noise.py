@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from noshuffle.noise import NoiseStream, test_source
-from noshuffle.noise.lazy import LazyNoise, SparseSGD
+from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.lazy_fused import lazy_noise
+from noshuffle.noise.sparse_sgd import SparseSGD
 from noshuffle.strategies.recipe import Buffered
 
 STEPS, WARM, LR, DIVISOR = 4096, 30, 0.1, 256.0

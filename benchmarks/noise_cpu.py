@@ -6,23 +6,29 @@ Every row is the best of the repeats; rows of one group take turns, so that a bu
 them alike. `draw` rows fill a float32 tensor with standard normals, preparation not counted.
 `step` rows add the noise of a mechanism to the gradients of a model, eight steps from step 4096 on
 (all taps and bands in use), and give the mean of the eight: the CNN has 26,010 parameters in 8
-tensors, the MLP (784-1024-1024-10) 1,863,690 in 6.
+tensors, the MLP (784-1024-1024-10) 1,863,690 in 6. "of copy" is the time in which a copy moves the
+bytes that the row has to move (a draw: 4 a number; a step: gradient and buffers, read and written
+once), over the time of the row: how near it is to the limit of the memory, or of the caches where
+everything fits there.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from noise_kernels import moved
 
 from noshuffle.noise import NoiseStream, native, test_source
 from noshuffle.noise.constants import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
+from noshuffle.noise.moves import Moves
 from noshuffle.noise.workers import share
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
@@ -32,7 +38,8 @@ CNN |= {"fc2.weight": (10, 32), "fc2.bias": (10,)}
 MLP = {"0.weight": (1024, 784), "0.bias": (1024,), "1.weight": (1024, 1024), "1.bias": (1024,)}
 MLP |= {"2.weight": (10, 1024), "2.bias": (10,)}
 
-STEPS, LAPS = 10**6, 8
+STEPS, LAPS, FIRST = 10**6, 8, 4096
+COPY, COPIED = "torch copy_", 8
 BLT4 = Buffered(
     decays=(0.99885911, 0.98734501, 0.88051219, 0.26915574),
     scales=(-3.27832e-5, -1.048014e-3, -0.030251166, -0.457538471),
@@ -49,20 +56,27 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def best(rows: dict[str, Callable[[], object]], *, repeat: int) -> dict[str, float]:
+class Row(NamedTuple):
+    """What is timed, and the bytes of one number that it has to move."""
+
+    do: Callable[[], object]
+    moves: float
+
+
+def best(rows: dict[str, Row], *, repeat: int) -> dict[str, float]:
     """Best seconds of each row; the rows take turns."""
     times = dict.fromkeys(rows, float("inf"))
     for turn in range(repeat + 1):
-        for name, do in rows.items():
+        for name, row in rows.items():
             start = time.perf_counter()
-            do()
+            row.do()
             if turn:
                 times[name] = min(times[name], time.perf_counter() - start)
     return times
 
 
-def draws(numbers: int) -> dict[str, Callable[[], object]]:
-    out = torch.empty(numbers)
+def draws(numbers: int) -> dict[str, Row]:
+    out, other = torch.empty(numbers), torch.zeros(numbers)
     array = out.numpy()
 
     def numpy_fill(bits: np.random.BitGenerator) -> Callable[[], object]:
@@ -92,7 +106,7 @@ def draws(numbers: int) -> dict[str, Callable[[], object]]:
 
         return slow
 
-    return {
+    fills: dict[str, Callable[[], object]] = {
         "torch normal_": lambda: out.normal_(),
         "NumPy Philox, float32": numpy_fill(np.random.Philox(1)),
         "NumPy SFC64, float32": numpy_fill(np.random.SFC64(1)),
@@ -101,9 +115,17 @@ def draws(numbers: int) -> dict[str, Callable[[], object]]:
         "noshuffle aes, no C compiler": without_compiler("aes"),
         "noshuffle philox, no C compiler": without_compiler("philox"),
     }
+    copy = Row(lambda: out.copy_(other), COPIED)
+    return {COPY: copy, **{name: Row(do, 4) for name, do in fills.items()}}
 
 
-def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], object]]:
+def bytes_of(recipe: Recipe) -> float:
+    """Bytes of one parameter that a step has to move, mean of the steps that are timed."""
+    moves = Moves.of(recipe)
+    return statistics.mean(moved(moves.at(step)) for step in range(FIRST, FIRST + LAPS))
+
+
+def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Row]:
     values = {name: torch.zeros(shape) for name, shape in shapes.items()}
     rooms = {name: torch.empty(shape) for name, shape in shapes.items()}
 
@@ -112,30 +134,40 @@ def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], object]]
             for name, value in values.items():
                 value.add_(rooms[name].normal_(), alpha=0.1)
 
-    rows: dict[str, Callable[[], object]] = {"torch normal_ and add_, independent": plain}
+    def copy() -> None:
+        for _ in range(LAPS):
+            for name, value in values.items():
+                rooms[name].copy_(value)
+
+    rows = {COPY: Row(copy, COPIED), "torch normal_ and add_, independent": Row(plain, 8)}
     for name, recipe in RECIPES.items():
         source = test_source(seed="benchmark")
         stream = NoiseStream(recipe, source, shapes, scale=0.1, steps=STEPS)
-        state = stream.state_dict() | {"step": 4096}
+        state = stream.state_dict() | {"step": FIRST}
 
         def laps(stream: NoiseStream = stream, state: dict[str, Any] = state) -> None:
             stream.load_state_dict(state)
             for _ in range(LAPS):
                 stream.add_(values)
 
-        rows[name] = laps
+        rows[name] = Row(laps, bytes_of(recipe))
     return rows
 
 
-def table(title: str, numbers: int, laps: int, measured: dict[int, dict[str, float]]) -> None:
-    heads = [f"{unit}, {threads} thread(s)" for threads in measured for unit in ("ms", "ns/number")]
-    print(f"\n| {title} | " + " | ".join(heads) + " |")
-    print("|---" * (len(heads) + 1) + "|")
-    for name in next(iter(measured.values())):
-        cells = []
+def table(
+    title: str, numbers: int, laps: int, rows: dict[str, Row], measured: dict[int, dict[str, float]]
+) -> None:
+    units = ("ms", "ns/number", "of copy")
+    heads = [f"{unit}, {threads} thread(s)" for threads in measured for unit in units]
+    print(f"\n| {title} | bytes/number | " + " | ".join(heads) + " |")
+    print("|---" * (len(heads) + 2) + "|")
+    for name, row in rows.items():
+        cells = [f"{row.moves:.1f}"]
         for times in measured.values():
             once = times[name] / laps
+            limit = times[COPY] * row.moves / COPIED
             cells += [f"{once * 1e3:.3f}", f"{once / numbers * 1e9:.2f}"]
+            cells += [f"{limit / times[name]:.2f}"]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -146,17 +178,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     options = parser.parse_args()
     print(f"torch {torch.__version__}, NumPy {np.__version__}, C loops: {bool(native.library())}")
-    groups: list[tuple[str, int, Callable[[], dict[str, Callable[[], object]]]]] = [
+    groups: list[tuple[str, int, Callable[[], dict[str, Row]]]] = [
         (f"draw {options.numbers:,}", options.numbers, lambda: draws(options.numbers)),
         ("step, CNN", 26_010, lambda: steps(CNN)),
         ("step, MLP", 1_863_690, lambda: steps(MLP)),
     ]
     for title, numbers, make in groups:
-        measured = {}
+        measured, rows = {}, {}
         for threads in options.threads:
             torch.set_num_threads(threads)
-            measured[threads] = best(make(), repeat=options.repeat)
-        table(title, numbers, LAPS if title.startswith("step") else 1, measured)
+            rows = make()
+            measured[threads] = best(rows, repeat=options.repeat)
+        table(title, numbers, LAPS if title.startswith("step") else 1, rows, measured)
 
 
 if __name__ == "__main__":

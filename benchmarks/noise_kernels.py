@@ -50,7 +50,6 @@ def fused_of(
     shapes: dict[str, tuple[int, ...]],
     *,
     steps: int,
-    exact: bool = True,
     tiles: int | None = None,
     warps: int = 4,
     starts: dict[str, int] | None = None,
@@ -66,7 +65,6 @@ def fused_of(
         state=state,
         scale=SCALE,
         steps=steps,
-        exact=exact,
         tiles=tiles,
         warps=warps,
     )
@@ -104,7 +102,6 @@ def time_step(
     recipe: Recipe,
     value: Tensor,
     *,
-    exact: bool = True,
     tiles: int | None = None,
     warps: int = 4,
     at: int | None = None,
@@ -113,7 +110,7 @@ def time_step(
     """Milliseconds and bytes per parameter of a step (a tree: mean over 64 steps), and buffers."""
     moves, shapes = Moves.of(recipe), {"w": (value.numel(),)}
     horizon = moves.horizon or steps
-    fused = fused_of(recipe, shapes, steps=horizon, exact=exact, tiles=tiles, warps=warps)
+    fused = fused_of(recipe, shapes, steps=horizon, tiles=tiles, warps=warps)
     if isinstance(recipe, Forest):
         first = 1 if at is None else at
         fused.add_({"w": value}, step=first - 1)

@@ -5,7 +5,8 @@
 A peer is imported from the environment (`pip install -e '.[bench]'` brings most of them), else
 from a folder of unpacked wheels: `peers/` in the repository, or the one that `NOSHUFFLE_PEERS`
 names. Put into it only what the environment lacks: processes that are started from here look there
-first. Fill it on a machine with a network and carry it to one without:
+first, if it was filled for this Python. Fill it on a machine with a network and carry it to one
+without:
 
     pip download --no-deps --dest wheels opacus==1.6.0 jax_privacy==2.0.0 optax chex dp_accounting …
     for wheel in wheels/*.whl; do python -m zipfile -e $wheel peers; done
@@ -18,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,7 @@ PEERS = (
     Peer("opake", "opake.dpftrl.noise", "noise (drawn on the CPU)"),
     Peer("dp-accounting", "dp_accounting", "accounting"),
     Peer("transformers", "transformers", "causal language models, ViT"),
+    Peer("peft", "peft", "LoRA adapters"),
     Peer("flwr", "flwr", "federated rounds"),
     Peer("river", "river", "streams"),
     Peer("scikit-learn", "sklearn", "convex estimators"),
@@ -82,12 +85,22 @@ def version(name: str) -> str:
         return str(getattr(module, "__version__", ""))
 
 
+def fits() -> bool:
+    """Whether the folder is there and its compiled modules are none of another Python.
+
+    One that is found and does not load would stop torch, which asks for some of them by itself.
+    """
+    names = [path.name for path in FOLDER.rglob("*.so")] if FOLDER.is_dir() else []
+    tags = {tag for name in names for tag in re.findall(r"cpython-\d+", name)}
+    return FOLDER.is_dir() and tags <= {sys.implementation.cache_tag}
+
+
 def environment() -> dict[str, str]:
     """The environment of a benchmark that is started as a process of its own."""
     look_in_folder()
     kept = dict(os.environ)
     paths = [str(ROOT / "src"), *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
-    if FOLDER.is_dir():
+    if fits():
         paths.append(str(FOLDER))
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     kept["PYTHONUNBUFFERED"] = "1"

@@ -88,7 +88,7 @@ def compare(case: str, rounds: int, methods: tuple[str, ...] = METHODS) -> None:
 
 def phases(case: str, rounds: int) -> None:
     """Time of every phase of a private step, by wrapping the functions that are its phases."""
-    from noshuffle.clipping import ghost, members
+    from noshuffle.clipping import ghost, members, rowwise, rules_conv
     from noshuffle.noise import NoiseStream
     from noshuffle.training import fingerprint, ledger
     from noshuffle.training import step as training_step
@@ -123,7 +123,10 @@ def phases(case: str, rounds: int) -> None:
             watch(ledger.Ledger, "admit", "admit")
             watch(ghost, "batch_losses", "forward")
             watch(torch.autograd, "grad", "backward, norms")
+            watch(rules_conv.Convolution, "squares", "norms of convolutions")
+            watch(rowwise.Rowwise, "take_squares", "norms of rows")
             watch(members, "clip_factors", "factors")
+            watch(rowwise.Rowwise, "totals", "weighted sums")
             watch(members, "_sum_of", "weighted sums")
             watch(ledger.Ledger, "record", "record")
             watch(NoiseStream, "add_", "noise, divide")

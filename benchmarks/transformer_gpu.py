@@ -1,14 +1,15 @@
 """Private training of transformers on one GPU beside plain training and Opacus' ghost mode.
 
-    python benchmarks/transformer_gpu.py --shape gpt2-small --dtype bf16
+    python benchmarks/transformer_gpu.py --shape gpt2-small --dtype bf16 tf32 --peers
     python benchmarks/transformer_gpu.py --shape 1.3b --dtype bf16 --optimizer adamw
 
-One process, one model after the other, same shapes and tokens; times are medians of wall time with
-the device waited for, memory is torch's peak of allocated bytes during the timed steps.
+One process, same shapes and tokens; wall time with the device waited for, rounds of all rows in
+turn (`gpu_rows`; one row after the other for the 1.3 B shape), memory is torch's peak of allocated
+bytes in a step.
 
     plain           forward, backward, optimizer
-    clipping        the clipped sum alone, of which `step` is made
-    private.step    all of it: fingerprint of the batch, guard, clipped sum, ledger row, BLT noise
+    clipped sum     of which the private step is made
+    private step    all of it: fingerprint of the batch, guard, clipped sum, ledger row, BLT noise
                     with four buffers (16 bytes a parameter), division, optimizer
     Opacus          its ghost mode with its own independent noise, no sampling
 
@@ -19,15 +20,14 @@ the device waited for, memory is torch's peak of allocated bytes during the time
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import peers
 import torch
 from clipping_cpu import TransformerLM
+from gpu_rows import Step, bandwidth, bytes_of_release, measure, show, tell_release
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -48,15 +48,16 @@ class Shape:
     length: int
     vocab: int = 50257
     is_tied: bool = False
+    fits_often: bool = True
 
 
 SHAPES = {
     "tiny": Shape(2, 64, 2, 8, 64, vocab=517),
     "gpt2-small": Shape(12, 768, 12, 32, 512),
-    "1.3b": Shape(24, 2048, 16, 8, 1024, is_tied=True),
+    "1.3b": Shape(24, 2048, 16, 8, 1024, is_tied=True, fits_often=False),
 }
 BLT_4 = blt((0.999, 0.98, 0.85, 0.4), (0.01, 0.03, 0.08, 0.12))
-Step = Callable[[], object]
+NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 class Saved(nn.Module):
@@ -84,13 +85,13 @@ class Case:
         self.y = torch.randint(shape.vocab, size, device=device)
         self.loss = ModelLoss(self.rows, by_row=True)
 
-    def model(self) -> nn.Module:
-        s = self.shape
+    def model(self, device: torch.device | None = None) -> nn.Module:
+        s, device = self.shape, device or self.device
         torch.manual_seed(0)
-        with self.device:
+        with device:
             model = TransformerLM(s.vocab, s.width, s.heads, 4 * s.width, s.depth, s.length)
         if s.is_tied:
-            model.head = nn.Linear(s.width, s.vocab, bias=False, device=self.device)
+            model.head = nn.Linear(s.width, s.vocab, bias=False, device=device)
             model.head.weight = model.token.weight
         if self.is_saved:
             model.blocks = nn.Sequential(*(Saved(block) for block in model.blocks))
@@ -166,88 +167,57 @@ class Case:
         return step
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-
-
-def measured(make: Callable[[], Step], case: Case, rounds: int) -> tuple[float, float]:
-    """Milliseconds and GiB of a step; the model is gone afterwards."""
-    step = make()
-    for _ in range(3):
-        step()
-    wait(case.device)
-    if case.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-    times = []
-    for _ in range(rounds):
-        wait(case.device)
-        begin = time.perf_counter()
-        step()
-        wait(case.device)
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times), peak(case.device)
-
-
-def clean() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def compare(name: str, case: Case, rounds: int, peers: bool) -> None:
+def compare(name: str, case: Case, *, rounds: int, only: str) -> None:
     engines = {mode: Ghost(mode=mode) for mode in ("fast", "lean", "auto")}
-    rows: dict[str, Callable[[], Step]] = {
-        f"plain {case.optimizer}": case.plain,
-        "clipping alone, fast": lambda: case.clipping(engines["fast"]),
-        "clipping alone, lean": lambda: case.clipping(engines["lean"]),
-        "private.step, fast": lambda: case.private(engines["fast"]),
-        "private.step, lean": lambda: case.private(engines["lean"]),
-        "private.step, auto": lambda: case.private(engines["auto"]),
-    }
-    if peers:
-        rows["Opacus, ghost"] = case.opacus
-    count = sum(p.numel() for p in case.model().parameters())
+    rows: dict[str, Callable[[], Step]] = {f"plain {NAMES[case.optimizer]}": case.plain}
+    for mode in ("fast", "lean"):
+        rows[f"clipped sum alone, {mode}"] = lambda m=mode: case.clipping(engines[m])
+    for mode in engines:
+        rows[f"private step, {mode}"] = lambda m=mode: case.private(engines[m])
+    rows["Opacus, ghost mode"] = case.opacus
+    wanted = only.split(",")
+    rows = {n: make for n, make in rows.items() if any(part in n for part in ("plain", *wanted))}
+    count = sum(p.numel() for p in case.model(torch.device("meta")).parameters())
     saved = ", checkpointed" if case.is_saved else ""
     size = f"{case.shape.batch} × {case.shape.length}"
-    print(f"\n{name}, {count / 1e6:.0f} M parameters, batch {size}, {case.dtype}{saved}")
-    print("| step | ms | × plain | GiB | × plain |\n|---|---|---|---|---|", flush=True)
-    base: tuple[float, float] | None = None
-    for label, make in rows.items():
-        clean()
-        try:
-            ms, gib = measured(make, case, rounds)
-        except Exception as error:
-            print(f"| {label} | {type(error).__name__}: {str(error).splitlines()[0][:100]} |")
-            continue
-        base = base or (ms, gib)
-        memory = f"{gib:.2f} | {gib / base[1]:.2f}" if gib else "– | –"
-        print(f"| {label} | {ms:.1f} | {ms / base[0]:.2f} | {memory} |", flush=True)
+    print(f"\n{name}, {count / 1e6:.0f} M parameters, batch {size}, {case.dtype}{saved}\n")
+    together = case.shape.fits_often
+    found = measure(rows, device=case.device, rounds=rounds, together=together)
+    show(found)
+    print()
+    kind = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    tell_release(
+        found.get("private step, fast"),
+        found.get("clipped sum alone, fast"),
+        count=count,
+        each=bytes_of_release(kind, case.optimizer),
+        speed=bandwidth(case.device),
+    )
     for mode, engine in engines.items():
-        print(f"{mode}: {engine.why.rpartition('; ')[2]} {engine.fallbacks or ''}")
+        if f"private step, {mode}" in found:
+            print(f"{mode} chose: {engine.why.rpartition('; ')[2]} {engine.fallbacks or ''}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=list(SHAPES), default="gpt2-small")
-    parser.add_argument("--dtype", choices=["tf32", "bf16", "autocast"], default="bf16")
+    kinds = ["bf16", "tf32", "autocast"]
+    parser.add_argument("--dtype", nargs="+", choices=kinds, default=kinds[:1])
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
     parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
+    peers.look_in_folder()
     torch.set_float32_matmul_precision("high")
     shape = SHAPES[chosen.shape]
-    case = Case(shape, chosen.dtype, chosen.optimizer, chosen.device, chosen.checkpoint)
-    compare(chosen.shape, case, chosen.rounds, chosen.peers)
+    only = chosen.only + (",Opacus" if chosen.peers else "")
+    for dtype in chosen.dtype:
+        case = Case(shape, dtype, chosen.optimizer, chosen.device, chosen.checkpoint)
+        compare(chosen.shape, case, rounds=chosen.rounds, only=only)
 
 
 if __name__ == "__main__":
