@@ -124,7 +124,7 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert "accuracy, held-out users" in shown.out
     assert "ε by how often a user was asked" in shown.out
-    assert "operator.html" in shown.out
+    assert "operator.html\n" in shown.out  # one line, whatever the width of the terminal
     assert "separation 8 (derived)" in " ".join(shown.err.split())
     assert "ε per user ≤" in shown.err
 

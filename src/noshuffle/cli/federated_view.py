@@ -129,10 +129,10 @@ def closing_table(settings: FederatedSettings, result: Result) -> None:
             f"the limits left at least {result.limits.shortage:,} invitations unfilled; ask fewer "
             "clients a round, or allow more participations"
         )
-    console.print(f"report: {result.path / 'report.html'}")
+    print(f"report: {result.path / 'report.html'}")  # one line each, to be copied
     if (result.path / "operator.html").is_file():
-        console.print(f"raw counts, for you alone: {result.path / 'operator.html'}")
-    console.print(f"check the evidence: noshuffle verify {result.path}")
+        print(f"raw counts, for you alone: {result.path / 'operator.html'}")
+    print(f"check the evidence: noshuffle verify {result.path}")
 
 
 def _spending_table(console: Console, result: Result) -> None:
