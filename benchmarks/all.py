@@ -10,10 +10,10 @@ Each benchmark is a process of its own that measures ours and the peers' rows to
 prints becomes a section under its command. One that is absent, fails or runs past its limit leaves
 a line that says so, and the others go on; the last line counts them, and the exit status is 1 if
 there were any. The document is written after every section, so that a run that is stopped keeps
-what it has. The GPU set takes about eight minutes on an H200. Data sets are looked up in
+what it has. The GPU set should take about eight minutes on an H200. Data sets are looked up in
 `$NOSHUFFLE_DATA`, else downloaded; pfl runs in the environment of `$NOSHUFFLE_PFL_PYTHON`, if there
-is one. Accuracy tables (`mnist_table`, `adult_table`, `drama_table`) train models for minutes to
-hours and are not part of it.
+is one. Accuracy tables (`mnist_table`, `adult_table`, `drama_table`, `flower_baseline`) train
+models for minutes to hours and are not part of it.
 """
 
 from __future__ import annotations
