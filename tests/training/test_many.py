@@ -150,8 +150,9 @@ def test_runs_do_not_share_noise() -> None:
     x, y, _ = batches()[0]
     study = Study(stacked_net, [setting] * 2, strategy=identity(), steps=1, batch_size=1)
     study.step(x, y)
-    for value in study.params.values():
-        assert not torch.isclose(value[0], value[1]).any()
+    # Values lie on a grid, so two independent ones are alike once in about 4,000 pairs.
+    alike = [torch.isclose(value[0], value[1]).flatten() for value in study.params.values()]
+    assert torch.cat(alike).float().mean() < 0.05
 
 
 def test_two_runs_under_one_key_are_refused() -> None:
