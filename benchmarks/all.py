@@ -231,14 +231,16 @@ def document(
     size = "quick sizes" if is_quick else "full sizes"
     today = datetime.datetime.now(tz=datetime.UTC).date()
     yield f"# Benchmarks, {name}, {size}\n\n{today} · {hardware()}\n\n{peers.table()}", True
-    short = 0
+    short: list[str] = []
     for item in jobs:
         left = within - (time.perf_counter() - begin)
         part, is_complete = section(item, is_quick=is_quick, left=left)
-        short += not is_complete
+        short += [] if is_complete else [item.title]
         yield part, is_complete
     took = f"{time.perf_counter() - begin:.0f} s"
-    end = f"{short} of {len(jobs)} did not finish" if short else f"All {len(jobs)} finished"
+    end = f"All {len(jobs)} finished"
+    if short:
+        end = f"{len(short)} of {len(jobs)} did not finish ({'; '.join(short)})"
     yield f"{end}, {took} in all.", True
 
 

@@ -88,7 +88,7 @@ def compare(case: str, rounds: int, methods: tuple[str, ...] = METHODS) -> None:
 
 def phases(case: str, rounds: int) -> None:
     """Time of every phase of a private step, by wrapping the functions that are its phases."""
-    from noshuffle.clipping import ghost, members, rowwise, rules_conv
+    from noshuffle.clipping import ghost_forms, members, rowwise, rules_conv
     from noshuffle.noise import NoiseStream
     from noshuffle.training import fingerprint, ledger
     from noshuffle.training import step as training_step
@@ -121,7 +121,7 @@ def phases(case: str, rounds: int) -> None:
             watch(fingerprint, "of_state", "state print")
             watch(fingerprint, "of_batch", "batch print")
             watch(ledger.Ledger, "admit", "admit")
-            watch(ghost, "batch_losses", "forward")
+            watch(ghost_forms, "batch_losses", "forward")
             watch(torch.autograd, "grad", "backward, norms")
             watch(rules_conv.Convolution, "squares", "norms of convolutions")
             watch(rowwise.Rowwise, "take_squares", "norms of rows")

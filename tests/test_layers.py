@@ -1,8 +1,9 @@
-"""Imports point down the layers only; the mathematics never sees torch."""
+"""Imports point down the layers only and never in a circle; the mathematics never sees torch."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,71 @@ def test_the_check_itself_can_fail() -> None:
     assert violations(Path("x.py"), {"noshuffle.accounting.gaussian"}, "strategies")
     assert violations(Path("x.py"), {"torch.nn"}, "accounting")
     assert not violations(Path("x.py"), {"noshuffle.errors", "torch"}, "noise")
+
+
+#: Imports that may close a circle: (who, whom) → why it cannot be otherwise. There is none.
+NEEDED: dict[tuple[str, str], str] = {}
+
+
+def module_of(path: Path) -> str:
+    parts = ["noshuffle", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def graph() -> dict[str, set[str]]:
+    """Whom every module names in an import: on top, in functions and for types alike.
+
+    `from package import x` is an import of the module x, if there is one, else of `__init__`.
+    That Python runs the `__init__` of a package before each of its modules is not counted.
+    """
+    files = {module_of(path): path for path in FILES}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        named = found.setdefault(module, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wholes = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {whole if whole in files else node.module for whole in wholes}
+    return {
+        module: {name for name in named & set(files) if (module, name) not in NEEDED}
+        for module, named in found.items()
+    }
+
+
+def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others."""
+
+    def reach(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = imported[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reached = {module: reach(module) for module in imported}
+    rings = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in imported
+    }
+    return sorted(list(ring) for ring in rings if ring)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(graph()) == [], "let one of them take what it needs as an argument or a Protocol"
+
+
+def test_the_check_for_circles_can_fail() -> None:
+    pair = {"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": set()}
+    assert circles(pair) == [["a", "b"]]
+    ring = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"e"}}
+    assert circles(ring) == [["a", "b", "c"], ["e"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    read = graph()
+    assert "noshuffle.training" in read["noshuffle.cli.job"]
+    assert "noshuffle.noise.native" in read["noshuffle.noise.loops"]  # from package import module
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

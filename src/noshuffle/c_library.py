@@ -45,13 +45,15 @@ def build(
     with tempfile.TemporaryDirectory(prefix="noshuffle-", ignore_cleanup_errors=True) as folder:
         source, target = Path(folder, "loops.c"), Path(folder, "loops.so")
         source.write_text(text, encoding="utf-8")
-        options = ["-O3", "-shared", "-fPIC", "-march=native", *flags]
-        command = [compiler, *options, "-o", str(target), str(source), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            return ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError):
-            return None
+        files = ["-o", str(target), str(source), "-lm"]
+        for native in ("-march=native", "-mcpu=native"):  # some compilers for ARM know the second
+            command = [compiler, "-O3", "-shared", "-fPIC", native, *flags, *files]
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
+                return ctypes.CDLL(str(target))
+            except (OSError, subprocess.SubprocessError):
+                continue
+        return None
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +64,7 @@ def _openmp() -> Any:
     except OSError:
         return None
     found = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*", maps))
-    found = {path for path in found if "/torch/" in path} or found
+    found = {path for path in found if "/torch/" in path or "/torch.libs/" in path} or found
     if len(found) != 1:
         return None
     try:

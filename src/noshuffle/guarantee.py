@@ -2,16 +2,17 @@
 
 A guarantee is read by people who did not write the code. Every sentence here is something that
 somebody outside the mathematics must make true; a run folder repeats them word for word.
+
+>>> from noshuffle.participation import SinglePass
+>>> decisions = {"unit": "user", "neighbours": "zero-out", "accountant": "exact"}
+>>> said = sentences(SinglePass(steps=9), noise_multiplier=1.0, is_exact=True, **decisions)
+>>> said[0].partition(",")[0], len(said)
+('Neighbouring data sets differ in one user', 6)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from noshuffle.participation import FixedSize, Poisson, Restarted
-
-if TYPE_CHECKING:
-    from noshuffle.plan import Plan
+from noshuffle.participation import FixedSize, Participation, Poisson, Restarted
 
 _NEIGHBOURS = {
     "zero-out": "Neighbouring data sets differ in one {unit}, whose contributions become zero; "
@@ -22,11 +23,18 @@ _NEIGHBOURS = {
 }
 
 
-def sentences(plan: Plan) -> tuple[str, ...]:
-    """Every assumption behind the plan's statement."""
-    unit = plan.unit
-    out = [_NEIGHBOURS[plan.neighbours].format(unit=unit)]
-    out.append(_order(plan))
+def sentences(
+    participation: Participation,
+    *,
+    unit: str,
+    neighbours: str,
+    noise_multiplier: float,
+    is_exact: bool,
+    accountant: str,
+) -> tuple[str, ...]:
+    """Every assumption behind a plan's statement; `is_exact` is said of the sensitivity."""
+    out = [_NEIGHBOURS[neighbours].format(unit=unit)]
+    out.append(_order(participation))
     out.append(
         f"The contribution of one {unit} to one step is clipped to the clip norm before it is "
         "summed, and the noisy sum is divided by a constant fixed beforehand."
@@ -40,24 +48,23 @@ def sentences(plan: Plan) -> tuple[str, ...]:
         "covered; raw losses, raw norms and hyper-parameters tuned on the same data are not."
     )
     out.append("Noise is treated as real-valued; the rounding of floating point is not analysed.")
-    if isinstance(plan.participation, Poisson) and plan.neighbours == "replace-one":
+    if isinstance(participation, Poisson) and neighbours == "replace-one":
         out.append(
             "Among all replacements under Poisson sampling, opposite gradients are taken to be the "
             "worst; other libraries do the same, but no proof is known to us."
         )
-    if plan.noise_multiplier == 0:
+    if noise_multiplier == 0:
         out.append("There is no noise, hence no privacy.")
-    if not plan.sensitivity.exact:
+    if not is_exact:
         out.append("The sensitivity is an upper bound, so the true ε is at most the stated one.")
-    if plan.accountant == "rdp":
+    if accountant == "rdp":
         out.append("ε comes from a Rényi-divergence bound, which is above the true value.")
-    if plan.accountant == "fourier":
+    if accountant == "fourier":
         out.append("ε is a rigorous upper bound from a discretised privacy-loss distribution.")
     return tuple(out)
 
 
-def _order(plan: Plan) -> str:
-    part = plan.participation
+def _order(part: Participation) -> str:
     words = part.words()
     words = words[0].upper() + words[1:]
     if isinstance(part, Poisson | FixedSize):

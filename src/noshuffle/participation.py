@@ -23,10 +23,10 @@ noise (DP-SGD) is accounted under them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from noshuffle.errors import InvalidInput, unit_rate, whole
+from noshuffle.errors import InvalidInput, Unsupported, unit_rate, whole
 
 
 class Participation:
@@ -229,6 +229,22 @@ class FixedSize(Participation):
             f"each of {self.steps} steps is a secret uniform random subset of {self.batch} out of "
             f"{self.population} units, without replacement"
         )
+
+
+def prefix_of(part: Participation, steps: int) -> Participation:
+    """A participation of at least `steps` steps that covers the first `steps` steps of a run.
+
+    >>> prefix_of(Epochs(epochs=20, steps_per_epoch=240), 250)
+    Epochs(epochs=2, steps_per_epoch=240)
+    """
+    if isinstance(part, Epochs):
+        return Epochs(math.ceil(steps / part.steps_per_epoch), part.steps_per_epoch)
+    if isinstance(part, Restarted):
+        inner = prefix_of(part.participation, steps)
+        return Restarted(inner, part.every)  # type: ignore[arg-type]
+    if isinstance(part, MinSeparation | SinglePass | Poisson | FixedSize):
+        return replace(part, steps=steps)
+    raise Unsupported(f"no prefix is defined for {type(part).__name__}")
 
 
 _KINDS: dict[str, type[Participation]] = {

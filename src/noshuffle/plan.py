@@ -21,16 +21,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from noshuffle import participation as participations
 from noshuffle import strategies
 from noshuffle.accounting import calibrate, fourier, gaussian, renyi
-from noshuffle.errors import InvalidInput, Unsupported, non_negative, one_of, open_unit, whole
+from noshuffle.errors import (
+    InvalidInput,
+    Unsupported,
+    non_negative,
+    one_of,
+    open_unit,
+    positive,
+    whole,
+)
 from noshuffle.guarantee import sentences
-from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
+from noshuffle.participation import FixedSize, Participation, Poisson, prefix_of
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
@@ -191,7 +199,7 @@ class Plan:
             return 0.0
         if steps == self.steps:
             return self.epsilon()
-        return self._epsilon_of_prefix(_prefix_of(self.participation, steps))
+        return self._epsilon_of_prefix(prefix_of(self.participation, steps))
 
     def _epsilon_of_prefix(self, prefix: Participation) -> float:
         cache: dict[Participation, float] = self.__dict__.setdefault("_prefixes", {})
@@ -218,6 +226,14 @@ class Plan:
         """The guarantee with all its assumptions."""
         mu = self.mu()
         twice = self.multiplier_of_sensitivity
+        assumptions = sentences(
+            self.participation,
+            unit=self.unit,
+            neighbours=self.neighbours,
+            noise_multiplier=self.noise_multiplier,
+            is_exact=self.sensitivity.exact,
+            accountant=self.accountant,
+        )
         return PrivacyStatement(
             epsilon=self.epsilon(),
             delta=self.delta,
@@ -232,7 +248,7 @@ class Plan:
             mechanism=self.strategy.words(),
             accountant=self.accountant,
             exact=self.sensitivity.exact and self.accountant == "exact",
-            assumptions=sentences(self) + notes,
+            assumptions=assumptions + notes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -300,10 +316,6 @@ def _epsilon(plan: Plan) -> float:
 
 def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
     """The plan with the smallest noise whose ε does not exceed the target."""
-    from dataclasses import replace
-
-    from noshuffle.errors import positive
-
     positive(epsilon=epsilon)
     assert epsilon is not None
     if plan.accountant == "exact":
@@ -316,17 +328,3 @@ def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
         lambda value: replace(plan, noise_multiplier=value).epsilon(), target=epsilon
     )
     return replace(plan, noise_multiplier=z)
-
-
-def _prefix_of(part: Participation, steps: int) -> Participation:
-    """A participation of at least `steps` steps that covers the run's first `steps` steps."""
-    from dataclasses import replace
-
-    if isinstance(part, Epochs):
-        return Epochs(math.ceil(steps / part.steps_per_epoch), part.steps_per_epoch)
-    if isinstance(part, participations.Restarted):
-        inner = _prefix_of(part.participation, steps)
-        return participations.Restarted(inner, part.every)  # type: ignore[arg-type]
-    if isinstance(part, MinSeparation | participations.SinglePass | Poisson | FixedSize):
-        return replace(part, steps=steps)
-    raise Unsupported(f"no prefix is defined for {type(part).__name__}")

@@ -255,6 +255,21 @@ def test_other_folders_are_left_alone(run: Path, capsys: pytest.CaptureFixture[s
     assert "--resume" in capsys.readouterr().err
 
 
+def test_a_run_of_an_app_goes_on_by_the_app(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"kind": "federated", "at_least": 1, "rounds": 3, "run_folder": "~/runs/digits"}
+    (tmp_path / "config.json").write_text(json.dumps(kept), encoding="utf8")
+    assert main(["federated", "--resume", str(tmp_path)]) == 2
+    assert "an app on Flower; go on with the app's flwr run" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["federated", "--clip", "adaptive", "--rounds", "4", "--out", str(out)]) == 2
+    assert not out.exists()
+
+
 def test_a_copied_folder_goes_on_only_if_it_was_moved(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,27 +316,30 @@ def test_stopped_between_rounds_and_resumed_is_bit_identical(
 
 
 def test_the_first_signal_asks_and_the_second_stops() -> None:
+    before = signal.getsignal(signal.SIGINT)  # a shell's background jobs ignore it
     with stop_on_signals() as is_stopped:
         assert not is_stopped()
         signal.raise_signal(signal.SIGINT)
         assert is_stopped()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def interrupted(path: Path, number: signal.Signals, after: int) -> subprocess.Popen[bytes]:
     """A real process of its own that gets a signal once `after` rounds are told of."""
     line = [sys.executable, "-m", "noshuffle", *command(path, rounds=400, clients_per_round=60)]
     child = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    told = path / "operator.jsonl"
-    for _ in range(15_000):
-        if told.exists() and told.read_bytes().count(b"\n") >= after:
-            break
-        assert child.poll() is None, "the run ended before it could be stopped"
-        time.sleep(0.02)
-    child.send_signal(number)
-    child.wait(timeout=300)
+    told, end = path / "operator.jsonl", time.monotonic() + 900
+    try:
+        while not told.exists() or told.read_bytes().count(b"\n") < after:
+            assert child.poll() is None, "the run ended before it could be stopped"
+            assert time.monotonic() < end, f"no {after} rounds after a quarter of an hour"
+            time.sleep(0.02)
+        child.send_signal(number)
+        child.wait(timeout=900)
+    finally:
+        child.kill()
     return child
 
 

@@ -469,6 +469,24 @@ def test_reentrant_checkpoints_and_sparse_embeddings_are_refused_in_clear_words(
     engine().clipped_sum(words, F.cross_entropy, tokens, clip=Flat(0.2))
 
 
+@both
+def test_hooks_on_parameters_are_refused_in_clear_words(engine):
+    model, batch = small()
+    eng = engine()
+    eng.clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+    hook = model[0].weight.register_hook(lambda g: g * 0.1)  # after the model was tried
+    with pytest.raises(Unsupported, match=r"parameter '0\.weight' has a gradient hook"):
+        eng.clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+    with pytest.raises(Unsupported, match="has a gradient hook"):
+        validate(model)
+    hook.remove()
+    model[2].bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(Unsupported, match=r"parameter '2\.bias' has a gradient hook"):
+        engine().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+    model[2].requires_grad_(False)
+    eng.clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+
+
 def test_auto_says_that_a_whole_model_is_written_out():
     class Bare(nn.Module):
         def __init__(self):
@@ -635,3 +653,70 @@ def test_small_entries_behind_large_ones_are_not_lost_from_a_norm(width):
     pair = Outer(row.unsqueeze(1), row[:, :1000].unsqueeze(1), (min(width, 1000), width))
     truth *= float(row[0, :1000].double().norm())
     assert float(pair.squares()[0]) ** 0.5 >= truth * (1 - SLACK)
+
+
+class Watching(nn.Module):
+    """A layer that remembers something in a buffer whenever it trains."""
+
+    def __init__(self, what, inner=False):
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(())) if inner else 1.0
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        out = self.linear(x) * self.scale
+        if self.training and self.what == "mean":
+            self.seen.copy_(0.9 * self.seen + 0.1 * out.detach().mean(0))
+        if self.training and self.what == "exchanged":
+            self.seen = out.detach().mean(0)
+        if self.training and self.what == "count":
+            self.seen += 1
+        if self.training and self.what == "weights":
+            self.seen.copy_(self.linear.bias.detach())
+        return out
+
+
+@both
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("what", ["mean", "exchanged"])
+def test_buffers_that_take_in_the_data_are_refused(engine, what, inner):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Watching(what, inner)).double()
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
+    eng = engine()
+    for rows in (6, 1):
+        part = (batch[0][:rows], batch[1][:rows])
+        with pytest.raises(Unsupported, match=r"buffer '1\.seen' of the model keeps statistics"):
+            eng.clipped_sum(model, F.cross_entropy, part, clip=Flat(0.2))
+        assert torch.equal(model[1].seen, torch.zeros(3, dtype=torch.float64))
+    model.eval()
+    eng.clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+    model[0].train()  # another mode is looked at anew
+    model[1].train()
+    with pytest.raises(Unsupported, match="keeps statistics"):
+        eng.clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.2))
+
+
+@both
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("what", ["count", "weights"])
+def test_buffers_that_know_nothing_of_the_data_may_change(engine, what, inner):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Watching(what, inner)).double()
+    batch = (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
+    got = engine().clipped_sum(model, F.cross_entropy, batch, clip=Flat(1e6))
+    truth = gradient(model, F.cross_entropy, batch, range(6))
+    torch.testing.assert_close(flat(got.values), truth, rtol=1e-9, atol=1e-12)
+
+
+@both
+@pytest.mark.parametrize("clip_norm", [1.0, 0.01, 0.001])
+@pytest.mark.parametrize("scale", [1e30, 1e35, 1e36])
+def test_factors_too_small_for_float32_do_not_lengthen(engine, scale, clip_norm):
+    """0.001 / 1e38 has a few bits left in float32, and the product was 1.6e-4 too long."""
+    model = nn.Linear(100_000, 1, bias=False)
+    batch = torch.linspace(0.7, 1.0, 100_000).reshape(1, -1), torch.full((1,), scale)
+    loss = lambda o, y: o.squeeze(1) * y  # noqa: E731
+    found = engine().clipped_sum(model, loss, batch, clip=Flat(clip_norm))
+    assert float(torch.linalg.vector_norm(flat(found.values))) <= clip_norm

@@ -351,3 +351,29 @@ def test_random_networks(blocks, tie, reuse, size, seed, frozen, layerwise):
         )
         torch.testing.assert_close(flat(a.values), flat(b.values), rtol=1e-8, atol=1e-10)
         assert a.bound == pytest.approx(clip)
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "rows"])
+def test_the_default_type_of_torch_does_not_matter(kind):
+    """The loops in C write float32, also where the default is another type."""
+    torch.manual_seed(0)
+    if kind == "rows":
+        model, x = (
+            nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 4)),
+            torch.randn(32, 40),
+        )
+    else:
+        first, second = nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Conv2d(16, 32, 4, stride=2)
+        last = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(32 * 5 * 5, 4))
+        model, x = nn.Sequential(first, nn.Tanh(), second, last), torch.randn(32, 1, 28, 28)
+    batch, clip = (x, torch.arange(32) % 4), Flat(0.1)
+    truth = PerExample().clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=clip)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = Ghost().clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=clip)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found.norms, truth.norms, rtol=1e-5, atol=0.0)
+    for name, value in truth.values.items():
+        torch.testing.assert_close(found.values[name], value, rtol=1e-4, atol=1e-6)

@@ -132,6 +132,15 @@ def test_causal_language_models(name):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_double_precision_is_kept():
+    torch.manual_seed(0)
+    model, (ids,) = gpt2().double(), tokens()
+    found = next_token.fn(model, ids)
+    truth = torch.nn.functional.cross_entropy(model(ids).logits[:1, :-1].mT, ids[:1, 1:])
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found[0], truth, rtol=1e-12, atol=0.0)
+
+
 @pytest.mark.parametrize("mode", ["fast", "lean"])
 def test_padded_batches_and_labels(mode):
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ needs_loops = pytest.mark.skipif(
     native_conv.library() is None, reason="no C compiler: there is one form only"
 )
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def one_by_one(layer: nn.Module, x: Tensor, g: Tensor, size: int) -> Tensor:
@@ -44,6 +45,7 @@ def cases(draw: Any) -> tuple[nn.Module, Tensor, Tensor, int]:
         (k - 1) * d + 1 + draw(st.integers(0, 9 if axes < 3 else 3))
         for k, d in zip(kernel, dilation)
     ]
+    torch.manual_seed(draw(SEEDS))
     layer = CONVS[axes](
         channels, outputs, kernel, stride=stride, dilation=dilation, groups=groups, bias=False
     )
@@ -245,3 +247,24 @@ def test_the_bias_of_a_convolution(is_compiled: bool, monkeypatch: pytest.Monkey
     weight = forms["weight"]
     exact = weight.dense().double().flatten(1).square().sum(1)
     torch.testing.assert_close(weight.square.double(), exact, rtol=1e-5, atol=0.0)
+
+
+@needs_loops
+@pytest.mark.parametrize("without", [(), ("__AVX512F__",), ("__AVX512F__", "__AVX__")])
+def test_vectors_of_every_processor_give_the_gradients(without: tuple[str, ...]) -> None:
+    """Sixteen, eight and four numbers at a time; a processor lacks what the text is not told of."""
+    lines = "".join(f"#undef {name}\n" for name in without)
+    built = native_conv._build(lines + native_conv.TEXT)
+    assert built is not None
+    assert native_conv._agrees(built)
+    torch.manual_seed(4)
+    x, g = torch.randn(5, 3, 11, 9), torch.randn(5, 23, 9, 7)  # blocks of all sizes, and a rest
+    how = Geometry((3, 3), (1, 1), (1, 1), groups=1)
+    own = Gradients(x, g, size=5, how=how, built=built)
+    each = torch.stack(
+        [nn.grad.conv2d_weight(x[b : b + 1], (23, 3, 3, 3), g[b : b + 1]) for b in range(5)]
+    )
+    factors = torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
+    assert torch.allclose(own.squares(), each.double().square().sum((1, 2, 3, 4)), rtol=1e-5)
+    assert torch.allclose(own.dense(), each, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(own.total(factors), torch.tensordot(factors, each, 1), atol=1e-4)

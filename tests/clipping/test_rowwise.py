@@ -19,6 +19,7 @@ from noshuffle.clipping.rowwise import Rowwise
 needs_loops = pytest.mark.skipif(
     native_rows.library() is None, reason="no C compiler: there is one form only"
 )
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture
@@ -39,8 +40,12 @@ def read(t: Tensor) -> Matrix:
     rows=st.integers(1, 40),
     widths=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e15]),
+    seed=SEEDS,
 )
-def test_squares_are_those_of_double_precision(rows: int, widths: list[int], scale: float) -> None:
+def test_squares_are_those_of_double_precision(
+    rows: int, widths: list[int], scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
     own = [torch.randn(rows, width) * scale for width in widths]
     pairs = [(t, None if k % 2 else own[k - 1]) for k, t in enumerate(own)]
     found = squares([(read(x), None if y is None else read(y)) for x, y in pairs])
@@ -61,8 +66,12 @@ def test_squares_are_those_of_double_precision(rows: int, widths: list[int], sca
         min_size=1,
         max_size=5,
     ),
+    seed=SEEDS,
 )
-def test_weighted_rows_and_their_sums(many: int, wanted: list[tuple[int, int, bool, bool]]) -> None:
+def test_weighted_rows_and_their_sums(
+    many: int, wanted: list[tuple[int, int, bool, bool]], seed: int
+) -> None:
+    torch.manual_seed(seed)
     factors = torch.rand(many, dtype=torch.float64)
     own = [torch.randn(many * span, width) for width, span, _, _ in wanted]
     asked = [Weighing(read(t), keep or not add, add) for t, (_, _, keep, add) in zip(own, wanted)]

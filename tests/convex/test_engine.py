@@ -23,6 +23,7 @@ from noshuffle.noise import test_source as source_of
 from noshuffle.strategies import blt
 
 RNG = np.random.default_rng(5)
+START = RNG.bit_generator.state
 LOSSES = [
     (Logistic(), 1),
     (Softmax(), 4),
@@ -30,6 +31,12 @@ LOSSES = [
     (SmoothHinge(0.2), 3),
     (Squared(), 1),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> None:
+    """The same data for a test, whichever others ran before it."""
+    RNG.bit_generator.state = START
 
 
 def targets(loss: Any, n: int, outputs: int) -> Any:

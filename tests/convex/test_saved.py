@@ -146,7 +146,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
         "m = P.load(sys.argv[1] + '/s')\n"
         "m.partial_fit(t['x'][m.n_rows_:], t['y'][m.n_rows_:]).save(sys.argv[1] + '/s')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=900)
     back = PrivateLogisticRegression.load(tmp_path / "s")
     straight = PrivateLogisticRegression(classes=[0, 1], batch_size=25, **QUICK).partial_fit(x, y)
     np.testing.assert_array_equal(back.coef_, straight.coef_)
@@ -170,7 +170,7 @@ def test_a_fork_may_not_go_on() -> None:
     queue = context.Queue()
     child = context.Process(target=_in_fork, args=(model, x[100:], y[100:], queue))
     child.start()
-    told = queue.get(timeout=60)
+    told = queue.get(timeout=900)
     child.join()
     assert "fork" in told
 

@@ -150,6 +150,29 @@ def test_clipping_of_extreme_entries(value: float) -> None:
     assert (length > 0.49) == (value > 1)
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, 0.01, 0.001])
+@pytest.mark.parametrize("value", [1e38, 3.4e38, 1.7e308])
+@pytest.mark.parametrize("size", [1, 100, 105_617])
+def test_factors_too_small_for_float32_clip_as_well(
+    size: int, value: float, clip_norm: float
+) -> None:
+    """0.001 / ‖Δ‖ had a few bits left here, and the result was up to 6 % too long."""
+    dtype = torch.float64 if value > 1e39 else torch.float32
+    huge = torch.full((size,), value, dtype=dtype) * torch.linspace(0.7, 1, size, dtype=dtype)
+    kept, norm, is_bad = clip_flat(huge, clip_norm=clip_norm)
+    length = float(torch.linalg.vector_norm(kept, dtype=torch.float64))
+    assert length <= clip_norm
+    assert is_bad != math.isfinite(norm)
+    assert is_bad or length > 0.999 * clip_norm
+
+
+def test_a_huge_reply_does_not_end_the_run() -> None:
+    rounds = Rounds(a_server(None, clip=0.01, cohort_size=1, parameters={"w": torch.zeros(10_000)}))
+    rounds.begin(["ada"])
+    rounds.receive("ada", {"w": torch.full((10_000,), 3.4e38)})
+    assert rounds.finish().answered == 1
+
+
 def test_products_that_keep_ten_bits_stay_below_the_clip_norm() -> None:
     before = torch.get_float32_matmul_precision()
     try:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated.clients import (
     NO_TARGET,
     LocalTraining,
@@ -209,3 +209,36 @@ def test_which_models_are_trained_together() -> None:
     for other in (nn.GRU(2, 2), nn.LSTM(2, 2, bidirectional=True, batch_first=True)):
         assert not can_vectorise(other)
     assert not can_vectorise(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+
+class Counting(nn.Module):
+    """Keeps a sum over its inputs in a buffer, as a layer of statistics does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x.sum(0))
+        scores: torch.Tensor = self.linear(x)
+        return scores
+
+
+@pytest.mark.parametrize("keeps", [nn.BatchNorm1d(3), Counting()])
+def test_no_statistics_of_a_client_stay_in_the_model(keeps: nn.Module) -> None:
+    model = nn.Sequential(keeps, nn.LazyLinear(2))
+    model(torch.zeros(2, 3))
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    x, y = 5 + torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
+    local = LocalTraining(learning_rate=0.1, steps=2, epochs=2)
+    local_train(model, dict(model.named_parameters()), x, y, local=local)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_a_model_that_counts_is_not_trained_with_others() -> None:
+    model = Counting()
+    batch = (torch.randn(3, 4, 3), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
+    local = LocalTraining(learning_rate=0.1)
+    with pytest.raises(Unsupported, match=r"changes its own buffers.*vectorise=False"):
+        local_train_many(model, dict(model.named_parameters()), [batch], clients=3, local=local)

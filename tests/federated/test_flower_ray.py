@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,30 @@ pytest.importorskip("ray", reason="needs the extra 'federated'")
 from noshuffle.federated.flower_simulation import run_flower_simulation
 
 LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2, proximal=0.1)
+
+
+@pytest.fixture
+def _ray() -> Iterator[None]:
+    """Ray as Flower starts it, which it does not if there is one.
+
+    It gives its own processes half a minute, a fixed number: a machine that is busy enough needs
+    more, which says nothing of what is tested here.
+    """
+    import ray
+
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(5):
+        try:
+            ray.init(include_dashboard=False, runtime_env={"env_vars": paths})
+            break
+        except Exception as error:
+            ray.shutdown()
+            if "timed out" not in (said := str(error)):
+                raise
+    else:
+        pytest.skip(f"Ray did not start in time on this machine, five times: {said}")
+    yield
+    ray.shutdown()
 
 
 def a_task(users: int = 6) -> FederatedTask:
@@ -55,6 +82,7 @@ def a_run(run: Path | None) -> Rounds:
     return Rounds(server)
 
 
+@pytest.mark.usefixtures("_ray")
 def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
     task, seen = a_task(), list[Progress]()
     order = in_random_order(task.users, seed=1)

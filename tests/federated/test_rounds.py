@@ -78,6 +78,7 @@ def test_bad_replies_are_refused_and_cost_nobody_else(tmp_path: Path) -> None:
         attacked.receive(bad, {**fine, "w": torch.zeros(4)}),
         attacked.receive(bad, {**fine, "w": torch.zeros(3, dtype=torch.int64)}),
         attacked.receive(bad, {**fine, "extra": torch.zeros(1)}),
+        attacked.receive(bad, {**fine, "x" * 10**6: torch.zeros(1)}),
         attacked.receive(bad, {"w": "text", "scale": 1.0}),  # type: ignore[dict-item]
         attacked.receive(bad, [1, 2]),  # type: ignore[arg-type]
         attacked.receive(bad, {**fine, "w": torch.zeros(3).to_sparse()}),
@@ -92,12 +93,14 @@ def test_bad_replies_are_refused_and_cost_nobody_else(tmp_path: Path) -> None:
         assert attacked.receive(user, delta_of(user, 0)) is None
         lines.append(attacked.receive(user, delta_of(user, 7)))
     words = ["lacks 'scale'", "must be floating point of shape (3,)", "torch.int64", "'extra'"]
+    words += ["has 'xxx"]
     words += ["lacks 'w'", "named tensors", "shape (3,)", "named tensors", "was not asked"]
     words += ["was not asked", "answers round 3", "NaN", *["answers twice"] * 4]
     for line, word in zip(lines, words, strict=True):
         assert line is not None
         assert word in line
         assert "\n" not in line
+        assert len(line) <= 300
     report, other = attacked.finish(), honest.finish()
     assert same(report.parameters, other.parameters)
     assert (report.asked, report.answered, report.nonfinite) == (4, 4, 1)
@@ -105,7 +108,9 @@ def test_bad_replies_are_refused_and_cost_nobody_else(tmp_path: Path) -> None:
     assert attacked.receive(good[0], fine) is not None  # too late
 
 
-def test_the_server_clips_again_and_ignores_counters() -> None:
+def test_the_server_clips_again_and_ignores_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the grid of the noise, on which a last place can make a whole step."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
     rounds = rounds_in(None)
     work = rounds.begin(check_ins(0))
     assert work is not None
@@ -276,14 +281,19 @@ def test_a_round_torn_in_the_middle_goes_on_from_the_checkpoint(tmp_path: Path) 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can be killed")
 def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     """Not an exception but SIGKILL, right after work would have been sent."""
+    a_plan()  # what is cached is not worked out again in the child
     child = os.fork()
     if child == 0:
-        run = rounds_in(tmp_path / "a")
-        one_round(run)
-        one_round(run)
-        run.begin(check_ins(2))
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            run = rounds_in(tmp_path / "a")
+            one_round(run)
+            one_round(run)
+            run.begin(check_ins(2))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)  # whatever went wrong: the tests are the parent's
     _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
     resumed, reference = rounds_in(tmp_path / "a"), rounds_in(None)
     assert resumed.resume() == (2,)
@@ -293,3 +303,26 @@ def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     assert reference.begin(check_ins(2)) is not None
     reference.abandon()
     assert same(one_round(resumed).parameters, one_round(reference).parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"w": torch.zeros(4), "scale": torch.tensor(1.0)}, r"'w' of shape \(3,\), .* \(4,\)"),
+        ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "'v' of shape None"),
+        ({"w": torch.zeros(3)}, r"'scale' of shape \(\), the model has None"),
+        (None, "with the optimizer SGD, the server has Adam"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words: str) -> None:
+    rounds = rounds_in(tmp_path / "a")
+    one_round(rounds)
+    rounds.close()
+    fine = {"w": torch.zeros(3), "scale": torch.tensor(1.0)}
+    kind: Any = torch.optim.Adam if given is None else torch.optim.SGD
+    server = ServerOptimizer(
+        fine if given is None else given, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
+        optimizer_fn=lambda p: kind(p, lr=0.5),
+    )  # fmt: skip
+    with pytest.raises(InvalidInput, match=words):
+        Rounds(server).resume()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from noshuffle import MinSeparation, Plan
-from noshuffle.errors import DataUnavailable, InvalidInput
+from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated import tasks as tasks_module
 from noshuffle.federated.clients import NO_TARGET
@@ -78,7 +78,9 @@ def go(rounds: Rounds, **more: Any) -> Any:
     return simulate(rounds, a_model(), task, **{**settings, **more})
 
 
-def test_vectorised_and_one_by_one_agree() -> None:
+def test_vectorised_and_one_by_one_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the grid of the noise, on which a last place can make a whole step."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
     slow = go(a_run(), vectorise=False)
     for at_once in (1, 3, 50):
         fast = go(a_run(), vectorise=True, at_once=at_once)
@@ -143,7 +145,7 @@ def test_recurrent_model_on_text() -> None:
     torch.manual_seed(1)
     model = CharLSTM(3, embedding=3, hidden=5)
     plan = Plan.fit(MinSeparation(6, 1, 6), mechanism="tree", noise_multiplier=0.01, unit="user")
-    server = ServerOptimizer(model, plan, clip=1.0, cohort_size=5,
+    server = ServerOptimizer(model, plan, clip=1.0, cohort_size=5, source=a_source(seed=2),
                              optimizer_fn=lambda p: torch.optim.SGD(p, lr=2.0))  # fmt: skip
     before = evaluate(model, server.parameters(), task)
     local = LocalTraining(learning_rate=1.0, steps=2)
@@ -212,3 +214,35 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
         load_task("reddit")
     with pytest.raises(InvalidInput, match="no user 'x'"):
         a_task().client("x")
+
+
+def test_evaluation_is_of_the_model_in_use() -> None:
+    """Dropout is off and statistics stay; every layer keeps the mode that it was in."""
+    torch.manual_seed(0)
+    kept = nn.BatchNorm1d(4).eval()
+    dropped = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), kept, nn.Dropout(0.9), nn.Linear(4, 2))
+    own = {name: value.detach() for name, value in dropped.named_parameters()}
+    buffers = {name: value.clone() for name, value in dropped.named_buffers()}
+    found = [evaluate(dropped, own, a_task()) for _ in range(5)]
+    assert len(set(found)) == 1
+    assert found[0] == evaluate(dropped.eval(), own, a_task())
+    dropped.train()
+    kept.eval()
+    evaluate(dropped, own, a_task())
+    assert [module.training for module in dropped] == [True, True, False, True, True]
+    assert all(torch.equal(value, buffers[name]) for name, value in dropped.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+)
+def test_layers_that_learn_statistics_are_refused(norm: nn.Module) -> None:
+    def server_of(model: nn.Module) -> ServerOptimizer:
+        optimizer_fn = lambda p: torch.optim.SGD(p, lr=1.0)  # noqa: E731
+        return ServerOptimizer(
+            model, a_plan(0.3, 12), clip=1.0, cohort_size=8, optimizer_fn=optimizer_fn
+        )
+
+    with pytest.raises(Unsupported, match=r"'1' .*keeps statistics of users' data"):
+        server_of(nn.Sequential(nn.Flatten(), norm, nn.Linear(4, 2)))
+    server_of(nn.Sequential(nn.Flatten(), norm.eval(), nn.Linear(4, 2)))

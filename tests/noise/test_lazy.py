@@ -20,7 +20,7 @@ from noshuffle.noise.gaussian import normals_in_torch_
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.lazy import LazyNoise
-from noshuffle.noise.philox import PhiloxWords
+from noshuffle.noise.philox_words import PhiloxWords
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.sparse_sgd import SparseSGD
@@ -266,6 +266,23 @@ def test_no_number_is_drawn_twice(kind: str, count: int) -> None:
     assert torch.equal(draws.normals(rows[50:], step=3, first=1), found[3, 50:, :1])
     assert draws.normals(rows[:0], step=3).shape == (0, count)
     assert draws.normals(rows, step=3, first=0).shape == (200, 0)
+
+
+@pytest.mark.parametrize("kind", ["aes", "philox"])
+def test_the_default_type_of_torch_does_not_matter(kind: str) -> None:
+    def drawn() -> list[Tensor]:
+        noise = lazy(source=seeded(seed="default", kind=kind))
+        first = noise.touch_(torch.tensor([3, 7]), 2)
+        again = noise.touch_(torch.tensor([7]), 5, onto=torch.ones(1, 5, dtype=torch.float32))
+        return [first, again, noise.flush_(6), noise.state_dict()["buffers"]]
+
+    plain, before = drawn(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        other = drawn()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
 def test_draws_beyond_their_field_are_refused() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import Source, native, new_key, test_source
+from noshuffle.noise import Source, native, native_check, new_key, test_source
 from noshuffle.noise.constants import COSINE, LOG, SINE, TILE
-from noshuffle.noise.gaussian import LARGEST, normals_, normals_in_torch_
+from noshuffle.noise.gaussian import LARGEST, normals_in_torch_
+from noshuffle.noise.loops import normals_
 
 KINDS = ("aes", "philox")
 SCALES = (2 / 3, 3 / 2)
@@ -245,12 +246,12 @@ def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
         pytest.skip("no C compiler, or switched off")
     text = native.text()
     assert text.count(right) == 1
-    good, bad = (native._build(t) for t in (text, text.replace(right, wrong)))
+    good, bad = (native.build_loops(t) for t in (text, text.replace(right, wrong)))
     assert good is not None
-    assert native._agrees(good)
+    assert native_check.agrees(good)
     assert bad is not None
-    assert not native._agrees(bad)
-    assert native._build("not C") is None
+    assert not native_check.agrees(bad)
+    assert native.build_loops("not C") is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,9 +329,9 @@ def test_the_c_loops_do_not_need_fused_instructions() -> None:
     found = [i for i, line in enumerate(lines) if line.startswith("#if") and "FMA" in line]
     assert len(found) == 1
     lines[found[0]] = "#if 0"
-    built = native._build("\n".join(lines) + "\n")
+    built = native.build_loops("\n".join(lines) + "\n")
     assert built is not None
-    assert native._agrees(built)
+    assert native_check.agrees(built)
 
 
 def test_keys() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle.noise import NoiseStream, native, test_source
+from noshuffle.noise import NoiseStream, native, native_check, test_source, whole_step_check
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.layout import Layout
@@ -19,7 +19,8 @@ from noshuffle.noise.whole_step import WholeStep
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
 needs_loop = pytest.mark.skipif(
-    not native.has_aes(), reason="no C compiler or no AES instructions: there is one form only"
+    not whole_step_check.is_ready(),
+    reason="no C compiler or no AES instructions: there is one form only",
 )
 LOWER = np.tril(np.random.default_rng(0).normal(size=(8, 8)))
 RECIPES: dict[str, Recipe] = {
@@ -34,7 +35,14 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def steps(recipe: Recipe, *, in_chunks: bool, times: float, **options: Any) -> list[Any]:
+def steps(
+    recipe: Recipe,
+    *,
+    in_chunks: bool,
+    times: float,
+    kind: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Any]:
     """What eight steps leave: values that are not zero to begin with, and the saved state."""
     shapes = options["shapes"]
     stream = NoiseStream(recipe, test_source(seed=5), scale=0.3, steps=8, **options)
@@ -44,7 +52,11 @@ def steps(recipe: Recipe, *, in_chunks: bool, times: float, **options: Any) -> l
     out: list[Any] = []
     generator = torch.Generator().manual_seed(1)
     for _ in range(8):
-        values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        values = {
+            name: torch.randn(shape, generator=generator, dtype=kind)
+            for name, shape in shapes.items()
+        }
+        assert in_chunks or stream._whole.fits(values)
         stream.add_(values, times=times)
         out += list(values.values())
     return out + list(stream.state_dict()["buffers"].values())
@@ -53,13 +65,15 @@ def steps(recipe: Recipe, *, in_chunks: bool, times: float, **options: Any) -> l
 @needs_loop
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_it_has_the_bits_of_the_chunks(name: str, threads: int) -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_it_has_the_bits_of_the_chunks(name: str, threads: int, kind: torch.dtype) -> None:
     before = torch.get_num_threads()
     shapes = {"w": (130, 1000), "b": (3,), "none": (0, 4), "one": (1024,), "scalar": ()}
     try:
         torch.set_num_threads(threads)
         for times in (1.0, 1 / 250):
             options = {"shapes": shapes, "times": times, "starts": {"b": 1022, "w": 77}}
+            options["kind"] = kind
             fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
             assert len(fast) == len(slow) >= 8 * len(shapes)
             assert all(torch.equal(a, b) for a, b in zip(fast, slow))
@@ -69,16 +83,22 @@ def test_it_has_the_bits_of_the_chunks(name: str, threads: int) -> None:
 
 @needs_loop
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 5000), st.integers(0, 5000), st.sampled_from(sorted(RECIPES)))
-def test_any_size_and_any_start(size: int, start: int, name: str) -> None:
-    options = {"shapes": {"w": (size,)}, "times": 0.5, "starts": {"w": start}}
+@given(
+    st.integers(1, 5000),
+    st.integers(0, 5000),
+    st.sampled_from(sorted(RECIPES)),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_any_size_and_any_start(size: int, start: int, name: str, kind: torch.dtype) -> None:
+    options = {"shapes": {"w": (size,)}, "times": 1 / 3, "starts": {"w": start}, "kind": kind}
     fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(fast, slow))
 
 
 @needs_loop
-def test_nothing_beside_the_values_is_touched() -> None:
-    room = torch.zeros(3 * 1500)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_nothing_beside_the_values_is_touched(kind: torch.dtype) -> None:
+    room = torch.zeros(3 * 1500, dtype=kind)
     stream = NoiseStream(FeedForward((1.0,)), test_source(seed=5), {"w": (1500,)}, scale=1, steps=1)
     stream.add_({"w": room[1500:3000]})
     assert int((room[1500:3000] != 0).sum()) > 1480
@@ -108,9 +128,36 @@ def test_its_words_are_those_of_the_cryptography_package(key: bytes, row: int, t
 def test_a_wrong_cipher_is_not_used(right: str, wrong: str) -> None:
     text = native.text()
     assert text.count(right) >= 1
-    built = native._build(text.replace(right, wrong))
+    built = native.build_loops(text.replace(right, wrong))
     assert built is not None
-    assert not native._knows_aes(built)
+    assert not native_check.knows_aes(built)
+
+
+@needs_loop
+@pytest.mark.parametrize("without", ["", "__AVX512BW__", "__VAES__"])
+def test_blocks_of_every_processor_are_those_of_the_standard(without: str) -> None:
+    """Four, two and one at a time; a processor lacks what the text is not told of."""
+    built = native.build_loops((f"#undef {without}\n" if without else "") + native.text())
+    assert built is not None
+    assert native_check.knows_aes(built)
+
+
+@needs_loop
+def test_mixed_types_take_the_chunks() -> None:
+    shapes = {"a": (1500,), "b": (700,)}
+    kinds = {"a": torch.float32, "b": torch.float64}
+    found = []
+    for is_mixed in (True, False):
+        values = {
+            name: torch.zeros(shape, dtype=kinds[name] if is_mixed else torch.float32)
+            for name, shape in shapes.items()
+        }
+        stream = NoiseStream(FeedForward((1.0,)), test_source(seed=5), shapes, scale=1, steps=1)
+        assert stream._whole is not None
+        assert stream._whole.fits(values) is not is_mixed
+        stream.add_(values)
+        found.append(values)
+    assert all(torch.equal(found[0][name].float(), found[1][name]) for name in shapes)
 
 
 @needs_loop
@@ -138,6 +185,6 @@ def test_a_loop_that_steps_wrongly_is_not_used(wrong: str, monkeypatch: pytest.M
         if len(place):
             place[:1] = torch.nextafter(place[:1], torch.tensor(9.0))
 
-    assert native._does_steps.__wrapped__()
+    assert whole_step_check._does_steps.__wrapped__()
     monkeypatch.setattr(WholeStep, "add_", altered)
-    assert not native._does_steps.__wrapped__()
+    assert not whole_step_check._does_steps.__wrapped__()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import aes, philox, test_source
 from noshuffle.noise.layout import Layout
+from noshuffle.noise.philox_words import PhiloxWords
 
 U32 = st.integers(0, 2**32 - 1)
 
@@ -63,7 +64,7 @@ def test_philox_words_of_a_tile_follow_the_documented_layout() -> None:
     source = test_source(seed="layout", kind="philox")
     layout = Layout.of({"a": (3000,), "b": (5,)}, starts={"a": 2000}, chunk_tiles=8)
     seeds = {name: source.seed(name) for name in ("a", "b")}
-    filler = philox.PhiloxWords(layout.chunks, seeds=seeds, device=torch.device("cpu"))
+    filler = PhiloxWords(layout.chunks, seeds=seeds, device=torch.device("cpu"))
     words = torch.empty(layout.tiles, 1024, dtype=torch.int32)
     filler.fill_(words, chunk=0, row=77)
     for flat_tile, lane, place, name, tile in (

@@ -95,6 +95,15 @@ def test_the_shared_page_has_no_raw_counts(tmp_path: Path) -> None:
     assert "9 (64.3 %)" in text
 
 
+def test_pictures_speak_of_rounds_and_of_federated_averaging(tmp_path: Path) -> None:
+    a_run(tmp_path / "a").close()
+    page = write_report(tmp_path / "a").read_text()
+    said = set(re.findall(r"<!-- (.*?) -->", page))  # the words of a picture, beside their shapes
+    assert {"round", "independent noise (DP-FedAvg)"} <= said
+    assert "step" not in said
+    assert "DP-SGD" not in page
+
+
 def test_secret_draws_stay_secret(tmp_path: Path) -> None:
     a_run(tmp_path / "a", mechanism="poisson").close()
     assert spending_in(read_run(tmp_path / "a")) == []

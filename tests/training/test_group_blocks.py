@@ -17,7 +17,6 @@ from noshuffle.training import device_print
 from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.fixed_sum import FixedSum, _rounded, runs_of
 from noshuffle.training.group_blocks import BlockSums, block_sums
-from noshuffle.training.group_step import rows_of
 
 BATCH, BLOCK = 10, 4
 
@@ -138,14 +137,6 @@ def test_values_side_by_side_are_the_values(seed):
     assert list(found) == list(shapes)
     assert all(torch.equal(found[n], expected[n]) for n in shapes)
     assert len(runs_of(shapes)) == 2
-
-
-def test_rows_of_a_batch():
-    x = torch.arange(20.0).reshape(10, 2)
-    for rows in ([], [3], [2, 3, 4], [0, 2, 5], list(range(10))):
-        index = np.array(rows, dtype=np.int64)
-        assert torch.equal(rows_of((x, 7), index)[0], x[rows])
-    assert rows_of((x,), np.arange(2, 5))[0].data_ptr() == x[2:].data_ptr()
 
 
 def test_digests_of_many_tensors_are_those_of_each():

@@ -159,7 +159,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, change: str) -> Non
     private = start()
     private.step(nn.MSELoss(), torch.randn(4, 2), torch.randn(4, 1))  # type: ignore[attr-defined]
     start()
-    private.ledger._db.execute(change)  # type: ignore[attr-defined]
+    private.ledger._file.db.execute(change)  # type: ignore[attr-defined]
     with pytest.raises(InvalidInput, match=r"another version.*fork the run") as refused:
         start()
     assert "\n" not in str(refused.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sqlite3
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from noshuffle.errors import (
 )
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted, SinglePass
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.ledger_file import LedgerFile
 
 
 def is_allowed(participation, pattern):
@@ -216,7 +218,7 @@ def test_a_cut_ledger_is_noticed(tmp_path):
     ledger = Ledger(SinglePass(steps=5), path=path)
     for t in range(3):
         ledger.record(ledger.admit(t, np.array([t]), bytes([t])))
-    ledger._db.execute("DELETE FROM steps WHERE step = 1")
+    ledger._file.db.execute("DELETE FROM steps WHERE step = 1")
     with pytest.raises(VerificationFailed, match="lacks step 1"):
         Ledger(SinglePass(steps=5), path=path)
 
@@ -265,7 +267,7 @@ def test_many_ids_do_not_need_python_loops():
 def test_an_interrupted_first_row_leaves_later_ones_durable(tmp_path, at):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(SinglePass(steps=5), path=path)
-    real = ledger._db
+    real = ledger._file.db
 
     class Interrupted:
         in_transaction = property(lambda self: real.in_transaction)
@@ -276,10 +278,10 @@ def test_an_interrupted_first_row_leaves_later_ones_durable(tmp_path, at):
                 raise KeyboardInterrupt
             return found
 
-    ledger._db = Interrupted()
+    ledger._file.db = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
-    ledger._db = real
+    ledger._file.db = real
     ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
     assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0]
     real.close()
@@ -289,8 +291,8 @@ def test_an_interrupted_summary_does_not_hold_back_the_next_rows(tmp_path):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(SinglePass(steps=5), path=path)
     ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
-    ledger._db.execute("BEGIN IMMEDIATE")  # a summary that was left in the middle
-    ledger._db.execute("DELETE FROM units")
+    ledger._file.db.execute("BEGIN IMMEDIATE")  # a summary that was left in the middle
+    ledger._file.db.execute("DELETE FROM units")
     ledger.record(ledger.admit(1, np.array([7]), b"other"))
     assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0, 1]
     ledger.close()
@@ -303,6 +305,59 @@ def test_the_last_epoch_is_read_from_the_file_and_a_gap_is_noticed(tmp_path):
     assert Ledger(ledger.participation, path=tmp_path / "ledger.sqlite").admit(3, None, b"two")
     with pytest.raises(ParticipationViolation, match="differs from the batch at its place"):
         ledger.admit(3, None, b"three")
-    ledger._db.execute("DELETE FROM steps WHERE step = 1")
+    ledger._file.db.execute("DELETE FROM steps WHERE step = 1")
     with pytest.raises(VerificationFailed, match="lacks step 1"):
         ledger.admit(3, None, b"two")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "DELETE FROM steps WHERE step = 1",
+        "DELETE FROM steps WHERE step = 2",
+        "DELETE FROM units",
+        "DELETE FROM units WHERE unit = 6",
+        "UPDATE units SET count = 1",
+        "UPDATE meta SET value = '1' WHERE name = 'summarised'",
+    ],
+)
+def test_a_summary_that_does_not_follow_from_the_steps_is_refused(tmp_path, edit):
+    """Units that it forgot would be admitted again."""
+    rule, path = MinSeparation(9, 1, 3), tmp_path / "ledger.sqlite"
+    ledger = Ledger(rule, path=path)
+    for step in range(3):
+        ledger.record(ledger.admit(step, np.array([5, 6 + step % 2]), bytes([step])))
+    ledger.close()
+    assert Ledger(rule, path=path).released == 3
+    db = sqlite3.connect(path)
+    db.execute(edit)
+    db.commit()
+    db.close()
+    with pytest.raises(VerificationFailed, match="it was cut or edited"):
+        Ledger(rule, path=path)
+
+
+def test_a_ledger_is_opened_as_of_one_moment(tmp_path, monkeypatch):
+    """Another process writes its summary while this one reads; half of each would be wrong."""
+    rule, path = SinglePass(steps=9), tmp_path / "ledger.sqlite"
+    writer = Ledger(rule, path=path)
+
+    def one_more():
+        step = writer.released
+        writer.record(writer.admit(step, np.array([2 * step, 2 * step + 1]), bytes([step])))
+        writer.summarise()
+
+    one_more()
+    read = LedgerFile.units
+
+    def in_between(file):
+        found = read(file)
+        one_more()
+        return found
+
+    monkeypatch.setattr(LedgerFile, "units", in_between)
+    other = Ledger(rule, path=path)
+    assert (other.released, other.units()[0].tolist()) == (1, [0, 1])
+    assert writer.released == 2
+    with pytest.raises(ReplayRefused, match="another process"):
+        other.record(other.admit(1, np.array([2]), b"other"))

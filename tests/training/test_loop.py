@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -232,8 +233,29 @@ def test_checkpoints_are_complete_or_absent(tmp_path):
     assert [p.name for p in checkpoint.saved(folder)] == ["step-00000010", "step-00000011"]
     assert len(list(folder.iterdir())) == 2  # nothing is left over
     (folder / "step-00000011/model.safetensors").unlink()
-    with pytest.raises(InvalidInput, match="not a checkpoint"):
+    with pytest.raises(InvalidInput, match=r"not a checkpoint: .*model.safetensors is missing"):
         checkpoint.load(folder / "step-00000011")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_damaged_checkpoint_is_told_in_one_line(tmp_path, name, share):
+    state = {"step": 7, "model": {"a": torch.ones(300)}, "x": {"y": torch.arange(300)}}
+    path = checkpoint.save(state, tmp_path)
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(InvalidInput, match=r"step-00000007 is damaged .*remove it"):
+        checkpoint.load(path)
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"model.safetensors: No space left"):
+        checkpoint.save({"step": 7, "model": {"a": torch.ones(3)}}, tmp_path)
+    assert checkpoint.saved(tmp_path) == []
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):

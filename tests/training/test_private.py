@@ -27,6 +27,12 @@ from noshuffle.training import privatize
 LOSS = nn.CrossEntropyLoss()
 
 
+@pytest.fixture
+def _off_grid(monkeypatch):
+    """Sums that differ in their last bits may be rounded to neighbouring points of the grid."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
+
+
 def network(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -79,6 +85,7 @@ def test_noiseless_step_equals_a_loop_of_clipped_sgd(engine):
     assert any("no privacy" in s for s in private.statement().assumptions)
 
 
+@pytest.mark.usefixtures("_off_grid")
 def test_noise_is_row_t_of_the_stream_times_clip_over_batch():
     """The released gradient minus the clipped one is z·ζ·(C⁻¹Z)_t / batch size, exactly named."""
     x, y = data()
@@ -226,6 +233,7 @@ def two_parts(private, x, y, first, second):
         step.add(LOSS, (x[8:10], y[8:10]), ids=second)
 
 
+@pytest.mark.usefixtures("_off_grid")
 def test_accumulation_is_one_release():
     x, y = data()
     ours, theirs = network(), network()
@@ -290,7 +298,7 @@ def test_frozen_parameters_stay():
     private.step(LOSS, x[:6], y[:6])
     assert torch.equal(before, model[0].weight)
     model[0].requires_grad_(True)  # a surprise after privatize is an error, not a leak
-    with pytest.raises(InvalidInput, match="matched by name"):
+    with pytest.raises(InvalidInput, match="became trainable after privatize"):
         private.step(LOSS, x[6:12], y[6:12])
 
 

@@ -17,6 +17,12 @@ from noshuffle.strategies import tree
 from noshuffle.training import privatize
 
 
+@pytest.fixture(autouse=True)
+def _off_grid(monkeypatch):
+    """Sums that differ in their last bits may be rounded to neighbouring points of the grid."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
+
+
 def convolutional():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -223,3 +229,61 @@ def test_a_listened_model_can_be_copied_and_saved(tmp_path):
     del loop
     gc.collect()
     assert len(model._forward_hooks) == hooks - 1
+
+
+class Shaken(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_what_does_not_come_through_the_output_is_refused():
+    x, y, loss_fn = torch.randn(8, 3), torch.randint(2, (8,)), nn.CrossEntropyLoss()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    loop = make(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    decay = 1e-2 * sum(p.square().sum() for p in model.parameters())
+    (loss_fn(model(x), y) + decay).backward()
+    with pytest.raises(Unsupported, match="penalty on weights"):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    (loss_fn(model(x), y) + model[0](x).square().mean()).backward()
+    with pytest.raises(Unsupported, match="parts of it called by themselves"):
+        loop.optimizer.step()
+    assert loop.steps_released == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    shaken = Shaken(3, 2)
+    other = make(shaken)
+    loss_fn(shaken(x), y).backward()
+    with pytest.raises(Unsupported, match="random numbers"):
+        other.optimizer.step()
+
+
+def test_a_norm_clipped_before_the_step_and_gradients_of_zero_do_no_harm():
+    torch.manual_seed(0)
+    x, y, loss_fn = torch.randn(16, 3), torch.randint(2, (16,)), nn.CrossEntropyLoss()
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    loop, plain = make(models[0]), make(models[1])
+    (0.0 * loss_fn(models[0](x[:8]), y[:8])).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loss_fn(models[0](x[8:]), y[8:]).backward()
+    nn.utils.clip_grad_norm_(models[0].parameters(), 1e-3)
+    loop.optimizer.step()
+    plain.step(lambda out, target: 0.0 * loss_fn(out, target), x[:8], y[:8])
+    plain.step(loss_fn, x[8:], y[8:])
+    agree(*models)
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16", "double"])
+def test_other_precisions_are_not_taken_for_something_missing(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 5))
+    model = model.to({"bfloat16": torch.bfloat16, "double": torch.float64}.get(how, torch.float32))
+    loop = make(model)
+    x = torch.randn(8, 12, dtype=next(model.parameters()).dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        out = model(x)
+    nn.functional.cross_entropy(out.float(), torch.randint(5, (8,))).backward()
+    loop.optimizer.step()
+    assert loop.steps_released == 1

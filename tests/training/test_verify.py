@@ -21,6 +21,7 @@ from noshuffle.training.batches import TensorBatches
 from noshuffle.training.evidence import Evidence, encode_units
 from noshuffle.training.fork import fork, load_model
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.sampler import make_sampler
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(2, (24,), generator=torch.Generator().manual_seed(1))
@@ -85,14 +86,15 @@ def test_a_good_run_verifies(good):
 @pytest.mark.parametrize("rule", [Poisson(steps=6, rate=0.3), FixedSize(6, 5, 24)], ids=repr)
 def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
     path = tmp_path / "run"
-    train(path, rule)
+    private = train(path, rule)
     assert verify(path).is_verified, verify(path).words()
     hidden = shutil.copytree(path, tmp_path / "hidden")
     (hidden / "checkpoints/key.json").unlink()
     assert verify(hidden).is_verified
     assert "secret draws" in verify(hidden).unchecked[0]
-    ids = np.array([0, 1, 2, 3, 23])
-    sql(path, ("UPDATE steps SET ids = ?, units = 5 WHERE step = 2", (encode_units(ids),)))
+    drawn = make_sampler(rule, key=private._keys.sampling, population=24).draw(2)
+    ids = np.setdiff1d(np.arange(24), drawn)
+    sql(path, ("UPDATE steps SET ids = ?, units = ? WHERE step = 2", (encode_units(ids), len(ids))))
     assert any("sampler drew" in f for f in verify(path).failures)
 
 
@@ -175,6 +177,16 @@ def test_doctored_statement(copy, field, value):
     edit(copy / "statement.json", lambda r: r.update({field: value}))
     failures = verify(copy).failures
     assert any(f.startswith(f"statement.json says {field} = ") for f in failures), failures
+
+
+def test_a_statement_that_is_behind_is_told_in_one_line(copy):
+    """As after a crash: what differs because of the steps is not told as well."""
+    change = {"released_steps": 7, "epsilon": 0.5, "rho": 0.1, "assumptions": []}
+    edit(copy / "statement.json", lambda r: r.update(change))
+    (failure,) = verify(copy).failures
+    assert "covers 7 steps, the ledger has 8; resume the run" in failure
+    edit(copy / "statement.json", lambda r: r.update({"delta": 0.1}))
+    assert any("statement.json says delta" in f for f in verify(copy).failures)
 
 
 def test_missing_or_foreign_pieces(copy, tmp_path):

@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
         # Counts of a single round are raw figures: for whoever runs the server, nobody else.
         log(
             INFO, "round %i: silent %s, epsilon so far %.3f",
-            report.step + 1, list(report.silent), rounds.server.statement().epsilon,
+            report.step, list(report.silent), rounds.server.statement().epsilon,
         )  # fmt: skip
 
     def on_held_out_data(number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -87,6 +87,10 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=int(config["stop-after"]) or None,
         timeout=float(config["timeout"]),
         evaluate_fn=on_held_out_data,
+    )
+    _, accuracy = evaluate(model, rounds.server.parameters(), task)
+    folder.append_metrics(
+        {"kind": "summary", "step": rounds.server.round, "test_accuracy": accuracy}
     )
     log(INFO, "%s", rounds.server.statement())
     rounds.close()

@@ -217,12 +217,13 @@ def assemble(
     limits = make_limits(settings, task)
     is_begun = folder is not None and folder.is_started
     plan = folder.plan() if folder is not None and is_begun else make_plan(settings, task)
-    if folder is not None and not is_begun:
+    clip = make_clip(settings, plan)
+    if folder is not None and not is_begun:  # nothing that is refused leaves a folder behind
         folder.write_config({"kind": "federated", **settings.to_dict()})
     server = ServerOptimizer(
         model,
         plan,
-        clip=make_clip(settings, plan),
+        clip=clip,
         cohort_size=settings.clients_per_round,
         optimizer_fn=make_optimizer_fn(settings),
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),

@@ -143,6 +143,8 @@ def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
         raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
     if made_by != kind:
         raise InvalidInput(f"{run} is another kind of run; use: noshuffle {made_by} --resume {run}")
+    if "run_folder" in kept:  # a setting of the app in examples/federated
+        raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
     return kept
 
 

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from noshuffle.cli import options as o
+from noshuffle.cli import run_options as run
+from noshuffle.cli.run_options import FOLDER, HOW, PRIVACY, option
+
+_TRAINING = "Training"
 
 
 def train(
@@ -23,69 +26,56 @@ def train(
         str | None, typer.Option(help="tanh_cnn, vgg, small_cnn, linear, mlp or char_lstm")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option(help="blt_tapped, blt, tree, identity, …; or best")
+        str | None, option(PRIVACY, "blt_tapped, blt, tree, identity, …; or best")
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option("--epsilon", "--target-epsilon", help="target ε (default 8)")
+        float | None, option(PRIVACY, "target ε (default 8)", "--epsilon", "--target-epsilon")
     ] = None,
-    noise_multiplier: o.NoiseMultiplier = None,
-    delta: Annotated[float | None, typer.Option(help="δ, strictly between 0 and 1")] = None,
-    epochs: Annotated[int | None, typer.Option(help="passes over the data, in order")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="examples a step")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="bound on one contribution")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="ftrl, sgd, adam, adamw or adafactor")
+    noise_multiplier: Annotated[
+        float | None, option(PRIVACY, "noise standard deviation / clip norm of one contribution")
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="learning rate (not its inverse)")] = None,
-    momentum: Annotated[float | None, typer.Option(help="momentum of ftrl and sgd")] = None,
+    delta: run.Delta = None,
+    clip_norm: Annotated[float | None, option(PRIVACY, "bound on one contribution")] = None,
     sampling: Annotated[
-        str | None, typer.Option(help="none, or DP-SGD with poisson or fixed batches")
+        str | None, option(PRIVACY, "none, or DP-SGD with poisson or fixed batches")
     ] = None,
-    unit: Annotated[str | None, typer.Option(help="protect an example or a user")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of the initial weights (public)")] = None,
-    test_seed: Annotated[
-        str | None, typer.Option(help="reproducible noise for tests: NOT PRIVATE")
+    unit: Annotated[str | None, option(PRIVACY, "protect an example or a user")] = None,
+    epochs: Annotated[int | None, option(_TRAINING, "passes over the data, in order")] = None,
+    batch_size: Annotated[int | None, option(_TRAINING, "examples a step")] = None,
+    optimizer: Annotated[
+        str | None, option(_TRAINING, "ftrl, sgd, adam, adamw or adafactor")
     ] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
+    lr: Annotated[float | None, option(_TRAINING, "learning rate (not its inverse)")] = None,
+    momentum: Annotated[float | None, option(_TRAINING, "momentum of ftrl and sgd")] = None,
+    device: run.Device = None,
+    seed: Annotated[int | None, option(HOW, "seed of the initial weights (public)")] = None,
+    test_seed: run.TestSeed = None,
     baseline: Annotated[
-        bool | None, typer.Option(help="also train without privacy, for comparison")
+        bool | None, option(HOW, "also train without privacy, for comparison")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with these settings")] = None,
-    out: Annotated[Path | None, typer.Option(help="run folder (default runs/DATA-TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
-    moved: Annotated[
-        bool, typer.Option("--moved", help="with --resume: the folder was moved, not copied")
-    ] = False,
-    json: o.Json = False,
+    config: run.Config = None,
+    json: run.Json = False,
+    out: Annotated[Path | None, option(FOLDER, "run folder (default runs/DATA-TIME)")] = None,
+    resume: run.Resume = None,
+    moved: run.Moved = False,
+    checkpoint_every: Annotated[int | None, option(FOLDER, "steps between checkpoints")] = None,
 ) -> int:
     """Train a model with differential privacy, in the natural order of the data.
 
     Without options: the digits that ship with scikit-learn, a small CNN, DP-FTRL, under a minute.
     """
-    given = {
-        "data": data,
-        "model": model,
-        "mechanism": mechanism,
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "delta": delta,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "clip_norm": clip_norm,
-        "optimizer": optimizer,
-        "lr": lr,
-        "momentum": momentum,
-        "sampling": sampling,
-        "unit": unit,
-        "device": device,
-        "seed": seed,
-        "test_seed": test_seed,
-        "checkpoint_every": checkpoint_every,
-        "baseline": baseline,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    settings, path = _settings(given, config=config, out=out, resume=resume)
+    given = run.given_settings(locals())
+    from noshuffle.cli.settings import TrainSettings
+
+    settings, path = run.settings_and_folder(
+        TrainSettings.of,
+        given,
+        kind="train",
+        config=config,
+        out=out,
+        resume=resume,
+        name=lambda made: made.data.replace(":", "-").replace(".", "-"),
+    )
     _check_device(settings.device)
     try:
         result = _run(settings, path, quiet=json, moved=moved)
@@ -97,29 +87,6 @@ def train(
         return 130
     _print(settings, result, as_json=json)
     return 0
-
-
-def _settings(
-    given: dict[str, Any], *, config: Path | None, out: Path | None, resume: Path | None
-) -> tuple[Any, Path]:
-    from datetime import datetime
-
-    from noshuffle.cli.settings import TrainSettings, check_new_folder, kept_settings, read_toml
-    from noshuffle.errors import InvalidInput
-
-    if resume is not None:
-        if given or config or out:
-            raise InvalidInput("--resume takes all settings from the run folder; give it alone")
-        return TrainSettings.of(kept_settings(resume, kind="train")), resume
-    from_file = read_toml(config) if config is not None else {}
-    if {"epsilon", "noise_multiplier"} & set(given):  # one on the command line replaces either
-        from_file = {k: v for k, v in from_file.items() if k not in ("epsilon", "noise_multiplier")}
-    settings = TrainSettings.of({**from_file, **given})
-    if out is None:
-        name = settings.data.replace(":", "-").replace(".", "-")
-        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    check_new_folder(out)
-    return settings, out
 
 
 def _check_device(name: str) -> None:

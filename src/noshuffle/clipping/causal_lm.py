@@ -6,7 +6,8 @@
 `input_ids`, perhaps `attention_mask` and `labels` (−100 where there is none). Labels are shifted
 here, so they are given as for Hugging Face models; without them every token that the mask keeps is
 predicted. The mean is over the tokens of a row and never over the batch, which would couple
-examples. Logits are widened to float32 before the loss. A row without labels has loss 0. No state.
+examples. Logits of half precision are widened before the loss. A row without labels has loss 0. No
+state.
 
 >>> import torch
 >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from noshuffle.clipping.objective import ModelLoss
+from noshuffle.clipping.products import wide
 from noshuffle.errors import InvalidInput
 
 IGNORED = -100
@@ -45,7 +47,7 @@ def _rows(model: Any, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
     # The labels move, not the logits: a slice of those would be a copy of the largest tensor.
     target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     each = F.cross_entropy(
-        logits.float().flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORED
+        wide(logits).flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORED
     )
     count = (target != IGNORED).sum(1).clamp_min(1)
     return each.view(target.shape).sum(1) / count

@@ -5,7 +5,8 @@ every gradient, so no bound on one example holds; an embedding with `max_norm` r
 weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused.
 Batch normalisation in eval mode is a fixed affine map of each example and is allowed. Dropout is
 allowed: every example draws its own mask. Two settings that torch's autograd does not carry through
-clipping are refused in the same place: sparse embedding gradients and reentrant checkpoints.
+clipping are refused in the same place: sparse embedding gradients and reentrant checkpoints. So are
+hooks on parameters, which per-example gradients never pass through.
 
 >>> from torch import nn
 >>> validate(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))
@@ -17,6 +18,7 @@ noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.Gro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -50,6 +52,7 @@ def validate(model: nn.Module) -> None:
         raise InvalidInput("the model must have a trainable parameter, got none that requires grad")
     for name, layer in delicate(model):
         refuse(name, layer)
+    refuse_hooks(trainable(model))
 
 
 def delicate(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -80,6 +83,16 @@ def refuse(name: str, layer: nn.Module) -> None:
             raise Unsupported(
                 f"layer {name!r} ({kind}) has sparse=True, but noise reaches every row: private "
                 "gradients are dense; leave sparse out"
+            )
+
+
+def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a gradient is to be changed on its way into a parameter: clipping has none there."""
+    for name, p in parameters.items():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise Unsupported(
+                f"parameter {name!r} has a gradient hook, which no per-example gradient passes; "
+                "remove it, and mask or scale in the forward pass instead"
             )
 
 

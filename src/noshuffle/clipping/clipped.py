@@ -30,6 +30,9 @@ SLACK = 2.0**-20
 FINE_SLACK = 2.0**-44
 #: The same where matrix products keep only ten bits (TF32).
 COARSE_SLACK = 2.0**-9
+#: The smallest factor that float32 holds to the last bit.
+LEAST_FACTOR = 2.0**-126
+_TINY = 2.0**-149  # and the step between those below
 #: Below this the squares of float32 gradients underflow before the norm reaches the bound.
 SMALLEST_NORM = 1e-12
 
@@ -171,7 +174,8 @@ def clip_factors(
     `squares` maps each parameter to its squared norm per unit. Guarantees: f·‖g‖ ≤ c(1 − aim)
     in exact arithmetic; a zero gradient has factor 1; a unit with a NaN or infinity anywhere
     (also a norm whose square overflows) or without `present` has factor 0 in every group, and the
-    caller must then replace its gradient by zeros, since 0·∞ is not 0.
+    caller must then replace its gradient by zeros, since 0·∞ is not 0. A factor that
+    float32 holds to a few bits only is rounded down to what it holds.
     """
     if all(map(_is_plain, (*squares.values(), losses_ok, present))):
         return _host_factors(squares, losses_ok, present, clip=clip, aim=aim)
@@ -182,6 +186,7 @@ def clip_factors(
     for names, c in clip.groups(tuple(squares)):
         square = total if len(names) == len(squares) else _added([squares[n] for n in names], bad)
         scale = c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()
+        scale = torch.where(scale < LEAST_FACTOR, (scale / _TINY).floor() * _TINY, scale)
         factors.append((names, torch.nan_to_num(scale.clamp_max(1.0)) * keep))
     return factors, torch.where(present, total.sqrt(), torch.zeros_like(total)), bad
 
@@ -218,6 +223,8 @@ def _host_factors(
         for names, c in clip.groups(tuple(own)):
             square = total if len(names) == len(own) else added(names)
             scale = c * (1.0 - aim) / np.sqrt(np.maximum(square, 1e-300))
+            if (scale < LEAST_FACTOR).any():
+                scale = np.where(scale < LEAST_FACTOR, np.floor(scale / _TINY) * _TINY, scale)
             kept = np.where(keep, np.minimum(scale, 1.0), 0.0)
             factors.append((names, torch.from_numpy(kept)))
         norms = np.where(there, np.sqrt(total), 0.0)

@@ -1,7 +1,6 @@
 """Clipping without per-example gradients: one forward and one backward pass.
 
-    forward   every layer's input a is kept
-    backward  only the gradients g at layer outputs are asked for, no weight gradients
+    forms     inputs a and output gradients g of every layer, of one pass (`ghost_forms`)
     norms     from (a, g) of each layer by its rule, added over layers
     sum       Σ_b f_b g_b a_bᵀ, one ordinary weight gradient per layer with the factors inside
 
@@ -27,22 +26,20 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import original, refuse_reentrant, trainable
+from noshuffle.clipping.check import original, refuse_reentrant
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.forms import Form
+from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import (
     UNCOMPILED,
     as_written,
-    cast_early,
     is_compiled,
     no_autocast,
 )
@@ -54,9 +51,6 @@ from noshuffle.clipping.layers import (
     find_layout,
     inner_shapes,
     read,
-    spread,
-    stamp,
-    tensors,
 )
 from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.members import by_unit, finish, members
@@ -64,93 +58,20 @@ from noshuffle.clipping.modes import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
-    batch_losses,
     batch_size,
     is_rowwise,
     leaves,
     take,
 )
-from noshuffle.clipping.opaque import record
 from noshuffle.clipping.per_example import PerExample, empty_sum
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
-from noshuffle.clipping.tape import Astray, Found, Route, Tape, watching
+from noshuffle.clipping.tape import Astray, Route
 from noshuffle.clipping.trial import probe, same_luck, tried
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-
-
-def ghost_forms(
-    model: nn.Module,
-    loss_fn: Criterion | ModelLoss,
-    batch: tuple[Any, ...],
-    *,
-    layers: Layers,
-    layout: Layout,
-    early: bool = False,
-    route: Route | None = None,
-    names: Mapping[int, str] | None = None,
-) -> tuple[dict[str, list[Form]], Tensor]:
-    """Per-example gradients as forms, by parameter name, and the losses.
-
-    `early`: norms are wanted of every example by itself, so take them as gradients arrive. A GPU
-    then has other work in its queue, and does not wait for many small operations at the end.
-    `route`: what an earlier run found out about the graph. `names`: the name of every trainable
-    parameter by its id, where it is known, by somebody who lets compiled parts run as written.
-    """
-    size = batch_size(batch)
-    tape = Tape(size, route=route or Route())
-    calls = dict.fromkeys(layers.watched, 0)
-    is_alike = inner_shapes(batch) == layout.inner
-    is_cast = False
-
-    def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        nonlocal is_cast
-        if not tape.is_on:
-            return
-        call, calls[name] = calls[name], calls[name] + 1
-        first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
-        is_cast = is_cast or torch.is_autocast_enabled(first.device.type)
-        ins, outs = layout.checked(name, call, first, out, size=size, is_alike=is_alike)
-        rule = layers.rules.get(name)
-        if rule is not None:
-            a, before = first.detach(), stamp(first)
-            lead, back = ins[0] or 0, outs[0] or 0
-            a = a if lead == 0 else a.movedim(lead, 0)
-            once = early and layout.count(name) == 1
-
-            def build(g: Tensor) -> Found:
-                if stamp(first) != before:
-                    raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
-                found = rule(layer, a, g if back == 0 else g.movedim(back, 0), size)
-                own = layer._parameters
-                kept = [(p, form) for n, form in found.items() if (p := own.get(n)) is not None]
-                if once:
-                    for parameter, form in kept:
-                        if parameter.requires_grad and not isinstance(form, Dense):
-                            _ = form.square
-                return kept
-
-            tape.record(out, build)
-        else:
-            record(tape, layer, args, kwargs, ins, tensors(out), outs)
-
-    watch = watching(model, layers.watched, seen, tape, inside=layers.rewritten.values())
-    write = as_written(model) if names is None else nullcontext()
-    cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
-    lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
-    with torch.enable_grad(), write, watch, cast, lay:
-        losses = batch_losses(model, loss_fn, batch)
-        for name, times in calls.items():
-            if is_alike and times != layout.count(name):  # who decided? perhaps another example
-                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
-        tape.route.is_cast = is_cast
-        if names is None:
-            names = {id(p): name for name, p in trainable(model).items()}
-        with no_autocast(losses.device):  # a checkpoint sets its own
-            return tape.forms(losses, names), losses.detach()
 
 
 @dataclass
@@ -182,6 +103,7 @@ class Ghost:
     def __post_init__(self) -> None:
         one_of(MODES, mode=self.mode)
         self._reason = self.why
+        self._written_out = PerExample(self.microbatch, fallbacks=self.fallbacks)
 
     def clipped_sum(
         self,
@@ -244,7 +166,7 @@ class Ghost:
             except RuntimeError as error:
                 refuse_reentrant(error)
                 raise
-        engine = PerExample(self.microbatch, fallbacks=self.fallbacks)
+        engine = self._written_out
         with as_written(model):
             return engine.clipped_sum(
                 model, loss_fn, batch, clip=clip, units=units, reduce=reduce, weights=weights
@@ -296,6 +218,8 @@ class Ghost:
             return seen[key]
         if batch_size(batch) == 1:  # one example cannot show whether examples mix
             return _Known(None, None)
+        with as_written(model):
+            self._written_out.check_buffers(model, loss_fn, batch)
         try:
             seen[key] = self._find_out(model, loss_fn, batch)
         except NotNow as reason:

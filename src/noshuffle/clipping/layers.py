@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
 from noshuffle.clipping.objective import leaves
+from noshuffle.clipping.pooling import pools
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
 from noshuffle.clipping.rules_hf import named_rule
 from noshuffle.clipping.tape import Tape, watching
@@ -51,6 +52,7 @@ class Layers:
     rules: dict[str, Rule] = field(default_factory=dict)
     rewritten: dict[str, nn.Module] = field(default_factory=dict)
     opaque: dict[str, nn.Module] = field(default_factory=dict)
+    pools: list[nn.MaxPool2d] = field(default_factory=list)  # nothing to train, but slow as is
 
     @cached_property
     def watched(self) -> dict[str, nn.Module]:
@@ -72,7 +74,7 @@ def rule_of(layer: nn.Module) -> Rule | None:
 def read(model: nn.Module, *, by_name: bool = True) -> Layers:
     """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name."""
     look = rule_of if by_name else find_rule
-    layers = Layers()
+    layers = Layers(pools=pools(model))
     done: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> None:

@@ -181,7 +181,7 @@ class Gradients:
     def squares(self) -> Tensor:
         """Squared norm of the gradient of every example, [B], float64."""
         threads, job, plan = torch.get_num_threads(), self._job, self._plan
-        room = torch.empty((threads, plan.outputs * plan.width))
+        room = torch.empty((threads, plan.outputs * plan.width), dtype=torch.float32)
         job.room, job.taken, job.keep = room.data_ptr(), 0, 0
         return self._measure(threads)
 
@@ -195,7 +195,8 @@ class Gradients:
     def dense(self) -> Tensor:
         """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
         plan = self._plan
-        room = torch.empty((self._size, self._how.groups * plan.outputs, plan.width))
+        shape = (self._size, self._how.groups * plan.outputs, plan.width)
+        room = torch.empty(shape, dtype=torch.float32)
         self._job.room, self._job.keep = room.data_ptr(), 1
         self._measure(torch.get_num_threads())
         return self._shaped(room)
@@ -203,7 +204,7 @@ class Gradients:
     def _measure(self, threads: int) -> Tensor:
         job, many = self._job, self._how.groups * self._plan.outputs
         self.lengths = torch.empty(self._size, dtype=torch.float64)
-        self.channels = torch.empty((self._size, many))
+        self.channels = torch.empty((self._size, many), dtype=torch.float32)
         job.squares, job.channels = self.lengths.data_ptr(), self.channels.data_ptr()
         self._run("squares", threads)
         return self.lengths
@@ -213,7 +214,8 @@ class Gradients:
         job, how = self._job, self._how
         weights = factors.to(torch.float32).contiguous()
         plan = self._plan
-        slices = torch.zeros((SLICES, how.groups * plan.outputs, plan.width))
+        shape = (SLICES, how.groups * plan.outputs, plan.width)
+        slices = torch.zeros(shape, dtype=torch.float32)
         job.factors, job.total = weights.data_ptr(), slices.data_ptr()
         self._run("total", min(SLICES, torch.get_num_threads()))
         return self._shaped(slices.sum(0))
@@ -276,11 +278,11 @@ def _build(text: str) -> ctypes.CDLL | None:
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find the gradients of a small convolution with groups and dilation."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 6, 9, 20, generator=draw)
-    weight = torch.zeros(26, 3, 2, 3)
+    x = torch.randn(3, 6, 9, 20, generator=draw, dtype=torch.float32)
+    weight = torch.zeros(26, 3, 2, 3, dtype=torch.float32)
     how = Geometry((2, 3), (1, 2), (2, 1), groups=2)
     settings = ([1, 2], [0, 0], [2, 1], False, [0, 0], 2, [False, True, False])
-    g = torch.randn(3, 26, 7, 9, generator=draw)
+    g = torch.randn(3, 26, 7, 9, generator=draw, dtype=torch.float32)
     each = torch.stack(
         [
             torch.ops.aten.convolution_backward(
@@ -289,7 +291,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
             for b in range(3)
         ]
     )
-    factors = torch.tensor([0.5, 0.0, -2.0])
+    factors = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float32)
     own = Gradients(x, g, size=3, how=how, built=built)
     squares = each.double().square().sum((1, 2, 3, 4))
     is_close = torch.allclose(own.squares(), squares, rtol=1e-5)

@@ -23,7 +23,22 @@ TEXT = r"""
 #include <stdint.h>
 #include <string.h>
 
-typedef float Lane __attribute__((vector_size(64), aligned(4)));
+/* A vector of this processor, and the block of sums that its registers hold: outputs by vectors. */
+#if defined(__AVX512F__)
+#define LANE 16
+#define MOST 8
+#define VECTORS 2
+#elif defined(__AVX__)
+#define LANE 8
+#define MOST 6
+#define VECTORS 2
+#else
+#define LANE 4
+#define MOST 4
+#define VECTORS 4
+#endif
+#define WIDE (VECTORS * LANE)
+typedef float Lane __attribute__((vector_size(4 * LANE), aligned(4)));
 
 typedef struct {
     int64_t next, examples, frames, groups, positions, outputs, width, runs, run, step;
@@ -38,48 +53,47 @@ typedef struct {
     float *channels;                   /* examples x channels: sums of g; may be missing */
 } Job;
 
-/* into[o, k] += sum over rows of g[o, row] windows[row, k], for OS outputs and KS lanes; with
+/* into[o, k] += sum over rows of g[o, row] windows[row, k], for `os` outputs and `ks` vectors; with
    `found` instead, the squares of those sums are added to it and nothing is written */
-#define BLOCK(OS, KS) \
-static void block_##OS##_##KS(float *restrict into, double *restrict found, \
-        const float *restrict g, const float *restrict windows, int64_t rows, \
-        int64_t positions, int64_t width) { \
-    Lane sum[OS][KS]; \
-    for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
-        sum[o][k] = found ? (Lane){0} : *(const Lane *)(into + o * width + 16 * k); \
-    for (int64_t r = 0; r < rows; r++, windows += width) { \
-        Lane own[KS]; \
-        for (int k = 0; k < KS; k++) own[k] = *(const Lane *)(windows + 16 * k); \
-        for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
-            sum[o][k] += own[k] * g[o * positions + r]; \
-    } \
-    if (found) { \
-        Lane part[2] = {{0}, {0}}; \
-        for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
-            part[o & 1] += sum[o][k] * sum[o][k]; \
-        for (int i = 0; i < 16; i++) found[i] += (double)part[0][i] + (double)part[1][i]; \
-    } else for (int o = 0; o < OS; o++) for (int k = 0; k < KS; k++) \
-        *(Lane *)(into + o * width + 16 * k) = sum[o][k]; \
+static inline __attribute__((always_inline)) void block(
+        const int os, const int ks, float *restrict into, double *restrict found,
+        const float *restrict g, const float *restrict windows, int64_t rows,
+        int64_t positions, int64_t width) {
+    Lane sum[MOST][VECTORS], own[VECTORS];
+    for (int o = 0; o < os; o++) for (int k = 0; k < ks; k++)
+        sum[o][k] = found ? (Lane){0} : *(const Lane *)(into + o * width + LANE * k);
+    for (int64_t r = 0; r < rows; r++, windows += width) {
+        for (int k = 0; k < ks; k++) own[k] = *(const Lane *)(windows + LANE * k);
+        for (int o = 0; o < os; o++) for (int k = 0; k < ks; k++)
+            sum[o][k] += own[k] * g[o * positions + r];
+    }
+    if (found) {
+        Lane part[2] = {{0}, {0}};
+        for (int o = 0; o < os; o++) for (int k = 0; k < ks; k++)
+            part[o & 1] += sum[o][k] * sum[o][k];
+        for (int i = 0; i < LANE; i++) found[i] += (double)part[0][i] + (double)part[1][i];
+    } else for (int o = 0; o < os; o++) for (int k = 0; k < ks; k++)
+        *(Lane *)(into + o * width + LANE * k) = sum[o][k];
 }
-BLOCK(8, 2) BLOCK(8, 1) BLOCK(4, 2) BLOCK(4, 1) BLOCK(1, 2) BLOCK(1, 1)
-#define RUN(OS, KS) block_##OS##_##KS(at, found, own, windows + k, rows, length, width)
+
+/* rows of windows are multiples of 16 numbers long, which is a block or half of one */
+#define RUN(OS) \
+    if (k + WIDE <= width) block(OS, VECTORS, at, found, own, windows + k, rows, length, width); \
+    else block(OS, VECTORS / 2, at, found, own, windows + k, rows, length, width); \
+    o += OS
 
 static void outer(const Job *job, float *into, double *found, const float *g,
                   const float *windows, int64_t rows) {
     int64_t width = job->width, length = job->positions;
-    for (int64_t k = 0; k < width; k += 32) {
-        int is_pair = k + 32 <= width;
+    for (int64_t k = 0; k < width; k += WIDE)
         for (int64_t o = 0; o < job->outputs; ) {
             int64_t left = job->outputs - o;
             float *at = into + o * width + k;
             const float *own = g + o * length;
-            if (left >= 8) { if (is_pair) RUN(8, 2); else RUN(8, 1); }
-            else if (left >= 4) { if (is_pair) RUN(4, 2); else RUN(4, 1); }
-            else if (is_pair) RUN(1, 2);
-            else RUN(1, 1);
-            o += left >= 8 ? 8 : left >= 4 ? 4 : 1;
+            if (left >= MOST) { RUN(MOST); }
+            else if (left >= 4) { RUN(4); }
+            else { RUN(1); }
         }
-    }
 }
 
 /* the windows of some positions, times a factor, zeros behind each */

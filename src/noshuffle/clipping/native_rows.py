@@ -17,6 +17,7 @@ True
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -196,8 +197,8 @@ def weighted(
     slices = torch.empty(_SLICES * at, dtype=torch.float64)
     place = slices.data_ptr()
     for (x, rows, width), is_kept, is_summed in wanted:
-        kept = torch.empty((rows, width)) if is_kept else None
-        summed = torch.empty(width) if is_summed else None
+        kept = torch.empty((rows, width), dtype=torch.float32) if is_kept else None
+        summed = torch.empty(width, dtype=torch.float32) if is_summed else None
         found.append((kept, summed))
         ends = [0 if t is None else t.data_ptr() for t in (kept, summed)]
         table += [rows, width, rows // many, 0, x, 0, 0, place, *ends]
@@ -214,8 +215,8 @@ def _run(
     size: int,
     factors: Tensor | None = None,
 ) -> None:
-    rows = (ctypes.c_int64 * len(table))(*table)
-    job = _Job(0, len(table) // 10, ctypes.addressof(rows))
+    rows = array("q", table)
+    job = _Job(0, len(table) // 10, rows.buffer_info()[0])
     if factors is not None:
         job.factors = factors.data_ptr()
     together(getattr(built, name), job, threads=torch.get_num_threads() if size >= _ALONE else 1)
@@ -244,7 +245,8 @@ def _build(text: str) -> ctypes.CDLL | None:
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find what torch finds, on rows of several lengths."""
     draw = torch.Generator().manual_seed(0)
-    rows = [torch.randn(18, width, generator=draw) for width in (1, 45, 64, 131)]
+    widths, kind = (1, 45, 64, 131), torch.float32
+    rows = [torch.randn(18, width, generator=draw, dtype=kind) for width in widths]
     read = [Matrix(t.data_ptr(), *t.shape) for t in rows]
     lengths = [t.double().square().sum(1) for t in rows]
     pairs = [(read[0], None), (read[1], read[2]), (read[3], read[1])]
@@ -255,7 +257,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
         for found, truth_pair in zip(squares(pairs, built=built), truths)
         for own, truth in zip(found, truth_pair)
     )
-    factors = torch.rand(9, generator=draw).double()
+    factors = torch.rand(9, generator=draw, dtype=kind).double()
     each = factors.float().repeat_interleave(2)
     wanted = [Weighing(m, k != 1, k != 2) for k, m in enumerate(read)]
     for t, (kept, summed) in zip(rows, weighted(wanted, factors, built=built)):

@@ -20,6 +20,7 @@ tensor([1.0986,    nan])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from noshuffle.clipping.classes_last import ClassesLast, cross_entropy
 from noshuffle.errors import InvalidInput
 
 Criterion = Callable[..., Tensor]
@@ -142,10 +144,12 @@ def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Te
     if fast is not None:
         return fast
     rows = (outputs, *targets)
+    is_host = isinstance(outputs, Tensor) and outputs.device.type == "cpu"
 
     def of_one(*row: Any) -> Tensor:
         first, *rest = one(row)
-        return _number(loss_fn(first, *rest))
+        with ClassesLast() if is_host else nullcontext():
+            return _number(loss_fn(first, *rest))
 
     try:
         mapped: Tensor = torch.vmap(of_one, in_dims=batch_axes(rows), randomness="different")(*rows)
@@ -162,7 +166,7 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     """Whether an error says that vmap cannot do something, rather than that it went wrong."""
     text = str(error)
     limits = ("vmap", "functorch", "BatchedTensor", "batching rule", "saved tensor hooks")
-    return any(word in text for word in limits)
+    return any(word in text for word in (*limits, "mutate a captured Tensor"))
 
 
 def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:
@@ -177,7 +181,7 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
             plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
         if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
             return None
-        each = F.cross_entropy(outputs, target, reduction="none", ignore_index=ignore)
+        each = cross_entropy(outputs, target, reduction="none", ignore_index=ignore)
         if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
             is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
             return each if is_whole or reduction != "mean" else each / (target != ignore)

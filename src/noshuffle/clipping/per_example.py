@@ -18,16 +18,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noshuffle.clipping.buffers import refuse_written
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
 from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
     Criterion,
@@ -41,6 +44,7 @@ from noshuffle.clipping.objective import (
 )
 from noshuffle.clipping.products import sum_dtype, wide
 from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.trial import same_luck, unlike_pair
 from noshuffle.errors import one_of, whole
 
 
@@ -114,6 +118,9 @@ class PerExample:
     microbatch: int | None = None
     why: str = "gradients of every example are written out: any model, memory grows with the batch"
     fallbacks: list[str] = field(default_factory=list)
+    _clean: WeakKeyDictionary[nn.Module, set[tuple[bool, ...]]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.microbatch is not None:
@@ -141,6 +148,7 @@ class PerExample:
         device = next(iter(like.values())).device
         if size == 0:
             return empty_sum(like, clip=clip, device=device)
+        self.check_buffers(model, loss_fn, batch)
         step = self.microbatch or size
         who = members(units, weights, size=size, device=device)
         parts: list[ClippedSum] = []
@@ -171,6 +179,25 @@ class PerExample:
                 raise
             self._say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
             return one_at_a_time(model, loss_fn, batch)
+
+    def check_buffers(
+        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    ) -> None:
+        """Raise if the model takes its data into a buffer; asked once for each of its modes."""
+        modes = tuple(m.training for m in model.modules() if m._buffers)
+        if not modes or modes in self._clean.setdefault(model, set()):
+            return
+        try:
+            pair = unlike_pair(batch)
+        except NotNow:
+            return
+
+        def run(i: int) -> None:
+            with same_luck(model), rewritten(model, Tape(1, is_on=False)):
+                single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
+
+        refuse_written(model, run)
+        self._clean[model].add(modes)
 
     def _say(self, note: str) -> None:
         if note not in self.fallbacks:

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from noshuffle.clipping.check import delicate, refuse, trainable, validate
+from noshuffle.clipping.check import delicate, refuse, refuse_hooks, trainable, validate
 from noshuffle.clipping.inputs import is_compiled
 
 
@@ -62,9 +62,10 @@ class Snapshot:
         return True
 
     def check(self) -> None:
-        """Raise if a layer was set so that it couples examples."""
+        """Raise if a layer was set so that it couples examples, or a parameter has a hook."""
         for name, layer in self._delicate:
             refuse(name, layer)
+        refuse_hooks(self.like)
 
 
 def _seen(module: nn.Module) -> tuple[Any, ...]:

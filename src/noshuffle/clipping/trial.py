@@ -78,7 +78,7 @@ def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
     return cleaned
 
 
-def _pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def unlike_pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """The first example and one that differs from it in as many tensors as can be.
 
     Beside its own copy an example would look undisturbed whatever the model does. Real numbers
@@ -222,7 +222,7 @@ def tried(
 
     Returns what had to be allowed for that, in words; mostly nothing.
     """
-    pair = _pair(batch)
+    pair = unlike_pair(batch)
     params = trainable(model)
 
     def run(rows: tuple[Any, ...], seed: int = 0) -> Tensor:

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from noshuffle.clipping.clipped import SLACK, Flat
+from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, Flat
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
 
 #: A target that counts for nothing, as in torch's cross-entropy.
 NO_TARGET = -100
+#: A power of two that brings a factor below what float32 holds back into its range.
+_DOWN = 2.0**-64
 
 #: Scores and targets of a batch → one loss per example.
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -115,6 +117,10 @@ def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:
     if not math.isfinite(norm):
         return torch.zeros_like(flat), norm, True
     factor = clip_factor(norm, clip_norm=clip_norm)
+    if factor < LEAST_FACTOR:
+        # A factor so small has few bits left: scale by a power of two first, where nothing is lost.
+        factor = clip_factor(norm * _DOWN, clip_norm=clip_norm)
+        return (flat.double() * _DOWN * factor).to(flat.dtype), norm, False
     return (flat if factor == 1.0 else flat * factor), norm, False
 
 
@@ -155,14 +161,16 @@ def trained(
 ) -> dict[str, Tensor]:
     """The named parameters after one client's local steps; as they came without examples.
 
-    `model` gives the architecture and whatever is not trained; its own parameters stay untouched.
+    `model` gives the architecture and whatever is not trained; its own parameters and buffers stay
+    untouched: statistics of the data that a layer keeps are the client's, and go when it is done.
     """
     if len(x) != len(y):
         raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
     now = {name: value.detach().clone() for name, value in parameters.items()}
     for rows in local.batches(len(x)):
         leaves = {name: value.requires_grad_() for name, value in now.items()}
-        loss = loss_fn(functional_call(model, leaves, (x[rows],)), y[rows]).mean()
+        loss = loss_fn(functional_call(model, {**buffers, **leaves}, (x[rows],)), y[rows]).mean()
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         now = {
             name: stepped(value.detach(), grad, start=parameters[name], local=local)

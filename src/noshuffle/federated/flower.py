@@ -155,7 +155,7 @@ class PrivateStrategy(Strategy):
             number = server.round + 1
             messages = self.configure_train(number, result.arrays, config, grid)
             if not self.rounds.is_open:
-                log(INFO, "round %i: too few users are free; the run ends here", number)
+                log(INFO, "round %i: too few users are free; the run ends here", server.round)
                 break
             replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
             arrays, _ = self.aggregate_train(number, replies)
@@ -182,7 +182,7 @@ class PrivateStrategy(Strategy):
         number = self.rounds.server.round
         found = None if evaluate_fn is None else evaluate_fn(number, result.arrays)
         if found is not None:
-            log(INFO, "round %i: evaluation on the server: %s", number, dict(found))
+            log(INFO, "after %i rounds: evaluation on the server: %s", number, dict(found))
             result.evaluate_metrics_serverapp[number] = found
 
     def configure_train(
@@ -238,7 +238,8 @@ class PrivateStrategy(Strategy):
                 tell(line)
         report = self.rounds.finish()
         self._asked = {}
-        log(INFO, "round %i: asked %i, answered %i", server_round, report.asked, report.answered)
+        # Rounds are counted from 0, as in the ledger and in every refusal; Flower's from 1.
+        log(INFO, "round %i: asked %i, answered %i", report.step, report.asked, report.answered)
         if self._on_round is not None:
             self._on_round(report)
         return to_arrays(report.parameters), None

@@ -1,4 +1,4 @@
-"""What a server stands on: its own parameters, and why it refuses a sum or a cohort.
+"""What a server stands on: its own parameters, and why it refuses a sum, a state or a cohort.
 
 Keys and facts are bound as in central training (`training.binding`).
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import ClippedSum
-from noshuffle.clipping.check import trainable
-from noshuffle.errors import InvalidInput
+from noshuffle.clipping.check import delicate, trainable
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated.cohort import UserId
 from noshuffle.training import guard
 from noshuffle.training.ledger import Ledger
@@ -24,6 +25,8 @@ from noshuffle.training.units import Ids, Seen
 
 def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     """Copies of a module's trainable parameters, or of named tensors."""
+    if isinstance(given, nn.Module):
+        _refuse_statistics(given)
     named = trainable(given) if isinstance(given, nn.Module) else given
     own = {}
     for name, value in named.items():
@@ -35,6 +38,17 @@ def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Para
     if not own or len({p.device for p in own.values()}) != 1:
         raise InvalidInput("a server needs at least one trainable tensor, all on one device")
     return own
+
+
+def _refuse_statistics(model: nn.Module) -> None:
+    """Raise if a layer would learn statistics of users' data besides its parameters."""
+    for name, layer in delicate(model):
+        if getattr(layer, "track_running_stats", False) and layer.training:
+            raise Unsupported(
+                f"layer {name!r} ({type(layer).__name__}) keeps statistics of users' data, which "
+                "clients do not send and no noise covers; use nn.GroupNorm, or set it to eval() if "
+                "its statistics are public"
+            )
 
 
 def checked_sum(
@@ -71,6 +85,24 @@ def checked_sum(
             "every delta, then sum"
         )
     return own
+
+
+def check_state(
+    state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, rule: str
+) -> None:
+    """Raise if a saved state is of another model, or of another update rule."""
+    saved = {name: tuple(value.shape) for name, value in state["model"].items()}
+    for name in {**shapes, **saved}:
+        if saved.get(name) != shapes.get(name):
+            raise InvalidInput(
+                f"this state was saved with {name!r} of shape {saved.get(name)}, the model has "
+                f"{shapes.get(name)}; build the server with the model of the run"
+            )
+    if state.get("rule", rule) != rule:
+        raise InvalidInput(
+            f"this state was saved with the optimizer {state['rule']}, the server has {rule}; "
+            "build it as it was"
+        )
 
 
 def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:

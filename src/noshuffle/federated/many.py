@@ -40,6 +40,7 @@ from noshuffle.noise.stream import NoiseStream
 from noshuffle.participation import Participation
 from noshuffle.strategies import Strategy
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.many_setting import seeded
 
 #: The places of a round's users, round by round.
 Cohorts = Sequence[NDArray[np.int64]]
@@ -111,7 +112,7 @@ def train_many(
     """
     whole(rounds=rounds, cohort_size=cohort_size, at_once=at_once)
     _check(settings, cohorts, rounds=rounds, learning_rates=learning_rates)
-    models = [_seeded(make_model, setting.seed) for setting in settings]
+    models = [seeded(make_model, setting.seed) for setting in settings]
     flat = Flat.of(models[0])
     theta = torch.stack([flat.pack(dict(m.named_parameters())) for m in models]).to(device)
     columns = [[s.client_rate, s.clip_norm, s.server_rate, s.momentum] for s in settings]
@@ -233,12 +234,6 @@ def _sources(source: Source, names: Iterable[str]) -> Iterator[tuple[str, Source
     for i, name in enumerate(names):
         own = hashlib.blake2b(name.encode(), key=source.key, person=b"ns-many", digest_size=32)
         yield name, source if i == 0 else replace(source, key=own.digest())
-
-
-def _seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make_model()
 
 
 def _check(

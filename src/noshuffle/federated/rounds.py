@@ -47,6 +47,8 @@ from noshuffle.training.run_folder import RunFolder
 
 #: What a delta may be sent in.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Characters of a refusal: names in it are a stranger's, and may be megabytes.
+LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class Rounds:
                 line = f"round {self._open.cohort.step}: the delta of user {user!r} has NaN or "
                 line += "infinity and contributes zero"
         if line is not None:
+            line = line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
             self._open.refused.append(line)
         return line
 

@@ -47,7 +47,7 @@ from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, whole
 from noshuffle.federated.cohort import Roster, UserId, Users
-from noshuffle.federated.ground import checked_sum, own_parameters, why_not
+from noshuffle.federated.ground import check_state, checked_sum, own_parameters, why_not
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
@@ -304,13 +304,14 @@ class ServerOptimizer(OneOwner):
             "step": self.round,
             "threshold": self._threshold.state_dict(),
             "model": self.parameters(),
+            "rule": type(self.optimizer).__name__,
             "optimizer": self.optimizer.state_dict(),
             "noise": self._noise.state_dict(),
             "random": torch.get_rng_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; another plan, key or cohort size is refused.
+        """Go on where `state` was taken; another plan, key, cohort size or model is refused.
 
         Rounds that the ledger knows of beyond it must then be passed over with `skip_unknown`.
         """
@@ -320,6 +321,7 @@ class ServerOptimizer(OneOwner):
                     f"this state was saved with {name} = {state.get(name)}, the run has {own}; "
                     "build the server as it was, or fork the run"
                 )
+        check_state(state, self.shapes, rule=type(self.optimizer).__name__)
         if int(state["step"]) > self.ledger.released:
             raise InvalidInput(
                 f"this state was taken after {state['step']} rounds, the ledger knows of "

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -202,6 +203,18 @@ def _together(
             yield users[place], {name: value[i] for name, value in stacked.items()}
 
 
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every layer is put back into its own mode, which may differ from that of the others."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -211,15 +224,20 @@ def evaluate(
     batch_size: int = 256,
     most: int | None = None,
 ) -> tuple[float, float]:
-    """Mean loss and accuracy per target on the held-out users (on the first `most` rows)."""
+    """Mean loss and accuracy per target on the held-out users (on the first `most` rows).
+
+    In eval mode, as the model will be used; the model's own mode and buffers stay as they are.
+    """
     rows = len(task.x_test) if most is None else min(most, len(task.x_test))
     device = next(iter(parameters.values())).device
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
     loss, hits, targets = 0.0, 0, 0
     for at in range(0, rows, batch_size):
         end = min(at + batch_size, rows)
         x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
         x, y = x.to(device), y.to(device)
-        scores = functional_call(model, parameters, (x,))
+        with _in_eval_mode(model):
+            scores = functional_call(model, {**buffers, **parameters}, (x,))
         is_target = y != NO_TARGET
         losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
         loss += float(losses)

@@ -132,7 +132,15 @@ def trained_many(
     now = {name: value.expand(rows, *value.shape) for name, value in start.items()}
     for s, batch in enumerate(batches):
         x, y, weights = (torch.cat([part, part]) for part in batch) if clients == 1 else batch
-        found = gradient(now, x, y, weights)
+        try:
+            found = gradient(now, x, y, weights)
+        except RuntimeError as error:
+            if "mutate a captured Tensor" in str(error):
+                raise Unsupported(
+                    "the model changes its own buffers in forward, so its clients cannot be "
+                    "trained together; use vectorise=False"
+                ) from error
+            raise
         is_step = weights.sum(1) > 0
         is_all = x.device.type == "cpu" and bool(is_step.all())  # asking an accelerator is to wait
         for name, value in now.items():

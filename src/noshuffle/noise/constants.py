@@ -19,6 +19,9 @@ HALF = TILE // 2
 #: Tiles worked on together: in ordinary memory as many as torch leaves on one thread and a cache
 #: holds, on an accelerator as many as keep it busy.
 CPU_CHUNK, DEVICE_CHUNK = 32, 16384
+#: Without C loops in ordinary memory: as many as torch shares out among its own threads. Threads
+#: of ours would wait for each other, since fifty small operations a chunk hold the interpreter.
+TORCH_CHUNK = 128
 
 SINE = (
     3.8285884857177734,

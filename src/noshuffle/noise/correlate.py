@@ -9,7 +9,7 @@ loop and the torch form agree bit for bit on every machine. The buffers S are th
 >>> state = Buffers([torch.full((1, TILE), 3.0)])
 >>> y, u = torch.empty(1, TILE), torch.ones(1, TILE)
 >>> move = Move(draws=((0, 1.0),), inner=((0, 0.5),), gain=2.0, decays=(0.1,))
->>> correlate_(y, u=u, move=move, state=state, scale=1.0)
+>>> correlate_in_torch_(y, u=u, move=move, state=state, scale=1.0)
 >>> y[0, 0].item(), round(state.tensors[0][0, 0].item(), 3)
 (5.0, 1.3)
 """
@@ -22,11 +22,8 @@ from collections.abc import Sequence
 import torch  # noqa: F401  (the doctest uses it)
 from torch import Tensor
 
-from noshuffle.noise import native
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.constants import TILE  # noqa: F401  (the doctest uses it)
 from noshuffle.noise.moves import Move, Pairs
-
-__all__ = ["TILE", "Buffers", "correlate_", "correlate_in_c_", "correlate_in_torch_", "dense"]
 
 
 class Buffers:
@@ -38,16 +35,23 @@ class Buffers:
         self.addresses = (ctypes.c_void_p * len(pointers))(*pointers)
 
 
-def correlate_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float) -> None:
+def correlate_in_torch_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float) -> None:
     """Write scale times the noise of a step into `y` and bring the buffers forward.
 
-    `u` holds the drawn sum. A buffer that is stored to is not among the outer ones.
+    `u` holds the drawn sum. A buffer that is stored to is not among the outer ones. In torch
+    operations, for every device (`loops.correlate_` takes the C loop where there is one).
     """
-    library = native.library() if y.device.type == "cpu" else None
-    if library is None:
-        correlate_in_torch_(y, u=u, move=move, state=state, scale=scale)
-    else:
-        correlate_in_c_(library, y, u=u, move=move, state=state, scale=scale)
+    buffers = state.tensors
+    y.copy_(u)
+    for b, c in sorted(move.inner):
+        y.add_(buffers[b] * c)
+    for b, theta in enumerate(move.decays):
+        buffers[b].mul_(theta).add_(u)
+    if move.store >= 0:
+        buffers[move.store].copy_(y)
+    y.mul_(move.gain * scale)
+    for b, d in sorted(move.outer):
+        y.add_(buffers[b] * (d * scale))
 
 
 def correlate_in_c_(
@@ -76,18 +80,3 @@ def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_floa
     for buffer, weight in pairs:
         values[buffer] = weight * factor
     return values
-
-
-def correlate_in_torch_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float) -> None:
-    """The same in torch operations, for every device; the twin of the C loop."""
-    buffers = state.tensors
-    y.copy_(u)
-    for b, c in sorted(move.inner):
-        y.add_(buffers[b] * c)
-    for b, theta in enumerate(move.decays):
-        buffers[b].mul_(theta).add_(u)
-    if move.store >= 0:
-        buffers[move.store].copy_(y)
-    y.mul_(move.gain * scale)
-    for b, d in sorted(move.outer):
-        y.add_(buffers[b] * (d * scale))

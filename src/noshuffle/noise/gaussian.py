@@ -33,7 +33,7 @@ one there is checked for every a (both in the tests). No state is kept.
 
 >>> zero = torch.zeros(1, TILE, dtype=torch.int32)
 >>> out = torch.empty(1, TILE)
->>> normals_(out, words=zero)
+>>> normals_in_torch_(out, words=zero)
 >>> round(float(out[0, 0]), 4), round(float(out[0, 512]), 4)
 (0.0, 7.9856)
 """
@@ -45,7 +45,6 @@ import math
 import torch
 from torch import Tensor
 
-from noshuffle.noise import native
 from noshuffle.noise.constants import (
     BASE,
     COSINE,
@@ -64,22 +63,14 @@ from noshuffle.noise.constants import (
 LARGEST = math.sqrt(92 * math.log(2))
 
 
-def normals_(out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False) -> None:
-    """out = weight·z, or out += weight·z, with z the normals of `words` (both tiles × 1024).
-
-    Both tensors are contiguous.
-    """
-    library = native.library() if out.device.type == "cpu" else None
-    if library is None:
-        normals_in_torch_(out, words=words, weight=weight, accumulate=accumulate)
-        return
-    library.normals(words.data_ptr(), out.data_ptr(), out.shape[0], weight, accumulate)
-
-
 def normals_in_torch_(
     out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False
 ) -> None:
-    """The same in torch operations, for every device; bit for bit equal to the C loop."""
+    """out = weight·z, or out += weight·z, with z the normals of `words` (both tiles × 1024).
+
+    In torch operations, for every device; bit for bit equal to the C loop (`loops.normals_` takes
+    whichever there is).
+    """
     # v = 4u, since the exponent of a float32 below 4 is 128 − e: a product with it is exact.
     shift = ((words[:, HALF:] * SCATTER >> 9) & SHIFT_DIGITS | SHIFT_ONES).view(
         torch.float32

@@ -60,6 +60,7 @@ tensor([2., 3.])
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -90,6 +91,15 @@ def grid_step(spread: float) -> float:
 def grid_of(move: Move, *, scale: float) -> float:
     """g of one step, from the weight of its newest draw."""
     return grid_step(abs(scale * move.gain * move.draws[-1][1]))
+
+
+def grids_so_far(spreads: Iterable[float]) -> list[float]:
+    """g of every step: that of the smallest fresh noise so far, never coarser than before."""
+    least, grids = math.inf, []
+    for spread in spreads:
+        least = min(least, spread or math.inf)
+        grids.append(grid_step(least) if math.isfinite(least) else 0.0)
+    return grids
 
 
 def jitters_(out: Tensor, *, words: Tensor, step: float) -> None:

@@ -18,6 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from noshuffle.errors import InvalidInput
 from noshuffle.noise.constants import TILE
 
@@ -86,6 +88,20 @@ class Layout:
                 regions.append((name, flat, first, count, skip, numel))
                 flat += count
         return Layout(sizes, begins, flat, tuple(_cut(regions, flat, chunk_tiles)))
+
+    def views(self, state: Tensor) -> dict[str, list[Tensor]]:
+        """What each name owns of buffers (count, tiles, 1024), without the padding of its tiles.
+
+        Views of shape (count, some elements), which follow one another in the tensor.
+        """
+        flat = state.flatten(1)
+        found = {name: [flat[:, :0]] for name, shape in self.shapes.items() if not math.prod(shape)}
+        for chunk in self.chunks:
+            for span in chunk.spans:
+                begin = chunk.first * TILE + span.at
+                view = flat[:, begin : begin + span.end - span.begin]
+                found.setdefault(span.name, []).append(view)
+        return found
 
 
 def _shape(name: object, shape: Sequence[int]) -> tuple[int, ...]:

@@ -46,7 +46,6 @@ torch.Size([1000, 16])
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,11 +62,12 @@ from noshuffle.errors import (
     non_negative,
     whole,
 )
-from noshuffle.noise.grid import add_on_grid_, grid_step
+from noshuffle.noise.grid import add_on_grid_, grid_step, grids_so_far
 from noshuffle.noise.moves import fingerprint
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.source import Source
+from noshuffle.noise.table_rows import add_rows_, check_gradients, check_table, checked_rows
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Buffered, Recipe
 
@@ -137,7 +137,7 @@ class LazyNoise(OneOwner):
         }
         self._grids = self._grids_of(self._skips.recipe)
         # A row's buffers lie together: touching it reads one stretch of memory.
-        self._state = torch.zeros((self.shape[0], d, self._width), device=self._device)
+        self._state = self._zeros(self.shape[0], d, self._width)
         self._done = torch.zeros(self.shape[0], dtype=torch.int32, device=self._device)
         self._is_broken = False
         self._lock = threading.Lock()
@@ -157,22 +157,21 @@ class LazyNoise(OneOwner):
         return self._done[self._checked(rows)].to(torch.int64)
 
     def _grids_of(self, recipe: Buffered) -> list[float]:
-        """The grid of every step, or of all: that of the smallest fresh noise so far.
+        """The grid of every step, or of all.
 
         Never coarser than before, so that rows with an early touch end on the grid of the others.
         """
         gains = [g for g in (recipe.scale, recipe.draw_scale, self.rates) if g]
         if not gains:
             return [grid_step(self.scale)]
-        spreads = (math.prod(abs(g) for g in step) for step in zip(*gains))
-        least, grids = math.inf, []
-        for spread in itertools.islice(spreads, self.horizon):
-            least = min(least, self.scale * spread or math.inf)
-            grids.append(grid_step(least) if math.isfinite(least) else 0.0)
-        return grids
+        factors = (math.prod(abs(g) for g in step) for step in zip(*gains))
+        return grids_so_far(self.scale * factor for _, factor in zip(range(self.horizon), factors))
 
     def _grid_at(self, step: int) -> float:
         return self._grids[step] if len(self._grids) > 1 else self._grids[0]
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     @torch.no_grad()
     def touch_(self, rows: Tensor, step: int, *, onto: Tensor | None = None) -> Tensor:
@@ -192,7 +191,7 @@ class LazyNoise(OneOwner):
                 f"row {row} already has the noise of step {step}; touch a row once a step, with "
                 "all its gradients summed"
             )
-        own = torch.zeros((len(rows), self._width), device=self._device)
+        own = self._zeros(len(rows), self._width)
         if onto is not None:
             self.check_gradients(onto, rows=len(rows))
             own.copy_(onto.reshape(own.shape)).mul_(self.rates[step] if self.rates else 1.0)
@@ -208,17 +207,21 @@ class LazyNoise(OneOwner):
         if bool((self._done > step + 1).any()):
             raise InvalidInput(f"some rows are already past step {step}; flush at the newest step")
         if out is None:
-            out = torch.zeros(self.shape, device=self._device)
+            out = self._zeros(*self.shape)
         self.check_table(out)
         behind = (self._done <= step).nonzero().view(-1)
-        per_chunk = max(1, _CHUNK // ((2 * self.buffers + 1) * self._width))
+        count = self._rows_at_once()
         with self.to_the_end():
-            for at in range(0, len(behind), per_chunk):
-                rows = behind[at : at + per_chunk]
-                onto = torch.zeros((len(rows), self._width), device=self._device)
+            for at in range(0, len(behind), count):
+                rows = behind[at : at + count]
+                onto = self._zeros(len(rows), self._width)
                 noise = self._advance_(rows, self._done[rows], step, onto=onto)
                 add_rows_(out, rows, noise.view(-1, *self.shape[1:]).mul_(factor))
         return out
+
+    def _rows_at_once(self) -> int:
+        """Rows of a flush that are worked on together."""
+        return max(1, _CHUNK // ((2 * self.buffers + 1) * self._width))
 
     @contextmanager
     def _one_at_a_time(self, step: int) -> Iterator[None]:
@@ -273,22 +276,11 @@ class LazyNoise(OneOwner):
 
     def check_table(self, table: Tensor) -> None:
         """Refuse a tensor that cannot be the table of this noise."""
-        if tuple(table.shape) != self.shape or not table.is_floating_point():
-            raise InvalidInput(
-                f"the table must be floating point of shape {self.shape}, got {table.dtype} of "
-                f"{tuple(table.shape)}"
-            )
-        if table.device.type != self._device.type:
-            raise InvalidInput(f"the table must be on {self._device}, got {table.device}")
+        check_table(table, shape=self.shape, device=self._device)
 
     def check_gradients(self, gradients: Tensor, *, rows: int) -> None:
         """Refuse a tensor that cannot hold the gradient sums of so many rows."""
-        shape = (rows, *self.shape[1:])
-        if tuple(gradients.shape) != shape or not gradients.is_floating_point():
-            raise InvalidInput(
-                f"gradients must be floating point of shape {shape}, got {gradients.dtype} of "
-                f"{tuple(gradients.shape)}"
-            )
+        check_gradients(gradients, shape=(rows, *self.shape[1:]))
 
     def _check(self, step: int) -> None:
         self.check_owner()
@@ -302,19 +294,8 @@ class LazyNoise(OneOwner):
             )
 
     def _checked(self, rows: Tensor) -> Tensor:
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-            raise InvalidInput("rows must be a one-dimensional tensor of int64 row numbers")
-        rows = rows.to(self._device)
-        if len(rows):
-            ordered = rows.sort().values
-            low, high = int(ordered[0]), int(ordered[-1])
-            if low < 0 or high >= self.shape[0]:
-                raise InvalidInput(
-                    f"rows must be from 0 to {self.shape[0] - 1}, got {low} to {high}"
-                )
-            if bool((ordered[1:] == ordered[:-1]).any()):
-                raise InvalidInput("rows must be named once; sum the gradients of equal rows first")
-        return rows
+        moved = rows.to(self._device) if isinstance(rows, Tensor) else rows
+        return checked_rows(moved, count=self.shape[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key. As secret as the data: it tells which rows were touched when."""
@@ -345,9 +326,3 @@ class LazyNoise(OneOwner):
         self._state.copy_(state["buffers"])
         self._done.copy_(saved)
         self._is_broken = False
-
-
-def add_rows_(table: Tensor, rows: Tensor, change: Tensor) -> None:
-    """table[rows] += change for distinct rows; low precision is raised and rounded once."""
-    new = table.index_select(0, rows).to(change.dtype).add_(change)
-    table.index_copy_(0, rows, new.to(table.dtype))

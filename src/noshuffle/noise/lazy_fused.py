@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import Unsupported
 from noshuffle.noise import lazy_kernels
 from noshuffle.noise.fused import is_ready
-from noshuffle.noise.lazy import LazyNoise, add_rows_
+from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.philox import split_seed
 from noshuffle.noise.source import Source
+from noshuffle.noise.table_rows import is_row_numbers
 from noshuffle.strategies.recipe import Recipe
 
 #: Lengths whose maps lie on the device, and by how many the table grows.
@@ -78,8 +79,8 @@ class FusedLazyNoise(LazyNoise):
         maps, which = self._maps_of(done, step + 1)
         columns = min(step + 1, d + 1)
         drawn, coined = -(-columns * width // 4), -(-width // 4)
-        fresh = torch.empty((count, 4 * drawn), device=self._device)
-        coins = torch.empty((count, 4 * coined), device=self._device)
+        fresh = torch.empty((count, 4 * drawn), dtype=torch.float32, device=self._device)
+        coins = torch.empty((count, 4 * coined), dtype=torch.float32, device=self._device)
         self._words[5:].copy_(torch.tensor([drawn, step]))
         kernels, blocks, elements = lazy_kernels, count * drawn, count * width
         is_cuda = self._device.type == "cuda" and torch.version.hip is None
@@ -117,30 +118,17 @@ class FusedLazyNoise(LazyNoise):
 
     def _checked(self, rows: Tensor) -> Tensor:
         """As in `LazyNoise`, with one wait for the device."""
-        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-            return super()._checked(rows)
+        if not is_row_numbers(rows):
+            return super()._checked(rows)  # which says what is wrong
         rows = rows.to(self._device)
         if len(rows):
             ordered = rows.sort().values
             is_twice = (ordered[1:] == ordered[:-1]).any().to(torch.int64)
             low, high, twice = torch.stack([ordered[0], ordered[-1], is_twice]).tolist()
             if low < 0 or high >= self.shape[0] or twice:
-                return super()._checked(rows)  # which says what is wrong
+                return super()._checked(rows)
         return rows
 
-    def _flush_(self, step: int, *, out: Tensor | None, factor: float) -> Tensor:
-        """As in `LazyNoise`, in larger pieces."""
-        if bool((self._done > step + 1).any()):
-            raise InvalidInput(f"some rows are already past step {step}; flush at the newest step")
-        if out is None:
-            out = torch.zeros(self.shape, device=self._device)
-        self.check_table(out)
-        behind = (self._done <= step).nonzero().view(-1)
-        per_chunk = max(1, CHUNK // ((self.buffers + 2) * self._width))
-        with self.to_the_end():
-            for at in range(0, len(behind), per_chunk):
-                rows = behind[at : at + per_chunk]
-                onto = torch.zeros((len(rows), self._width), device=self._device)
-                noise = self._advance_(rows, self._done[rows], step, onto=onto)
-                add_rows_(out, rows, noise.view(-1, *self.shape[1:]).mul_(factor))
-        return out
+    def _rows_at_once(self) -> int:
+        """As in `LazyNoise`, with more room."""
+        return max(1, CHUNK // ((self.buffers + 2) * self._width))

@@ -1,4 +1,4 @@
-"""The inner loops of the noise in C; `native` builds them and holds them against their twins.
+"""The inner loops of the noise in C; `native` builds them, `native_check` compares with the twins.
 
 Operation by operation what `gaussian.normals_in_torch_`, `philox.philox`, `aes.AesWords`,
 `correlate.correlate_in_torch_` and `grid` say: only integer operations and +, −, ×, √ and
@@ -8,9 +8,9 @@ numbers at a time, so that nothing but the buffers and the values leaves the fir
     words = AES(key, row · block)     u = Σ w·normals(words)     y = correlate(u)
     value ← grid(value + y) · times
 
-Threads that are given the same step take its pieces from one counter as they come. The AES part is
-there on processors with AES instructions only (`aes_ready`), in blocks of four where they have
-them; elsewhere the words come from the `cryptography` package.
+Threads that are given the same step take its pieces from one counter as they come. The AES part
+(`native_aes_text`) is there on processors with AES instructions only; elsewhere the words come from
+the `cryptography` package.
 
 >>> "add_noise" in text() and "#define TILE 1024" in text()
 True
@@ -18,6 +18,7 @@ True
 
 from __future__ import annotations
 
+from noshuffle.noise import native_aes_text
 from noshuffle.noise.constants import (
     ANGLE_DIGITS,
     BASE,
@@ -151,96 +152,22 @@ static inline float jitter(uint32_t radius, uint32_t angle, float step) {
 }
 
 /* a tile of values: (value + noise) on the grid, times a factor */
-void on_grid(float *restrict value, const float *restrict noise, const int32_t *restrict words,
-             float step, float times) {
-    const float middle = step * 0x1.8p23f;
-    if (step == 0)
-        for (int j = 0; j < TILE; j++) value[j] = (value[j] + noise[j]) * times;
-    else
-        for (int j = 0; j < HALF; j++) {
-            float d = jitter(words[j], words[HALF + j], step);
-            float a = (value[j] + noise[j]) + d, b = (value[HALF + j] + noise[HALF + j]) - d;
-            value[j] = ((a + middle) - middle) * times;
-            value[HALF + j] = ((b + middle) - middle) * times;
-        }
+#define ON_GRID(NAME, TYPE, PLACES) \
+void NAME(TYPE *restrict value, const float *restrict noise, const int32_t *restrict words, \
+          float step, TYPE times) { \
+    const TYPE middle = step * PLACES; \
+    if (step == 0) \
+        for (int j = 0; j < TILE; j++) value[j] = (value[j] + noise[j]) * times; \
+    else \
+        for (int j = 0; j < HALF; j++) { \
+            float d = jitter(words[j], words[HALF + j], step); \
+            TYPE a = (value[j] + noise[j]) + d, b = (value[HALF + j] + noise[HALF + j]) - d; \
+            value[j] = ((a + middle) - middle) * times; \
+            value[HALF + j] = ((b + middle) - middle) * times; \
+        } \
 }
-"""
-
-_AES = r"""
-#if defined(__AES__) && defined(__SSSE3__)
-#include <immintrin.h>
-
-int aes_ready(void) { return 1; }
-
-static inline __m128i folded(__m128i k) {
-    k = _mm_xor_si128(k, _mm_slli_si128(k, 4));
-    return _mm_xor_si128(k, _mm_slli_si128(k, 8));
-}
-
-#define EVEN(i, c) a = _mm_xor_si128(folded(a), \
-        _mm_shuffle_epi32(_mm_aeskeygenassist_si128(b, c), 0xff)); \
-    _mm_storeu_si128(out + i, a);
-#define BOTH(i, c) EVEN(i, c) b = _mm_xor_si128(folded(b), \
-        _mm_shuffle_epi32(_mm_aeskeygenassist_si128(a, 0), 0xaa)); \
-    _mm_storeu_si128(out + i + 1, b);
-
-/* 32 bytes of key into 15 round keys (FIPS 197, 5.2) */
-void aes_schedule(const void *key, void *schedule) {
-    __m128i *out = schedule;
-    __m128i a = _mm_loadu_si128(key), b = _mm_loadu_si128((const __m128i *)key + 1);
-    _mm_storeu_si128(out, a);
-    _mm_storeu_si128(out + 1, b);
-    BOTH(2, 1) BOTH(4, 2) BOTH(6, 4) BOTH(8, 8) BOTH(10, 16) BOTH(12, 32) EVEN(14, 64)
-}
-
-/* the keystream of one tile: counters row · block, row · block + 1, … */
-#if defined(__VAES__) && defined(__AVX512BW__)
-#define LANES 8
-void aes_tile(int32_t *words, const void *schedule, uint64_t row, uint64_t block) {
-    const __m128i order = _mm_set_epi64x(0x08090a0b0c0d0e0f, 0x0001020304050607);
-    const __m512i swap = _mm512_broadcast_i32x4(order);
-    const __m512i four = _mm512_set_epi64(4, 0, 4, 0, 4, 0, 4, 0);
-    __m512i key[15], counter = _mm512_set_epi64(
-        block + 3, row, block + 2, row, block + 1, row, block, row);
-    for (int r = 0; r < 15; r++)
-        key[r] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)schedule + r));
-    for (int i = 0; i < TILE / 16; i += LANES) {
-        __m512i x[LANES];
-        for (int l = 0; l < LANES; l++) {
-            x[l] = _mm512_xor_si512(_mm512_shuffle_epi8(counter, swap), key[0]);
-            counter = _mm512_add_epi64(counter, four);
-        }
-        for (int r = 1; r < 14; r++)
-            for (int l = 0; l < LANES; l++) x[l] = _mm512_aesenc_epi128(x[l], key[r]);
-        for (int l = 0; l < LANES; l++)
-            _mm512_storeu_si512(words + 16 * (i + l), _mm512_aesenclast_epi128(x[l], key[14]));
-    }
-}
-#else
-#define LANES 8
-void aes_tile(int32_t *words, const void *schedule, uint64_t row, uint64_t block) {
-    const __m128i swap = _mm_set_epi64x(0x08090a0b0c0d0e0f, 0x0001020304050607);
-    const __m128i one = _mm_set_epi64x(1, 0);
-    __m128i key[15], counter = _mm_set_epi64x(block, row);
-    for (int r = 0; r < 15; r++) key[r] = _mm_loadu_si128((const __m128i *)schedule + r);
-    for (int i = 0; i < TILE / 4; i += LANES) {
-        __m128i x[LANES];
-        for (int l = 0; l < LANES; l++) {
-            x[l] = _mm_xor_si128(_mm_shuffle_epi8(counter, swap), key[0]);
-            counter = _mm_add_epi64(counter, one);
-        }
-        for (int r = 1; r < 14; r++)
-            for (int l = 0; l < LANES; l++) x[l] = _mm_aesenc_si128(x[l], key[r]);
-        for (int l = 0; l < LANES; l++)
-            _mm_storeu_si128((__m128i *)words + i + l, _mm_aesenclast_si128(x[l], key[14]));
-    }
-}
-#endif
-#else
-int aes_ready(void) { return 0; }
-void aes_schedule(const void *key, void *schedule) {}
-void aes_tile(int32_t *words, const void *schedule, uint64_t row, uint64_t block) {}
-#endif
+ON_GRID(on_grid, float, 0x1.8p23f)
+ON_GRID(on_grid_double, double, 0x1.8p52)
 """
 
 _STEP = r"""
@@ -259,44 +186,53 @@ typedef struct {
     float *state;
     int draws, buffers, store;
     float gain, grid, times;
+    int is_double;                     /* what all values are */
+    double factor;                     /* times, for them */
 } Step;
+
+/* numbers [first, last) of a tile, which begins at `value` */
+#define RELEASE(NAME, TYPE, GRID) \
+static inline void NAME(TYPE *value, const float *noise, const int32_t *words, int64_t first, \
+                        int64_t last, float step, TYPE times) { \
+    TYPE part[TILE] __attribute__((aligned(64))); \
+    const int is_whole = first == 0 && last == TILE; \
+    if (!is_whole) memcpy(part + first, value + first, (last - first) * sizeof *part); \
+    GRID(is_whole ? value : part, noise, words, step, times); \
+    if (!is_whole) memcpy(value + first, part + first, (last - first) * sizeof *part); \
+}
+RELEASE(release, float, on_grid)
+RELEASE(release_double, double, on_grid_double)
 
 void add_noise(Step *step) {
     int32_t words[TILE] __attribute__((aligned(64)));
     float u[TILE] __attribute__((aligned(64))), y[TILE] __attribute__((aligned(64)));
-    float part[TILE] __attribute__((aligned(64)));
     const Step s = *step;
-    float *own[s.buffers + 1];
+    float *own[s.buffers + 2];
     int64_t p;
     while ((p = __atomic_fetch_add(&step->next, 1, __ATOMIC_RELAXED)) < s.count) {
         const Piece piece = s.pieces[p];
         for (int64_t t = 0; t < piece.tiles; t++) {
-            /* the memory that this tile will meet at the end of its long computation */
-            float *target = s.values[piece.value] + piece.begin - piece.lead + t * TILE;
-            for (int j = 0; j < TILE; j += 16) __builtin_prefetch(target + j, 1, 2);
+            /* element e of the value is element lead + e - begin of the piece */
+            int64_t from = piece.begin - piece.lead + t * TILE, first = t ? 0 : piece.lead;
+            int64_t last = piece.end - from < TILE ? piece.end - from : TILE;
+            float *value = s.values[piece.value] + (s.is_double ? 2 * from : from);
             for (int b = 0; b < s.buffers; b++)
-                for (int j = 0; j < TILE; j += 16)
-                    __builtin_prefetch(s.state + b * s.stride + (piece.flat + t) * TILE + j, 1, 2);
+                own[b] = s.state + b * s.stride + (piece.flat + t) * TILE;
+            own[s.buffers] = value, own[s.buffers + 1] = value + TILE;
             for (int d = 0; d < s.draws; d++) {
-                aes_tile(words, piece.schedule, s.rows[d], (piece.tile + t) * (TILE / 4));
+                keystream(words, piece.schedule, s.rows[d], (piece.tile + t) * (TILE / 4), own,
+                          d ? 0 : s.buffers + 1 + s.is_double);
                 normals(words, u, 1, s.weights[d], d > 0);
             }
             const float *noise = u;
             if (s.buffers) {
-                for (int b = 0; b < s.buffers; b++)
-                    own[b] = s.state + b * s.stride + (piece.flat + t) * TILE;
                 correlate(y, u, own, s.buffers, s.inner, s.decays, s.outer, s.store, s.gain, 1);
                 noise = y;
             }
-            /* element e of the value is element lead + e - begin of the piece */
-            int64_t from = piece.begin - piece.lead + t * TILE, first = t ? 0 : piece.lead;
-            int64_t last = piece.end - from < TILE ? piece.end - from : TILE;
-            float *value = s.values[piece.value] + from;
-            const int is_whole = first == 0 && last == TILE;
-            if (!is_whole) memcpy(part + first, value + first, (last - first) * sizeof *part);
             /* the words are those of the last draw, the newest */
-            on_grid(is_whole ? value : part, noise, words, s.grid, s.times);
-            if (!is_whole) memcpy(value + first, part + first, (last - first) * sizeof *part);
+            if (s.is_double)
+                release_double((double *)value, noise, words, first, last, s.grid, s.factor);
+            else release(value, noise, words, first, last, s.grid, s.times);
         }
     }
 }
@@ -314,4 +250,4 @@ def text() -> str:
     integers |= {"MIDDLE_DIGIT": MIDDLE_DIGIT, "SCATTER": SCATTER}
     integers |= {"SHIFT_DIGITS": SHIFT_DIGITS, "SHIFT_ONES": SHIFT_ONES}
     lines += [f"#define {name} {value}" for name, value in integers.items()]
-    return "\n".join(lines) + _LOOPS + _AES + _STEP
+    return "\n".join(lines) + _LOOPS + native_aes_text.TEXT + _STEP

@@ -24,15 +24,11 @@ bits agree, which `Source.check_names` rules out for the names in use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import native
 from noshuffle.noise.constants import TILE
-from noshuffle.noise.layout import Chunk
 
 #: Blocks (counters) in one tile; each gives four words.
 BLOCKS = TILE // 4
@@ -86,33 +82,3 @@ def words_in_torch_(words: Tensor, *, columns: Tensor, row: int) -> None:
     for lane, value in enumerate(philox(counter, key=(k0, k1))):
         # Values of 2³¹ and above become the negative number with the same bits.
         lanes[:, lane].copy_(value - ((value >> 31) << 32))
-
-
-class PhiloxWords:
-    """Fills chunks with words on a device; what depends on the chunk only is built once."""
-
-    def __init__(
-        self, chunks: Sequence[Chunk], *, seeds: dict[str, bytes], device: torch.device
-    ) -> None:
-        self._device = device
-        self._chunks = [self._columns(chunk, seeds) for chunk in chunks]
-
-    def _columns(self, chunk: Chunk, seeds: dict[str, bytes]) -> Tensor:
-        """Per tile: first block, key and tag; a (5, tiles, 1) tensor."""
-        columns: list[tuple[int, ...]] = []
-        for piece in chunk.pieces:
-            address(row=0, tile=piece.tile + piece.tiles - 1)
-            words = split_seed(seeds[piece.name])
-            columns += [((piece.tile + i) * BLOCKS, *words) for i in range(piece.tiles)]
-        table = torch.tensor(columns, dtype=torch.int64, device=self._device)
-        return table.t().contiguous().unsqueeze(-1)
-
-    def fill_(self, words: Tensor, *, chunk: int, row: int) -> None:
-        """Write the words of one row for the tiles of one chunk (tiles × 1024, int32)."""
-        _, row = address(row=row, tile=0)
-        columns = self._chunks[chunk]
-        library = native.library() if self._device.type == "cpu" else None
-        if library is None:
-            words_in_torch_(words, columns=columns, row=row)
-        else:
-            library.philox(words.data_ptr(), columns.data_ptr(), columns.shape[1], row)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.constants import TILE
-from noshuffle.noise.gaussian import normals_
 from noshuffle.noise.grid import jitters_
+from noshuffle.noise.loops import normals_
 from noshuffle.noise.philox import BLOCKS, FIELD, philox, split_seed
 from noshuffle.noise.source import Source
 
@@ -83,7 +83,7 @@ class RowDraws:
         per_row = -(-count // 4)
         used = len(rows) * per_row
         if not used:
-            nothing = torch.empty((len(rows), count), device=self._device)
+            nothing = torch.empty((len(rows), count), dtype=torch.float32, device=self._device)
             return nothing, nothing
         index = torch.arange(per_row, dtype=torch.int64, device=rows.device)
         blocks = (rows.unsqueeze(1) * self._blocks + index).view(-1)
@@ -94,7 +94,7 @@ class RowDraws:
         # words at a time, as one long.
         longs = words.view(torch.int64).view(tiles, BLOCKS, 2)
         words = longs.transpose(1, 2).contiguous().view(torch.int32).view(tiles, TILE)
-        found = torch.empty((2, tiles, TILE), device=words.device)
+        found = torch.empty((2, tiles, TILE), dtype=torch.float32, device=words.device)
         normals_(found[0], words=words)
         jitters_(found[1], words=words, step=1.0)
         longs = found.view(torch.int64).view(2, tiles, 2, BLOCKS)

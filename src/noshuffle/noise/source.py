@@ -36,10 +36,10 @@ from noshuffle.errors import InvalidInput, one_of
 from noshuffle.noise import native
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
-from noshuffle.noise.gaussian import normals_
 from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
 from noshuffle.noise.layout import Chunk, Layout
-from noshuffle.noise.philox import PhiloxWords
+from noshuffle.noise.loops import normals_
+from noshuffle.noise.philox_words import PhiloxWords
 from noshuffle.noise.workers import share
 
 KINDS = ("auto", "aes", "philox")
@@ -153,7 +153,8 @@ class Source:
         workers = min(torch.get_num_threads() if device.type == "cpu" else 1, max(1, len(chunks)))
         drawer = self.drawer(chunks, device=device, workers=workers)
         largest = max((chunk.tiles for chunk in chunks), default=0)
-        flat, rooms = out.view(-1), torch.empty(workers, largest, TILE, device=device)
+        shape = (workers, largest, TILE)
+        flat, rooms = out.view(-1), torch.empty(shape, dtype=torch.float32, device=device)
 
         def fill(worker: int, index: int) -> None:
             room = rooms[worker, : chunks[index].tiles]
@@ -174,11 +175,12 @@ class Source:
         cpu = torch.device("cpu")
         chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
         drawer = self.drawer(chunks, device=cpu, workers=1)
-        noise, coins = torch.empty(2, chunks[0].tiles, TILE).unbind()
+        shape = (2, chunks[0].tiles, TILE)
+        noise, coins = torch.empty(shape, dtype=torch.float32, device=cpu).unbind()
         drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
         step, at = grid_step(scale), chunks[0].spans[0].at
         drawer.jitters_(coins, step=step, worker=0)
-        released = torch.tensor([value], dtype=torch.float64)
+        released = torch.tensor([value], dtype=torch.float64, device=cpu)
         own = slice(at, at + 1)
         add_on_grid_(released, noise.view(-1)[own], jitters=coins.view(-1)[own], step=step)
         return float(released)

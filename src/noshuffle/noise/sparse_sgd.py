@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput, positive, whole
-from noshuffle.noise.lazy import LazyNoise, add_rows_
+from noshuffle.noise.lazy import LazyNoise
+from noshuffle.noise.table_rows import add_rows_
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,9 @@ Z has independent standard normal rows, one per draw, made by a `Source` from (r
 C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as a `Move` a
 step. State kept: the number of steps released, and the recipe's buffers in float32 as one flat
 tensor (none for independent noise, banded inverses and dense matrices, whose past draws are made
-again). All arithmetic is float32, chunk by chunk, so a chunk stays in the cache between drawing,
-correlating and adding. Where there is one, a compiled loop does the whole step instead, with the
-same bits: on CUDA with Triton and philox (`fused`), on a CPU with a compiler and AES
-(`whole_step`).
+again). A step has three forms with the same bits, all in float32: chunk by chunk for everything
+(`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on a CPU with
+a compiler and AES (`whole_step`).
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -27,7 +26,6 @@ same bits: on CUDA with Triton and philox (`fused`), on a CPU with a compiler an
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,15 +41,14 @@ from noshuffle.errors import (
     non_negative,
     whole,
 )
-from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
-from noshuffle.noise.correlate import Buffers, correlate_
-from noshuffle.noise.fused import Fused, is_ready
-from noshuffle.noise.grid import add_on_grid_, grid_of
+from noshuffle.noise import fused, native, whole_step_check
+from noshuffle.noise.chunk_step import ChunkStep
+from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
+from noshuffle.noise.fused import Fused
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Move, Moves, fingerprint
+from noshuffle.noise.moves import Moves, fingerprint
 from noshuffle.noise.source import AnySource, Source
 from noshuffle.noise.whole_step import WholeStep
-from noshuffle.noise.workers import share
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
 
@@ -93,8 +90,9 @@ class NoiseStream(OneOwner):
         self.horizon = int(steps)
         self._device = torch.device(device)
         on_cpu = self._device.type == "cpu"
-        self._workers = torch.get_num_threads() if on_cpu else 1
-        chunk = CPU_CHUNK if on_cpu else DEVICE_CHUNK
+        has_loops = on_cpu and native.library() is not None
+        self._workers = torch.get_num_threads() if has_loops else 1
+        chunk = CPU_CHUNK if has_loops else TORCH_CHUNK if on_cpu else DEVICE_CHUNK
         self._layout = Layout.of(shapes, starts=starts, chunk_tiles=chunk)
         self._source = source.on(self._device)
         self._source.check_names(self._layout.shapes)
@@ -111,16 +109,18 @@ class NoiseStream(OneOwner):
         self._step = 0
         self._is_broken = False
         self._lock = threading.Lock()
-        self._state = torch.zeros((self.buffers, self._layout.tiles, TILE), device=self._device)
+        shape = (self.buffers, self._layout.tiles, TILE)
+        self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self._fused = self._fuse()
         self._whole = self._whole_step()
-        if self._fused is None:
-            self._cut()
+        self._chunks = self._in_chunks() if self._fused is None else None
 
     def _fuse(self) -> Fused | None:
         """The step as one kernel, where there is one for this device and source."""
         source = self._source
-        if not isinstance(source, Source) or source.kind != "philox" or not is_ready(self._device):
+        if not isinstance(source, Source) or source.kind != "philox":
+            return None
+        if not fused.is_ready(self._device):
             return None
         seeds = {name: source.seed(name) for name in self._layout.shapes}
         settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
@@ -131,29 +131,15 @@ class NoiseStream(OneOwner):
         source = self._source
         if not isinstance(source, Source) or source.kind != "aes":
             return None
-        if self._device.type != "cpu" or not WholeStep.can_do():
+        if self._device.type != "cpu" or not whole_step_check.is_ready():
             return None
         seeds = {name: source.seed(name) for name in self._layout.shapes}
         return WholeStep(self._layout, seeds=seeds, state=self._state, workers=self._workers)
 
-    def _cut(self) -> None:
-        """What the chunks are drawn and worked on with, made once."""
-        chunks, buffers = self._layout.chunks, self.buffers
-        self._workers = max(1, min(self._workers, len(chunks)))
-        self._drawer = self._source.drawer(chunks, device=self._device, workers=self._workers)
-        largest = max((c.tiles for c in chunks), default=0)
-        self._views = [
-            Buffers([self._state[b, c.first : c.first + c.tiles] for b in range(buffers)])
-            for c in chunks
-        ]
-        room = torch.empty((self._workers, 3, largest, TILE), device=self._device)
-        # The rooms that chunks are worked on in, cut once: item i is always worker i mod workers.
-        self._rooms = []
-        for i, c in enumerate(chunks):
-            y, u, coins = room[i % self._workers, :, : c.tiles].unbind()
-            cuts = [slice(s.at, s.at + s.end - s.begin) for s in c.spans]
-            parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
-            self._rooms.append((y, u, coins, parts))
+    def _in_chunks(self) -> ChunkStep:
+        """The step chunk by chunk, which is there for every device, source and value."""
+        source, workers = self._source, self._workers
+        return ChunkStep(self._layout, source=source, state=self._state, workers=workers)
 
     @property
     def step(self) -> int:
@@ -184,12 +170,10 @@ class NoiseStream(OneOwner):
         if is_captured and self._fused is None:
             # A graph would freeze the row and add the same noise at every replay.
             raise Unsupported("only fused noise can be captured: install triton and use philox")
-        self._check_whole()
-        self._check_left(0 if is_captured else 1)
-        self._check(values)
+        self.check_owner()  # before the lock, which a fork may have inherited closed
         with self._lock:  # the row belongs to one thread
-            self._check_whole()
             self._check_left(0 if is_captured else 1)
+            self._check(values)
             self._is_broken = not is_captured
         if self._whole is not None and self._whole.fits(values):
             move = self._moves.at(self._step)
@@ -215,12 +199,8 @@ class NoiseStream(OneOwner):
         if self._fused is not None:
             self._fused.add_(targets, step=self._step)
         else:
-            move = self._moves.at(self._step)
-            share(
-                lambda worker, index: self._add_chunk(move, targets, index=index, worker=worker),
-                items=len(self._layout.chunks),
-                workers=self._workers,
-            )
+            assert self._chunks is not None
+            self._chunks.add_(targets, move=self._moves.at(self._step), scale=self.scale)
         for name, noisy in detours.items():
             values[name].copy_(noisy)
 
@@ -244,7 +224,6 @@ class NoiseStream(OneOwner):
         whole(replays=replays)
         self.check_owner()
         with self._lock:
-            self._check_whole()
             self._check_left(replays)
             if self._fused is None:
                 raise Unsupported("no graph can have captured this noise: it is not fused")
@@ -252,6 +231,7 @@ class NoiseStream(OneOwner):
             self._step += replays
 
     def _check_left(self, steps: int) -> None:
+        self._check_whole()
         if self._step + steps > self.horizon:
             raise HorizonExceeded(
                 f"the noise was planned for {self.horizon} steps, {self._step} are released and "
@@ -259,7 +239,6 @@ class NoiseStream(OneOwner):
             )
 
     def _check_whole(self) -> None:
-        self.check_owner()
         if self._is_broken:
             raise NoshuffleError(
                 "an earlier step failed half-way; go on from the last checkpoint of the stream"
@@ -283,33 +262,13 @@ class NoiseStream(OneOwner):
                     f"got {value.dtype} on {value.device}"
                 )
 
-    def _add_chunk(
-        self, move: Move, targets: Mapping[str, Tensor], *, index: int, worker: int
-    ) -> None:
-        chunk = self._layout.chunks[index]
-        y, u, coins, parts = self._rooms[index]
-        step = grid_of(move, scale=self.scale)
-        # Without buffers the weights can carry gain and scale, and u is the noise itself.
-        into, factor = (u, 1.0) if self.buffers else (y, move.gain * self.scale)
-        for i, (row, w) in enumerate(move.draws):
-            self._drawer.draw_(
-                into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
-            )
-        if self.buffers:
-            correlate_(y, u=u, move=move, state=self._views[index], scale=self.scale)
-        self._drawer.jitters_(coins, step=step, worker=worker)
-        for span, (noise, jitters) in zip(chunk.spans, parts):
-            target = targets[span.name]
-            if span.end - span.begin != target.numel():
-                target = target[span.begin : span.end]
-            add_on_grid_(target, noise, jitters=jitters, step=step)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
+        self.check_owner()
         self._check_whole()
         buffers = {}
         if self.buffers:
-            for name, pieces in self._spans().items():
+            for name, pieces in self._layout.views(self._state).items():
                 shape = (self.buffers, *self._layout.shapes[name])
                 buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
         return {**self._identity, "step": self._step, "buffers": buffers}
@@ -325,8 +284,8 @@ class NoiseStream(OneOwner):
                     "resume with the plan and key of the run that was saved"
                 )
         whole(at_least=0, at_most=self.horizon, step=state["step"])
-        spans = self._spans()
-        expected = set(spans) if self.buffers else set()
+        views = self._layout.views(self._state) if self.buffers else {}
+        expected = set(views)
         if set(state["buffers"]) != expected:
             raise InvalidInput(f"the saved buffers must be those of {sorted(expected)}")
         for name in expected:
@@ -341,24 +300,10 @@ class NoiseStream(OneOwner):
         for name in expected:
             at = 0
             flat = state["buffers"][name].reshape(self.buffers, -1)
-            for piece in spans[name]:
+            for piece in views[name]:
                 piece.copy_(flat[:, at : at + piece.shape[1]])
                 at += piece.shape[1]
         self._step = int(state["step"])
         self._is_broken = False
         if self._fused is not None:
             self._fused.forget()
-
-    def _spans(self) -> dict[str, list[Tensor]]:
-        """The buffers of each name, as views of shape (buffers, some elements), in order."""
-        flat = self._state.flatten(1)
-        found: dict[str, list[Tensor]] = {}
-        for name, shape in self._layout.shapes.items():
-            if not math.prod(shape):
-                found[name] = [flat[:, :0]]
-        for chunk in self._layout.chunks:
-            for span in chunk.spans:
-                begin = chunk.first * TILE + span.at
-                view = flat[:, begin : begin + span.end - span.begin]
-                found.setdefault(span.name, []).append(view)
-        return found

@@ -4,8 +4,10 @@
 
 tile by tile, so that the numbers live in the first-level cache from the cipher to the value; the
 memory traffic of a step is the values and the buffers, once. The bits are those of the chunk by
-chunk form in `stream`, which is its twin in the tests and its stand-in where there is no compiler,
-no AES in hardware, or a value that is not float32. Pieces are handed out to threads as they come.
+chunk form (`chunk_step`), its slow twin and its stand-in where there is no compiler, no AES in
+hardware, or a value of another type (`whole_step_check` compares them before the first use).
+Values are all float32 or all float64, noise and buffers float32. Pieces are handed out to threads
+as they come.
 
 State: round keys, and the table of pieces.
 """
@@ -59,24 +61,22 @@ class WholeStep:
         self._pieces = np.array(rows, dtype=np.int64).reshape(-1, 8)
         self._workers = workers if layout.tiles >= _ALONE else 1
 
-    @staticmethod
-    def can_do() -> bool:
-        """Whether this processor and this machine's compiler allow it."""
-        return native.has_aes()
-
     def _schedule(self, seed: bytes) -> ctypes.Array[ctypes.c_uint8]:
         schedule = (ctypes.c_uint8 * 240)()
         self._library.aes_schedule(ctypes.create_string_buffer(seed, len(seed)), schedule)
         return schedule
 
     def fits(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether the values are of the one kind that the loop knows."""
-        return all(v.dtype == torch.float32 and v.is_contiguous() for v in values.values())
+        """Whether the values are of a kind that the loop knows."""
+        kinds = {value.dtype for value in values.values()}
+        is_known = kinds <= {torch.float32} or kinds == {torch.float64}
+        return is_known and all(value.is_contiguous() for value in values.values())
 
     def add_(self, values: Mapping[str, Tensor], *, move: Move, scale: float, times: float) -> None:
         """Add the noise of one move on the grid, bring the buffers forward, multiply by `times`."""
         buffers = self._state.shape[0]
         factor = 1.0 if buffers else move.gain * scale
+        is_double = any(value.dtype is torch.float64 for value in values.values())
         rows = np.array([row for row, _ in move.draws], dtype=np.uint64)
         weights = np.array([w * factor for _, w in move.draws], dtype=np.float32)
         places = np.array([values[name].data_ptr() for name in self._names], dtype=np.uint64)
@@ -87,7 +87,7 @@ class WholeStep:
             *(places.ctypes.data, rows.ctypes.data, weights.ctypes.data),
             *(_address(inner), _address(decays), _address(outer), self._state.data_ptr()),
             *(len(rows), buffers, move.store, move.gain * scale),
-            *(grid_of(move, scale=scale), times),
+            *(grid_of(move, scale=scale), times, is_double, times),
         )
         together(self._library.add_noise, step, threads=self._workers)
 
@@ -101,6 +101,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("inner", "decays", "outer", "state")),
         *((name, ctypes.c_int) for name in ("draws", "buffers", "store")),
         *((name, ctypes.c_float) for name in ("gain", "grid", "times")),
+        *(("is_double", ctypes.c_int), ("factor", ctypes.c_double)),
     )
 
 

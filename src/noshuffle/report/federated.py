@@ -48,12 +48,14 @@ def figures(run: RunRecord) -> list[Figure]:
             )
         )
     found += _privacy(run, draw)
-    series = plots.noise_series(run.plan) if run.plan.noise_multiplier else []
+    has_noise = run.plan.noise_multiplier > 0
+    series = plots.noise_series(run.plan, independent="DP-FedAvg") if has_noise else []
     if series:
         size = run.config.get("clients_per_round")
+        users = size if isinstance(size, int) else None
         found.append(
             (
-                plots.noise_curve(series, batch_size=size if isinstance(size, int) else None),
+                plots.noise_curve(series, batch_size=users, step="round"),
                 "Noise in the sum of all updates so far, per planned user: mechanisms at this ε.",
             )
         )

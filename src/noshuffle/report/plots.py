@@ -3,7 +3,7 @@
 learning_curve   accuracy on held-out data over steps
 epsilon_curve    ε spent so far
 noise_curve      standard deviation of the noise in the model over steps, the chosen mechanism
-                 beside a Honaker tree and independent noise (DP-SGD) at the same ε
+                 beside a Honaker tree and independent noise at the same ε
 norm_histogram   gradient norms on held-out examples beside the clip norm
 """
 
@@ -77,10 +77,11 @@ def epsilon_curve(plan: Plan) -> str:
     return _draw(draw)
 
 
-def noise_series(plan: Plan) -> list[tuple[str, Any]]:
+def noise_series(plan: Plan, *, independent: str = "DP-SGD") -> list[tuple[str, Any]]:
     """(label, standard deviation in the prefix sum over steps), all at the plan's ε.
 
     In units of the clip norm. Mechanisms without a closed form at this size are left out.
+    `independent` is what training with independent noise is called.
     """
     choices: list[tuple[str, Strategy]] = [(f"this run ({plan.strategy.name})", plan.strategy)]
     if not plan.participation.is_sampled:
@@ -88,7 +89,7 @@ def noise_series(plan: Plan) -> list[tuple[str, Any]]:
             tree = fit("tree", plan.participation).strategy
             choices.append(("Honaker tree, best restart", tree))
         if plan.strategy.name != "identity":
-            choices.append(("independent noise (DP-SGD)", identity()))
+            choices.append((f"independent noise ({independent})", identity()))
     series = []
     own = plan.sensitivity.value
     for label, strategy in choices:
@@ -101,15 +102,17 @@ def noise_series(plan: Plan) -> list[tuple[str, Any]]:
     return series
 
 
-def noise_curve(series: Sequence[tuple[str, Any]], *, batch_size: int | None) -> str:
-    """Noise in the summed update over steps, per mechanism, at equal privacy."""
+def noise_curve(
+    series: Sequence[tuple[str, Any]], *, batch_size: int | None, step: str = "step"
+) -> str:
+    """Noise in the summed update over steps (or rounds), per mechanism, at equal privacy."""
     scale = 1.0 / batch_size if batch_size else 1.0
 
     def draw(axes: Axes) -> None:
         for (label, curve), colour in zip(series, (ACCENT, WARM, MUTED)):
             picks = np.unique(np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int))
             axes.plot(picks + 1, scale * curve[picks], color=colour, label=label, lw=1.4)
-        axes.set(xlabel="step", ylabel="noise std / clip norm", ylim=(0, None))
+        axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, None))
         axes.legend(frameon=False)
 
     return _draw(draw)

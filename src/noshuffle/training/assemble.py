@@ -80,6 +80,10 @@ def privatize(
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")
+    if engine is not None and not hasattr(engine, "clipped_sum"):
+        raise InvalidInput(
+            f"engine must be a clipping engine such as noshuffle.clipping.Ghost(), got {engine!r}"
+        )
     if unit not in (None, plan.unit):
         raise InvalidInput(f"the plan protects one {plan.unit}, got unit={unit!r}; fit it again")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

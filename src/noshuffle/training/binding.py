@@ -27,6 +27,14 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> None:
     """The optimizer moves exactly the parameters that are clipped and noised."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Unsupported(
+            f"{kind} asks for the loss several times a step, and every answer would need noise of "
+            "its own; use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise Unsupported(f"{kind} takes sparse gradients, and private ones are dense; use Adam")
     given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for name, p in parameters.items() if id(p) not in given]
     if missing:
@@ -53,6 +61,11 @@ def keys_of(
     folder: RunFolder | None, plan: Plan, source: Source | None, device: torch.device
 ) -> Keys:
     """The secrets of a run: those in its folder, or the source given, or fresh ones."""
+    if source is not None and not isinstance(source, Source):
+        raise InvalidInput(
+            f"source must be a noshuffle.noise.Source, got {type(source).__name__}; leave it out "
+            "for a fresh key"
+        )
     if folder is not None and folder.key_file.exists() and source is None:
         source = folder.keys().source
     source = (source if source is not None else Source(new_key())).on(device)

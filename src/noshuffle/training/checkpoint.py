@@ -17,9 +17,11 @@ import os
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from noshuffle.errors import InvalidInput
@@ -36,7 +38,10 @@ def save(state: dict[str, Any], folder: Path, *, keep: int = 2) -> Path:
     _sweep(folder)
     temporary.mkdir(parents=True)
     model = {name: value.detach().cpu().clone() for name, value in state["model"].items()}
-    save_file(model, temporary / "model.safetensors")
+    try:
+        save_file(model, temporary / "model.safetensors")
+    except SafetensorError as error:  # such as a full disk, in words of its own
+        raise OSError(f"{temporary / 'model.safetensors'}: {error}") from None
     sync_file(temporary / "model.safetensors")
     buffer = io.BytesIO()
     torch.save({key: value for key, value in state.items() if key != "model"}, buffer)
@@ -60,12 +65,18 @@ def saved(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint back."""
+    """Read a checkpoint back; one clear line where a file of it is missing or damaged."""
+    for name in ("state.pt", "model.safetensors"):
+        if not (path / name).exists():
+            raise InvalidInput(f"{path} is not a checkpoint: {path / name} is missing")
     try:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         state["model"] = load_file(path / "model.safetensors")
-    except FileNotFoundError as error:
-        raise InvalidInput(f"{path} is not a checkpoint: {error.filename} is missing") from None
+    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise InvalidInput(
+            f"the checkpoint {path} is damaged ({type(error).__name__}); bring its files back, or "
+            "remove it to go on from the one before"
+        ) from None
     return state
 
 

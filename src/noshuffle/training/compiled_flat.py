@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.clipped import LEAST_FACTOR
 from noshuffle.clipping.forms import Dense, Form, Outer, squares
 from noshuffle.errors import Unsupported
 from noshuffle.training import compiled_kernels as kernels
@@ -201,7 +202,7 @@ class Flattened:
             total = total + own * (matrix[:, g : g + o].square().sum(1).double() + o * HIDDEN)
         is_fine = (total <= 1e300) & (losses.abs() <= 3.4e38)
         factor = (self._aim / total.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(is_fine & keep, factor, 0.0).float()
+        factor = torch.where(is_fine & keep & (factor >= LEAST_FACTOR), factor, 0.0).float()
         matrix = torch.where((factor != 0)[:, None], matrix, 0.0)
         pieces = [factor @ matrix[:, : self.columns]]
         for a, i, g, o, _ in self._table:

@@ -61,7 +61,9 @@ def row_factors(
     # Comparisons with NaN are false.
     is_fine = (total <= 1e300) & (tl.abs(loss) <= 3.4e38)
     f = tl.load(aim) / tl.sqrt(tl.maximum(total, 1e-300))
-    f = tl.where(is_kept & is_fine, tl.minimum(f, 1.0), 0.0)
+    # Below 2⁻¹²⁶ float32 holds a factor to a few bits only, perhaps too large: nothing is added.
+    is_held = f >= 1.1754943508222875e-38
+    f = tl.where(is_kept & is_fine & is_held, tl.minimum(f, 1.0), 0.0)
     tl.store(factor + b, f.to(tl.float32))
     tl.store(report + b, loss)
     tl.store(report + rows + b, tl.where(is_kept, tl.sqrt(total), 0.0).to(tl.float32))

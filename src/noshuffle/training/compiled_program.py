@@ -23,19 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
-from noshuffle.training.compiled_result import Sums, TotalFn
+from noshuffle.training.compiled_result import Rows, Sums, TotalFn
 from noshuffle.training.compiled_signal import Signal
 from noshuffle.training.compiled_update import Held, Update
 from noshuffle.training.device_print import Keys, Printer
 from noshuffle.training.guard import Mask
 from noshuffle.training.step import Parts
-
-Rows = NDArray[np.float32]
 
 
 @contextmanager

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.training.step import Outcome
 from noshuffle.training.units import Ids
 
-if TYPE_CHECKING:
-    from noshuffle.training.compiled_program import Program
+Rows = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,21 @@ class Sums:
 TotalFn = Callable[[tuple[Any, ...], Tensor], Sums]
 
 
+class Told(Protocol):
+    """Who tells what a step saw, until the next one; a `Program` does."""
+
+    def report(self) -> Rows:
+        """Losses, norms and non-finite marks of all rows; waits for them."""
+
+    def losses(self) -> Rows:
+        """The losses alone, which come first."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """What a step saw, still on its way from the device; good until the next step."""
 
-    program: Program
+    program: Told
     rows: Ids | slice
     dropped: int
 

@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.clipped import slack
+from noshuffle.clipping.clipped import LEAST_FACTOR, slack
 from noshuffle.clipping.forms import Dense, Form, merge, squares
-from noshuffle.clipping.ghost import ghost_forms
+from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import wide
@@ -72,7 +72,7 @@ def short(
     for names, c in clip.groups(tuple(like)):
         square = total if len(names) == len(like) else _added([norms2[n] for n in names])
         factor = (c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(good, factor, 0.0).to(zeros.dtype)
+        factor = torch.where(good & (factor >= LEAST_FACTOR), factor, 0.0).to(zeros.dtype)
         for name in names:
             totals = [_usable(form).kept(good).total(factor) for form in forms.get(name, ())]
             value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.optim import FTRL
+from noshuffle.training.held import has_hooks
 
 #: The fused kernel takes its rate in single precision.
 _FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -293,9 +294,8 @@ def update_for(optimizer: torch.optim.Optimizer) -> Update:
     """The best form of an optimizer's update; `.name` says which, and why."""
     kind = type(optimizer)
     groups = optimizer.param_groups
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     params = [p for group in groups for p in group["params"]]
-    if hooked:
+    if has_hooks(optimizer):
         return Update(optimizer, name=f"{kind.__name__} with hooks, not captured")
     if kind is torch.optim.SGD:
         plain = all(

@@ -1,4 +1,4 @@
-"""The ledger's file: SQLite tables, and reading them without trust.
+"""The tables of the ledger's file, and reading them without trust (`ledger_file` writes them).
 
     steps   step, time, batch and state fingerprints, number of units, who they were
     units   per unit: first step (of its block), last step, count; a summary that is brought up to
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noshuffle.training.units import Ids, Seen
+from noshuffle.training.units import Ids
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -92,16 +92,6 @@ def read_rows(db: sqlite3.Connection, *, start: int = 0) -> Iterator[Row]:
 def read_units(db: sqlite3.Connection) -> list[tuple[int, int, int, int]]:
     """The summary per unit: (unit, first, last, count), in order."""
     return db.execute("SELECT unit, first, last, count FROM units ORDER BY unit").fetchall()
-
-
-def write_units(db: sqlite3.Connection, ids: Ids, seen: Seen, *, since: int, released: int) -> None:
-    """Save the summary of units that took part since a step, and how many steps it covers now."""
-    new = np.flatnonzero(seen.last >= since)
-    rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
-    db.execute("BEGIN IMMEDIATE")
-    db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
-    db.execute("INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(released),))
-    db.execute("COMMIT")
 
 
 class Evidence:

@@ -38,7 +38,7 @@ class GroupLedger(Ledger):
         def start() -> tuple[dict[str, str], int]:
             Ledger.__init__(self, plan.participation, path=place.ready(run, plan), unit=plan.unit)
             place.settle(self, run, moved=moved)
-            return self._facts(), self.released
+            return self._file.facts(), self.released
 
         facts, released = team.lead("open the ledger", start)
         if not team.is_lead:
@@ -83,9 +83,6 @@ class GroupLedger(Ledger):
         """Every unit with its record; on rank 0 only."""
         self._check_rows()
         return super().units()
-
-    def _facts(self) -> dict[str, str]:
-        return dict(self._db.execute("SELECT name, value FROM meta"))
 
     def _check_rows(self) -> None:
         if not self._holds_rows:

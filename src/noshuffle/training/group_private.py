@@ -20,8 +20,9 @@ import torch
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.training import checkpoint, shards
+from noshuffle.training.batch_blocks import blocks_of
 from noshuffle.training.group_blocks import BlockSums
-from noshuffle.training.group_step import GroupParts, GroupStep, blocks_of
+from noshuffle.training.group_step import GroupParts, GroupStep
 from noshuffle.training.private import Private
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.spending import Ancestor

@@ -7,11 +7,10 @@
     record   rank 0, durable, before any rank goes on
     noise    every rank for its own shard, or all the same for what is replicated
 
-A batch is cut into blocks of `block` units. A block is clipped in one piece by whoever has it,
-with random numbers (dropout) seeded by its place in the step; everything that follows is exact
-integer addition. On a GPU blocks are replays of one captured sum (`group_blocks`). So two runs
-agree bit for bit if their batches have the same blocks, whoever computed them, as far as the same
-block gives the same bits on both machines.
+A batch is cut into blocks of `block` units (`batch_blocks`). A block is clipped in one piece by
+whoever has it; everything that follows is exact integer addition. On a GPU blocks are replays of
+one captured sum (`group_blocks`). So two runs agree bit for bit if their batches have the same
+blocks, whoever computed them, as far as the same block gives the same bits on both machines.
 
 State: the sum in the making, gone after `release`.
 """
@@ -19,9 +18,7 @@ State: the sum in the making, gone after `release`.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import ClippedSum, ModelLoss
-from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.training import device_print, fingerprint, shards
+from noshuffle.training import fingerprint, shards
+from noshuffle.training.batch_blocks import block_luck, block_prints, blocks_of, rows_of
 from noshuffle.training.fixed_sum import FixedSum, check_units
 from noshuffle.training.group_blocks import BlockSums, block_sums
 from noshuffle.training.shards import Place
@@ -53,24 +50,6 @@ class GroupParts(Parts):
     is_sharded: bool = field(kw_only=True)
     #: Captured sums of blocks, once a step has asked for them; or the reason why there are none.
     sums: BlockSums | str | None = field(default=None, kw_only=True)
-
-
-def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:
-    """The rows of every block: `block` consecutive examples, or all rows of `block` users.
-
-    >>> [rows.tolist() for rows in blocks_of(5, None, block=2)]
-    [[0, 1], [2, 3], [4]]
-    >>> [rows.tolist() for rows in blocks_of(5, np.array([7, 3, 7, 9, 3]), block=2)]
-    [[0, 1, 2, 4], [3]]
-    """
-    place = np.arange(size)
-    if users is not None:
-        _, first, inverse = np.unique(users, return_index=True, return_inverse=True)
-        order = np.empty(len(first), dtype=np.int64)
-        order[np.argsort(first)] = np.arange(len(first))  # users in order of appearance
-        place = order[inverse]
-    of = place // block
-    return [np.flatnonzero(of == b) for b in range(int(of.max()) + 1 if size else 0)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +120,7 @@ class GroupStep(Step):
             own = self._own_ids(ids, size)
             users = own if self.parts.groups_users else None
             blocks.extend(blocks_of(size, users, block=self.parts.block))
-            prints = self._block_prints(batch, blocks, own)
+            prints = block_prints(batch, blocks, own, secret=self.parts.secret)
             order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
             return Brought(size, None if own is None else own[order], prints, self._state)
 
@@ -159,23 +138,6 @@ class GroupStep(Step):
 
         self._collect(team.meet(f"clipped {tag}", clip))
         self._part += 1
-
-    def _block_prints(
-        self, batch: tuple[Any, ...], blocks: list[Ids], own: Ids | None
-    ) -> list[bytes]:
-        """Fingerprints of the blocks; a device is waited for once."""
-        secret, parts = self.parts.secret, [rows_of(batch, rows) for rows in blocks]
-        digests: Any = itertools.repeat(None)
-        held = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in parts]
-        if all(t.is_cuda for own_tensors in held for t in own_tensors):
-            every = iter(device_print.of_tensors(list(itertools.chain(*held)), secret))
-            digests = [[next(every) for _ in own_tensors] for own_tensors in held]
-        return [
-            fingerprint.of_batch(
-                part, None if own is None else own[rows], secret=secret, digests=known
-            )
-            for part, rows, known in zip(parts, blocks, digests)
-        ]
 
     def _check(self, told: list[Brought]) -> None:
         """Refuse ranks that differ in state or in having ids, and users on several ranks."""
@@ -239,7 +201,8 @@ class GroupStep(Step):
             if not used.any():
                 continue
             part = rows_of(batch, rows[used])
-            luck = partial(self._luck, number, device)
+            place = f"{self.index}/{self._part}/{number}"
+            luck = partial(block_luck, place, secret=parts.secret, device=device)
             got = self._captured(loss_fn, part, luck) if units is None else None
             if got is None:
                 with luck():
@@ -264,16 +227,6 @@ class GroupStep(Step):
         if isinstance(parts.sums, str):
             return None
         return parts.sums.clipped_sum(loss_fn, part, luck=luck)
-
-    @contextmanager
-    def _luck(self, block: int, device: torch.device) -> Iterator[None]:
-        """Random numbers of a block: the same whichever rank computes it, and in a replay."""
-        name = f"{self.index}/{self._part}/{block}".encode()
-        word = hashlib.blake2b(name, key=self.parts.secret, digest_size=7).digest()
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(int.from_bytes(word, "little"))
-            yield
 
     def _collect(self, told: list[Figures]) -> None:
         every = _joined(told)
@@ -331,13 +284,6 @@ class GroupStep(Step):
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "block": self.parts.block}
-
-
-def rows_of(batch: tuple[Any, ...], rows: Ids) -> tuple[Any, ...]:
-    """Some rows of a batch; consecutive ones are not copied."""
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):  # they are in order, each once
-        return take(batch, slice(int(rows[0]), int(rows[-1]) + 1))
-    return take(batch, torch.from_numpy(rows))
 
 
 def _joined(figures: list[Figures]) -> Figures:

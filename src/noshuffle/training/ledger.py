@@ -1,10 +1,15 @@
 """The ledger: who may take part in a step, and the durable record of what was released.
 
-Write-ahead log with synchronous=FULL: when `record` returns, the row survives a power cut, and
-only then is the noisy gradient used. `path=None` keeps the same tables in memory.
+    admit    the step, the batch and its units, against the plan and all earlier steps
+    record   on the disk when it returns (`ledger_file`); only then is the noisy gradient used
+
+A step that was released before may be repeated from the same batch and state only. `path=None`
+keeps the record in memory.
 
 Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
 so. Under Epochs the batch of step t must then equal that of step t − b.
+
+State: the file, and of every unit its first and last step and their number (`units`).
 
 >>> from noshuffle.participation import SinglePass
 >>> ledger = Ledger(SinglePass(steps=10))
@@ -18,8 +23,6 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +40,9 @@ from noshuffle.errors import (
 from noshuffle.one_owner import OneOwner
 from noshuffle.participation import Epochs, Participation, Restarted
 from noshuffle.training import guard
-from noshuffle.training.evidence import (
-    SCHEMA,
-    Row,
-    encode_units,
-    read_rows,
-    read_units,
-    write_units,
-)
+from noshuffle.training.evidence import Row
 from noshuffle.training.guard import Mask
+from noshuffle.training.ledger_file import LedgerFile
 from noshuffle.training.units import Ids, Seen, UnitTable, name_to_id
 
 FINGERPRINTS_ONLY = (
@@ -96,21 +93,13 @@ class Ledger(OneOwner):
         self.participation = participation
         self.sampler = sampler
         self._groups_users = unit == "user"
-        self._db = sqlite3.connect(
-            path or ":memory:", isolation_level=None, check_same_thread=False
-        )
-        # Small pages, and a short log that is written over and over: a disk confirms those sooner.
-        self._db.execute("PRAGMA page_size=1024")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("PRAGMA wal_autocheckpoint=128")
-        self._db.executescript(SCHEMA)
+        self._file = LedgerFile(path)
         self.bind("unit", unit)
         self._table = UnitTable()
         self._released = 0
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
-        self._identified_by = ""
-        self._catch_up()
+        with self._file.standing_still():
+            self._catch_up()
 
     @property
     def released(self) -> int:
@@ -120,24 +109,16 @@ class Ledger(OneOwner):
     @property
     def identified_by(self) -> str:
         """ "ids", "fingerprints", or "" before the first step."""
-        if not self._identified_by:  # once written it stays
-            self._identified_by = self.meta("identified_by") or ""
-        return self._identified_by
+        return self._file.identified_by
 
     def meta(self, name: str) -> str | None:
         """A fact about the run."""
-        found = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return None if found is None else str(found[0])
+        return self._file.fact(name)
 
     def bind(self, name: str, value: str) -> None:
         """Write a fact once; a different value later is refused."""
-        self._undo()
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
-        if self.meta(name) != value:
-            raise InvalidInput(
-                f"this ledger was started with {name} = {self.meta(name)}, got {value}; use a new "
-                "run folder"
-            )
+        self.check_owner()
+        self._file.bind(name, value)
 
     def admit(
         self,
@@ -227,7 +208,7 @@ class Ledger(OneOwner):
             rule = rule.participation
         if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
             return True
-        return self._batch(step - rule.steps_per_epoch) == batch
+        return self._file.batch(step - rule.steps_per_epoch) == batch
 
     def _replay(
         self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
@@ -254,41 +235,15 @@ class Ledger(OneOwner):
         """Write the row of a step; durable when this returns. A replay is already written."""
         if admission.is_replay:
             return
-        row = (
-            admission.step,
-            time.time(),
-            admission.batch,
-            admission.state,
-            len(admission.units),
-            encode_units(admission.units),
-        )
-        self._undo()  # or this row would wait for the end of a write that was interrupted
-        is_first = not self.identified_by
-        try:
-            if is_first:  # two writes that belong together; one alone is a transaction by itself
-                self._db.execute("BEGIN IMMEDIATE")
-                self._db.execute(
-                    "INSERT INTO meta VALUES ('identified_by', ?)", (admission.identified_by,)
-                )
-            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
-            if is_first:
-                self._db.execute("COMMIT")
-        except sqlite3.IntegrityError:
-            self._undo()
-            raise ReplayRefused(
-                f"step {admission.step} was released by another process of this run; stop one"
-            ) from None
-        except BaseException:
-            self._undo()
-            raise
-        self._take(admission.step, admission.units)
-
-    def _undo(self) -> None:
-        """Before every write: take back one that did not come to its end."""
         self.check_owner()
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-            self._identified_by = ""  # may have been read from what was taken back
+        self._file.add_step(
+            admission.step,
+            batch=admission.batch,
+            state=admission.state,
+            units=admission.units,
+            identified_by=admission.identified_by,
+        )
+        self._take(admission.step, admission.units)
 
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:
@@ -301,14 +256,23 @@ class Ledger(OneOwner):
         self._released = step + 1
 
     def _catch_up(self) -> None:
-        """Rebuild the table: the saved summary, then the steps after it."""
-        through = int(self.meta("summarised") or 0)
-        saved = read_units(self._db)
-        if saved:
-            data = np.array(saved, dtype=np.int64).T
-            self._table.restore(data[0], Seen(first=data[1], last=data[2], count=data[3]))
-        self._released = through
-        for row in self.rows(start=through):
+        """Rebuild the table: the saved summary, then the steps after it.
+
+        Guarantees: a summary that does not add up to the steps it covers is refused, since units
+        that it forgot would be admitted again.
+        """
+        ids, seen = self._file.units()
+        self._table.restore(ids, seen)
+        self._released = self._file.summarised
+        known = 0 if self.participation.is_sampled else int(seen.count.sum())
+        steps, participations = self._file.counted(before=self._released)
+        wanted = 0 if self.participation.is_sampled else participations
+        if (steps, wanted) != (self._released, known):
+            raise VerificationFailed(
+                f"the ledger sums up {self._released} steps with {known} participations and holds "
+                f"{steps} with {wanted} of them; it was cut or edited"
+            )
+        for row in self.rows(start=self._released):
             if row.step != self._released:
                 raise VerificationFailed(
                     f"the ledger lacks step {self._released}; it was cut or edited"
@@ -319,16 +283,9 @@ class Ledger(OneOwner):
         """One released step."""
         return next(self.rows(start=step))
 
-    def _batch(self, step: int) -> bytes:
-        """The batch fingerprint of one released step, without the rest of its row."""
-        found = self._db.execute("SELECT batch FROM steps WHERE step = ?", (step,)).fetchone()
-        if found is None:
-            raise VerificationFailed(f"the ledger lacks step {step}; it was cut or edited")
-        return bytes(found[0])
-
     def rows(self, *, start: int = 0) -> Iterator[Row]:
         """Released steps in order."""
-        return read_rows(self._db, start=start)
+        return self._file.rows(start=start)
 
     def units(self) -> tuple[Ids, Seen]:
         """Every unit with first step, last step and count, from the steps."""
@@ -345,15 +302,10 @@ class Ledger(OneOwner):
 
     def summarise(self) -> None:
         """Bring the per-unit summary up to date (units seen since the last time only)."""
-        self._undo()
-        through = int(self.meta("summarised") or 0)
-        if through > self._released:
+        self.check_owner()
+        if self._file.summarised > self._released:
             return  # another process has gone further than this one knows
-        try:
-            write_units(self._db, *self._table.all(), since=through, released=self._released)
-        except BaseException:
-            self._undo()
-            raise
+        self._file.save_units(*self._table.all(), released=self._released)
         self._since = (0, 0)
 
     def close(self) -> None:
@@ -363,7 +315,7 @@ class Ledger(OneOwner):
 
     def let_go(self) -> None:
         """Close the file as it is; nothing is written."""
-        self._db.close()
+        self._file.close()
 
 
 def _unless_all(keep: Mask) -> Mask | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.clipped import SLACK, slack
+from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, slack
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import Unsupported
 from noshuffle.training.many_single import MANY_PRODUCTS, OneByOne, products
@@ -88,7 +88,7 @@ def _factors(grads: Gradients, losses: Tensor, keep: Tensor, *, clip: Tensor, ai
     squares = torch.stack([g.squares() for g in grads.values()]).sum(0, dtype=torch.float64)
     good = torch.isfinite(squares) & torch.isfinite(losses) & keep[:, None]
     factor = (clip * (1.0 - aim) / squares.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-    return torch.where(good, factor, 0.0)
+    return torch.where(good & (factor >= LEAST_FACTOR), factor, 0.0)
 
 
 def network_for(

@@ -39,7 +39,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training import checkpoint
+from noshuffle.training import checkpoint, held
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled_result import Pending
 from noshuffle.training.ledger import Ledger
@@ -73,6 +73,7 @@ class Private(OneOwner):
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
+        self._let_go = held.guard(parts.optimizer, self)
         self._index = 0
         self.compiled: Compiled | None = None
         self.not_compiled = ""
@@ -135,7 +136,8 @@ class Private(OneOwner):
         step: Step | Pending | None = None
         if self.compiled is not None:
             quiet = self._engine_at_work
-            step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
+            with held.at_work(self._parts.optimizer):
+                step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
         if step is None:
             step = self._new_step()
             with self._engine_at_work():
@@ -161,7 +163,11 @@ class Private(OneOwner):
     def _finish(self, step: Step | Pending) -> None:
         if self._listener is not None:
             self._listener.clear()
-        self._outcome = step if isinstance(step, Pending) else step.release()
+        if isinstance(step, Pending):
+            self._outcome = step
+        else:
+            with held.at_work(self._parts.optimizer):
+                self._outcome = step.release()
         self._index += 1
 
     def _listen(self) -> Listener | None:
@@ -182,7 +188,9 @@ class Private(OneOwner):
                 "privatize the model before torch.compile"
             )
         if self._optimizer is None:
-            self._optimizer = PrivateOptimizer(self, self._listener)
+            self._optimizer = PrivateOptimizer(
+                self._parts, listener=self._listener, accumulate=self.accumulate
+            )
         return self._optimizer
 
     def sampler(self, population: int | None = None) -> Sampler:
@@ -298,6 +306,7 @@ class Private(OneOwner):
         """Bring the evidence up to date and let go of the ledger."""
         self.write_statement()
         self.ledger.close()
+        self._let_go()
         if self._listener is not None:
             self._listener.stop()
 

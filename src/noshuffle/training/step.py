@@ -27,6 +27,7 @@ from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
 from noshuffle.training import fingerprint
+from noshuffle.training.held import Held
 from noshuffle.training.ledger import Admission, Ledger
 from noshuffle.training.threshold import Threshold
 from noshuffle.training.units import Ids, as_ids
@@ -67,6 +68,10 @@ class Parts:
     samples: fingerprint.Samples = field(
         default_factory=fingerprint.Samples, kw_only=True, repr=False, compare=False
     )
+    held: Held = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.held = Held(self.model, self.parameters)
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,7 @@ class Step:
             units=units,
             reduce=self.parts.reduce,
         )
+        self.parts.held.check_names(part.values)
         if self._sums:
             for name, value in self._sums[0].values.items():
                 value.add_(part.values[name])
@@ -279,12 +285,13 @@ class Step:
 
 
 def check_in_step(parts: Parts, index: int) -> None:
-    """Raise if noise and steps have come apart."""
+    """Raise if noise and steps, or the model and its run, have come apart."""
     if parts.noise.step != index:
         raise NoshuffleError(
             f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "
             "noise is out of step; go on from the last checkpoint (private.resume)"
         )
+    parts.held.check()
 
 
 def _scale_(values: dict[str, Tensor], factor: float) -> None:

@@ -12,16 +12,19 @@ participation before any gradient, and never trusts the reduction of a loss.
 
 Several backward passes before one `step` are parts of one batch (do not divide their losses).
 The loss must be a mean or sum of terms that each depend on one example: a mean over valid tokens
-of the whole batch, or a contrastive loss, would couple examples. The statement says so.
+of the whole batch, or a contrastive loss, would couple examples. The statement says so. Gradients
+that do not come through the model's output (a penalty on weights) are not in c: the first step
+compares the raw gradient with that of the passes, and refuses a loop in which something is missing.
 State: the passes since the last step.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +32,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.step import Parts, Step
 from noshuffle.training.units import as_ids
-
-if TYPE_CHECKING:
-    from noshuffle.training.private import Private
 
 
 def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor
 class _Pass:
     """One forward pass whose output received a gradient."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, args: Any, kwargs: Any, *, is_cast: bool) -> None:
+        self.args, self.kwargs, self.is_cast = args, kwargs, is_cast
         self.sent_back: Tensor | None = None
 
 
@@ -79,7 +80,7 @@ class Listener:
     """
 
     def __init__(self, model: nn.Module, *, is_mean: bool) -> None:
-        self._is_mean = is_mean
+        self.is_mean = is_mean
         self._is_paused = False
         self.passes: list[_Pass] = []
         self.refusal = ""
@@ -117,10 +118,10 @@ class Listener:
         if not output.requires_grad:
             return
         self.refusal = self.refusal or _dropout(module)
-        one = _Pass(args, kwargs)
+        one = _Pass(args, kwargs, is_cast=torch.is_autocast_enabled(output.device.type))
 
         def on_gradient(grad: Tensor) -> None:
-            sent = grad.detach() * (grad.shape[0] if self._is_mean else 1)
+            sent = grad.detach() * (grad.shape[0] if self.is_mean else 1)
             if one.sent_back is None:
                 one.sent_back = sent
                 self.passes.append(one)
@@ -131,13 +132,24 @@ class Listener:
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """Stands in for the user's optimizer; `step` makes the gradient private first."""
+    """Stands in for the user's optimizer; `step` makes the gradient private first.
 
-    def __init__(self, private: Private, listener: Listener) -> None:
+    `accumulate` opens the next step of the run and releases it at the end of its block.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        listener: Listener,
+        accumulate: Callable[[], AbstractContextManager[Step]],
+    ) -> None:
         # Not calling Optimizer.__init__: groups and state are those of the optimizer inside.
-        self._private = private
+        self._parts = parts
         self._listener = listener
-        self._inner = private._parts.optimizer
+        self._accumulate = accumulate
+        self._inner = parts.optimizer
+        self._is_compared = False
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
 
@@ -182,10 +194,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "no backward pass through the model since the last step; call loss.backward() "
                 "first (private.step takes an empty batch)"
             )
-        self._private.ledger.bind("unchanged_loop", "yes")
-        given = None if ids is None else as_ids(ids, secret=self._private._parts.secret)
+        self._parts.ledger.bind("unchanged_loop", "yes")
+        given = None if ids is None else as_ids(ids, secret=self._parts.secret)
         at = 0
-        with self._private.accumulate() as step:
+        with self._accumulate() as step:
+            if not self._is_compared:
+                _check_raw(self._parts, passes, is_mean=self._listener.is_mean)
+                self._is_compared = True
             for one in passes:
                 assert one.sent_back is not None
                 size = one.sent_back.shape[0]
@@ -200,6 +215,39 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
         return loss
+
+
+def _check_raw(parts: Parts, passes: list[_Pass], *, is_mean: bool) -> None:
+    """Raise unless the passes give the raw gradient, up to a factor (its norm may be clipped).
+
+    Of a gradient that is zero or not finite nothing can be said.
+    """
+    own = list(parts.parameters.values())
+    raw = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in own]
+    found = [torch.zeros_like(p) for p in own]
+    is_exact = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in own)
+    for one in passes:
+        assert one.sent_back is not None
+        is_exact = is_exact and not one.is_cast
+        with torch.enable_grad():
+            out = parts.model(*one.args, **one.kwargs)
+        back = one.sent_back.to(out.dtype) / (len(out) if is_mean else 1)
+        for total, g in zip(found, torch.autograd.grad(out, own, back, allow_unused=True)):
+            if g is not None:
+                total += g
+    dot, size, other = (
+        sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right))
+        for left, right in ((raw, found), (raw, raw), (found, found))
+    )
+    if size == 0.0 or not math.isfinite(size + other):
+        return
+    sine2 = 1.0 - dot * abs(dot) / (size * other) if other else 1.0
+    if sine2 > (1e-6 if is_exact else 2.5e-3):
+        raise Unsupported(
+            "loss.backward() gave gradients beyond those of the passes through the model (a "
+            "penalty on weights, parts of it called by themselves, random numbers), and they would "
+            "be lost; use private.step with a ModelLoss, or weight_decay of the optimizer"
+        )
 
 
 def _dropout(model: nn.Module) -> str:

@@ -1,0 +1,90 @@
+"""A step of noise chunk by chunk: the form for every device, source and type of value.
+
+    value ← grid(value + row t of scale·C⁻¹Z)
+
+A chunk is some tiles of 1024 numbers that stay in the cache between drawing, correlating and adding
+(`layout`, `loops`, `grid`). It is the slow twin of the whole step in C (`whole_step`) and of the
+kernel (`fused`), with the same bits, and runs where neither of them does. Chunks are shared among a
+few threads. State: the buffers that it is given, and room to work in.
+
+>>> from noshuffle.noise.source import test_source
+>>> layout = Layout.of({"w": (3,)}, chunk_tiles=1)
+>>> state = torch.zeros(0, layout.tiles, TILE)                      # no buffers: independent noise
+>>> step = ChunkStep(layout, source=test_source(seed=1), state=state, workers=1)
+>>> value = torch.zeros(3)
+>>> step.add_({"w": value}, move=Move(draws=((0, 1.0),)), scale=0.5)
+>>> bool(value.all()), bool((value % grid_of(Move(draws=((0, 1.0),)), scale=0.5) == 0).all())
+(True, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch  # noqa: F401  (the doctest uses it)
+from torch import Tensor
+
+from noshuffle.noise.constants import TILE
+from noshuffle.noise.correlate import Buffers
+from noshuffle.noise.grid import add_on_grid_, grid_of
+from noshuffle.noise.layout import Layout
+from noshuffle.noise.loops import correlate_
+from noshuffle.noise.moves import Move
+from noshuffle.noise.source import AnySource
+from noshuffle.noise.workers import share
+
+
+class ChunkStep:
+    """The chunks of a layout, ready to receive noise; `state` is (buffers, tiles, 1024).
+
+    Guarantees: `add_` changes every element of every value exactly once, by a number that does not
+    depend on the chunks, on the number of workers or on which of them came to it.
+    """
+
+    def __init__(self, layout: Layout, *, source: AnySource, state: Tensor, workers: int) -> None:
+        self._chunks, self._buffers = layout.chunks, state.shape[0]
+        self._workers = max(1, min(workers, len(self._chunks)))
+        self._drawer = source.drawer(self._chunks, device=state.device, workers=self._workers)
+        self._views = [
+            Buffers([state[b, c.first : c.first + c.tiles] for b in range(self._buffers)])
+            for c in self._chunks
+        ]
+        largest = max((c.tiles for c in self._chunks), default=0)
+        room = state.new_empty((self._workers, 3, largest, TILE))
+        # The rooms that chunks are worked on in, cut once: item i is always worker i mod workers.
+        self._rooms = []
+        for i, c in enumerate(self._chunks):
+            y, u, coins = room[i % self._workers, :, : c.tiles].unbind()
+            cuts = [slice(s.at, s.at + s.end - s.begin) for s in c.spans]
+            parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
+            self._rooms.append((y, u, coins, parts))
+
+    def add_(self, targets: Mapping[str, Tensor], *, move: Move, scale: float) -> None:
+        """Add the noise of one move to flat tensors on the grid, and bring the buffers forward."""
+        share(
+            lambda worker, index: self._add_chunk(
+                targets, move=move, scale=scale, index=index, worker=worker
+            ),
+            items=len(self._chunks),
+            workers=self._workers,
+        )
+
+    def _add_chunk(
+        self, targets: Mapping[str, Tensor], *, move: Move, scale: float, index: int, worker: int
+    ) -> None:
+        y, u, coins, parts = self._rooms[index]
+        step = grid_of(move, scale=scale)
+        # Without buffers the weights can carry gain and scale, and u is the noise itself.
+        into, factor = (u, 1.0) if self._buffers else (y, move.gain * scale)
+        for i, (row, w) in enumerate(move.draws):
+            self._drawer.draw_(
+                into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
+            )
+        if self._buffers:
+            correlate_(y, u=u, move=move, state=self._views[index], scale=scale)
+        self._drawer.jitters_(coins, step=step, worker=worker)
+        for span, (noise, jitters) in zip(self._chunks[index].spans, parts):
+            target = targets[span.name]
+            if span.end - span.begin != target.numel():
+                target = target[span.begin : span.end]
+            add_on_grid_(target, noise, jitters=jitters, step=step)

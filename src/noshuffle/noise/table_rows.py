@@ -1,0 +1,70 @@
+"""Rows of a table: what may be named as such, and adding to them.
+
+    table[rows] += change        for distinct rows of a table of shape (rows, …)
+
+`lazy` and `sparse_sgd` are handed tables, row numbers and gradients by their caller; what cannot be
+meant is refused before any noise is drawn for it. No state.
+
+>>> table, rows = torch.zeros(4, 2), torch.tensor([3, 0])
+>>> add_rows_(table, checked_rows(rows, count=4), torch.ones(2, 2))
+>>> table[:, 0]
+tensor([1., 0., 0., 1.])
+>>> checked_rows(torch.tensor([3, 3]), count=4)
+Traceback (most recent call last):
+    ...
+noshuffle.errors.InvalidInput: rows must be named once; sum the gradients of equal rows first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput
+
+
+def is_row_numbers(rows: Tensor) -> bool:
+    """Whether this is a list of whole numbers, be they rows of the table or not."""
+    return isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1
+
+
+def checked_rows(rows: Tensor, *, count: int) -> Tensor:
+    """The rows, if they are distinct rows of a table of `count` rows."""
+    if not is_row_numbers(rows):
+        raise InvalidInput("rows must be a one-dimensional tensor of int64 row numbers")
+    if len(rows):
+        ordered = rows.sort().values
+        low, high = int(ordered[0]), int(ordered[-1])
+        if low < 0 or high >= count:
+            raise InvalidInput(f"rows must be from 0 to {count - 1}, got {low} to {high}")
+        if bool((ordered[1:] == ordered[:-1]).any()):
+            raise InvalidInput("rows must be named once; sum the gradients of equal rows first")
+    return rows
+
+
+def check_table(table: Tensor, *, shape: Sequence[int], device: torch.device) -> None:
+    """Refuse a tensor that cannot be a table of this shape on this device."""
+    if tuple(table.shape) != tuple(shape) or not table.is_floating_point():
+        raise InvalidInput(
+            f"the table must be floating point of shape {tuple(shape)}, got {table.dtype} of "
+            f"{tuple(table.shape)}"
+        )
+    if table.device.type != device.type:
+        raise InvalidInput(f"the table must be on {device}, got {table.device}")
+
+
+def check_gradients(gradients: Tensor, *, shape: Sequence[int]) -> None:
+    """Refuse a tensor that cannot hold the gradient sums of some rows, (rows, …) in shape."""
+    if tuple(gradients.shape) != tuple(shape) or not gradients.is_floating_point():
+        raise InvalidInput(
+            f"gradients must be floating point of shape {tuple(shape)}, got {gradients.dtype} of "
+            f"{tuple(gradients.shape)}"
+        )
+
+
+def add_rows_(table: Tensor, rows: Tensor, change: Tensor) -> None:
+    """table[rows] += change for distinct rows; low precision is raised and rounded once."""
+    new = table.index_select(0, rows).to(change.dtype).add_(change)
+    table.index_copy_(0, rows, new.to(table.dtype))
