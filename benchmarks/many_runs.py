@@ -30,7 +30,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt
 from noshuffle.training import privatize
 from noshuffle.training.many import Setting, Study
-from noshuffle.training.many_graph import StudyGraph
+from noshuffle.training.many.graph import StudyGraph
 from noshuffle.training.models import build
 
 BATCH, MANY_STEPS, RATE, MOMENTUM = 250, 100_000, 0.05, 0.9

@@ -30,7 +30,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt
 from noshuffle.training import privatize, verify
 from noshuffle.training.distributed import privatize_distributed
-from noshuffle.training.group_private import GroupPrivate
+from noshuffle.training.group.private import GroupPrivate
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

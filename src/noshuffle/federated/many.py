@@ -40,7 +40,7 @@ from noshuffle.noise.stream import NoiseStream
 from noshuffle.participation import Participation
 from noshuffle.strategies import Strategy
 from noshuffle.training.ledger import Ledger
-from noshuffle.training.many_setting import seeded
+from noshuffle.training.many.setting import seeded
 
 #: The places of a round's users, round by round.
 Cohorts = Sequence[NDArray[np.int64]]

@@ -5,7 +5,7 @@
 The model is either whole on every rank (data parallel, as DDP does) or sharded by FSDP2
 (`torch.distributed.fsdp.fully_shard`). Sums are reduced before noise; the noise of an element is a
 function of (key, step, name, index), so a rank draws that of its own shard and the result is the
-same for any number of ranks, bit for bit (see `group_step` for what that takes). Participation,
+same for any number of ranks, bit for bit (see `group.step` for what that takes). Participation,
 ledger, divisor and checkpoints are those of the run as a whole; rank 0 holds the files.
 
     torchrun --nproc-per-node 4 train.py
@@ -45,15 +45,16 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
-from noshuffle.training import fingerprint, shards
+from noshuffle.training import fingerprint
 from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
-from noshuffle.training.group_ledger import GroupLedger
-from noshuffle.training.group_private import Elsewhere, GroupPrivate
-from noshuffle.training.group_step import GroupParts
+from noshuffle.training.group import shards
+from noshuffle.training.group.ledger import GroupLedger
+from noshuffle.training.group.private import Elsewhere, GroupPrivate
+from noshuffle.training.group.step import GroupParts
+from noshuffle.training.group.team import Team
 from noshuffle.training.run_folder import Keys, RunFolder
 from noshuffle.training.spending import Ancestor
 from noshuffle.training.step import Engine
-from noshuffle.training.team import Team
 from noshuffle.training.threshold import threshold_for
 
 #: A planned batch has this many blocks by default: up to 8 ranks share it evenly.

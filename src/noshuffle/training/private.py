@@ -41,7 +41,7 @@ from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import checkpoint, held
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled_result import Pending
+from noshuffle.training.compiled.result import Pending
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.run_folder import Keys, RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler

@@ -203,7 +203,7 @@ class Step:
         self._sums = [replace(s, **{n: getattr(s, n)[:0] for n in rows}) for s in self._sums]
 
     def _total(self) -> dict[str, Tensor]:
-        """The clipped sum of the whole batch (`group_step` adds up over the ranks)."""
+        """The clipped sum of the whole batch (`group.step` adds up over the ranks)."""
         return self._sums[0].values
 
     def _give(self, values: dict[str, Tensor]) -> None:

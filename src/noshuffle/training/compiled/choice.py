@@ -5,7 +5,7 @@
     agree     same rows marked as bad, and ‖sum − truth‖ ≤ 10⁻⁴·max(‖truth‖, c), with TF32 10⁻²
     exact     four replays with the same bits
 
-The order is that of speed on small models, last to first in `compiled_sum`; nothing is timed, so
+The order is that of speed on small models, last to first in `sum`; nothing is timed, so
 that two runs of one model choose alike and end with the same bits. The answer depends on data only
 in which of several equal computations is run. It is written into the ledger, so that a resumed run
 repeats the same arithmetic. No state.
@@ -22,9 +22,9 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.clipped import SLACK, slack
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput
-from noshuffle.training.compiled_program import Program
-from noshuffle.training.compiled_result import Sums, TotalFn
-from noshuffle.training.compiled_sum import candidates
+from noshuffle.training.compiled.program import Program
+from noshuffle.training.compiled.result import Sums, TotalFn
+from noshuffle.training.compiled.sum import candidates
 
 #: The fact of a ledger that names the form, and whether it is exact.
 FACT = "program"

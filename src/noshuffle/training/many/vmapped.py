@@ -44,7 +44,7 @@ from noshuffle.clipping.objective import Criterion, _is_vmap_limit, batch_axes, 
 from noshuffle.clipping.per_example import _Bound
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.stacked import Dense, Gradients, Outer
+from noshuffle.training.many.stacked import Dense, Gradients, Outer
 
 
 class Vmapped:

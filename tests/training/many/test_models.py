@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
-from noshuffle.training import many_sum
 from noshuffle.training.many import Setting, Study
-from noshuffle.training.many_single import products
-from noshuffle.training.many_sum import clipped_sums, network_for
+from noshuffle.training.many import sum as many_sum
+from noshuffle.training.many.single import products
+from noshuffle.training.many.stacked import Stacked, _patches
+from noshuffle.training.many.sum import clipped_sums, network_for
+from noshuffle.training.many.vmapped import Vmapped
 from noshuffle.training.models import build
-from noshuffle.training.stacked import Stacked, _patches
-from noshuffle.training.vmapped import Vmapped
 
 
 def conv() -> nn.Module:

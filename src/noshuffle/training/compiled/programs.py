@@ -3,7 +3,7 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
 batch is given the program that was captured for exactly these; a tensor of the model that lies
 elsewhere than at the capture makes all programs worthless. `Compiled` captures whole steps this
-way, `group_blocks` the clipped sums of blocks.
+way, `group.blocks` the clipped sums of blocks.
 
 State: the programs, what they must keep alive, and the log `fallbacks`.
 """
@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion
-from noshuffle.training.compiled_choice import choose
-from noshuffle.training.compiled_program import Program
+from noshuffle.training.compiled.choice import choose
+from noshuffle.training.compiled.program import Program
 from noshuffle.training.device_print import Keys
 from noshuffle.training.step import Parts
 

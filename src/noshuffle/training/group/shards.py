@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.team import Team
+from noshuffle.training.group.team import Team
 
 #: Entries of a parameter that its fingerprint reads, as many as `fingerprint` itself would.
 SAMPLED = 4096

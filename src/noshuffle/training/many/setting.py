@@ -27,7 +27,7 @@ from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
 from noshuffle.noise import Source, new_key
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, identity
-from noshuffle.training.many_noise import run_source
+from noshuffle.training.many.noise import run_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@
 
 `Stacked` is taken where it knows every layer, otherwise `Vmapped` with outer products for linear
 layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do,
-and large convolutions on a CPU, are done one run after the other (`many_single`). Rows are worked
+and large convolutions on a CPU, are done one run after the other (`single`). Rows are worked
 on as many at a time as keep the gradients written out within `MOST_NUMBERS`. Nothing waits for the
-device (but `many_single`) and nothing branches on data. No state.
+device (but `single`) and nothing branches on data. No state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, slack
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import Unsupported
-from noshuffle.training.many_single import MANY_PRODUCTS, OneByOne, products
-from noshuffle.training.stacked import Gradients, Stacked
-from noshuffle.training.vmapped import Vmapped
+from noshuffle.training.many.single import MANY_PRODUCTS, OneByOne, products
+from noshuffle.training.many.stacked import Gradients, Stacked
+from noshuffle.training.many.vmapped import Vmapped
 
 #: Numbers of gradients that are written out together: by the cache of a CPU, by memory on a GPU.
 MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}

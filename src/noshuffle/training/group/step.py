@@ -9,7 +9,7 @@
 
 A batch is cut into blocks of `block` units (`batch_blocks`). A block is clipped in one piece by
 whoever has it; everything that follows is exact integer addition. On a GPU blocks are replays of
-one captured sum (`group_blocks`). So two runs agree bit for bit if their batches have the same
+one captured sum (`blocks`). So two runs agree bit for bit if their batches have the same
 blocks, whoever computed them, as far as the same block gives the same bits on both machines.
 
 State: the sum in the making, gone after `release`.
@@ -30,13 +30,14 @@ from torch import Tensor
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.training import fingerprint, shards
-from noshuffle.training.batch_blocks import block_luck, block_prints, blocks_of, rows_of
-from noshuffle.training.fixed_sum import FixedSum, check_units
-from noshuffle.training.group_blocks import BlockSums, block_sums
-from noshuffle.training.shards import Place
+from noshuffle.training import fingerprint
+from noshuffle.training.group import shards
+from noshuffle.training.group.batch_blocks import block_luck, block_prints, blocks_of, rows_of
+from noshuffle.training.group.blocks import BlockSums, block_sums
+from noshuffle.training.group.fixed_sum import FixedSum, check_units
+from noshuffle.training.group.shards import Place
+from noshuffle.training.group.team import Team, all_agree
 from noshuffle.training.step import Outcome, Parts, Step
-from noshuffle.training.team import Team, all_agree
 from noshuffle.training.units import Ids
 
 

@@ -17,7 +17,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
-from noshuffle.training.compiled_sum import candidates
+from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.device_print import Keys, Printer, plain
 from noshuffle.training.models import build
 

@@ -15,11 +15,11 @@ captured; if not, parameters are left out as they are in an eager run on a GPU).
 
 A smaller batch is padded with rows of weight zero; a larger one, or one of another kind than the
 few that were captured, takes the eager way and `fallbacks` says so. The sum has several forms
-(`compiled_sum`): the best that agrees with the eager engine on the first batch is taken, and named
+(`sum`): the best that agrees with the eager engine on the first batch is taken, and named
 in the ledger, so that a resumed run takes the same. Python code of model and loss runs at capture
 only.
 
-State: programs by kind of batch (`compiled_programs`), and the log `fallbacks`.
+State: programs by kind of batch (`programs`), and the log `fallbacks`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.training import fingerprint
-from noshuffle.training.compiled_choice import FACT
-from noshuffle.training.compiled_program import Program
-from noshuffle.training.compiled_programs import Programs, flat
-from noshuffle.training.compiled_reason import why_not
-from noshuffle.training.compiled_result import Pending
-from noshuffle.training.compiled_update import Update, update_for
+from noshuffle.training.compiled.choice import FACT
+from noshuffle.training.compiled.program import Program
+from noshuffle.training.compiled.programs import Programs, flat
+from noshuffle.training.compiled.reason import why_not
+from noshuffle.training.compiled.result import Pending
+from noshuffle.training.compiled.update import Update, update_for
 from noshuffle.training.evidence import encode_units
 from noshuffle.training.guard import Mask
 from noshuffle.training.ledger import Admission

@@ -44,9 +44,9 @@ from noshuffle.clipping.objective import batch_size as rows_of
 from noshuffle.errors import HorizonExceeded, InvalidInput, whole
 from noshuffle.noise import Source
 from noshuffle.strategies import Strategy
-from noshuffle.training.many_graph import StudyGraph, kind_of
-from noshuffle.training.many_noise import StudyNoise
-from noshuffle.training.many_setting import (
+from noshuffle.training.many.graph import StudyGraph, kind_of
+from noshuffle.training.many.noise import StudyNoise
+from noshuffle.training.many.setting import (
     Setting,
     check_settings,
     columns,
@@ -57,7 +57,7 @@ from noshuffle.training.many_setting import (
     strategies_of,
     wide,
 )
-from noshuffle.training.many_sum import Network, clipped_sums, network_for
+from noshuffle.training.many.sum import Network, clipped_sums, network_for
 
 __all__ = ["Batch", "Setting", "Study", "accuracies", "joint_mu", "train_many"]
 

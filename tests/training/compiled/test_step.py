@@ -25,13 +25,14 @@ from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
-from noshuffle.training import compiled_signal, fit_model, in_order, privatize, verify
+from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled_flat import Flattened
-from noshuffle.training.compiled_signal import Signal
-from noshuffle.training.compiled_sum import candidates, short
-from noshuffle.training.compiled_update import update_for
+from noshuffle.training.compiled import signal as compiled_signal
+from noshuffle.training.compiled.flat import Flattened
+from noshuffle.training.compiled.signal import Signal
+from noshuffle.training.compiled.sum import candidates, short
+from noshuffle.training.compiled.update import update_for
 from noshuffle.training.models import build
 from noshuffle.training.run_folder import Keys
 
@@ -272,7 +273,7 @@ def test_what_cannot_be_compiled_says_why():
 
 
 def test_reasons_against_a_graph():
-    from noshuffle.training.compiled_reason import why_not
+    from noshuffle.training.compiled.reason import why_not
 
     class Elsewhere:
         device = torch.device("cuda")
@@ -454,10 +455,10 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
     list(walk(never, 1, start=2, has_ids=has_ids))
     (program,) = private.compiled._programs.values()
     patches = {
-        "units": ("noshuffle.training.compiled.encode_units", interrupted),
-        "prints": ("noshuffle.training.compiled.fingerprint.of_batch", interrupted),
+        "units": ("noshuffle.training.compiled.step.encode_units", interrupted),
+        "prints": ("noshuffle.training.compiled.step.fingerprint.of_batch", interrupted),
         "record": ("noshuffle.training.ledger_file.time.time", interrupted),
-        "release": ("noshuffle.training.compiled_update.FusedSGD.before", interrupted),
+        "release": ("noshuffle.training.compiled.update.FusedSGD.before", interrupted),
     }
     if place != "units" or has_ids:
         with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.many import Setting, Study, accuracies, joint_mu, train_many
-from noshuffle.training.many_noise import RunSources, run_source
+from noshuffle.training.many.noise import RunSources, run_source
 
 
 def stacked_net() -> nn.Module:

@@ -2,7 +2,7 @@
 
 A block takes some hundred small operations, and a GPU waits for the host to start each of them. As
 in `compiled`, the sum of a block is captured once and replayed for every block of the same size:
-stage the rows, replay, read. Everything else of the step stays as it is in `group_step`: blocks are
+stage the rows, replay, read. Everything else of the step stays as it is in `step`: blocks are
 admitted before they are staged, and their sums are added up in fixed point. What is captured are
 the operations of the run's own engine on as many rows, so that a block has the bits that it has on
 a rank that captures nothing (sharded parameters, say).
@@ -20,10 +20,10 @@ import torch
 
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
-from noshuffle.training.compiled_choice import reseed
-from noshuffle.training.compiled_program import Program
-from noshuffle.training.compiled_programs import Programs, flat
-from noshuffle.training.compiled_reason import why_not
+from noshuffle.training.compiled.choice import reseed
+from noshuffle.training.compiled.program import Program
+from noshuffle.training.compiled.programs import Programs, flat
+from noshuffle.training.compiled.reason import why_not
 from noshuffle.training.step import Parts
 
 #: Sizes of blocks that are captured: the usual one, and that of the last block of a batch.

@@ -15,8 +15,8 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import tree
 from noshuffle.training import device_print
 from noshuffle.training.distributed import privatize_distributed
-from noshuffle.training.fixed_sum import FixedSum, _rounded, runs_of
-from noshuffle.training.group_blocks import BlockSums, block_sums
+from noshuffle.training.group.blocks import BlockSums, block_sums
+from noshuffle.training.group.fixed_sum import FixedSum, _rounded, runs_of
 
 BATCH, BLOCK = 10, 4
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from noshuffle.clipping.clipped import LEAST_FACTOR
 from noshuffle.clipping.forms import Dense, Form, Outer, squares
 from noshuffle.errors import Unsupported
-from noshuffle.training import compiled_kernels as kernels
-from noshuffle.training.compiled_result import Sums
+from noshuffle.training.compiled import kernels
+from noshuffle.training.compiled.result import Sums
 
 #: A gradient is written out up to this many numbers of one example; a whole matrix up to so many.
 MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
@@ -58,7 +58,7 @@ def _kind(forms: Sequence[Form], size: int) -> str:
 class Flattened:
     """The layout of one model's matrix, and the sum by it.
 
-    Guarantees: as `compiled_sum.short` with one bound. The tables are made once, from a first set
+    Guarantees: as `sum.short` with one bound. The tables are made once, from a first set
     of forms; later ones must be of the same kinds and shapes.
     """
 

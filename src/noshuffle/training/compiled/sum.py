@@ -3,7 +3,7 @@
     engine    the run's own clipping engine, as it is
     rules     layer rules (one backward pass), with a short way from forms to the sum
     written   gradients of every example written out by vmap, the same short way
-    … in a matrix   either of the last two, clipped and summed in three kernels (`compiled_flat`)
+    … in a matrix   either of the last two, clipped and summed in three kernels (`flat`)
     …, fused        either, traced to its operations and compiled by torch's inductor
 
 All give Σ_b f_b·g_b with f_b = min(1, c/‖g_b‖) over the rows with weight one; they differ in how
@@ -38,8 +38,8 @@ from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import wide
-from noshuffle.training.compiled_flat import Flattened
-from noshuffle.training.compiled_result import Sums, TotalFn
+from noshuffle.training.compiled.flat import Flattened
+from noshuffle.training.compiled.result import Sums, TotalFn
 
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27

@@ -16,9 +16,9 @@ from noshuffle.errors import Unsupported
 from noshuffle.plan import Plan
 from noshuffle.training import place
 from noshuffle.training.evidence import Row
+from noshuffle.training.group.team import Team
 from noshuffle.training.ledger import Admission, Ledger
 from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.team import Team
 from noshuffle.training.units import Ids, Seen
 
 

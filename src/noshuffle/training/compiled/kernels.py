@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 """From per-example gradients in one matrix to the clipped sum, in three kernels.
 
-The matrix of `compiled_flat` holds a row per example: gradients written out in its first columns,
+The matrix of `flat` holds a row per example: gradients written out in its first columns,
 inputs and output gradients of linear layers behind them. One kernel takes the norms of the rows
 and makes the factors, one adds up the first columns, one forms the products of the others. A row
 with factor zero is not read at all, so what it holds (NaN included) cannot reach the sum. Every

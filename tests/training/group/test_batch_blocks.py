@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from noshuffle.training import fingerprint
-from noshuffle.training.batch_blocks import block_luck, block_prints, blocks_of, rows_of
-from noshuffle.training.group_private import share
+from noshuffle.training.group.batch_blocks import block_luck, block_prints, blocks_of, rows_of
+from noshuffle.training.group.private import share
 
 
 def test_blocks_and_shares_cover_everything_once() -> None:
