@@ -396,6 +396,15 @@ def test_fingerprints_tell_epochs_apart():
 
 def test_bad_input_is_one_line():
     model = network()
+    for name, words in (
+        ("model", "torch's Module, got int"),
+        ("optimizer", "torch's Optimizer, got int"),
+        ("plan", "noshuffle's Plan, got int"),
+    ):
+        given = {"model": model, "optimizer": None, "plan": plan_of(), name: 3}
+        given["optimizer"] = given["optimizer"] or torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(InvalidInput, match=f"{name} must be {words}"):
+            privatize(*given.values(), clip_norm=1.0, batch_size=6)
     with pytest.raises(InvalidInput, match="exactly one of clip_norm"):
         make(model, clip_norm=None)
     with pytest.raises(InvalidInput, match="batch_size"):

@@ -80,6 +80,11 @@ def privatize(
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")
+    given = (("model", nn.Module, model), ("optimizer", torch.optim.Optimizer, optimizer))
+    for name, kind, value in (*given, ("plan", Plan, plan)):
+        if not isinstance(value, kind):
+            own = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
+            raise InvalidInput(f"{name} must be {own}, got {type(value).__name__}")
     if engine is not None and not hasattr(engine, "clipped_sum"):
         raise InvalidInput(
             f"engine must be a clipping engine such as noshuffle.clipping.Ghost(), got {engine!r}"
