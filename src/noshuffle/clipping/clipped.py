@@ -122,8 +122,9 @@ class ClippedSum:
 
     `values` holds one tensor per trainable parameter, by name. `norms` are the norms before
     clipping, one per unit; `losses` one per example, `bad` and `present` one truth value per
-    unit. Norms, losses and counts are raw data, not released values: they must not be shown
-    without noise of their own.
+    unit; `shown` are the losses in ordinary memory, where they came along while a device was waited
+    for. Norms, losses and counts are raw data, not released values: they must not be shown without
+    noise of their own.
     """
 
     values: dict[str, Tensor]
@@ -132,6 +133,7 @@ class ClippedSum:
     losses: Tensor
     bad: Tensor
     present: Tensor
+    shown: Tensor | None = None
 
     @property
     def units(self) -> int:

@@ -77,6 +77,13 @@ def is_capturing(reference: Tensor) -> bool:
     return reference.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def sent_home(values: Tensor) -> Tensor:
+    """A copy in the host's memory, filled when the device gets there: wait before reading it."""
+    kind, is_cuda = values.dtype, values.is_cuda
+    copy = torch.empty(values.shape, dtype=kind, device="cpu", pin_memory=is_cuda)
+    return copy.copy_(values.detach(), non_blocking=True)
+
+
 def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
     """The merged forms of one parameter, one gradient per unit."""
     joined = merge(forms)
@@ -151,6 +158,8 @@ def finish(
     aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
     factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
     spoiled = is_capturing(losses)
+    # Sent along now, losses cost nobody a wait: the device is about to be asked anyway.
+    shown = None if spoiled or not on_gpu else sent_home(losses)
     if not spoiled and not is_sure:
         spoiled = bool(bad.any() if doubt is None else bad.any() | doubt)
         if spoiled and doubt is not None and bool(doubt):
@@ -167,6 +176,5 @@ def finish(
             value = small[name] if name in small else _sum_of(own, factor, like[name])
             values[name] = value if onto is None else onto[name].add_(value)
     bound = clip.bound(tuple(like))
-    return ClippedSum(
-        {name: values[name] for name in like}, bound, norms, losses.detach(), bad, present
-    )
+    values = {name: values[name] for name in like}
+    return ClippedSum(values, bound, norms, losses.detach(), bad, present, shown)

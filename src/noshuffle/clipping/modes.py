@@ -213,9 +213,18 @@ def _joined(
         elif is_sure:
             options["doubt"] = torch.cat([d.bad for d in done]).any()
         done.append(one(take(batch, piece.rows), piece.units, marks, **options))
-    losses = torch.cat([d.losses for d in done])
-    if isinstance(parts[0].rows, Tensor):
-        order = torch.cat([p.rows for p in parts])  # type: ignore[misc]
-        losses = torch.empty_like(losses).index_copy_(0, order.to(losses.device), losses)
+    losses = _in_order([d.losses for d in done], parts)
+    # The last piece has waited for the device, hence for the losses of all before it too.
+    each = [d.shown for d in done if d.shown is not None]
+    shown = _in_order(each, parts) if len(each) == len(done) else None
     norms, bad, present = (torch.cat([getattr(d, n) for d in done]) for n in FIELDS)
-    return ClippedSum(done[0].values, done[0].bound, norms, losses, bad, present)
+    return ClippedSum(done[0].values, done[0].bound, norms, losses, bad, present, shown)
+
+
+def _in_order(found: list[Tensor], parts: Sequence[Piece]) -> Tensor:
+    """One value an example, as the batch has them."""
+    values = torch.cat(found)
+    if not isinstance(parts[0].rows, Tensor):
+        return values
+    order = torch.cat([p.rows for p in parts])  # type: ignore[misc]
+    return torch.empty_like(values).index_copy_(0, order.to(values.device), values)

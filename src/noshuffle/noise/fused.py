@@ -187,7 +187,10 @@ class Fused:
     def _table_of(self, addresses: tuple[int, ...]) -> Tensor:
         """The table of addresses, written again only when tensors have moved."""
         if addresses != self._addresses:
-            self._targets[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
+            is_cuda = self._device.type == "cuda"
+            # Pinned, or the host would wait here for all that the device has to do.
+            table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+            self._targets[: len(addresses)].copy_(table, non_blocking=True)
             self._addresses = addresses
         return self._targets
 

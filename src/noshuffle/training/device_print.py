@@ -29,7 +29,7 @@ State: the keys, made from the secret as far as they are needed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -142,9 +142,12 @@ class Printer:
                 continue
             table = np.array(rows, dtype=np.int64)
             owners = np.repeat(np.arange(len(table)), -(-table[:, 1] // BLOCK)).astype(np.int32)
-            device = self._keys.device
-            where = torch.from_numpy(table).to(device)
-            self._launches.append((size, torch.from_numpy(owners).to(device), where))
+            # From pinned memory, or each copy would wait for all that the device has to do.
+            whose, where = (
+                torch.from_numpy(own).pin_memory().to(self._keys.device, non_blocking=True)
+                for own in (owners, table)
+            )
+            self._launches.append((size, whose, where))
 
     def run_(self) -> Tensor:
         """[groups, 4] int64: the digests of what the tensors hold now."""
@@ -187,8 +190,25 @@ def of_tensor(value: Tensor, secret: bytes) -> bytes:
 
 def of_tensors(values: Sequence[Tensor], secret: bytes) -> list[bytes]:
     """The same of several tensors on one device, which is waited for once."""
+    return begin(values, secret)()
+
+
+def begin(values: Sequence[Tensor], secret: bytes) -> Callable[[], list[bytes]]:
+    """Start the digests of several tensors on one device; to call the result is to wait for them.
+
+    They are of what the tensors hold now: the device takes its work in order.
+    """
     if not values:
-        return []
+        return list
     held = [[value.detach().contiguous()] for value in values]
-    printer = Printer(_keys(secret, values[0].device), held)
-    return [row.tobytes() for row in printer.run_().cpu().numpy()]
+    found = Printer(_keys(secret, values[0].device), held).run_()
+    told = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
+    told.copy_(found, non_blocking=True)
+    done: Any = torch.cuda.current_stream(found.device).record_event() if found.is_cuda else None
+
+    def read() -> list[bytes]:
+        if done is not None:
+            done.synchronize()
+        return [row.tobytes() for row in told.numpy()]
+
+    return read

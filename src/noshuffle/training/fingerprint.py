@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -74,6 +74,19 @@ def of_batch(
     if ids is not None:
         hasher.update(np.ascontiguousarray(ids).tobytes())
     return hasher.digest()[:SIZE]
+
+
+def begin(batch: tuple[Any, ...], ids: Ids | None, *, secret: bytes = b"") -> Callable[[], bytes]:
+    """Start the fingerprint of a batch that lies on a device; to call the result is to wait."""
+    flat = flattened(batch)
+    digests = device_print.begin([leaf for leaf in flat[0] if isinstance(leaf, Tensor)], secret)
+    return lambda: of_batch(batch, ids, secret=secret, digests=digests(), flat=flat)
+
+
+def is_elsewhere(batch: tuple[Any, ...]) -> bool:
+    """Whether the tensors of a batch lie on a device that works by itself, all on the same."""
+    devices = {leaf.device for leaf in flattened(batch)[0] if isinstance(leaf, Tensor)}
+    return len(devices) == 1 and devices.pop().type == "cuda"
 
 
 def flattened(batch: tuple[Any, ...]) -> tuple[Sequence[Any], bytes]:

@@ -9,12 +9,19 @@
 
 A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
 raw sum never leaves this file. State: the sum in the making, gone after `release`.
+
+A GPU works behind the host. So the fingerprint of a batch that lies there is begun in `add` and
+waited for in `release`. Units with ids are admitted before their gradient is computed, as ever; a
+batch without ids is its own unit, known by its content only, so its sum is begun meanwhile and
+thrown away if the ledger refuses. The order stays strict for a replay, for a batch in parts, and
+for on_violation="drop" without ids.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -82,6 +89,8 @@ class Outcome:
     norms: Tensor
     bad: Tensor
     dropped: int
+    #: The losses in ordinary memory, where they are there already.
+    shown: Tensor | None = None
 
     @property
     def nonfinite(self) -> int:
@@ -91,7 +100,7 @@ class Outcome:
     @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none)."""
-        own = self.losses
+        own = self.losses if self.shown is None else self.shown
         if own.device.type == "cpu" and own.dtype is torch.float32 and len(own):
             with np.errstate(all="ignore"):  # ∞ − ∞ is no news here
                 mean = float(own.numpy().mean(dtype=np.float64))  # in a fraction of torch's time
@@ -99,7 +108,7 @@ class Outcome:
             mean = float(own.double().mean())
         if math.isfinite(mean):  # so are all of them, and the selection below need not be made
             return mean
-        finite = self.losses[torch.isfinite(self.losses)]
+        finite = own[torch.isfinite(own)]
         return float(finite.double().mean()) if finite.numel() else float("nan")
 
 
@@ -122,6 +131,7 @@ class Step:
         self._sums: list[ClippedSum] = []
         self._dropped = 0
         self._admission: Admission | None = None
+        self._coming: Callable[[], bytes] | None = None
         self._state = self._state_print()
 
     def add(
@@ -140,17 +150,17 @@ class Step:
         """
         size = batch_size(batch)
         own = self._own_ids(ids, size)
+        is_behind = is_last and data is None and self._may_be_known_later(batch, own)
         self._ids.append(own)
-        secret = self.parts.secret
-        self._prints.append(
-            fingerprint.of_batch(batch if data is None else data, own, secret=secret)
-        )
-        if data is not None:
-            everything = self._state + fingerprint.of_batch(batch, own, secret=secret)
-            self._state = hashlib.blake2b(everything, digest_size=fingerprint.SIZE).digest()
-        admission = self._admit(is_partial=not is_last)
+        if is_behind:
+            self._coming = fingerprint.begin(batch, own, secret=self.parts.secret)
+        else:
+            self._print(batch, own, data=data)
+        admission = None
+        if not is_behind or own is not None:
+            admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
-        rows = self._rows(admission, size)
+        rows = np.arange(size) if admission is None else self._rows(admission, size)
         self._dropped += size - len(rows)
         if len(rows) < size:
             batch = take(batch, torch.from_numpy(rows))
@@ -179,7 +189,7 @@ class Step:
         parts = self.parts
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
-        admission = self._admission or self._admit(is_partial=False)
+        admission = self._admitted()
         values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
@@ -200,7 +210,8 @@ class Step:
             value.zero_()
         self._dropped += sum(len(s.losses) for s in self._sums)
         rows = ("norms", "losses", "bad", "present")
-        self._sums = [replace(s, **{n: getattr(s, n)[:0] for n in rows}) for s in self._sums]
+        none = [{n: getattr(s, n)[:0] for n in rows} for s in self._sums]
+        self._sums = [replace(s, **own, shown=None) for s, own in zip(self._sums, none)]
 
     def _total(self) -> dict[str, Tensor]:
         """The clipped sum of the whole batch (`group.step` adds up over the ranks)."""
@@ -247,11 +258,37 @@ class Step:
                 )
         return own
 
+    def _print(
+        self, batch: tuple[Any, ...], own: Ids | None, *, data: tuple[Any, ...] | None
+    ) -> None:
+        """Take the fingerprint of one part."""
+        secret = self.parts.secret
+        self._prints.append(
+            fingerprint.of_batch(batch if data is None else data, own, secret=secret)
+        )
+        if data is not None:
+            everything = self._state + fingerprint.of_batch(batch, own, secret=secret)
+            self._state = hashlib.blake2b(everything, digest_size=fingerprint.SIZE).digest()
+
+    def _may_be_known_later(self, batch: tuple[Any, ...], own: Ids | None) -> bool:
+        """Whether the sum of a whole batch may be begun before its fingerprint is there."""
+        is_fresh = self.index >= self.parts.ledger.released
+        is_admitted_by_ids = own is not None or not self.parts.drop
+        return not self._ids and is_fresh and is_admitted_by_ids and fingerprint.is_elsewhere(batch)
+
+    def _admitted(self) -> Admission:
+        """Leave for the whole batch, with its fingerprint."""
+        if self._coming is not None:
+            self._prints.append(self._coming())
+            if self._admission is not None:
+                return replace(self._admission, batch=self._prints[0])
+        return self._admission or self._admit(is_partial=False)
+
     def _admit(self, *, is_partial: bool) -> Admission:
         """Leave for everything that was added so far."""
         whose = [own for own in self._ids if own is not None]
         ids = np.concatenate(whose) if whose else None
-        batch = self._prints[0]
+        batch = self._prints[0] if self._prints else b""
         if len(self._prints) > 1:
             batch = hashlib.blake2b(b"".join(self._prints), digest_size=fingerprint.SIZE).digest()
         return self.parts.ledger.admit(
@@ -275,7 +312,7 @@ class Step:
     def _outcome(self) -> Outcome:
         first, *more = self._sums
         if not more:
-            return Outcome(first.losses, first.norms, first.bad, self._dropped)
+            return Outcome(first.losses, first.norms, first.bad, self._dropped, first.shown)
         return Outcome(
             losses=torch.cat([s.losses for s in self._sums]),
             norms=torch.cat([s.norms for s in self._sums]),

@@ -1,0 +1,219 @@
+"""A step whose fingerprint comes later than its sum is the step of the strict order.
+
+A GPU does that by itself. Here a batch in ordinary memory is said to lie elsewhere, so that
+everything but the device's own copies is held on any machine; the last tests need a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.clipping import Flat, Ghost
+from noshuffle.errors import ParticipationViolation, ReplayRefused
+from noshuffle.noise import test_source
+from noshuffle.participation import Epochs, Poisson
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity, tree
+from noshuffle.training import device_print, fingerprint, privatize
+
+LOSS = nn.CrossEntropyLoss()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    monkeypatch.setattr(fingerprint, "is_elsewhere", lambda batch: True)
+
+
+def make(rule=None, strategy=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rule = rule or Epochs(2, 3)
+    plan = Plan(participation=rule, strategy=strategy or tree(), noise_multiplier=1.0)
+    source = test_source(seed=3, kind="aes")
+    settings = {"clip_norm": 1.0, "batch_size": 4, "source": source, **options}
+    return privatize(model, optimizer, plan, **settings)
+
+
+def batches(count=3):
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(4, 4, generator=g), torch.randint(3, (4,), generator=g), np.arange(4) + 4 * i)
+        for i in range(count)
+    ]
+
+
+def walk(private, has_ids=True):
+    for step in range(private.plan.steps):
+        x, y, ids = batches()[step % 3]
+        private.step(LOSS, x, y, ids=ids if has_ids else None)
+    rows = [(r.batch, r.state, r.units.tolist()) for r in private.ledger.rows()]
+    return rows, [p.detach().clone() for p in private.model.parameters()]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_rows_and_parameters_are_those_of_the_strict_order(has_ids, monkeypatch):
+    strict = walk(make(), has_ids)
+    begun = []
+    real = fingerprint.begin
+    monkeypatch.setattr(fingerprint, "is_elsewhere", lambda batch: True)
+    monkeypatch.setattr(fingerprint, "begin", lambda *a, **k: begun.append(1) or real(*a, **k))
+    late = walk(make(), has_ids)
+    assert len(begun) == 6
+    assert late[0] == strict[0]
+    assert all(torch.equal(a, b) for a, b in zip(late[1], strict[1]))
+
+
+def test_a_unit_too_soon_is_stopped_before_its_gradient_is_computed(elsewhere):
+    private = make()
+    x, y, ids = batches()[0]
+    private.step(LOSS, x, y, ids=ids)
+    called = []
+    private.model.register_forward_hook(lambda *_: called.append(1))
+    with pytest.raises(ParticipationViolation, match="unit 0"):
+        private.step(LOSS, x + 1, y, ids=ids)
+    assert not called
+
+
+def test_a_batch_without_ids_that_was_seen_is_not_released(elsewhere):
+    private = make()
+    x, y, _ = batches()[0]
+    private.step(LOSS, x, y)
+    before = [p.detach().clone() for p in private.model.parameters()]
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        private.step(LOSS, x, y)
+    assert private.steps_released == 1
+    assert private._parts.noise.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, private.model.parameters()))
+    assert all(p.grad is None for p in private.model.parameters())  # no raw sum is left behind
+    private.step(LOSS, *batches()[1][:2])
+    assert private.steps_released == 2
+
+
+def test_dropping_by_ids_leaves_the_rows_out(elsewhere):
+    private = make(on_violation="drop")
+    x, y, ids = batches()[0]
+    private.step(LOSS, x, y, ids=ids)
+    private.step(LOSS, x, y, ids=np.array([0, 90, 91, 1]))
+    assert private.outcome.dropped == 2
+    assert private.ledger.row(1).units.tolist() == [90, 91]
+
+
+def test_the_order_is_strict_for_replays_parts_and_dropped_batches(elsewhere, monkeypatch):
+    x, y, ids = batches()[0]
+    replayed = make()
+    start = replayed.state_dict()
+    start = {**start, "model": {k: v.clone() for k, v in start["model"].items()}}
+    replayed.step(LOSS, x, y, ids=ids)
+    after = [p.detach().clone() for p in replayed.model.parameters()]
+    replayed.load_state_dict(start)
+
+    def never(*args, **kwargs):
+        raise AssertionError("begun")
+
+    monkeypatch.setattr(fingerprint, "begin", never)
+    with pytest.raises(ReplayRefused, match="other data"):
+        replayed.step(LOSS, x + 1, y, ids=ids)
+    replayed.step(LOSS, x, y, ids=ids)
+    assert all(torch.equal(a, b) for a, b in zip(after, replayed.model.parameters()))
+    with make().accumulate() as step:
+        step.add(LOSS, (x[:2], y[:2]), ids=ids[:2])
+        step.add(LOSS, (x[2:], y[2:]), ids=ids[2:], is_last=True)
+    make(on_violation="drop").step(LOSS, x, y)
+
+
+def test_sampled_batches_are_checked_first(elsewhere):
+    private = make(Poisson(steps=3, rate=0.5), identity())
+    sampler = private.sampler(12)
+    g = torch.Generator().manual_seed(4)
+    x, y = torch.randn(12, 4, generator=g), torch.randint(3, (12,), generator=g)
+    drawn = next(iter(sampler))
+    private.step(LOSS, x[drawn], y[drawn], ids=drawn)
+    with pytest.raises(ParticipationViolation, match="not the one"):
+        private.step(LOSS, x, y, ids=np.arange(12))
+    assert private.steps_released == 1
+
+
+def test_begun_digests_are_those_of_the_moment():
+    values = [torch.arange(5000.0), torch.arange(7, dtype=torch.int16)]
+    expected = [device_print.of_tensor(v, b"s") for v in values]
+    read = device_print.begin(values, b"s")
+    values[0].zero_()
+    assert read() == read() == expected
+    assert device_print.begin([], b"s")() == []
+    batch, ids = ({"a": values[1], "b": "text"}, torch.ones(2)), np.arange(2)
+    name = fingerprint.of_batch(batch, ids, secret=b"s")
+    assert fingerprint.begin(batch, ids, secret=b"s")() == name
+    assert not fingerprint.is_elsewhere(batch)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+def on_gpu(**options):
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(256, 10)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan = Plan(participation=Epochs(50, 2), strategy=tree(), noise_multiplier=1.0)
+    settings = {"clip_norm": 1.0, "batch_size": 64, "compile": False, **options}
+    return privatize(model, optimizer, plan, **settings)
+
+
+def gpu_batches():
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(128, 256, generator=g).cuda(), torch.randint(10, (128,), generator=g).cuda()
+    return [(x[i : i + 64], y[i : i + 64], np.arange(i, i + 64)) for i in (0, 64)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_gpu_rows_are_those_of_the_strict_order(has_ids, monkeypatch):
+    def rows():
+        private = on_gpu(source=test_source(seed=1, kind="philox"))
+        for step in range(6):
+            x, y, ids = gpu_batches()[step % 2]
+            private.step(LOSS, x, y, ids=ids if has_ids else None)
+        return [(r.batch, r.state, r.units.tolist()) for r in private.ledger.rows()]
+
+    late = rows()
+    monkeypatch.setattr(fingerprint, "is_elsewhere", lambda batch: False)
+    assert rows() == late
+
+
+@needs_gpu
+def test_a_step_waits_for_the_device_once():
+    """After the norms, and nowhere else: the next step is launched while this one is at work."""
+    private, given = on_gpu(), gpu_batches()
+
+    def walk(steps):
+        for step in range(steps):
+            private.step(LOSS, *given[step % 2][:2], ids=given[step % 2][2])
+
+    walk(10)  # trials, tables, compiled kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            walk(4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in seen if "synchroniz" in str(w.message)]) == 4
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+def test_losses_that_came_along_are_the_losses(mode):
+    model, (x, y, _) = on_gpu().model, gpu_batches()[0]
+    for _ in range(3):
+        got = Ghost(mode=mode).clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
+        assert got.shown is not None
+        assert not got.shown.is_cuda
+        assert torch.equal(got.shown, got.losses.cpu())
