@@ -2,8 +2,9 @@
 
 `measure` builds one row after the other, warms it up, and reads torch's peak of allocated bytes
 during one step (or what stays reserved after it, if that is more: the pools of CUDA graphs),
-without what the rows before it hold. Then every round runs each row once, so that
-a busy host or a warmer chip meets all of them alike; the table has the median, the fastest and the
+without what the rows before it hold. Then every round runs each row for three steps, one behind
+the other as in training, and waits for the device at their end; rows take turns, so that a busy
+host or a warmer chip meets all of them alike; the table has the median, the fastest and the
 slowest round. Where the models do not fit beside each other (`together=False`), each row has its
 rounds alone and is gone before the next is built. A row that fails prints its error and the others
 go on.
@@ -23,6 +24,7 @@ import torch
 
 Step = Callable[[], object]
 WARM = 3
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ def _ready(make: Callable[[], Step], device: torch.device) -> tuple[Step, float]
 def _round(step: Step, device: torch.device) -> float:
     wait(device)
     begin = time.perf_counter()
-    step()
+    for _ in range(STEPS):
+        step()
     wait(device)
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * (time.perf_counter() - begin) / STEPS
 
 
 def measure(

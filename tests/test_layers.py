@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 LAYERS = {
     "errors": 0,
     "one_owner": 0,
+    "device_copy": 0,
     "triton_shim": 0,
     "c_library": 0,
     "participation": 0,

@@ -125,6 +125,34 @@ def test_sums_match_the_loop(how, tie, mode):
     assert 0.0098 <= float(flat(alone.values).norm()) <= 0.01
 
 
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+@pytest.mark.parametrize("where", [1, 6])
+def test_a_sum_begun_in_vain_is_the_sum_of_the_strict_order(mode, where):
+    """The device is asked after the sum: a bad unit makes all of it worthless, dropout included."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(50, 64), nn.Linear(64, 64), nn.Dropout(0.3), nn.Linear(64, 50)]
+    model = nn.Sequential(*layers).to(CUDA, torch.bfloat16)
+    x = torch.randint(50, (8, 40), device=CUDA)
+
+    def rows(model, x, bad):
+        each = F.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="none")
+        return each.view(len(x), -1).mean(1) * torch.where(bad, torch.nan, 1.0)
+
+    loss = ModelLoss(rows, by_row=True)
+    bad = torch.arange(8, device=CUDA) == where
+    hopeful, strict = Ghost(mode=mode), Ghost(mode=mode)
+    strict.clipped_sum(model, loss, (x, bad), clip=Flat(0.1))  # and has seen a bad one
+    for spoils in (torch.zeros_like(bad), bad, bad):
+        found = []
+        for engine in (hopeful, strict):
+            torch.manual_seed(5)
+            found.append(engine.clipped_sum(model, loss, (x, spoils), clip=Flat(0.1)))
+        got, want = found
+        assert torch.equal(got.bad, spoils)
+        # Not to the bit: rows of an embedding are added up in any order.
+        torch.testing.assert_close(flat(got.values), flat(want.values), rtol=1e-4, atol=1e-6)
+
+
 def test_a_bad_example_spoils_only_itself():
     torch.manual_seed(0)
     model = Net(False).to(CUDA).bfloat16()

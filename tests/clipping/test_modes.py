@@ -80,6 +80,33 @@ def test_a_bad_example_spoils_only_itself_in_every_part(where):
     assert bool(got.bad[where])
 
 
+def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers():
+    """Hoped for and found bad: the rows that are left out change nothing for the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+    spoiled = x.clone()
+    spoiled[2] = torch.inf
+    keep = torch.ones(12)
+    keep[2] = 0.0
+    engine = Ghost(mode="lean")
+
+    def sums(data, seed, **options):
+        torch.manual_seed(seed)
+        found = engine.clipped_sum(model, F.cross_entropy, (data, y), clip=Flat(0.5), **options)
+        return found.values, torch.rand(1)
+
+    want, after = sums(x, 1, weights=keep)
+    tries = []
+    model[0].register_forward_hook(lambda *_: tries.append(1))
+    for runs in (4, 2):  # from then on bad units are looked for first
+        tries.clear()
+        got, then = sums(spoiled, 1)
+        assert len(tries) == runs
+        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert torch.equal(after, then)
+
+
 def test_decisions():
     need = Need(1 * GIB, 1 * GIB)
     assert decide("fast", 32, need, 0.0)[0] == 1

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost
+from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import ParticipationViolation, ReplayRefused
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
@@ -188,8 +189,8 @@ def test_gpu_rows_are_those_of_the_strict_order(has_ids, monkeypatch):
 
 
 @needs_gpu
-def test_a_step_waits_for_the_device_once():
-    """After the norms, and nowhere else: the next step is launched while this one is at work."""
+def test_a_step_waits_for_the_device_once(monkeypatch):
+    """For the norms, when the sum is begun: the next step is launched while this one is at work."""
     private, given = on_gpu(), gpu_batches()
 
     def walk(steps):
@@ -199,13 +200,17 @@ def test_a_step_waits_for_the_device_once():
     walk(10)  # trials, tables, compiled kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
+    waits = []
+    real = DeviceCopy.read
+    monkeypatch.setattr(DeviceCopy, "read", lambda own: waits.append(own) or real(own))
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             walk(4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in seen if "synchroniz" in str(w.message)]) == 4
+    assert not [w for w in seen if "synchroniz" in str(w.message)]
+    assert len(waits) == 8  # whether a unit is bad, and the fingerprint that came before it
 
 
 @needs_gpu

@@ -159,7 +159,7 @@ class Ghost:
                 chosen = choose_parts(
                     known.parts, self.mode, batch, device=device, run=small, say=self._tell
                 )
-                return in_parts(one, batch, units, weights, chosen=chosen)
+                return in_parts(one, batch, units, weights, chosen=chosen, device=device)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")

@@ -24,6 +24,7 @@ from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import Form, Units, merge, squares
 from noshuffle.clipping.products import sum_dtype
 from noshuffle.clipping.rowwise import Rowwise
+from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput
 
 
@@ -77,13 +78,6 @@ def is_capturing(reference: Tensor) -> bool:
     return reference.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def sent_home(values: Tensor) -> Tensor:
-    """A copy in the host's memory, filled when the device gets there: wait before reading it."""
-    kind, is_cuda = values.dtype, values.is_cuda
-    copy = torch.empty(values.shape, dtype=kind, device="cpu", pin_memory=is_cuda)
-    return copy.copy_(values.detach(), non_blocking=True)
-
-
 def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
     """The merged forms of one parameter, one gradient per unit."""
     joined = merge(forms)
@@ -98,7 +92,7 @@ def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
 
 
 class Spoiled(Exception):
-    """A part that was taken for good held a bad unit. Never leaves the package."""
+    """What was taken for good held a bad unit. Never leaves the package."""
 
 
 def _sum_of(forms: Sequence[Form], factors: Tensor, like: Tensor) -> Tensor:
@@ -127,15 +121,18 @@ def finish(
     clip: Clip,
     onto: Mapping[str, Tensor] | None = None,
     is_sure: bool = False,
+    is_hopeful: bool = False,
     doubt: Tensor | None = None,
 ) -> ClippedSum:
     """Clip every unit and sum. `forms` are per unit, by parameter name; `like` gives the shapes.
 
     `forms` is used up, so that memory is given back parameter by parameter. Sums of parameters in
     half precision are float32: rounding a sum would let one unit move it by more than `bound`.
-    `onto`: sums of other units that these are added to, in place. `is_sure` does not wait for the
-    device to say whether a unit is bad: the caller must, and give the answer as `doubt` to the last
-    part of the same sum, which raises `Spoiled` if anything in `onto` is worthless.
+    `onto`: sums of other units that these are added to, in place. `is_sure` does not ask the
+    device whether a unit is bad: the caller must, and give the answer as `doubt` to the last
+    part of the same sum, which raises `Spoiled` if anything in `onto` is worthless. `is_hopeful`
+    lets a GPU go on meanwhile: the sum is begun, the answer read after it, and a bad unit raises
+    `Spoiled` too.
 
     Guarantees: one unit moves `values` by at most `bound` in L2 norm, whatever the other units
     are; a unit with a NaN or an infinity in its loss or gradient contributes exactly zero and is
@@ -159,22 +156,31 @@ def finish(
     factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
     spoiled = is_capturing(losses)
     # Sent along now, losses cost nobody a wait: the device is about to be asked anyway.
-    shown = None if spoiled or not on_gpu else sent_home(losses)
+    shown = None if spoiled or not on_gpu else DeviceCopy(losses).values
+    answer = None
     if not spoiled and not is_sure:
-        spoiled = bool(bad.any() if doubt is None else bad.any() | doubt)
-        if spoiled and doubt is not None and bool(doubt):
-            raise Spoiled
+        any_bad = bad.any() if doubt is None else bad.any() | doubt
+        if is_hopeful and on_gpu:
+            answer = DeviceCopy(any_bad)
+        else:
+            spoiled = bool(any_bad)
+            if spoiled and doubt is not None and bool(doubt):
+                raise Spoiled
     if spoiled:
         forms.update({name: [form.kept(~bad) for form in own] for name, own in forms.items()})
         rows = Rowwise({} if on_gpu else forms)
     values: dict[str, Tensor] = {}
-    for (names, factor), pack in zip(factors, packs):
+    is_single = {sum_dtype(t.dtype) for t in like.values()} == {torch.float32}
+    for (names, exact), pack in zip(factors, packs):
+        factor = exact.float() if on_gpu and is_single else exact  # once, and not for each of them
         small = {} if pack is None else pack.totals(factor, bad if spoiled else None)
         small.update(rows.totals(names, factor))
         for name in names:
             own = forms.pop(name, [])
             value = small[name] if name in small else _sum_of(own, factor, like[name])
             values[name] = value if onto is None else onto[name].add_(value)
+    if answer is not None and bool(answer.read()):
+        raise Spoiled
     bound = clip.bound(tuple(like))
     values = {name: values[name] for name in like}
     return ClippedSum(values, bound, norms, losses.detach(), bad, present, shown)

@@ -6,9 +6,11 @@
     auto   fast where the device has room for it, else lean with as few parts as fit
 
 Examples are clipped one by one and the sum is kept in single precision, so the mode changes speed
-and memory and nothing else. What a step needs is measured once on two small pieces of the first
-batch, bytes(n) = fixed + n·per_example, and compared with what the device has left; a step that
-runs out of memory all the same is repeated in twice as many parts. No state here.
+and memory and nothing else. The device is asked once whether an example is not finite, when all the
+work was handed to it, so that it never waits for the host (`members.finish`). What a step needs is
+measured once on two small pieces of the first batch, bytes(n) = fixed + n·per_example, and compared
+with what the device has left; a step that runs out of memory all the same is repeated in twice as
+many parts. No state here.
 
 >>> decide("lean", 32, None, 0)[0], decide("auto", 32, Need(2**30, 2**28), 6 * 2**30)[0]
 (2, 2)
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping.clipped import ClippedSum
+from noshuffle.clipping.luck import luck_of
 from noshuffle.clipping.members import Spoiled
 from noshuffle.clipping.objective import batch_size, leaves, take
 
@@ -60,6 +63,11 @@ def free_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + held)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def measure(run: Callable[[int], object], *, size: int, device: torch.device) -> Need | None:
@@ -130,6 +138,7 @@ class Chosen:
     parts: int
     need: Need | None
     looks: int = 0
+    is_hopeful: bool = True  # no unit was bad so far
 
 
 def kind_of(batch: tuple[Any, ...]) -> tuple[int, int]:
@@ -150,11 +159,11 @@ def choose_parts(
     """The parts for this batch; `memory` holds earlier choices, `run(n)` clips n examples."""
     kind = kind_of(batch)
     size, chosen = kind[0], memory.get(kind)
-    is_busy = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if chosen is not None and (chosen.looks >= LOOKS or chosen.need is None or is_busy):
+    is_still = chosen is not None and (chosen.looks >= LOOKS or chosen.need is None)
+    if chosen is not None and (is_still or is_captured(device)):
         return chosen
     if chosen is None:
-        measured = mode != "fast" and not is_busy
+        measured = mode != "fast" and not is_captured(device)
         chosen = Chosen(1, measure(run, size=size, device=device) if measured else None)
         memory[kind] = chosen
     free = float(free_bytes(device)) if chosen.need is not None else 0.0
@@ -176,16 +185,26 @@ def in_parts(
     weights: Tensor | None,
     *,
     chosen: Chosen,
+    device: torch.device,
 ) -> ClippedSum:
-    """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`)."""
+    """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
+
+    A bad unit is hoped against as long as there was none; then all is done again, with the same
+    random numbers, and the device asked before every sum.
+    """
     size = batch_size(batch)
     while True:
         try:
             cut = pieces(size, chosen.parts, units)
-            try:
-                return _joined(one, batch, weights, cut, is_sure=True)
-            except Spoiled:
-                return _joined(one, batch, weights, cut, is_sure=False)
+            if chosen.is_hopeful and not is_captured(device):
+                again = luck_of(device)
+                try:
+                    return _joined(one, batch, weights, cut, is_hopeful=True)
+                except Spoiled:
+                    # Where one is bad others will be: from now on they are looked for first.
+                    chosen.is_hopeful = False
+                    again()
+            return _joined(one, batch, weights, cut, is_hopeful=False)
         except torch.OutOfMemoryError:
             if chosen.need is None or chosen.parts >= size:
                 raise
@@ -199,18 +218,19 @@ def _joined(
     weights: Tensor | None,
     parts: Sequence[Piece],
     *,
-    is_sure: bool,
+    is_hopeful: bool,
 ) -> ClippedSum:
-    """All pieces; with `is_sure` the device is waited for once, before the last sum."""
+    """All pieces; with `is_hopeful` the device is waited for once, when all sums are begun."""
     if len(parts) == 1:
-        return one(batch, parts[0].units, weights)
+        return one(batch, parts[0].units, weights, is_hopeful=is_hopeful)
     done: list[ClippedSum] = []
     for piece in parts:
         marks = None if weights is None else weights[piece.rows]
         options: dict[str, Any] = {"onto": done[0].values if done else None}
-        if is_sure and piece is not parts[-1]:
+        if is_hopeful and piece is not parts[-1]:
             options["is_sure"] = True
-        elif is_sure:
+        elif is_hopeful:
+            options["is_hopeful"] = True
             options["doubt"] = torch.cat([d.bad for d in done]).any()
         done.append(one(take(batch, piece.rows), piece.units, marks, **options))
     losses = _in_order([d.losses for d in done], parts)

@@ -181,8 +181,7 @@ class NoiseStream(OneOwner):
         else:
             self._add_noise(values)
             if times != 1.0:
-                for value in values.values():
-                    value.mul_(times)
+                torch._foreach_mul_(list(values.values()), times)
         if not is_captured:
             self._step += 1
             self._is_broken = False

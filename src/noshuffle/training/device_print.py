@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput
 from noshuffle.training import device_print_kernel as kernel
 
@@ -201,14 +202,5 @@ def begin(values: Sequence[Tensor], secret: bytes) -> Callable[[], list[bytes]]:
     if not values:
         return list
     held = [[value.detach().contiguous()] for value in values]
-    found = Printer(_keys(secret, values[0].device), held).run_()
-    told = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
-    told.copy_(found, non_blocking=True)
-    done: Any = torch.cuda.current_stream(found.device).record_event() if found.is_cuda else None
-
-    def read() -> list[bytes]:
-        if done is not None:
-            done.synchronize()
-        return [row.tobytes() for row in told.numpy()]
-
-    return read
+    found = DeviceCopy(Printer(_keys(secret, values[0].device), held).run_())
+    return lambda: [row.tobytes() for row in found.read().numpy()]

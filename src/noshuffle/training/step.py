@@ -219,9 +219,14 @@ class Step:
 
     def _give(self, values: dict[str, Tensor]) -> None:
         """Hand the private gradient to the optimizer."""
-        for name, parameter in self.parts.parameters.items():
-            value = values[name]
-            parameter.grad = value if value.dtype is parameter.dtype else value.to(parameter.dtype)
+        own = self.parts.parameters
+        narrow = [n for n, p in own.items() if values[n].dtype is not p.dtype]
+        if narrow:
+            rounded = [torch.empty_like(own[n], requires_grad=False) for n in narrow]
+            torch._foreach_copy_(rounded, [values[n] for n in narrow])
+            values = {**values, **dict(zip(narrow, rounded))}
+        for name, parameter in own.items():
+            parameter.grad = values[name]
 
     def _state_print(self) -> bytes:
         own = self.parts.parameters.values()
@@ -332,5 +337,4 @@ def check_in_step(parts: Parts, index: int) -> None:
 
 
 def _scale_(values: dict[str, Tensor], factor: float) -> None:
-    for value in values.values():
-        value.mul_(factor)
+    torch._foreach_mul_(list(values.values()), factor)
