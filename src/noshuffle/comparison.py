@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, instance_of, whole
 from noshuffle.participation import Participation
 from noshuffle.plan import Plan
 from noshuffle.strategies import Workload, error
 from noshuffle.strategies.fit import MECHANISMS
+from noshuffle.strategies.workload import checked_workload
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ def compare(
     progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Rows sorted by rms error, the best first; mechanisms that do not apply are left out."""
-    workload = workload or Workload()
+    instance_of(Participation, participation=participation)
+    workload = checked_workload(workload)
+    if max_buffers is not None:
+        whole(at_least=0, max_buffers=max_buffers)
     wanted = MECHANISMS if mechanism == "all" else (mechanism,)
     rows: list[Row] = []
     refusals: list[NoshuffleError] = []

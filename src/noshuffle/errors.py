@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
+from typing import Any
 
 #: The largest horizon that closed forms here are trusted for; more is surely a typing mistake.
 MAX_STEPS = 10**8
@@ -62,7 +64,10 @@ class DataUnavailable(NoshuffleError):
 def _real(name: str, value: object, rule: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return math.inf
 
 
 def positive(**values: object) -> None:
@@ -107,8 +112,67 @@ def whole(at_least: int = 1, at_most: int = MAX_STEPS, **values: object) -> None
             )
 
 
+def instance_of(kind: type | tuple[type, ...], **values: object) -> None:
+    """Each value is of this kind, or of one of these."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    for name, value in values.items():
+        if not isinstance(value, kinds):
+            rule = " or ".join(map(_own_name, kinds))
+            came = f"the class {_own_name(value)}" if isinstance(value, type) else ""
+            raise InvalidInput(f"{name} must be {rule}, got {came or _own_name(type(value))}")
+
+
+def callables(**values: object) -> None:
+    """Each value can be called."""
+    for name, value in values.items():
+        if not callable(value):
+            raise InvalidInput(f"{name} must be a function, got {reprlib.repr(value)}")
+
+
+def number_tuple(**values: object) -> tuple[float, ...]:
+    """The one list that is given, as plain floats; whether they are finite is another question."""
+    ((name, value),) = values.items()
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return tuple(float(one) for one in value)  # type: ignore[attr-defined]
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInput(f"{name} must be a list of numbers, got {reprlib.repr(value)}") from None
+
+
+def record_list(width: int, **values: object) -> list[tuple[Any, ...]]:
+    """The rows of the one table that is given; each has `width` values, whatever they are."""
+    ((name, value),) = values.items()
+    try:
+        rows = [tuple(row) for row in value]  # type: ignore[attr-defined]
+        if any(len(row) != width for row in rows):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise InvalidInput(
+            f"{name} must be a list of records of {width} values, got {reprlib.repr(value)}"
+        ) from None
+    return rows
+
+
+#: Kinds of the standard library, in words.
+_WORDS = {
+    "Iterable": "a list",
+    "Mapping": "a mapping",
+    "PathLike": "a path",
+    "Real": "a number",
+    "Sequence": "a list",
+}
+
+
+def _own_name(kind: type) -> str:
+    home = kind.__module__.partition(".")[0]
+    if home in ("collections", "numbers", "os"):
+        return _WORDS.get(kind.__name__, kind.__name__)
+    return kind.__name__ if home == "builtins" else f"{home}'s {kind.__name__}"
+
+
 def one_of(choices: tuple[str, ...], **values: object) -> None:
     """Each value is one of the named choices."""
     for name, value in values.items():
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise InvalidInput(f"{name} must be one of {', '.join(choices)}; got {value!r}")

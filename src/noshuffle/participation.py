@@ -26,7 +26,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from noshuffle.errors import InvalidInput, Unsupported, unit_rate, whole
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, unit_rate, whole
 
 
 class Participation:
@@ -237,6 +237,7 @@ def prefix_of(part: Participation, steps: int) -> Participation:
     >>> prefix_of(Epochs(epochs=20, steps_per_epoch=240), 250)
     Epochs(epochs=2, steps_per_epoch=240)
     """
+    whole(steps=steps)
     if isinstance(part, Epochs):
         return Epochs(math.ceil(steps / part.steps_per_epoch), part.steps_per_epoch)
     if isinstance(part, Restarted):
@@ -254,11 +255,14 @@ _KINDS: dict[str, type[Participation]] = {
 
 def from_dict(record: dict[str, Any]) -> Participation:
     """The participation that `to_dict` wrote."""
+    instance_of(dict, participation=record)
     fields = dict(record)
     kind = fields.pop("kind", None)
-    if kind == Restarted.kind:
+    one_of((*_KINDS, Restarted.kind), **{"participation kind": kind})
+    try:
+        if kind != Restarted.kind:
+            return _KINDS[kind](**fields)
         base = from_dict(fields["participation"])
         return Restarted(base, fields["every"])  # type: ignore[arg-type]
-    if kind not in _KINDS:
-        raise InvalidInput(f"participation kind must be one of {', '.join(_KINDS)}; got {kind!r}")
-    return _KINDS[kind](**fields)
+    except (TypeError, KeyError) as problem:  # a field that is missing, or unknown
+        raise InvalidInput(f"the participation {kind!r} cannot be read: {problem}") from None

@@ -31,6 +31,7 @@ from noshuffle.accounting import calibrate, fourier, gaussian, renyi
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
+    instance_of,
     non_negative,
     one_of,
     open_unit,
@@ -43,7 +44,7 @@ from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.sensitivity import Sensitivity
-from noshuffle.strategies.workload import Workload
+from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
@@ -69,6 +70,8 @@ class Plan:
     accountant: str = ""
 
     def __post_init__(self) -> None:
+        instance_of(Participation, participation=self.participation)
+        instance_of(strategies.Strategy, strategy=self.strategy)
         non_negative(noise_multiplier=self.noise_multiplier)
         open_unit(delta=self.delta)
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
@@ -146,7 +149,8 @@ class Plan:
         """
         if (epsilon is None) == (noise_multiplier is None):
             raise InvalidInput("give exactly one of epsilon and noise_multiplier")
-        workload = workload or Workload()
+        instance_of(Participation, participation=participation)
+        workload = checked_workload(workload)
         if isinstance(mechanism, strategies.Strategy):
             strategy = mechanism
         elif participation.is_sampled and mechanism in ("best", "identity"):

@@ -23,6 +23,7 @@ No state.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
 from scipy.optimize import brentq
@@ -32,6 +33,8 @@ from noshuffle.errors import (
     MAX_STEPS,
     InvalidInput,
     Unsupported,
+    callables,
+    instance_of,
     one_of,
     open_unit,
     positive,
@@ -57,10 +60,11 @@ def smallest(
     target; returns `least` if that already does.
     """
     positive(target=target, start=start, tolerance=tolerance, least=least, most=most)
+    callables(fn=fn)
 
     def excess(log_x: float) -> float:
         value = fn(math.exp(log_x))
-        if math.isnan(value):
+        if math.isnan(_real(value)):
             raise InvalidInput(f"fn must return numbers, got NaN at {math.exp(log_x)!r}")
         return math.log(value / target) if 0 < value < math.inf else math.copysign(50, value - 1)
 
@@ -97,6 +101,12 @@ def smallest(
     return result if fn(result) <= target else math.exp(high)
 
 
+def _real(value: object) -> float:
+    """What a function under search returned, if it is a number."""
+    instance_of(numbers.Real, **{"what fn returns": value})
+    return value  # type: ignore[return-value]
+
+
 def largest_whole(
     fn: Callable[[int], float], target: float, *, start: int = 1, most: int = MAX_STEPS
 ) -> int:
@@ -106,9 +116,10 @@ def largest_whole(
     """
     positive(target=target)
     whole(start=start, most=most)
+    callables(fn=fn)
 
     def meets(n: int) -> bool:
-        return fn(n) <= target
+        return _real(fn(n)) <= target
 
     good, bad = 0, most + 1
     n, stride = min(start, most), 2.0
@@ -236,6 +247,7 @@ def batch(
 ) -> int:
     """The largest (expected) batch out of the population within (ε, δ): rate = batch/population."""
     positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
+    positive(squared_sensitivity=squared_sensitivity)
     whole(population=population, steps=steps)
     mu = gaussian.mu(epsilon=epsilon, delta=delta)
     per_step = min(squared_sensitivity / noise_multiplier**2, 300.0)

@@ -26,7 +26,15 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import gammaln
 
-from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, unit_rate, whole
+from noshuffle.errors import (
+    InvalidInput,
+    non_negative,
+    one_of,
+    open_unit,
+    record_list,
+    unit_rate,
+    whole,
+)
 
 #: Sums over more terms than this lose digits to the binomials.
 _MOST_FOLDS = 10**7
@@ -56,7 +64,7 @@ def basic(*, epsilon: float, count: int, delta: float = 0.0) -> Guarantee:
 def sequence(guarantees: Iterable[tuple[float, float]]) -> Guarantee:
     """Unequal mechanisms in a row: everything adds."""
     total = [0.0, 0.0]
-    for epsilon, delta in guarantees:
+    for epsilon, delta in record_list(2, guarantees=guarantees):
         _check(epsilon, delta)
         total = [total[0] + epsilon, total[1] + delta]
     return Guarantee(total[0], min(1.0, total[1]))

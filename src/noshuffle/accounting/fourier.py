@@ -39,10 +39,13 @@ from noshuffle.accounting.mixture import (
 )
 from noshuffle.errors import (
     InvalidInput,
+    instance_of,
     non_negative,
+    number_tuple,
     one_of,
     open_unit,
     positive,
+    record_list,
     unit_rate,
     whole,
 )
@@ -76,6 +79,8 @@ class MixtureRelease:
 
     def __post_init__(self) -> None:
         whole(steps=self.steps)
+        number_tuple(sensitivities=self.sensitivities)
+        number_tuple(weights=self.weights)
         mixture_pairs(
             noise_multiplier=self.noise_multiplier,
             sensitivities=self.sensitivities,
@@ -190,12 +195,13 @@ def compose(
 ) -> Composed:
     """The composition of releases; plain (noise_multiplier, rate, steps) triples are welcome."""
     records: list[Release | MixtureRelease] = []
+    instance_of(Iterable, releases=releases)
     for item in releases:
         if isinstance(item, Release | MixtureRelease):
             records.append(item)
         else:
-            noise_multiplier, rate, steps = item
-            records.append(Release(noise_multiplier, rate, steps))  # type: ignore[arg-type]
+            ((noise_multiplier, rate, steps),) = record_list(3, releases=[item])
+            records.append(Release(noise_multiplier, rate, steps))
     return Composed(tuple(records), direction, grid)
 
 

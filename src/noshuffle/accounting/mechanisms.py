@@ -81,6 +81,7 @@ class Laplace:
     def fit(cls, *, epsilon: float, delta: float = 0.0, sensitivity: float = 1.0) -> Laplace:
         """The least noise that is (ε, δ)-private for a scalar; δ = 0 for vectors."""
         positive(epsilon=epsilon, sensitivity=sensitivity)
+        non_negative(delta=delta)
         if delta != 0:
             open_unit(delta=delta)
         pure = epsilon - 2 * math.log1p(-delta)

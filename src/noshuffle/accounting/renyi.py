@@ -29,9 +29,11 @@ from noshuffle.accounting import renyi_curves
 from noshuffle.errors import (
     InvalidInput,
     non_negative,
+    number_tuple,
     one_of,
     open_unit,
     positive,
+    record_list,
     unit_rate,
     whole,
 )
@@ -64,6 +66,7 @@ def divergence(
     positive(noise_multiplier=noise_multiplier)
     unit_rate(rate=rate)
     one_of(SAMPLINGS, sampling=sampling)
+    positive(order=order)
     _check_orders((order,))
     return float(_curve(noise_multiplier, rate, sampling, (order,))[0])
 
@@ -73,7 +76,7 @@ def curve(
 ) -> np.ndarray:
     """Divergences at `orders` of any composition, given as (noise_multiplier, rate, steps)."""
     one_of(SAMPLINGS, sampling=sampling)
-    chosen = DEFAULT_ORDERS if orders is None else tuple(orders)
+    chosen = _chosen(orders)
     _check_orders(chosen)
     total = np.zeros(len(chosen))
     for (noise_multiplier, rate), count in _merged(steps).items():
@@ -126,7 +129,7 @@ def delta(
     positive(noise_multiplier=noise_multiplier, squared_sensitivity=squared_sensitivity)
     non_negative(epsilon=epsilon)
     record = (noise_multiplier / math.sqrt(squared_sensitivity), rate, steps)
-    chosen = DEFAULT_ORDERS if orders is None else tuple(orders)
+    chosen = _chosen(orders)
     divergences = curve([record], orders=chosen, sampling=sampling)
     return delta_from_curve(chosen, divergences, epsilon=epsilon, conversion=conversion)
 
@@ -149,7 +152,7 @@ def compose_epsilon(
     if real_orders and all(rate == 1 for _, rate, _ in records):
         rho = sum(count / (2 * sigma**2) for sigma, _, count in records)
         return epsilon_from_rho(rho=rho, delta=delta, conversion=conversion, real_orders=True)
-    chosen = DEFAULT_ORDERS if orders is None else tuple(orders)
+    chosen = _chosen(orders)
     divergences = curve(records, orders=chosen, sampling=sampling)
     best = epsilon_from_curve(chosen, divergences, delta=delta, conversion=conversion)
     if not real_orders:
@@ -190,7 +193,7 @@ def epsilon_from_rho(
     if real_orders and orders is not None:
         raise InvalidInput("give either orders or real_orders=True, not both")
     if not real_orders:
-        chosen = np.asarray(DEFAULT_ORDERS if orders is None else orders, dtype=float)
+        chosen = np.asarray(_chosen(orders))
         return epsilon_from_curve(chosen, rho * chosen, delta=delta, conversion=conversion)
     if rho == 0:
         return 0.0
@@ -250,13 +253,18 @@ def delta_from_curve(
 def _checked(
     orders: Sequence[float] | np.ndarray, divergences: Sequence[float] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    a, d = np.asarray(orders, dtype=float), np.asarray(divergences, dtype=float)
-    _check_orders(tuple(a.ravel()))
+    a = np.asarray(number_tuple(orders=orders))
+    d = np.asarray(number_tuple(divergences=divergences))
+    _check_orders(tuple(a))
     if a.shape != d.shape:
         raise InvalidInput(f"orders and divergences must pair up, got {a.shape} and {d.shape}")
     if np.any(np.isnan(d)) or np.any(d < 0):
         raise InvalidInput("divergences must be numbers >= 0, got a negative one or NaN")
     return a, d
+
+
+def _chosen(orders: Sequence[float] | None) -> tuple[float, ...]:
+    return DEFAULT_ORDERS if orders is None else number_tuple(orders=orders)
 
 
 def _check_orders(orders: Sequence[float]) -> None:
@@ -267,7 +275,7 @@ def _check_orders(orders: Sequence[float]) -> None:
 def _merged(steps: Iterable[Steps]) -> dict[tuple[float, float], int]:
     """Equal steps counted together; NumPy scalars and integers become plain floats here."""
     out: dict[tuple[float, float], int] = {}
-    for noise_multiplier, rate, count in steps:
+    for noise_multiplier, rate, count in record_list(3, steps=steps):
         positive(noise_multiplier=noise_multiplier)
         unit_rate(rate=rate)
         whole(steps=count)

@@ -27,7 +27,7 @@ from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, replace_file,
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Observer, Rule
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
 from noshuffle.noise import Source, new_key, test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
@@ -138,6 +138,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def _clip(self, loss: Loss, outputs: int) -> float:
         """The given clip norm, else the bound that follows from Lipschitz loss and bounded rows."""
         if self.clip_norm is not None:
+            positive(clip_norm=self.clip_norm)
             return float(self.clip_norm)
         slope = loss.lipschitz(outputs)
         if self.feature_bound is None or not np.isfinite(slope):
@@ -151,6 +152,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _begin(self, features: int, classes: int, *, rows: int | None) -> None:
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
+        # A number would be read as the square of the constant column, and half of one bounds less.
+        instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
         horizon = self.horizon if self.horizon is not None else rows
         if self.passes != 1 and horizon != rows:
             raise Unsupported(

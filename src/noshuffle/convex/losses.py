@@ -1,4 +1,4 @@
-"""Loss objects of linear models: vectorised values and gradients, and the bounds privacy needs.
+"""The losses of linear models that are built in, each with the bounds that privacy needs.
 
     f(w; x, y) = φ(⟨x, w⟩, y) + (ridge/2)‖w‖²          ∇f = φ'(⟨x, w⟩, y)·x + ridge·w
 
@@ -13,11 +13,8 @@
     sigmoid         1/(1 + e^{ys})               1/4                √3/18           no, smooth
     phase           |s² − y|                     2·B·R              not smooth      2B²-weakly
 
-B (`feature_bound`) bounds every row in the norm of order `order` (2, or infinity for the l1
-geometry), Y (`label_bound`) the labels, R (`radius`) the weights in the dual norm where a bound
-on φ' needs one. Then the data part of a gradient is at most `lipschitz` = |φ'|·B in the norm of the
-rows, and it changes with w by at most `smoothness` = φ''·B² per unit. The ridge is no function of
-the data: it cancels in every difference of neighbours and is left out of both numbers.
+B (`feature_bound`) bounds the rows, Y (`label_bound`) the labels, R (`radius`) the weights; what
+follows from them for a gradient stands in `loss_record`, whose names can be had from here too.
 
 >>> loss = logistic(feature_bound=2.0)
 >>> loss.lipschitz, loss.smoothness
@@ -29,178 +26,29 @@ array([0.6931])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
+from noshuffle.convex.loss_record import SLACK, Array, Loss, fit_into, require
+from noshuffle.errors import positive
 
-Array = NDArray[np.float64]
-_Scalar = Callable[[Array, Array], Array]
-
-#: Rounding that a row may exceed its bound by; ε moves by as little.
-SLACK = 1e-12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """φ with its first two derivatives and their bounds; see the table of the module.
-
-    Guarantees: for rows and labels that `check` accepts, and weights within `radius` where there
-    is one, ‖∇f − ridge·w‖ ≤ `lipschitz` in the norm of order `order`. NaN and infinity in the
-    data are refused by `check`.
-    """
-
-    name: str
-    slope_bound: float
-    curvature_bound: float
-    feature_bound: float = 1.0
-    label_bound: float = 1.0
-    order: float = 2.0
-    radius: float = math.inf
-    ridge: float = 0.0
-    weak_curvature: float = 0.0
-    is_classifier: bool = False
-    value_fn: _Scalar = field(repr=False, compare=False)
-    slope_fn: _Scalar = field(repr=False, compare=False)
-    curvature_fn: _Scalar = field(repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        positive(feature_bound=self.feature_bound, label_bound=self.label_bound)
-        non_negative(ridge=self.ridge)
-        if not self.order >= 1:
-            raise InvalidInput(f"order of the norm of rows must be at least 1, got {self.order!r}")
-
-    @property
-    def lipschitz(self) -> float:
-        """Bound on the data part of one row's gradient."""
-        return self.slope_bound * self.feature_bound
-
-    @property
-    def smoothness(self) -> float:
-        """Bound on the Hessian of the data part; infinite where φ has a kink."""
-        return self.curvature_bound * self.feature_bound**2
-
-    @property
-    def strong_convexity(self) -> float:
-        """Strong convexity in l2: the ridge."""
-        return self.ridge
-
-    @property
-    def weak_convexity(self) -> float:
-        """ϱ such that f + (ϱ/2)‖w‖² is convex; 0 for convex losses."""
-        return max(0.0, self.weak_curvature * self.feature_bound**2 - self.ridge)
-
-    @property
-    def is_convex(self) -> bool:
-        return self.weak_curvature == 0.0
-
-    @property
-    def is_smooth(self) -> bool:
-        return math.isfinite(self.curvature_bound)
-
-    def values(self, w: Array, rows: Array, labels: Array) -> Array:
-        """f of every row."""
-        penalty = 0.5 * self.ridge * float(w @ w) if self.ridge else 0.0
-        return self.value_fn(_scores(rows, w), labels) + penalty
-
-    def risk(self, w: Array, rows: Array, labels: Array) -> float:
-        """The mean of f. Not private."""
-        return float(np.mean(self.values(w, rows, labels)))
-
-    def slopes(self, w: Array, rows: Array, labels: Array) -> Array:
-        """φ' of every row: the data part of its gradient is slope × row."""
-        return self.slope_fn(_scores(rows, w), labels)
-
-    def curvatures(self, w: Array, rows: Array, labels: Array) -> Array:
-        """φ'' of every row: the data part of its Hessian is curvature × row rowᵀ."""
-        return self.curvature_fn(rows @ w, labels)
-
-    def gradients(self, w: Array, rows: Array, labels: Array) -> Array:
-        """∇f of every row, rows × dimension."""
-        return self.slopes(w, rows, labels)[:, None] * rows + self.ridge * w
-
-    def data_gradient(self, w: Array, rows: Array, labels: Array) -> Array:
-        """Sum over rows of the data part of ∇f (the ridge left out): what privacy is about."""
-        slopes = self.slopes(w, rows, labels)
-        if len(rows) and rows.strides[0] == 0:  # one row seen many times: no copies of it
-            return np.asarray(slopes.sum() * rows[0])
-        return np.asarray(slopes @ rows)
-
-    def gradient(self, w: Array, rows: Array, labels: Array) -> Array:
-        """The mean of ∇f, ridge included. Not private."""
-        return self.data_gradient(w, rows, labels) / len(rows) + self.ridge * w
-
-    def check(self, rows: Any, labels: Any) -> tuple[Array, Array]:
-        """Rows and labels as arrays, refused where they break a bound (no data is changed)."""
-        x = np.asarray(rows)
-        if x.ndim != 2 or not len(x) or not x.shape[1]:
-            raise InvalidInput(f"rows must be a table with entries, got shape {x.shape}")
-        y = np.zeros(len(x)) if labels is None else np.asarray(labels, dtype=np.float64)
-        if y.shape != (len(x),):
-            raise InvalidInput(f"labels must be one per row ({len(x)}), got shape {y.shape}")
-        distinct = x[:1] if x.strides[0] == 0 else x  # one row seen many times
-        worst = float(np.max(np.linalg.norm(distinct.astype(np.float64), ord=self.order, axis=1)))
-        if not worst <= self.feature_bound * (1 + SLACK):
-            raise InvalidInput(
-                f"every row must have norm at most feature_bound = {self.feature_bound:g}, got "
-                f"{worst:g}; scale rows with losses.fit_into, one by one"
-            )
-        if self.is_classifier and not np.all(np.abs(y) == 1):
-            raise InvalidInput(f"labels of {self.name} must be -1 or 1, got others")
-        if not np.all(np.abs(y) <= self.label_bound * (1 + SLACK)):
-            raise InvalidInput(f"labels must be within ±{self.label_bound:g}, got larger or NaN")
-        return x, y
-
-
-def _scores(rows: Array, w: Array) -> Array:
-    if len(rows) and rows.strides[0] == 0:
-        return np.full(len(rows), float(rows[0] @ w))
-    return np.asarray(rows @ w)
-
-
-def fit_into(rows: Array, *, bound: float, order: float = 2.0) -> Array:
-    """Each row shrunk on its own to norm at most `bound`: costs no privacy, measures nothing."""
-    positive(bound=bound)
-    norms = np.linalg.norm(rows, ord=order, axis=1, keepdims=True)
-    return np.asarray(rows * np.minimum(1.0, bound / np.maximum(norms, 1e-300)))
-
-
-def require(
-    loss: Loss,
-    solver: str,
-    *,
-    convex: bool = True,
-    smooth: bool = False,
-    radius: float = 0.0,
-    everywhere: bool = False,
-    order: float | None = None,
-) -> None:
-    """Refuse a loss that misses a condition of a solver's proof."""
-    if convex and not loss.is_convex:
-        raise Unsupported(f"{solver} needs a convex loss, got {loss.name}; use weakly_convex")
-    if smooth and not loss.is_smooth:
-        raise Unsupported(
-            f"{solver} needs a smooth loss, got {loss.name}; use smoothed_hinge or huber"
-        )
-    if everywhere and not math.isinf(loss.radius):
-        raise Unsupported(
-            f"{solver} leaves every ball, and {loss.name} is Lipschitz only within one; "
-            "use huber or logistic, or a bounded domain"
-        )
-    if radius > loss.radius * (1 + SLACK):
-        raise InvalidInput(
-            f"the loss is Lipschitz within radius {loss.radius:g}, the domain has {radius:g}; "
-            f"build {loss.name} with radius={radius:g}"
-        )
-    if order is not None and loss.order != order:
-        raise InvalidInput(
-            f"{solver} needs rows bounded in the norm of order {order:g}, the loss bounds order "
-            f"{loss.order:g}; build it with order={order:g}"
-        )
+__all__ = [
+    "SLACK",
+    "Array",
+    "Loss",
+    "absolute",
+    "fit_into",
+    "hinge",
+    "huber",
+    "linear",
+    "logistic",
+    "phase",
+    "require",
+    "sigmoid",
+    "smoothed_hinge",
+    "squared",
+]
 
 
 def _zero(s: Array, y: Array) -> Array:

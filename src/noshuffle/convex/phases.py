@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from noshuffle.convex.margins import Array
-from noshuffle.errors import positive, whole
+from noshuffle.errors import instance_of, open_unit, positive, whole
 from noshuffle.participation import Epochs, Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
@@ -50,6 +50,13 @@ class Budget:
     delta: float
     mechanism: str | Strategy = "blt"
     neighbours: str = "zero-out"
+
+    def __post_init__(self) -> None:
+        if self.epsilon != math.inf:
+            positive(epsilon=self.epsilon)
+        open_unit(delta=self.delta)
+        instance_of((str, Strategy), mechanism=self.mechanism)
+        instance_of(str, neighbours=self.neighbours)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +100,6 @@ def make_phase(budget: Budget, *, rows: int, passes: int, batch_size: int | None
 def _planned(budget: Budget, part: Participation) -> tuple[Plan, Array]:
     strategy = _fitted(budget.mechanism, part)
     is_private = budget.epsilon != math.inf
-    if is_private:
-        positive(epsilon=budget.epsilon)
     plan = Plan.fit(
         part,
         mechanism=strategy,

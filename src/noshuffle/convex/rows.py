@@ -47,7 +47,7 @@ class RowMap:
             return cls(None, None, zeros, ones, feature_bound)
         try:
             pairs = np.asarray(bounds, dtype=np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pairs = np.zeros(0)
         if pairs.shape == (2,):
             pairs = np.tile(pairs, (features, 1))

@@ -24,7 +24,13 @@ from noshuffle.convex.margins import Array, Targets
 from noshuffle.convex.phases import Budget, Phase, make_phase, next_phase
 from noshuffle.convex.release import Release
 from noshuffle.convex.saved import ReleaseLog
-from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    ParticipationViolation,
+    Unsupported,
+    instance_of,
+)
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 
@@ -171,6 +177,7 @@ class LearningStream:
         if ids is None:
             self.has_ids = False
             return
+        instance_of(Iterable, ids=ids)
         given = list(ids)
         if len(given) != rows:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")

@@ -21,13 +21,14 @@ tensor([1., 0., 0.])
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, positive
+from noshuffle.errors import InvalidInput, instance_of, positive
 
 
 class Constraint:
@@ -62,6 +63,7 @@ class Box(Constraint):
     high: float
 
     def __post_init__(self) -> None:
+        instance_of(numbers.Real, low=self.low, high=self.high)
         if not self.low <= self.high:  # also refuses NaN
             raise InvalidInput(f"box needs low <= high, got low={self.low!r}, high={self.high!r}")
 

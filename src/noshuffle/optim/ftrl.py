@@ -107,7 +107,8 @@ class FTRL(torch.optim.Optimizer):
         )
         settings = {**self.defaults, **group}
         non_negative(lr=settings["lr"])
-        if not 0 <= settings["momentum"] < 1:
+        non_negative(momentum=settings["momentum"])
+        if not settings["momentum"] < 1:
             raise InvalidInput(f"momentum must lie in [0, 1), got {settings['momentum']!r}")
         if settings["nesterov"] and settings["momentum"] == 0:
             raise InvalidInput("nesterov needs momentum > 0, got momentum=0")

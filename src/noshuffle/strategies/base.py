@@ -22,7 +22,7 @@ import numpy as np
 from scipy.linalg import toeplitz as _toeplitz
 from scipy.signal import fftconvolve, lfilter
 
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, whole
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, number_tuple, whole
 from noshuffle.strategies.recipe import Array, Recipe
 
 #: Largest matrix that is ever built in full.
@@ -114,7 +114,7 @@ class ToeplitzStrategy(Strategy):
     normalized: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gains", tuple(float(g) for g in self.gains))
+        object.__setattr__(self, "gains", number_tuple(gains=self.gains))
         if self.gains and self.normalized:
             raise InvalidInput("give either gains or normalized, not both")
         if self.gains and not all(0 < g < np.inf for g in self.gains):

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import InvalidInput, number_tuple, whole
 from noshuffle.strategies.base import ToeplitzStrategy
 from noshuffle.strategies.recipe import Array, Buffered, Recipe
 
@@ -58,15 +58,16 @@ class Blt(ToeplitzStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for field in ("decays", "scales", "taps"):
+            object.__setattr__(self, field, number_tuple(**{field: getattr(self, field)}))
         if len(self.decays) != len(self.scales) or not self.decays:
             raise InvalidInput(
                 f"blt needs as many scales as decays and at least one of each, got "
                 f"{len(self.decays)} decays and {len(self.scales)} scales"
             )
-        order = sorted(zip(map(float, self.decays), map(float, self.scales)), reverse=True)
+        order = sorted(zip(self.decays, self.scales), reverse=True)
         object.__setattr__(self, "decays", tuple(decay for decay, _ in order))
         object.__setattr__(self, "scales", tuple(scale for _, scale in order))
-        object.__setattr__(self, "taps", tuple(float(s) for s in self.taps))
         if not all(0 <= t < 1 for t in self.decays):
             raise InvalidInput(f"decays must lie in [0, 1), got {self.decays}")
         if len(set(self.decays)) < len(self.decays):
@@ -203,11 +204,11 @@ def blt(
 ) -> Blt:
     """Buffered linear Toeplitz noise from the encoder's decays θ and scales ω."""
     return Blt(
-        decays=tuple(decays),
-        scales=tuple(scales),
-        taps=tuple(taps),
+        decays=number_tuple(decays=decays),
+        scales=number_tuple(scales=scales),
+        taps=number_tuple(taps=taps),
         lag=lag,
-        gains=tuple(gains),
+        gains=number_tuple(gains=gains),
         normalized=normalized,
     )
 
@@ -222,7 +223,7 @@ def blt_from_poles(
     normalized: int = 0,
 ) -> Blt:
     """The BLT whose encoder has decays θ and whose noise has decays θ̂, interlaced downwards."""
-    theta, hat = tuple(map(float, decays)), tuple(map(float, inverse_decays))
+    theta, hat = number_tuple(decays=decays), number_tuple(inverse_decays=inverse_decays)
     mixed = [pole for pair in zip(theta, hat) for pole in pair]
     falls = all(above > below for above, below in pairwise(mixed))
     if len(theta) != len(hat) or not theta or not falls or not (mixed[0] < 1 and mixed[-1] >= 0):

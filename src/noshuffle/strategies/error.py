@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from noshuffle.errors import Unsupported, whole
+from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import Participation
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
 from noshuffle.strategies.recipe import Array, Forest
@@ -32,7 +32,7 @@ from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS, sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_error import MOST_STEPS, workload_variance
 from noshuffle.strategies.two_sided import TwoSidedBlt
-from noshuffle.strategies.workload import Workload, prefix
+from noshuffle.strategies.workload import Workload, checked_workload, prefix
 
 #: Longest run of a Toeplitz strategy whose error is computed row by row.
 ROW_STEPS = 2**15
@@ -59,8 +59,9 @@ class NormalizedError:
 
 def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -> Error:
     """Error of the strategy under the workload (prefix sums unless given), for unit noise."""
+    instance_of(Strategy, strategy=strategy)
     whole(steps=steps)
-    workload = workload or prefix()
+    workload = checked_workload(workload)
     if steps > MAX_COEFFICIENTS:
         raise Unsupported(
             f"the error is computed for at most {MAX_COEFFICIENTS:,} steps, got {steps:,}"

@@ -12,9 +12,9 @@
 `fit` returns the strategy with its error × sensitivity, the figure by which mechanisms compare at
 equal privacy; `candidates` fits all that suit a memory limit, `best` takes the least rms error.
 
-For a single participation every column may be scaled to norm one (arXiv 2509.14334); sqrt, blt,
-banded and banded_inverse do so where it lowers the error. Sampled participations have a proof for
-independent noise alone, orders that change at restarts for trees and independent noise.
+For a single participation sqrt, blt, banded and banded_inverse get unit columns where that lowers
+the error (`fit_size`, which also settles the sizes that are not given). Sampled participations have
+a proof for independent noise alone, orders that change at restarts for trees and independent noise.
 
 >>> from noshuffle.participation import Epochs, SinglePass
 >>> found = fit("sqrt", SinglePass(64))
@@ -29,23 +29,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from threadpoolctl import threadpool_limits
-
-from noshuffle.errors import Unsupported, one_of, whole
+from noshuffle.errors import Unsupported, instance_of, one_of, whole
 from noshuffle.participation import Participation, Restarted
-from noshuffle.strategies.base import Strategy, ToeplitzStrategy
+from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
-from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
 from noshuffle.strategies.fit_forms import cost, layout
+from noshuffle.strategies.fit_size import (
+    DEFAULT_BANDS,
+    DEFAULT_BUFFERS,
+    NORMALIZED_STEPS,
+    closed_form,
+    fit_any_blt,
+    fit_bisr,
+    taps_of,
+    with_unit_columns,
+)
 from noshuffle.strategies.fit_tree import fit_tree
-from noshuffle.strategies.fit_two_sided import fit_two_sided
 from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.identity import identity
-from noshuffle.strategies.registry import column_normalized
-from noshuffle.strategies.toeplitz import banded_inverse, root_coefficients, sqrt_toeplitz
+from noshuffle.strategies.toeplitz import sqrt_toeplitz
 from noshuffle.strategies.tree import VARIANTS
-from noshuffle.strategies.workload import Workload, prefix
+from noshuffle.strategies.workload import Workload, checked_workload
 
 MECHANISMS = (
     "identity",
@@ -62,15 +67,6 @@ MECHANISMS = (
     "dense",
 )
 
-#: More bands than this are fitted only when asked for.
-DEFAULT_BANDS = 2048
-#: Buffers that a BLT is tried with, and how much less error one more has to buy.
-DEFAULT_BUFFERS = 4
-WORTH = 1e-3
-#: Redrawn taps that a BLT gets by default; more change the third digit.
-DEFAULT_TAPS = 6
-#: Longest run whose error with unit columns, O(n²) work, is computed unasked.
-NORMALIZED_STEPS = 8192
 #: Above these sizes `candidates` leaves out what draws all past noise again at every step.
 REDRAWN_STEPS = 512
 FULL_TREE_STEPS = 2048
@@ -99,7 +95,8 @@ def fit(
     Guarantees: deterministic; `objective` of the result is computed by the library's own error and
     sensitivity and is never above `start`, the closed form that the search began with.
     """
-    workload = workload or prefix()
+    instance_of(Participation, participation=participation)
+    workload = checked_workload(workload)
     one_of(MECHANISMS, mechanism=mechanism)
     one_of(("rms", "max"), objective=objective)
     one_of(VARIANTS, variant=variant)
@@ -114,7 +111,7 @@ def fit(
         return cost(strategy, participation, workload=workload, objective=objective)
 
     if mechanism == "identity":
-        return _closed(identity(), measure)
+        return closed_form(identity(), measure)
     if mechanism == "tree":
         return fit_tree(
             participation,
@@ -128,12 +125,12 @@ def fit(
     if bands is None and buffers is not None:
         bands = buffers + 1
     if mechanism == "sqrt":
-        found = _closed(sqrt_toeplitz(momentum=workload.beta), measure)
+        found = closed_form(sqrt_toeplitz(momentum=workload.beta), measure)
     elif mechanism == "bsr":
         kept = bands or min(separation, DEFAULT_BANDS)
-        return _closed(sqrt_toeplitz(min(kept, n), momentum=workload.beta), measure)
+        return closed_form(sqrt_toeplitz(min(kept, n), momentum=workload.beta), measure)
     elif mechanism == "bisr":
-        return _bisr(bands, n, separation=separation, workload=workload, measure=measure)
+        return fit_bisr(bands, n, separation=separation, workload=workload, measure=measure)
     elif mechanism == "banded":
         kept = bands or min(separation, DEFAULT_BANDS)
         found = fit_banded(participation, bands=kept, workload=workload, objective=objective)
@@ -146,16 +143,16 @@ def fit(
             raise Unsupported('a dense strategy is fitted for objective="rms", got "max"')
         return fit_dense(participation, workload=workload)
     else:
-        return _blt(
+        return fit_any_blt(
             participation,
             buffers=buffers,
-            taps=_taps(mechanism, taps, most=most),
+            taps=taps_of(mechanism, taps, most=most),
             gains=mechanism in ("blt_gains", "blt_two_sided"),
             two_sided=mechanism == "blt_two_sided",
             workload=workload,
             objective=objective,
         )
-    return _normalized(found, measure, steps=n) if most == 1 else found
+    return with_unit_columns(found, measure, steps=n) if most == 1 else found
 
 
 def _check_proved(mechanism: str, participation: Participation) -> None:
@@ -171,98 +168,6 @@ def _check_proved(mechanism: str, participation: Participation) -> None:
         )
 
 
-def _closed(strategy: Strategy, measure: Callable[[Strategy], float]) -> Fit:
-    """A closed form as a fit: nothing to search, so it has converged."""
-    value = measure(strategy)
-    return Fit(strategy, value, converged=True, iterations=0, start=value)
-
-
-def _normalized(found: Fit, measure: Callable[[Strategy], float], *, steps: int) -> Fit:
-    """The same with unit columns, if that has less error (single participation)."""
-    strategy = found.strategy
-    if not isinstance(strategy, ToeplitzStrategy) or steps > NORMALIZED_STEPS:
-        return found
-    scaled = column_normalized(strategy, steps)
-    value = measure(scaled)
-    if value >= found.objective:
-        return found
-    return Fit(scaled, value, found.converged, found.iterations, found.start)
-
-
-def _bisr(
-    bands: int | None,
-    n: int,
-    *,
-    separation: int,
-    workload: Workload,
-    measure: Callable[[Strategy], float],
-) -> Fit:
-    """The truncated inverse square root; without `bands` the best power of two."""
-
-    def build(kept: int) -> Strategy:
-        root = root_coefficients(min(kept, n), sign=1, momentum=workload.beta)
-        return banded_inverse(coefficients=root.tolist())
-
-    if bands is not None:
-        return _closed(build(bands), measure)
-    powers = [1 << e for e in range(12) if 1 << e < 2 * min(n, separation)]
-    return min((_closed(build(kept), measure) for kept in powers), key=lambda fit: fit.objective)
-
-
-def _taps(mechanism: str, taps: int | None, *, most: int) -> int:
-    """Taps reach back whole epochs, so there are at most k − 1 of use."""
-    if mechanism == "blt":
-        return 0
-    return min(DEFAULT_TAPS if taps is None else taps, most - 1)
-
-
-def _blt(
-    participation: Participation,
-    *,
-    buffers: int | None,
-    taps: int,
-    gains: bool,
-    two_sided: bool,
-    workload: Workload,
-    objective: str,
-) -> Fit:
-    """A BLT of the given size, or the smallest that is about as good as the best.
-
-    The size is chosen without gains, which take longest to fit. With one participation gains are
-    unit columns: they cost nothing, so they are always tried.
-    """
-
-    def build(size: int, scaled: bool) -> Fit:
-        with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
-            if scaled and two_sided:
-                return fit_two_sided(
-                    participation, buffers=size, taps=taps, workload=workload, objective=objective
-                )
-            return fit_blt(
-                participation,
-                buffers=size,
-                taps=taps,
-                gains=scaled,
-                workload=workload,
-                objective=objective,
-            )
-
-    if buffers is not None and gains:
-        return build(buffers, True)
-    sizes = [buffers] if buffers is not None else range(1, DEFAULT_BUFFERS + 1)
-    fits = {size: build(size, False) for size in sizes}
-    enough = min(found.objective for found in fits.values()) * (1 + WORTH)
-    size = next(size for size, found in fits.items() if found.objective <= enough)
-    if gains:
-        return build(size, True)
-    if layout(participation).most > 1 or participation.steps > NORMALIZED_STEPS:
-        return fits[size]
-    try:
-        return min(fits[size], build(size, True), key=lambda found: found.objective)
-    except Unsupported:  # no unit columns for this workload or objective
-        return fits[size]
-
-
 def candidates(
     participation: Participation,
     *,
@@ -275,7 +180,8 @@ def candidates(
     and dense above 512 steps, the full tree above 2048), more bands than the separation, and what
     has no proof or no error formula for this participation and workload.
     """
-    workload = workload or prefix()
+    instance_of(Participation, participation=participation)
+    workload = checked_workload(workload)
     if max_buffers is not None:
         whole(at_least=0, max_buffers=max_buffers)
     found = []

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from noshuffle.errors import InvalidInput, Unsupported, whole
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, whole
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.blt import Blt, blt
 from noshuffle.strategies.dense import Dense, dense
@@ -102,6 +102,7 @@ def _frozen(value: Any) -> Any:
 def column_normalized(strategy: Strategy, steps: int) -> Strategy:
     """The same strategy with every column of its steps × steps matrix scaled to norm one."""
     whole(steps=steps)
+    instance_of(Strategy, strategy=strategy)
     if not isinstance(strategy, ToeplitzStrategy):
         raise Unsupported(
             f"column normalisation is built in for Toeplitz strategies, got {strategy.name!r}"

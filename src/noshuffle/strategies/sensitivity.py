@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from noshuffle.errors import Unsupported
+from noshuffle.errors import Unsupported, instance_of
 from noshuffle.participation import (
     Epochs,
     FixedSize,
@@ -88,6 +88,7 @@ def sensitivity(strategy: Strategy, participation: Participation) -> Sensitivity
     """S of the strategy for units that take part as promised."""
     if isinstance(participation, Restarted) and isinstance(participation.participation, SinglePass):
         participation = participation.participation
+    instance_of(Strategy, strategy=strategy)
     plain = isinstance(strategy, Identity) and not strategy.has_gains
     if isinstance(participation, Poisson | FixedSize):
         if plain:

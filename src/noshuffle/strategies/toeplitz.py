@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, unit_rate, whole
+from noshuffle.errors import InvalidInput, non_negative, unit_rate, whole
 from noshuffle.strategies.base import ToeplitzStrategy, reciprocal
 from noshuffle.strategies.recipe import Array, FeedForward, Recipe, Recursive
 
@@ -92,7 +92,8 @@ class SqrtToeplitz(ToeplitzStrategy):
         super().__post_init__()
         whole(at_least=0, bands=self.bands)
         unit_rate(decay=self.decay)
-        if isinstance(self.momentum, bool) or not 0 <= self.momentum < 1:
+        non_negative(momentum=self.momentum)
+        if not self.momentum < 1:
             raise InvalidInput(f"momentum must lie in [0, 1), got {self.momentum!r}")
 
     def _root(self, n: int, sign: int) -> Array:

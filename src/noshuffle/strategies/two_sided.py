@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.errors import HorizonExceeded, InvalidInput, whole
+from noshuffle.errors import HorizonExceeded, InvalidInput, number_tuple, whole
 from noshuffle.strategies.base import Strategy, dense_size, lower_toeplitz
 from noshuffle.strategies.blt import Blt, Numbers
 from noshuffle.strategies.recipe import Array, Buffered, Recipe
@@ -55,7 +55,7 @@ class TwoSidedBlt(Strategy):
         for field in ("decays", "scales", "taps"):  # sorted, and plain numbers
             object.__setattr__(self, field, getattr(core, field))
         for field in ("gains", "draw_gains"):
-            values = tuple(float(value) for value in getattr(self, field))
+            values = number_tuple(**{field: getattr(self, field)})
             object.__setattr__(self, field, values)
             if not all(0 < value < np.inf for value in values):
                 raise InvalidInput(f"{field} must be finite numbers > 0; got one that is not")
@@ -130,12 +130,12 @@ def two_sided(
 ) -> TwoSidedBlt:
     """BLT noise with the gains g of the steps and the gains a of the draws."""
     return TwoSidedBlt(
-        decays=tuple(decays),
-        scales=tuple(scales),
-        taps=tuple(taps),
+        decays=number_tuple(decays=decays),
+        scales=number_tuple(scales=scales),
+        taps=number_tuple(taps=taps),
         lag=lag,
-        gains=tuple(gains),
-        draw_gains=tuple(draw_gains),
+        gains=number_tuple(gains=gains),
+        draw_gains=number_tuple(draw_gains=draw_gains),
     )
 
 

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.signal import lfilter
 
-from noshuffle.errors import HorizonExceeded, InvalidInput
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    instance_of,
+    non_negative,
+    number_tuple,
+    unit_rate,
+    whole,
+)
 from noshuffle.strategies.recipe import Array
 
 
@@ -35,9 +43,11 @@ class Workload:
     learning_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
+        non_negative(momentum=self.beta)
+        if not self.beta < 1:
             raise InvalidInput(f"momentum must lie in [0, 1), got {self.beta!r}")
-        object.__setattr__(self, "learning_rates", tuple(float(r) for r in self.learning_rates))
+        rates = number_tuple(learning_rates=self.learning_rates)
+        object.__setattr__(self, "learning_rates", rates)
         if not all(0 <= r < np.inf for r in self.learning_rates):
             raise InvalidInput("learning rates must be finite numbers >= 0; got one that is not")
 
@@ -79,6 +89,13 @@ def prefix() -> Workload:
     return Workload()
 
 
+def checked_workload(given: Workload | None) -> Workload:
+    """The workload that was given; prefix sums for None."""
+    workload = prefix() if given is None else given
+    instance_of(Workload, workload=workload)
+    return workload
+
+
 def momentum(beta: float, *, learning_rates: tuple[float, ...] = ()) -> Workload:
     """Heavy-ball momentum, with an optional schedule."""
     return Workload(beta=beta, learning_rates=learning_rates)
@@ -86,6 +103,9 @@ def momentum(beta: float, *, learning_rates: tuple[float, ...] = ()) -> Workload
 
 def cooldown(steps: int, *, last: float = 0.25, floor: float = 0.05) -> tuple[float, ...]:
     """Learning rates 1, then linear to `floor` over the `last` part of the run."""
+    whole(steps=steps)
+    unit_rate(last=last)
+    non_negative(floor=floor)
     start = round(steps * (1 - last))
     tail = np.linspace(1.0, floor, max(steps - start, 1) + 1)[1:]
     return tuple(np.concatenate([np.ones(steps - len(tail)), tail]).tolist())
