@@ -52,3 +52,45 @@ def test_tolerated_noise_is_where_the_curve_meets_the_target(
     scale = {"blt": 1.0, "tree": 4.0, "identity": 9.0}
     found = figure.curve(table, scale, ("tree", "blt"))
     assert np.allclose(found, [[0.04, 0.08], [50.1, 49.0]])
+
+
+def test_split_benchmarks_have_all_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are imported when their row is made, so the tables can be had without any of them."""
+    step = load("step_gpu", monkeypatch)
+    names = set(step.methods(fuse=True))
+    assert {
+        "SGD, CUDA graph",
+        "ours, compiled and fused",
+        "Opacus, ghost",
+        "jax-privacy, jit",
+    } <= names
+    speed = load("federated_speed", monkeypatch)
+    assert {name.partition(" ")[0] for name in speed.WORKERS} == {"ours,", "Flower", "pfl"}
+
+
+def test_rows_without_a_compiler_are_built_and_run_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise = load("noise_cpu", monkeypatch)
+    chunks: list[int] = []
+    cut = noise.Layout.of
+
+    def noted(*shapes: Any, chunk_tiles: int) -> Any:
+        chunks.append(chunk_tiles)
+        return cut(*shapes, chunk_tiles=chunk_tiles)
+
+    monkeypatch.setattr(noise, "Layout", type("Noted", (), {"of": staticmethod(noted)}))
+    known = noise.native.library()
+    seen = []
+
+    def make() -> Any:
+        seen.append(noise.native.library())
+        return lambda: seen.append(noise.native.library())
+
+    noise.without_compiler(make)()
+    assert seen == [None, None]
+    assert noise.native.library() is known
+    for row in noise.draws(3000).values():
+        row.do()
+    here = noise.TORCH_CHUNK if known is None else noise.CPU_CHUNK
+    assert chunks == [here, here, noise.TORCH_CHUNK, noise.TORCH_CHUNK]

@@ -2,7 +2,7 @@
 
 A copy into pinned memory is begun and waited for later, so that the host can hand the device its
 next work meanwhile. The copy is of what the tensor held when it was begun: a device takes its work
-in order. A tensor that is in the host's memory is copied at once. State: the copy, and the event
+in order. A tensor that is not on a CUDA device is copied at once. State: the copy, and the event
 that is recorded behind it.
 
 >>> value = torch.ones(2)
@@ -26,7 +26,7 @@ class DeviceCopy:
     def __init__(self, source: Tensor) -> None:
         kind, is_cuda = source.dtype, source.is_cuda
         self.values = torch.empty(source.shape, dtype=kind, device="cpu", pin_memory=is_cuda)
-        self.values.copy_(source.detach(), non_blocking=True)
+        self.values.copy_(source.detach(), non_blocking=is_cuda)
         self._event: Any = None
         if is_cuda:
             self._event = torch.cuda.current_stream(source.device).record_event()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from noshuffle.cli.settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
+from noshuffle.training.folder_lock import take
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
 
@@ -71,6 +75,30 @@ def test_a_finished_run_resumes_to_itself(run: Path, capsys: pytest.CaptureFixtu
     again = json.loads(capsys.readouterr().out)
     assert again["steps"] == 22
     assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
+def test_a_second_process_beside_a_live_one_gets_one_clear_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready, told = os.pipe()
+    live = os.fork()
+    if live == 0:
+        try:
+            lock = take(run)
+            os.write(told, b"held" if lock is not None else b"none")
+            time.sleep(60)
+        finally:
+            os._exit(1)  # the tests are the parent's
+    try:
+        assert os.read(ready, 4) == b"held"
+        assert main(["train", "--resume", str(run), "--json"]) == 2
+        line = capsys.readouterr().err
+        assert f"a run goes on in {run} already (process {live})" in line.replace("\n", " ")
+    finally:
+        os.kill(live, signal.SIGKILL)
+        os.waitpid(live, 0)
+    assert main(["train", "--resume", str(run), "--json"]) == 0  # nothing is left to clear away
 
 
 def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

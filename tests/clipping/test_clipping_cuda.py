@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, gpu_kernels, gram
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, gpu_kernels, gram
 from noshuffle.clipping.forms import Outer
 from noshuffle.clipping.products import aligned, weighted
 
@@ -151,6 +151,46 @@ def test_a_sum_begun_in_vain_is_the_sum_of_the_strict_order(mode, where):
         assert torch.equal(got.bad, spoils)
         # Not to the bit: rows of an embedding are added up in any order.
         torch.testing.assert_close(flat(got.values), flat(want.values), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+def test_a_counter_does_not_tell_whether_a_unit_was_bad(mode):
+    """It is saved with the model: a sum begun in vain must not make it go on by two."""
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            self.runs += 1
+            return x
+
+    counts = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Counter(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)).to(CUDA)
+        x, y = torch.randn(16, 64, device=CUDA), torch.randint(3, (16,), device=CUDA)
+        engine = Ghost(mode=mode)
+        for _ in range(2):
+            engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+        x[2] = torch.nan if bad else 1.0
+        assert engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0)).nonfinite == bad
+        counts.append(int(model[0].runs))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("how", [PerExample, Ghost])
+def test_sums_under_autocast_stay_inside_the_bound(how):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).to(CUDA)
+        x, y = torch.randn(2, 64, device=CUDA), torch.randint(10, (2,), device=CUDA)
+        alone = torch.tensor([1, 0], device=CUDA)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            got = how().clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(0.1), weights=alone)
+        assert all(value.dtype == torch.float32 for value in got.values.values())
+        assert 0.097 < float(flat(got.values).norm()) <= 0.1
 
 
 def test_a_bad_example_spoils_only_itself():

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer, auto, validate
 from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.objective import row_losses
@@ -720,3 +721,71 @@ def test_factors_too_small_for_float32_do_not_lengthen(engine, scale, clip_norm)
     loss = lambda o, y: o.squeeze(1) * y  # noqa: E731
     found = engine().clipped_sum(model, loss, batch, clip=Flat(clip_norm))
     assert float(torch.linalg.vector_norm(flat(found.values))) <= clip_norm
+
+
+class Late(nn.Linear):
+    """Its buffer is empty, or not there, until the first run fills it with the data."""
+
+    def __init__(self, *, is_known: bool) -> None:
+        super().__init__(3, 2)
+        if is_known:
+            self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if getattr(self, "mean", None) is None:
+            self.register_buffer("mean", x.detach().mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_buffers_that_a_run_makes_are_found_too(engine, is_known):
+    model = Late(is_known=is_known)
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    with pytest.raises(Unsupported, match="buffer 'mean' of the model keeps statistics"):
+        engine().clipped_sum(model, F.cross_entropy, batch, clip=Flat(1.0))
+    assert getattr(model, "mean", None) is None
+    assert ("mean" in model._buffers) == is_known
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+def test_a_loss_without_a_gradient_is_refused(engine):
+    """Torch refuses its backward pass; here noise alone would be released at every step."""
+    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.randint(2, (4,)))
+
+    def cut(outputs, y):
+        return F.cross_entropy(outputs.detach(), y)
+
+    with pytest.raises(InvalidInput, match="must depend on the trainable parameters"):
+        engine().clipped_sum(model, cut, batch, clip=Flat(1.0))
+
+
+def test_no_step_is_taken_in_inference_mode():
+    model = nn.Linear(3, 2)
+    plan = ns.Plan.fit(ns.SinglePass(steps=2), mechanism="tree", noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = ns.privatize(model, optimizer, plan, clip_norm=1.0, batch_size=4)
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    with torch.inference_mode(), pytest.raises(InvalidInput, match="outside torch"):
+        private.step(F.cross_entropy, x, y)
+    assert private.steps_released == 0
+    with torch.no_grad():  # which a step does without, as it always has
+        private.step(F.cross_entropy, x, y)
+    assert float(private.outcome.norms.min()) > 0.0
+
+
+def test_why_says_when_the_whole_model_is_written_out():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    engine = Ghost()
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    engine.clipped_sum(Bare(), F.cross_entropy, batch, clip=Flat(1.0))
+    assert "gradients of every example are written out" in engine.why
+    assert "parameters of its own" in engine.why
+    assert "nothing of size" not in engine.why

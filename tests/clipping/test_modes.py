@@ -43,6 +43,30 @@ def test_pieces_hold_every_example_and_every_unit_once(size, parts, data):
         first += int(piece.units.max()) + 1
     assert first == int(units.max()) + 1
     assert len(cut) <= max(1, parts)
+    if len(cut) == 1:  # the batch goes through as it is
+        assert cut[0].rows == slice(0, size)
+        assert torch.equal(cut[0].units, units)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8), st.integers(2, 8), st.booleans())
+def test_every_example_is_clipped_with_its_own_unit(whose, parts, masked):
+    """Also where one unit has most of the batch, so that nothing is left to cut."""
+    torch.manual_seed(1)
+    model, units = nn.Linear(5, 3).double(), torch.tensor(whose)
+    batch = torch.randn(len(whose), 5).double(), torch.randint(3, (len(whose),))
+    marks = (torch.arange(len(whose)) % 3 > 0).long() if masked else None
+    options = {"clip": Flat(0.5), "units": units, "weights": marks}
+    want = Ghost(mode="fast").clipped_sum(model, F.cross_entropy, batch, **options)
+    engine = Ghost(mode="lean")
+    engine.clipped_sum(model, F.cross_entropy, batch, **options)
+    for known in engine._known[model].values():
+        for chosen in known.parts.values():
+            chosen.parts = parts
+    got = engine.clipped_sum(model, F.cross_entropy, batch, **options)
+    torch.testing.assert_close(got.norms, want.norms)
+    torch.testing.assert_close(got.losses, want.losses)
+    torch.testing.assert_close(flat(got.values), flat(want.values))
 
 
 @pytest.mark.parametrize("units", [None, torch.tensor([4, 0, 4, 1, 1, 0, 4, 6, 6, 2, 0])])
@@ -107,6 +131,51 @@ def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers():
         assert torch.equal(after, then)
 
 
+class Counter(nn.Module):
+    """Counts its runs, as layers do that change with time."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.runs += 1
+        return x
+
+
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+def test_a_counter_does_not_tell_whether_a_unit_was_bad(mode):
+    """It is saved with the model: a sum begun in vain must not make it go on by two."""
+    counts = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Counter(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        x, y = torch.randn(12, 4), torch.randint(3, (12,))
+        engine = Ghost(mode=mode)
+        engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+        x[2] = torch.nan if bad else 1.0
+        got = engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+        assert got.nonfinite == bad
+        counts.append(int(model[0].runs))
+    assert counts[0] == counts[1]
+
+
+def test_models_that_write_into_no_buffer_are_hoped_for():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model.register_buffer("table", torch.full((5,), torch.nan))
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    engine = Ghost()
+    for has_counter in (False, True):
+        if has_counter:
+            model.insert(0, Counter())
+        engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+        assert [k.is_quiet for k in engine._known[model].values()][-1] == (not has_counter)
+    model.eval()
+    engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
+    assert [k.is_quiet for k in engine._known[model].values()] == [True, False, True]
+
+
 def test_decisions():
     need = Need(1 * GIB, 1 * GIB)
     assert decide("fast", 32, need, 0.0)[0] == 1
@@ -163,7 +232,7 @@ def test_out_of_memory_is_tried_again_in_more_parts(monkeypatch):
     want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.5))
     monkeypatch.setattr(modes, "free_bytes", lambda device: 100.0 * GIB)
     monkeypatch.setattr(modes, "measure", lambda run, **known: Need(0.0, 1.0 * GIB))
-    sizes = []
+    sizes, lucks = [], []
 
     class Full(nn.Module):
         def __init__(self, inner):
@@ -172,6 +241,8 @@ def test_out_of_memory_is_tried_again_in_more_parts(monkeypatch):
 
         def forward(self, x):
             sizes.append(len(x))
+            lucks.append(torch.get_rng_state())
+            torch.rand(3)
             if len(x) > 4:
                 raise torch.OutOfMemoryError("pretended")
             return self.inner(x)
@@ -181,6 +252,10 @@ def test_out_of_memory_is_tried_again_in_more_parts(monkeypatch):
     torch.testing.assert_close(flat(got.values), flat(want.values))
     assert 11 in sizes
     assert max(sizes[-4:]) <= 4
+    first = len(sizes) - 1 - sizes[::-1].index(11)
+    assert sizes[first:] == [11, 6, 3, 3, 3, 2]
+    assert torch.equal(lucks[first], lucks[first + 1])  # nothing drawn in vain is lost
+    assert torch.equal(lucks[first], lucks[first + 2])
     with pytest.raises(torch.OutOfMemoryError):  # as asked for, and no other way
         Ghost(mode="fast").clipped_sum(full, F.cross_entropy, batch, clip=Flat(0.5))
 

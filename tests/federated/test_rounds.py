@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import signal
+import sqlite3
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -312,6 +314,11 @@ def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
         ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "'v' of shape None"),
         ({"w": torch.zeros(3)}, r"'scale' of shape \(\), the model has None"),
         (None, "with the optimizer SGD, the server has Adam"),
+        (
+            {"lr": 0.25, "momentum": 0.9},
+            r"begun with the optimizer's lr = 0.5, the server has 0.25",
+        ),
+        ({"lr": 0.5}, r"momentum = 0.9, .* has 0(\.0)?; build it as it was .*\['momentum'\] after"),
     ],
 )
 def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words: str) -> None:
@@ -320,9 +327,108 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words
     rounds.close()
     fine = {"w": torch.zeros(3), "scale": torch.tensor(1.0)}
     kind: Any = torch.optim.Adam if given is None else torch.optim.SGD
+    is_model = given is not None and "lr" not in given
+    settings = given if given is not None and not is_model else {"lr": 0.5}
     server = ServerOptimizer(
-        fine if given is None else given, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
-        optimizer_fn=lambda p: kind(p, lr=0.5),
+        given if is_model else fine, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
+        optimizer_fn=lambda p: kind(p, **settings),
     )  # fmt: skip
     with pytest.raises(InvalidInput, match=words):
         Rounds(server).resume()
+
+
+def test_a_rate_that_was_changed_on_the_way_is_the_rate_after_resume(tmp_path: Path) -> None:
+    rounds = rounds_in(tmp_path / "a")
+    one_round(rounds)
+    rounds.server.optimizer.param_groups[0]["lr"] = 0.125
+    one_round(rounds)
+    rounds.close()
+    resumed = rounds_in(tmp_path / "a")
+    resumed.resume()
+    assert resumed.server.optimizer.param_groups[0]["lr"] == 0.125
+    resumed.server.optimizer.param_groups[0]["lr"] = 0.25  # what the refusal advises
+    one_round(resumed)
+    resumed.close()
+    again = rounds_in(tmp_path / "a")
+    again.resume()
+    assert again.server.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_state_of_an_earlier_version_has_no_settings_to_compare(tmp_path: Path) -> None:
+    one, two = rounds_in(tmp_path / "a"), rounds_in(tmp_path / "a")
+    state = one.server.state_dict()
+    del state["built"]
+    two.server.load_state_dict(state)
+    state["built"] = [{}, {}]
+    with pytest.raises(InvalidInput, match=r"2 groups of parameters in the optimizer, .* has 1"):
+        two.server.load_state_dict(state)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
+def test_a_second_server_beside_a_live_one_gets_one_clear_line(tmp_path: Path) -> None:
+    """In another process: in the same one, the old server may be what a notebook left behind."""
+    a_plan()
+    words = f"a run goes on in {tmp_path / 'a'} already (process {os.getpid()})"
+
+    def elsewhere() -> str:
+        """What a process of its own is told."""
+        inside, outside = os.pipe()
+        child = os.fork()
+        if child == 0:
+            line = b"in"
+            try:
+                rounds_in(tmp_path / "a").resume()
+            except BaseException as error:
+                line = f"{type(error).__name__}: {error}".encode()
+            finally:
+                os.write(outside, line)
+                os._exit(0)
+        os.close(outside)
+        os.waitpid(child, 0)
+        with os.fdopen(inside, "rb") as told:
+            return told.read().decode()
+
+    live = rounds_in(tmp_path / "a")
+    assert live.begin(check_ins(0)) is not None
+    assert elsewhere().startswith("ReplayRefused: " + words)
+    twin = rounds_in(tmp_path / "a")  # shares what this process holds, and does not end it
+    del twin
+    assert elsewhere().startswith("ReplayRefused: " + words)
+    assert live.finish().asked == 4
+    assert live.server.round == 1
+    live.close()
+    assert elsewhere() == "in"
+    dead = rounds_in(tmp_path / "a")
+    assert "already" in elsewhere()
+    del dead  # killed: nothing is closed
+    assert elsewhere() == "in"
+
+
+def sql(path: Path, command: str) -> None:
+    with sqlite3.connect(path / "ledger.sqlite") as db:
+        db.execute(command)
+    db.close()
+
+
+@pytest.mark.parametrize("kind", [str, int])
+def test_verify_works_out_the_prints_of_rounds(tmp_path: Path, kind: type) -> None:
+    rounds = rounds_in(tmp_path / "a")
+    for t in range(4):
+        users = [u if kind is str else int(u.split()[1]) for u in check_ins(t)]
+        assert rounds.begin(users) is not None
+        rounds.finish() if t != 2 else rounds.abandon()
+    rounds.close()
+    verdict = verify(tmp_path / "a")
+    assert (verdict.failures, verdict.unchecked) == ((), ())
+    hidden = shutil.copytree(tmp_path / "a", tmp_path / "hidden")
+    (hidden / "checkpoints/key.json").unlink()
+    assert verify(hidden).is_verified
+    assert "(not checked: the prints of the rounds, since the key" in verify(hidden).words()
+    old = shutil.copytree(tmp_path / "a", tmp_path / "old")
+    sql(old, "DELETE FROM meta WHERE name = 'round_prints'")
+    assert verify(old).is_verified
+    assert ("an earlier version" in verify(old).words()) == (kind is str)
+    sql(tmp_path / "a", "UPDATE steps SET batch = x'00' WHERE step = 1")
+    assert verify(tmp_path / "a").failures == (
+        "round 1 lists other users than those it was opened for",
+    )

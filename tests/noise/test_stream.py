@@ -407,3 +407,15 @@ def test_of_two_threads_in_one_step_one_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     stream.add_({"w": torch.zeros(8)})
     assert stream.step == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_factor_of_a_step_is_not_rounded_to_the_type_of_its_tensors(dtype: torch.dtype) -> None:
+    def run(times: float) -> Tensor:
+        shapes = {"w": (300,), "none": (0,)}
+        stream = NoiseStream(FeedForward((1.0,)), test_source(seed=3), shapes, scale=1.0, steps=9)
+        value = torch.linspace(-1.0, 1.0, 300).to(dtype)
+        stream.add_({"w": value, "none": torch.zeros(0, dtype=dtype)}, times=times)
+        return value
+
+    assert torch.equal(run(1 / 3), run(1.0).mul_(1 / 3))

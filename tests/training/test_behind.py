@@ -6,6 +6,7 @@ everything but the device's own copies is held on any machine; the last tests ne
 
 from __future__ import annotations
 
+import types
 import warnings
 
 import numpy as np
@@ -13,14 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from noshuffle.clipping import Flat, Ghost
+from noshuffle.clipping import Flat, Ghost, ModelLoss
 from noshuffle.device_copy import DeviceCopy
-from noshuffle.errors import ParticipationViolation, ReplayRefused
+from noshuffle.errors import InvalidInput, ParticipationViolation, ReplayRefused
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
 from noshuffle.training import device_print, fingerprint, privatize
+from noshuffle.training.step import Step
 
 LOSS = nn.CrossEntropyLoss()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -129,6 +131,99 @@ def test_the_order_is_strict_for_replays_parts_and_dropped_batches(elsewhere, mo
     make(on_violation="drop").step(LOSS, x, y)
 
 
+def kept(private):
+    state = private.state_dict()
+    return {**state, "model": {k: v.clone() for k, v in state["model"].items()}}
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_every_part_is_in_the_fingerprint_if_two_are_called_the_last(has_ids, is_late, monkeypatch):
+    monkeypatch.setattr(fingerprint, "is_elsewhere", lambda batch: is_late)
+    private, found = make(), []
+    start = kept(private)
+    (x, y, ids), (more, other, theirs) = batches()[:2]
+    ids, theirs = (ids, theirs) if has_ids else (None, None)
+    for is_first in (True, False):  # and may be repeated as they were
+        with private.accumulate() as step:
+            step.add(LOSS, (x, y), ids=ids, is_last=is_first)
+            step.add(LOSS, (more, other), ids=theirs, is_last=True)
+        found.append([p.detach().clone() for p in private.model.parameters()])
+        private.load_state_dict(start)
+    assert all(map(torch.equal, *found))
+    for part in ((x, y, ids), (more, other, theirs)):  # the same noise on another sum
+        with pytest.raises(ReplayRefused, match="other data"):
+            private.step(LOSS, *part[:2], ids=part[2])
+    names = [fingerprint.of_batch((x, y), ids, secret=private._parts.secret)]
+    names += [fingerprint.of_batch((more, other), theirs, secret=private._parts.secret)]
+    assert private.ledger.row(0).batch not in names
+
+
+def test_a_batch_that_was_seen_is_stopped_at_the_next_part(elsewhere):
+    private = make()
+    (x, y, _), (more, other, _) = batches()[:2]
+    private.step(LOSS, x, y)
+
+    def in_two_parts():
+        with private.accumulate() as step:
+            step.add(LOSS, (x, y), is_last=True)
+            step.add(LOSS, (more, other), is_last=True)
+
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        in_two_parts()
+    assert private.steps_released == 1
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_part_that_failed_is_not_passed_over(is_last):
+    private = make()
+    (x, y, ids), (more, other, theirs) = batches()[:2]
+
+    def fails(*args):
+        raise ArithmeticError
+
+    def in_two_parts():
+        with private.accumulate() as step:
+            step.add(LOSS, (x, y), ids=ids)
+            with pytest.raises(ArithmeticError):
+                step.add(fails, (more, other), ids=theirs, is_last=is_last)
+
+    with pytest.raises(InvalidInput, match="not in its sum"):
+        in_two_parts()
+    assert private.steps_released == private._parts.noise.step == 0
+
+
+def test_ids_are_those_of_the_moment():
+    private = make(on_violation="drop")
+    (x, y, ids), (more, other, _) = batches()[:2]
+    with private.accumulate() as step:
+        step.add(LOSS, (x, y), ids=ids)
+        ids += 4  # one array for all parts, as loaders have it
+        step.add(LOSS, (more, other), ids=ids)
+    assert private.ledger.row(0).units.tolist() == list(range(8))
+
+
+def test_what_a_loss_does_to_its_batch_comes_too_late(elsewhere):
+    private = make()
+    x, y, ids = batches()[0]
+    name = fingerprint.of_batch((x, y, torch.ones(4)), ids, secret=b"s")
+
+    def rows(model, x, y, spare):
+        spare.mul_(2.0)
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    private._parts.secret = b"s"
+    private.step(ModelLoss(rows, by_row=True), x, y, torch.ones(4), ids=ids)
+    assert private.ledger.row(0).batch == name
+    scale = np.ones(2)
+    read = fingerprint.begin((x, y, scale), ids, secret=b"s")
+    name = fingerprint.of_batch((x, y, scale), ids, secret=b"s")
+    x.unsqueeze_(1)
+    scale *= 2.0
+    ids += 1
+    assert read() == name
+
+
 def test_sampled_batches_are_checked_first(elsewhere):
     private = make(Poisson(steps=3, rate=0.5), identity())
     sampler = private.sampler(12)
@@ -139,6 +234,36 @@ def test_sampled_batches_are_checked_first(elsewhere):
     with pytest.raises(ParticipationViolation, match="not the one"):
         private.step(LOSS, x, y, ids=np.arange(12))
     assert private.steps_released == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_gradients_are_rounded_one_by_one_whatever_the_parameters_are(device):
+    half, brain = torch.float16, torch.bfloat16
+    shared = torch.randn(10, dtype=brain)
+    tensors = [
+        torch.randn(3, 5, dtype=brain),
+        torch.randn(3, 5, dtype=half),
+        torch.randn(2, 3, 4, 5, dtype=brain).to(memory_format=torch.channels_last),
+        torch.tensor(1.5, dtype=half),
+        torch.zeros(0, 3, dtype=brain),
+        torch.randn(7),
+        torch.randn(7, dtype=torch.float64),
+        shared[:4],
+        shared[4:],
+        torch.randn(3, 4, dtype=half).t(),
+        torch.randn(4, dtype=half),
+    ]
+    own = {str(i): nn.Parameter(t.to(device)) for i, t in enumerate(tensors)}
+    kinds = {n: torch.promote_types(p.dtype, torch.float32) for n, p in own.items()}
+    values = {n: torch.randn(p.shape, device=device, dtype=kinds[n]) for n, p in own.items()}
+    values["10"].copy_(torch.tensor([1e6, -1e6, torch.nan, torch.inf]))
+    step = types.SimpleNamespace(parts=types.SimpleNamespace(parameters=own))
+    Step._give(step, values)
+    for name, parameter in own.items():
+        want, got = values[name].to(parameter.dtype), parameter.grad
+        assert got.dtype is parameter.dtype
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+        assert not got.requires_grad
 
 
 def test_begun_digests_are_those_of_the_moment():

@@ -17,8 +17,11 @@ from noshuffle.errors import (
     VerificationFailed,
 )
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted, SinglePass
+from noshuffle.training import guard
+from noshuffle.training.known import Known
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.ledger_file import LedgerFile
+from noshuffle.training.units import Seen, UnitTable
 
 
 def is_allowed(participation, pattern):
@@ -65,6 +68,99 @@ def test_every_pattern_of_one_unit_is_judged_by_its_definition(rule):
                 passed = False
                 break
         assert passed == is_allowed(rule, pattern), pattern
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_one_record_is_judged_as_many_are(rule):
+    for step, first, last, count in itertools.product(range(9), range(8), range(8), range(1, 5)):
+        if first <= last:
+            one = {"first": [first, first], "last": [last, last], "count": [count, count]}
+            seen = Seen(**{name: np.array(value) for name, value in one.items()})
+            wanted = guard.is_admitted(rule, step=step, seen=seen)
+            found = guard.is_party_admitted(rule, step=step, record=(first, last, count))
+            assert [found, found] == wanted.tolist()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_batches_that_are_remembered_are_judged_like_new_ones(rule, drop):
+    """The same few batches in any order, against a ledger that remembers nothing."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        batches = [np.array([3, 1, 2]), np.array([4, 5]), np.array([5, 6, 7]), np.array([9])]
+        ledger, slow = Ledger(rule), Ledger(rule)
+        for t in range(rule.steps):
+            batch = batches[int(rng.integers(len(batches)))].copy()
+            slow._known = Known()
+            told = []
+            for one in (ledger, slow):
+                try:
+                    told.append(one.admit(t, batch, bytes([t]), drop=drop))
+                except ParticipationViolation as error:
+                    told.append(str(error))
+            fast, wanted = told
+            if isinstance(wanted, str):
+                assert fast == wanted
+                break
+            assert fast.units.tolist() == wanted.units.tolist()
+            assert fast.is_empty == wanted.is_empty
+            assert (fast.keep is None) == (wanted.keep is None)
+            assert fast.keep is None or fast.keep.tolist() == wanted.keep.tolist()
+            ledger.record(fast)
+            slow.record(wanted)
+            batch[:] = 0  # the caller's own array
+        pairs = zip(ledger.units(), slow.units())
+        (a, b), (one, two) = pairs
+        assert a.tolist() == b.tolist()
+        assert [v.tolist() for v in vars(one).values()] == [v.tolist() for v in vars(two).values()]
+
+
+def test_what_is_recorded_is_known_whoever_asks_next(monkeypatch, tmp_path):
+    """The table is told later than the file; nobody sees the difference, not even if it fails."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(Epochs(epochs=3, steps_per_epoch=2), path=path)
+    ledger.record(ledger.admit(0, np.array([5, 6]), b"a"))
+    assert ledger.released == 1
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitTable, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.settle()
+        with pytest.raises(KeyboardInterrupt):  # nothing is admitted before it is told
+            ledger.admit(1, np.array([5]), b"b")
+    with pytest.raises(ParticipationViolation, match="unit 5 may not take part in step 1"):
+        ledger.admit(1, np.array([5]), b"b")
+    ledger.record(ledger.admit(1, np.array([7]), b"b"))
+    assert ledger.units()[1].count.tolist() == [1, 1, 1]
+    ledger.record(ledger.admit(2, np.array([5, 6]), b"a"))
+    ledger.close()
+    again = Ledger(Epochs(epochs=3, steps_per_epoch=2), path=path)
+    assert again.units()[1].count.tolist() == [2, 2, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        again.admit(3, np.array([7]), b"b").units[0] = 8
+    again.close()
+
+
+def test_ids_of_another_width_are_not_taken_for_others():
+    """[5, 0] in 32 bits has the bytes of [5] in 64."""
+    ledger = Ledger(Epochs(epochs=2, steps_per_epoch=3))
+    ledger.record(ledger.admit(0, np.array([5]), b"a"))
+    ledger.record(ledger.admit(1, np.array([0]), b"b"))
+    ledger.record(ledger.admit(2, np.array([7]), b"c"))
+    with pytest.raises(ParticipationViolation, match="unit 0 may not"):
+        ledger.admit(3, np.array([5, 0], dtype=np.int32), b"a")
+    assert ledger.admit(3, np.array([5], dtype=np.int32), b"a").units.tolist() == [5]
+
+
+def test_units_that_are_remembered_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("noshuffle.training.known._MOST_ROWS", 6)
+    ledger = Ledger(SinglePass(steps=50))
+    for t in range(50):
+        ledger.record(ledger.admit(t, np.array([2 * t, 2 * t + 1]), bytes([t])))
+        assert len(ledger._known._batches) <= 3
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

@@ -271,3 +271,17 @@ def test_a_test_seed_is_called_not_private(tmp_path):
     ).close()
     record = json.loads((tmp_path / "run/statement.json").read_text())
     assert any("NOT PRIVATE" in s for s in record["assumptions"])
+
+
+def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
+    model = nn.Linear(4, 2)
+    plan = Plan(participation=SinglePass(2), strategy=identity(), noise_multiplier=1.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, sgd, plan, clip_norm=1.0, batch_size=6, run=tmp_path / "run")
+    for rows in (slice(0, 6), slice(6, 12)):
+        private.step(nn.CrossEntropyLoss(), X[rows], Y[rows])
+    private.close()
+    assert verify(tmp_path / "run").failures == ()
+    print_of_another = ("UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 0)",)
+    sql(tmp_path / "run", print_of_another)
+    assert verify(tmp_path / "run").failures == ("step 1 lists another unit than its batch",)

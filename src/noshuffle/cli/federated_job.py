@@ -242,7 +242,7 @@ def _let_go(job: Job) -> None:
     except ReplayRefused:
         pass  # another process has gone on with the run: the folder is its own now
     except NoshuffleError:
-        job.server.ledger.close()
+        job.server.close()
 
 
 def _baseline(settings: FederatedSettings, path: Path) -> float:

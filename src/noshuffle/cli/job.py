@@ -26,6 +26,7 @@ from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
 from noshuffle.training.batches import TensorBatches, in_order
+from noshuffle.training.folder_lock import take
 from noshuffle.training.loop import Callback
 
 #: Held-out examples whose gradient norms go into the report.
@@ -181,6 +182,7 @@ def run_job(
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     if not folder.is_started:
         folder.write_config(settings.to_dict())
+    lock = take(path)
     optimizer = make_optimizer(settings, model)
     source = None if settings.test_seed is None else test_source(seed=settings.test_seed)
     private = privatize(
@@ -219,6 +221,7 @@ def run_job(
         baseline = _baseline(settings, data, plan.steps)
         _write_baseline(path, baseline)
     private.close()
+    del lock  # another process may go on with the folder
     write_report(path)
     seconds = time.perf_counter() - began
     return Result(path, plan, statement, private.steps_done, accuracy, baseline, seconds)

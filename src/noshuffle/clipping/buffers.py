@@ -23,7 +23,7 @@ tensor([0., 0.])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,21 +33,18 @@ from noshuffle.errors import Unsupported
 
 
 class Kept(NamedTuple):
-    """A buffer before a run: where it is, the tensor, and what it held."""
+    """The buffers of a module before a run: who holds them, the tensors, and what they held."""
 
-    name: str
     holder: dict[str, Tensor | None]
-    value: Tensor
-    content: Tensor
+    tensors: dict[str, Tensor | None]
+    contents: dict[str, Tensor]
 
 
 def written(model: nn.Module, run: Callable[[int], object]) -> str | None:
     """The name of a buffer that two runs of `run(0)` and `run(1)` leave unlike, if there is one."""
-    before = [Kept(*place, place[2].clone()) for place in _places(model)]
-    if not before:
-        return None
+    before = [_kept(module._buffers) for module in model.modules()]
     first, second = (_after(model, run, which, before) for which in (0, 1))
-    unlike = (name for name in {**first, **second} if not _same(first.get(name), second.get(name)))
+    unlike = (name for name in {**first, **second} if not same(first.get(name), second.get(name)))
     return next(unlike, None)
 
 
@@ -61,12 +58,9 @@ def refuse_written(model: nn.Module, run: Callable[[int], object]) -> None:
         )
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], Tensor]]:
-    """Every buffer: its name, the dictionary that holds it, and the tensor."""
-    for prefix, module in model.named_modules():
-        for key, value in module._buffers.items():
-            if value is not None:
-                yield f"{prefix}.{key}" if prefix else key, module._buffers, value
+def _kept(holder: dict[str, Tensor | None]) -> Kept:
+    contents = {key: value.clone() for key, value in holder.items() if value is not None}
+    return Kept(holder, dict(holder), contents)
 
 
 def _after(
@@ -75,15 +69,20 @@ def _after(
     """Copies of all buffers after a run; the buffers themselves are as before it then."""
     with torch.no_grad():
         run(which)
-        found = {name: value.clone() for name, _, value in _places(model)}
-        for own in before:
-            own.holder[own.name.rpartition(".")[2]] = own.value
-            if not _same(own.value, own.content):
-                own.value.copy_(own.content)
+        found = {name: value.clone() for name, value in model.named_buffers()}
+        for own in before:  # one that a run made is gone again, one that it filled is empty
+            own.holder.clear()
+            own.holder.update(own.tensors)
+            for key, content in own.contents.items():
+                value = own.tensors[key]
+                assert value is not None
+                if not same(value, content):
+                    value.copy_(content)
     return found
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal in type, shape and numbers, NaN included; or both absent."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
     return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -20,11 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, Unsupported, instance_of
 
 #: Layers that may mix examples, depending on how they are set.
 DELICATE = (_InstanceNorm, _BatchNorm, nn.Embedding, nn.EmbeddingBag)
@@ -48,6 +49,14 @@ def validate(model: nn.Module) -> None:
     does not depend on the rest of the batch. Own layers are the author's responsibility; the ghost
     engine tries them on two examples before it trusts them.
     """
+    instance_of(nn.Module, model=model)
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            where = f"layer {name!r}" if name else "the model"
+            raise Unsupported(
+                f"{where} is scripted or traced (torch.jit), which hides its layers from clipping; "
+                "give the module it was made from"
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInput("the model must have a trainable parameter, got none that requires grad")
     for name, layer in delicate(model):

@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Form
@@ -81,6 +82,7 @@ class _Known:
     layers: Layers | None
     layout: Layout | None
     reason: str | None = None
+    is_quiet: bool = False  # a run may be done twice: it writes into no buffer
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     route: Route = field(default_factory=Route)
 
@@ -123,6 +125,7 @@ class Ghost:
             self._say(UNCOMPILED)
         shot = self._look(model)
         like = shot.like
+        batch = cuttable(batch)
         size = batch_size(batch)
         device = next(iter(like.values())).device
         if size == 0:
@@ -159,7 +162,8 @@ class Ghost:
                 chosen = choose_parts(
                     known.parts, self.mode, batch, device=device, run=small, say=self._tell
                 )
-                return in_parts(one, batch, units, weights, chosen=chosen, device=device)
+                settings: dict[str, Any] = {"chosen": chosen, "may_repeat": known.is_quiet}
+                return in_parts(one, batch, units, weights, device=device, **settings)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")
@@ -167,6 +171,8 @@ class Ghost:
                 refuse_reentrant(error)
                 raise
         engine = self._written_out
+        if known.reason is not None:
+            self.why = f"{engine.why} ({known.reason})"
         with as_written(model):
             return engine.clipped_sum(
                 model, loss_fn, batch, clip=clip, units=units, reduce=reduce, weights=weights
@@ -257,7 +263,7 @@ class Ghost:
             self._say(
                 f"layer {name!r} ({type(layer).__name__}) has no rule: written out per example"
             )
-        return _Known(layers, layout)
+        return _Known(layers, layout, is_quiet=self._written_out.is_quiet(model))
 
 
 def _tried(

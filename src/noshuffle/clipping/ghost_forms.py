@@ -40,7 +40,7 @@ from noshuffle.clipping.layers import (
     stamp,
     tensors,
 )
-from noshuffle.clipping.objective import Criterion, ModelLoss, batch_losses, batch_size
+from noshuffle.clipping.objective import Criterion, ModelLoss, batch_losses, batch_size, must_depend
 from noshuffle.clipping.opaque import record
 from noshuffle.clipping.pooling import pooling_by_channel
 from noshuffle.clipping.tape import Found, Route, Tape, watching
@@ -108,6 +108,7 @@ def ghost_forms(
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
     with torch.enable_grad(), write, watch, cast, lay, pool:
         losses = batch_losses(model, loss_fn, batch)
+        must_depend(losses)
         for name, times in calls.items():
             if is_alike and times != layout.count(name):  # who decided? perhaps another example
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")

@@ -175,10 +175,15 @@ def finish(
         factor = exact.float() if on_gpu and is_single else exact  # once, and not for each of them
         small = {} if pack is None else pack.totals(factor, bad if spoiled else None)
         small.update(rows.totals(names, factor))
+        if onto is not None and small:
+            torch._foreach_add_([onto[name] for name in small], list(small.values()))
+            small = {name: onto[name] for name in small}
+        values.update(small)
         for name in names:
             own = forms.pop(name, [])
-            value = small[name] if name in small else _sum_of(own, factor, like[name])
-            values[name] = value if onto is None else onto[name].add_(value)
+            if name not in small:
+                value = _sum_of(own, factor, like[name])
+                values[name] = value if onto is None else onto[name].add_(value)
     if answer is not None and bool(answer.read()):
         raise Spoiled
     bound = clip.bound(tuple(like))

@@ -109,7 +109,8 @@ def pieces(size: int, parts: int, units: Tensor | None) -> list[Piece]:
     """Cut a batch into at most `parts` pieces; all examples of a unit stay together.
 
     Guarantees: every example is in exactly one piece, every unit in exactly one; the units of the
-    pieces, one after the other, are the units of the batch in order.
+    pieces, one after the other, are the units of the batch in order. One piece is the batch itself,
+    its rows in their own order.
     """
     if parts <= 1 or size <= 1:
         return [Piece(slice(0, size), units)]
@@ -127,7 +128,7 @@ def pieces(size: int, parts: int, units: Tensor | None) -> list[Piece]:
         rows = order[start : int(ends[unit])]
         found.append(Piece(rows, own[rows] - first))
         start, first = int(ends[unit]), unit + 1
-    return found
+    return found if len(found) > 1 else pieces(size, 1, units)
 
 
 @dataclass
@@ -186,18 +187,20 @@ def in_parts(
     *,
     chosen: Chosen,
     device: torch.device,
+    may_repeat: bool = True,
 ) -> ClippedSum:
     """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
 
     A bad unit is hoped against as long as there was none; then all is done again, with the same
-    random numbers, and the device asked before every sum.
+    random numbers, and the device asked before every sum. Not so for a model that writes into its
+    buffers (`may_repeat`): what a second run left there would tell that a unit was bad.
     """
     size = batch_size(batch)
+    again = None if is_captured(device) else luck_of(device)
     while True:
         try:
             cut = pieces(size, chosen.parts, units)
-            if chosen.is_hopeful and not is_captured(device):
-                again = luck_of(device)
+            if chosen.is_hopeful and may_repeat and again is not None:
                 try:
                     return _joined(one, batch, weights, cut, is_hopeful=True)
                 except Spoiled:
@@ -210,6 +213,8 @@ def in_parts(
                 raise
         chosen.parts = min(size, 2 * chosen.parts)  # outside the handler, which holds the frames
         torch.cuda.empty_cache()
+        if again is not None:
+            again()
 
 
 def _joined(

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from noshuffle.clipping.batch import PLAIN
 from noshuffle.clipping.classes_last import ClassesLast, cross_entropy
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, callables
 
 Criterion = Callable[..., Tensor]
 
@@ -48,6 +49,9 @@ class ModelLoss:
     fn: Callable[..., Tensor]
     by_row: bool = False
 
+    def __post_init__(self) -> None:
+        callables(fn=self.fn)
+
 
 def leaves(batch: Any) -> Sequence[Any]:
     """Everything in a batch that holds nothing else, in order."""
@@ -58,7 +62,10 @@ def leaves(batch: Any) -> Sequence[Any]:
 
 
 def batch_size(batch: tuple[Any, ...]) -> int:
-    """The number of examples; every tensor in the batch must agree on it."""
+    """The number of examples; every tensor in the batch must agree on it.
+
+    Raises if the batch holds what cannot be cut by example (`batch`).
+    """
     sizes = set()
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -69,6 +76,11 @@ def batch_size(batch: tuple[Any, ...]) -> int:
                     "axis at all; give constants through the loss function instead"
                 )
             sizes.add(shape[0])
+        elif leaf is not None and type(leaf) not in PLAIN:
+            raise InvalidInput(
+                f"a batch must hold tensors and plain settings, got {type(leaf).__name__}, which "
+                "cannot be cut by example; make it a tensor"
+            )
     if len(sizes) != 1:
         raise InvalidInput(
             "the tensors of a batch must agree on the number of examples (first axis), got "
@@ -107,7 +119,17 @@ def single_loss(
     """The loss of a batch that holds one example; `call` is the model."""
     if isinstance(loss_fn, ModelLoss):
         return _number(loss_fn.fn(call, *single))
+    callables(loss_fn=loss_fn)
     return _number(loss_fn(call(single[0]), *single[1:]))
+
+
+def must_depend(value: Tensor) -> None:
+    """Raise if a loss has no gradient: noise alone would be released, step by step."""
+    if not value.requires_grad:
+        raise InvalidInput(
+            "the loss must depend on the trainable parameters, got one without a gradient; it was "
+            "detached, or computed under torch.no_grad or torch.inference_mode"
+        )
 
 
 def is_rowwise(loss_fn: Criterion | ModelLoss) -> bool:
@@ -123,6 +145,7 @@ def batch_losses(
     if isinstance(loss_fn, ModelLoss):
         losses = loss_fn.fn(model, *batch)
     else:
+        callables(loss_fn=loss_fn)
         outputs = model(batch[0])
         found = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
         got = {leaf.shape[:1] for leaf in found if isinstance(leaf, Tensor)}

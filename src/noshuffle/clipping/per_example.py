@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noshuffle.clipping.buffers import refuse_written
+from noshuffle.clipping.batch import cuttable
+from noshuffle.clipping.buffers import refuse_written, same
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
-from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.inputs import UNCOMPILED, no_autocast
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
@@ -38,6 +39,7 @@ from noshuffle.clipping.objective import (
     _is_vmap_limit,
     batch_axes,
     batch_size,
+    must_depend,
     one,
     single_loss,
     take,
@@ -69,6 +71,7 @@ def per_example_gradients(
 
     def loss(theta: dict[str, Tensor], example: tuple[Any, ...]) -> Tensor:
         value: Tensor = functional_call(bound, theta, one(example))
+        must_depend(value)
         return value
 
     mapped = vmap(grad_and_value(loss), in_dims=(None, batch_axes(batch)), randomness="different")
@@ -118,7 +121,7 @@ class PerExample:
     microbatch: int | None = None
     why: str = "gradients of every example are written out: any model, memory grows with the batch"
     fallbacks: list[str] = field(default_factory=list)
-    _clean: WeakKeyDictionary[nn.Module, set[tuple[bool, ...]]] = field(
+    _clean: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
@@ -144,6 +147,7 @@ class PerExample:
             self._say(UNCOMPILED)
         validate(model)
         like = trainable(model)
+        batch = cuttable(batch)
         size = batch_size(batch)
         device = next(iter(like.values())).device
         if size == 0:
@@ -161,12 +165,14 @@ class PerExample:
             part = who if step >= size else _part(who, rows)
             forms = {n: by_unit([Dense(wide(g))], part, reduce=reduce) for n, g in grads.items()}
             if who.units is None:
-                parts.append(finish(forms, like, values, part, clip=clip))
+                with no_autocast(device):
+                    parts.append(finish(forms, like, values, part, clip=clip))
             else:
                 totals = {n: [*totals.get(n, []), *f] for n, f in forms.items()}
                 totals = {n: [Dense(sum(f.dense() for f in fs))] for n, fs in totals.items()}  # type: ignore[arg-type]
         if who.units is not None:
-            return finish(totals, like, torch.cat(losses), who, clip=clip)
+            with no_autocast(device):
+                return finish(totals, like, torch.cat(losses), who, clip=clip)
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _gradients(
@@ -184,8 +190,8 @@ class PerExample:
         self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
     ) -> None:
         """Raise if the model takes its data into a buffer; asked once for each of its modes."""
-        modes = tuple(m.training for m in model.modules() if m._buffers)
-        if not modes or modes in self._clean.setdefault(model, set()):
+        modes, is_quiet = _modes(model), True
+        if modes in self._clean.setdefault(model, {}):
             return
         try:
             pair = unlike_pair(batch)
@@ -193,15 +199,32 @@ class PerExample:
             return
 
         def run(i: int) -> None:
+            nonlocal is_quiet
+            before = [(buffer, buffer.clone()) for buffer in model.buffers()]
             with same_luck(model), rewritten(model, Tape(1, is_on=False)):
                 single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
+            after = list(model.buffers())
+            alike = [a is b and same(b, content) for a, (b, content) in zip(after, before)]
+            is_quiet = is_quiet and all(alike) and len(after) == len(before)
 
         refuse_written(model, run)
-        self._clean[model].add(modes)
+        self._clean[model][modes] = is_quiet
+
+    def is_quiet(self, model: nn.Module) -> bool:
+        """Whether a run leaves all buffers as they are, and may be done twice; asked before.
+
+        A counter that went on by two where an example was not finite would tell of it.
+        """
+        return self._clean.get(model, {}).get(_modes(model), False)
 
     def _say(self, note: str) -> None:
         if note not in self.fallbacks:
             self.fallbacks.append(note)
+
+
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    """Of every module with buffers, whether it is in training."""
+    return tuple(m.training for m in model.modules() if m._buffers)
 
 
 def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device) -> ClippedSum:

@@ -128,7 +128,9 @@ class Tape:
         picks = self.route.picks if is_known else outermost(losses, edges)
         if picks:
             ends = [edges[i] for i in picks]
-            torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
+            # Hooks are Python: to hand them to a GPU's own thread takes longer than it saves.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
         is_whole = not any(site.missing for site in self.sites)
         if is_known and not is_whole:
             self.route.count = -1

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, Flat
-from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.errors import InvalidInput, instance_of, non_negative, positive, whole
 
 #: A target that counts for nothing, as in torch's cross-entropy.
 NO_TARGET = -100
@@ -132,6 +132,8 @@ def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta
     half precision are raised to float32, where the bound holds.
     """
     Flat(clip_norm)  # checks the number
+    instance_of(Mapping, delta=delta)
+    instance_of(Tensor, **{f"{name!r} of the delta": value for name, value in delta.items()})
     kept = {
         name: value.detach().to(torch.promote_types(value.dtype, torch.float32))
         for name, value in delta.items()
@@ -164,6 +166,10 @@ def trained(
     `model` gives the architecture and whatever is not trained; its own parameters and buffers stay
     untouched: statistics of the data that a layer keeps are the client's, and go when it is done.
     """
+    instance_of(nn.Module, model=model)
+    instance_of(Mapping, parameters=parameters)
+    instance_of(Tensor, x=x, y=y)
+    instance_of(LocalTraining, local=local)
     if len(x) != len(y):
         raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
     buffers = {name: value.clone() for name, value in model.named_buffers()}

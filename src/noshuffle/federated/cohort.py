@@ -20,14 +20,15 @@ MinSeparation(steps=5, separation=2, max_participations=3)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.errors import InvalidInput, ParticipationViolation, whole
+from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of, whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
@@ -48,6 +49,15 @@ SELF_LIMITED = (
     "its own that was never reset, and no answer counted that came later than was allowed for; who "
     "checked in when did not depend on the data of the protected user."
 )
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """An opened round: who was charged for it, in order of id. `step` is also its noise row."""
+
+    step: int
+    users: tuple[UserId, ...]
+    units: Ids
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,14 @@ def read_log(run: str | Path) -> RoundLog:
     return RoundLog(tuple(row.units for row in rows), tuple(row.time for row in rows))
 
 
+def checked_users(users: Users) -> Users:
+    """Refuse what is not a list of ids, such as one name alone."""
+    is_list = isinstance(users, Collection) and not isinstance(users, str | bytes | Mapping)
+    if not is_list or (isinstance(users, np.ndarray) and users.ndim != 1):
+        raise InvalidInput(f"users must be a list of ids, got {reprlib.repr(users)}")
+    return users
+
+
 class Roster:
     """The 64-bit units of users' names. One run names all users by strings, or all by integers.
 
@@ -87,6 +105,7 @@ class Roster:
 
     def units(self, users: Users) -> Ids:
         """One unit per user named, repeats included."""
+        users = checked_users(users)
         if isinstance(users, np.ndarray) and users.dtype.kind in "iu":
             self._settle("int")
             return users.astype(np.int64)
@@ -145,6 +164,8 @@ def observed_participation(
     round is refused, since no separation covers two contributions to one step.
     """
     roster = roster or Roster()
+    if not isinstance(history, Iterable) or isinstance(history, str | bytes | Mapping):
+        raise InvalidInput(f"give one list of users for every round, got {reprlib.repr(history)}")
     rounds = [roster.units(users) for users in history]
     horizon = len(rounds) if steps is None else steps
     whole(at_least=max(1, len(rounds)), steps=horizon)
@@ -175,6 +196,7 @@ def account_afterwards(plan: Plan, seen: MinSeparation | Iterable[Users]) -> Pri
     pattern that happened, over the planned number of steps; it may be better or worse than the
     plan's own. The statement says in words that nothing was enforced.
     """
+    instance_of(Plan, plan=plan)
     if isinstance(seen, Participation):
         if not isinstance(seen, MinSeparation) or seen.steps > plan.steps:
             raise InvalidInput(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from noshuffle.errors import Unsupported, whole
+from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.server import ServerOptimizer
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
@@ -50,6 +50,7 @@ def epsilon_of(plan: Plan, *, participations: int, released: int | None = None) 
     Guarantees: never below the exact value for any pattern of that many steps that the plan
     admits, never above the ε of the whole run so far. Zero for a user who was never asked.
     """
+    instance_of(Plan, plan=plan)
     rounds = plan.steps if released is None else released
     whole(at_least=0, participations=participations)
     if not participations or not rounds:
@@ -111,6 +112,7 @@ def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:
 
     Where cohorts are secret draws it is the run's own, and says nothing of who was drawn.
     """
+    instance_of(ServerOptimizer, server=server)
     run = server.statement()
     if server.plan.participation.is_sampled:
         return run

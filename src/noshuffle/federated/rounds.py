@@ -31,17 +31,18 @@ State: the open round with the replies so far, in memory only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum
-from noshuffle.errors import InvalidInput, ReplayRefused, whole
+from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, whole
 from noshuffle.federated.clients import clip_flat
-from noshuffle.federated.cohort import UserId, Users, draw_cohort
-from noshuffle.federated.server import Cohort, ServerOptimizer
+from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort
+from noshuffle.federated.server import ServerOptimizer
 from noshuffle.training import checkpoint
 from noshuffle.training.run_folder import RunFolder
 
@@ -95,6 +96,7 @@ class Rounds:
     """
 
     def __init__(self, server: ServerOptimizer, *, at_least: int = 1, save_every: int = 1) -> None:
+        instance_of(ServerOptimizer, server=server)
         whole(at_least=0, at_most=server.cohort_size, **{"at_least of Rounds": at_least})
         whole(save_every=save_every)
         self.server = server
@@ -124,7 +126,8 @@ class Rounds:
             places = draw_cohort(server.ledger, units, size=server.cohort_size)
             if len(places) < self._at_least:
                 return None
-            users = [_plain(checked_in[i]) for i in places]
+            names = checked_in if isinstance(checked_in, Sequence | np.ndarray) else [*checked_in]
+            users = [_plain(names[i]) for i in places]
         clip_norm = server.clip_norm
         cohort = server.open(users)
         self._open = _Open(cohort, clip_norm, frozenset(cohort.users))
@@ -307,7 +310,7 @@ class Rounds:
             self.abandon()
         if self.server.run is not None:
             self.save()
-        self.server.ledger.close()
+        self.server.close()
 
     def _folder(self) -> RunFolder:
         if self.server.run is None:

@@ -35,7 +35,6 @@ step 0 and the plan asks for 4 steps in between; leave the user out
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +44,37 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, whole
-from noshuffle.federated.cohort import Roster, UserId, Users
-from noshuffle.federated.ground import check_state, checked_sum, own_parameters, why_not
+from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, instance_of
+from noshuffle.federated.cohort import Cohort, Roster, Users, checked_users
+from noshuffle.federated.ground import (
+    built_settings,
+    check_parts,
+    check_state,
+    checked_sum,
+    own_parameters,
+    state_print,
+    why_not,
+)
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import fingerprint
-from noshuffle.training.binding import bind_facts, check_optimizer, keys_of
+from noshuffle.training.binding import (
+    ROUND_PRINTS,
+    bind_facts,
+    check_optimizer,
+    keys_of,
+    round_print,
+)
+from noshuffle.training.folder_lock import take
 from noshuffle.training.place import open_ledger
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import Sampler, make_sampler
 from noshuffle.training.spending import FACTS, notes_of, spent
 from noshuffle.training.threshold import threshold_for
-from noshuffle.training.units import Ids
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """An opened round: who was charged for it, in order of id. `step` is also its noise row."""
-
-    step: int
-    users: tuple[UserId, ...]
-    units: Ids
 
 
 class ServerOptimizer(OneOwner):
@@ -99,18 +103,19 @@ class ServerOptimizer(OneOwner):
         run: RunFolder | str | Path | None = None,
         moved: bool = False,
     ) -> None:
-        whole(cohort_size=cohort_size)
-        if plan.unit != "user":
-            raise InvalidInput(f"federated plans protect a user, got one {plan.unit}; unit='user'")
+        check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
         self.plan = plan
         self.cohort_size = cohort_size
         self.run = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
         self._parameters = own_parameters(parameters)
         self.device = next(iter(self._parameters.values())).device
         self._keys = keys_of(self.run, plan, source, self.device)
+        self._lock = None if self.run is None else take(self.run.path)
         self.ledger = open_ledger(self.run, plan, moved=moved)
         bound_to = clip if isinstance(clip, QuantileClip) else Flat(float(clip))
         bind_facts(self.ledger, plan, self._keys.source, clip=bound_to, batch_size=cohort_size)
+        if not self.ledger.released:  # else another version may have written some of them
+            self.ledger.bind(*ROUND_PRINTS)
         self._secret = fingerprint.secret_of(self._keys.source.key)
         self.roster = Roster(secret=self._secret, kind=self.ledger.meta("user_ids") or "")
         self._threshold = threshold_for(bound_to, plan, self._keys.source)
@@ -124,6 +129,7 @@ class ServerOptimizer(OneOwner):
         )
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
+        self._built = built_settings(self.optimizer)
         self._open: Cohort | None = None
         self._is_torn = False
         self.ancestors = self.run.ancestors() if self.run is not None else ()
@@ -190,18 +196,14 @@ class ServerOptimizer(OneOwner):
         if self.round != self.ledger.released:
             raise InvalidInput(
                 f"the ledger knows of {self.ledger.released} rounds, this server is at "
-                f"{self.round}; load the last checkpoint, then skip_unknown()"
+                f"{self.round}; call Rounds(server).resume(), or load its last state and "
+                "skip_unknown()"
             )
 
     def _admit(self, cohort: Cohort) -> None:
-        what = fingerprint.of_batch(("federated", cohort.step), cohort.units, secret=self._secret)
-        settings = {
-            "clip": self._threshold.settings(),
-            "cohort_size": self.cohort_size,
-            "optimizer": type(self.optimizer).__name__,
-            "groups": fingerprint.settings_of(self.optimizer),
-        }
-        state = fingerprint.of_state(settings, self._parameters.values())
+        what = round_print(cohort.step, cohort.units, secret=self._secret)
+        settings = {"clip": self._threshold.settings(), "cohort_size": self.cohort_size}
+        state = state_print(settings, self.optimizer, self._parameters)
         try:
             admission = self.ledger.admit(cohort.step, cohort.units, what, state=state)
         except ParticipationViolation:
@@ -231,7 +233,7 @@ class ServerOptimizer(OneOwner):
             raise InvalidInput("no round is open; open(users) one first, or give cohort=users")
         if self.needs_norms and not isinstance(given, ClippedSum):
             raise InvalidInput("a clip norm that follows a quantile needs a ClippedSum with norms")
-        users = len(cohort.users if isinstance(cohort, Cohort) else cohort)
+        users = len(cohort.users if isinstance(cohort, Cohort) else checked_users(cohort))
         values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
         values = {name: value.to(self.device) for name, value in values.items()}
         opened = self._claim(cohort)
@@ -305,23 +307,27 @@ class ServerOptimizer(OneOwner):
             "threshold": self._threshold.state_dict(),
             "model": self.parameters(),
             "rule": type(self.optimizer).__name__,
+            "built": self._built,
             "optimizer": self.optimizer.state_dict(),
             "noise": self._noise.state_dict(),
             "random": torch.get_rng_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; another plan, key, cohort size or model is refused.
+        """Go on where `state` was taken; another plan, key, cohort, model or optimizer is refused.
 
+        Settings of the optimizer that were changed on the way (a schedule) are those of the state.
         Rounds that the ledger knows of beyond it must then be passed over with `skip_unknown`.
         """
+        instance_of(Mapping, state=state)
         for name, own in self._identity().items():
             if state.get(name) != own:
                 raise InvalidInput(
                     f"this state was saved with {name} = {state.get(name)}, the run has {own}; "
                     "build the server as it was, or fork the run"
                 )
-        check_state(state, self.shapes, rule=type(self.optimizer).__name__)
+        rule = type(self.optimizer).__name__
+        check_state(state, self.shapes, rule=rule, built=self._built)
         if int(state["step"]) > self.ledger.released:
             raise InvalidInput(
                 f"this state was taken after {state['step']} rounds, the ledger knows of "
@@ -335,3 +341,8 @@ class ServerOptimizer(OneOwner):
         self._threshold.load_state_dict(state["threshold"])
         torch.set_rng_state(state["random"])
         self._open, self._is_torn = None, False
+
+    def close(self) -> None:
+        """Let go of the ledger and of the run folder, which another process may then go on with."""
+        self.ledger.close()
+        self._lock = None

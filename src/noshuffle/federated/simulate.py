@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from noshuffle.errors import whole
+from noshuffle.errors import callables, instance_of, whole
 from noshuffle.federated.clients import (
     NO_TARGET,
     LocalTraining,
@@ -82,6 +82,8 @@ class Simulation:
 
 def in_random_order(users: Sequence[UserId], *, seed: int) -> CheckIns:
     """Everybody checks in, in an order of its own every round."""
+    instance_of(Sequence, users=users)
+    whole(at_least=0, seed=seed)
 
     def order(step: int) -> list[UserId]:
         return [users[i] for i in np.random.default_rng((seed, step)).permutation(len(users))]
@@ -91,6 +93,7 @@ def in_random_order(users: Sequence[UserId], *, seed: int) -> CheckIns:
 
 def in_stream_order(users: Sequence[UserId], *, rounds: int) -> CheckIns:
     """The population drifts by: round t asks those around place t/rounds of the list first."""
+    instance_of(Sequence, users=users)
     whole(rounds=rounds)
 
     def order(step: int) -> list[UserId]:
@@ -127,6 +130,15 @@ def simulate(
     Where fewer users are free than `rounds` insists on, the simulation ends early: limits count
     rounds, so nobody gets free by waiting. The rest of the plan stays unused.
     """
+    instance_of(Rounds, rounds=rounds)
+    instance_of(nn.Module, model=model)
+    instance_of(FederatedTask, task=task)
+    instance_of(LocalTraining, local=local)
+    callables(check_ins=check_ins, loss_fn=loss_fn)
+    whole(at_once=at_once)
+    for name, told in (("answers", answers), ("progress", progress)):
+        if told is not None:
+            callables(**{name: told})
     server = rounds.server
     last = server.plan.steps if until is None else until
     whole(at_least=0, at_most=server.plan.steps, until=last)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from noshuffle.datasets.images import digits as central_digits
 from noshuffle.datasets.store import local
-from noshuffle.errors import DataUnavailable, InvalidInput, whole
+from noshuffle.errors import DataUnavailable, InvalidInput, one_of, whole
 from noshuffle.federated.clients import NO_TARGET
 
 if TYPE_CHECKING:
@@ -324,6 +324,5 @@ TASKS: dict[str, Callable[[], FederatedTask]] = {
 
 def load_task(name: str) -> FederatedTask:
     """A federated task by name."""
-    if name not in TASKS:
-        raise InvalidInput(f"task must be one of {', '.join(TASKS)}; got {name!r}")
+    one_of(tuple(TASKS), task=name)
     return TASKS[name]()

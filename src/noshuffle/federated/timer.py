@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.errors import InvalidInput, instance_of, non_negative, number_tuple, positive, whole
 from noshuffle.participation import MinSeparation
 from noshuffle.training.files import read_json, write_json
 
@@ -40,6 +41,7 @@ class Timer:
     def __init__(self, path: str | Path, *, seconds: float, most: int) -> None:
         positive(seconds=seconds)
         whole(most=most)
+        instance_of((str, os.PathLike), path=path)
         self._path = Path(path)
         self._seconds = float(seconds)
         self._most = most
@@ -52,7 +54,10 @@ class Timer:
         set back waits until it has caught up; a damaged file is refused rather than read as a
         fresh start.
         """
-        moment = time.time() if now is None else float(now)
+        try:
+            moment = time.time() if now is None else float(now)
+        except (TypeError, ValueError, OverflowError):
+            moment = math.nan
         if not math.isfinite(moment):
             raise InvalidInput(f"now must be a finite time in seconds, got {now!r}")
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +104,7 @@ def separation_from_times(times: Sequence[float], *, seconds: float, delay: floa
     """
     positive(seconds=seconds)
     non_negative(delay=delay)
-    when = np.asarray(times, dtype=np.float64)
+    when = np.asarray(number_tuple(times=times))
     whole(rounds=len(when))
     if not np.isfinite(when).all() or (np.diff(when) < 0).any():
         raise InvalidInput("times must be finite and in order of the rounds")

@@ -181,7 +181,7 @@ class NoiseStream(OneOwner):
         else:
             self._add_noise(values)
             if times != 1.0:
-                torch._foreach_mul_(list(values.values()), times)
+                _times_(list(values.values()), times)
         if not is_captured:
             self._step += 1
             self._is_broken = False
@@ -306,3 +306,12 @@ class NoiseStream(OneOwner):
         self._is_broken = False
         if self._fused is not None:
             self._fused.forget()
+
+
+def _times_(values: Sequence[Tensor], factor: float) -> None:
+    wide = [value for value in values if value.element_size() >= 4]
+    if wide:
+        torch._foreach_mul_(wide, factor)
+    for value in values:  # all at once, torch would round the factor to half precision too
+        if value.element_size() < 4:
+            value.mul_(factor)

@@ -24,7 +24,7 @@ from torch import nn
 from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
-from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
 from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
@@ -80,11 +80,13 @@ def privatize(
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")
-    given = (("model", nn.Module, model), ("optimizer", torch.optim.Optimizer, optimizer))
-    for name, kind, value in (*given, ("plan", Plan, plan)):
-        if not isinstance(value, kind):
-            own = f"{kind.__module__.split('.')[0]}'s {kind.__name__}"
-            raise InvalidInput(f"{name} must be {own}, got {type(value).__name__}")
+    if clip_norm is not None:
+        Flat(clip_norm)  # checks the number
+    elif not all(hasattr(clip, name) for name in ("groups", "bound")):
+        instance_of(QuantileClip, **{"clip (a number goes to clip_norm)": clip})
+    instance_of(nn.Module, model=model)
+    instance_of(torch.optim.Optimizer, optimizer=optimizer)
+    instance_of(Plan, plan=plan)
     if engine is not None and not hasattr(engine, "clipped_sum"):
         raise InvalidInput(
             f"engine must be a clipping engine such as noshuffle.clipping.Ghost(), got {engine!r}"

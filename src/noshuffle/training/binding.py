@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
-from noshuffle.training.fingerprint import FORM
+from noshuffle.training.fingerprint import FORM, of_batch
 from noshuffle.training.ledger import Ledger
 from noshuffle.training.run_folder import Keys, RunFolder
 from noshuffle.training.sampler import new_sampling_key
+from noshuffle.training.units import Ids
+
+#: The fact, and its value, that the rounds of a ledger have prints of this form.
+ROUND_PRINTS = ("round_prints", "of the units in order")
 
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> None:
     """The optimizer moves exactly the parameters that are clipped and noised."""
+    instance_of(torch.optim.Optimizer, optimizer=optimizer)
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Unsupported(
@@ -103,3 +109,11 @@ def bind_facts(
     ledger.bind("clip", repr(clip))
     ledger.bind("batch_size", str(batch_size))
     ledger.bind("adaptive_clip", "yes" if isinstance(clip, QuantileClip) else "no")
+
+
+def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:
+    """What stands for the data of a federated round, which its server never sees: who was asked.
+
+    In order of their numbers, as the ledger lists them, so that `verify` can work it out again.
+    """
+    return of_batch(("federated", step), np.sort(units), secret=secret)

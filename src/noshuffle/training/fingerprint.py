@@ -54,33 +54,36 @@ def of_batch(
     secret: bytes = b"",
     digests: Sequence[bytes] | None = None,
     flat: tuple[Sequence[Any], bytes] | None = None,
+    words: Sequence[bytes] | None = None,
 ) -> bytes:
     """Fingerprint of a batch: structure, types, shapes, bytes, ids.
 
     Tensors are digested where they lie (`device_print`, and `host_print` in ordinary memory, with
     the same bits); `digests` gives the digests of all tensors where they are known already, `flat`
-    what `flattened` says of the batch.
+    what `flattened` says of the batch, `words` what `_words` said of each leaf.
     """
     hasher = _keyed(secret).copy()
     leaves, structure = flattened(batch) if flat is None else flat
     hasher.update(structure)
     known = None if digests is None else iter(digests)
-    for leaf in leaves:
+    for leaf, own in zip(leaves, map(_words, leaves) if words is None else words):
+        hasher.update(own)
         if isinstance(leaf, Tensor):
-            digest = _digest(leaf, secret) if known is None else next(known)
-            hasher.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode() + digest)
-        else:
-            _feed(hasher, leaf)
+            hasher.update(_digest(leaf, secret) if known is None else next(known))
     if ids is not None:
         hasher.update(np.ascontiguousarray(ids).tobytes())
     return hasher.digest()[:SIZE]
 
 
 def begin(batch: tuple[Any, ...], ids: Ids | None, *, secret: bytes = b"") -> Callable[[], bytes]:
-    """Start the fingerprint of a batch that lies on a device; to call the result is to wait."""
+    """Start the fingerprint of a batch that lies on a device; to call the result is to wait.
+
+    It is of the batch as it is now, whatever becomes of it meanwhile.
+    """
     flat = flattened(batch)
     digests = device_print.begin([leaf for leaf in flat[0] if isinstance(leaf, Tensor)], secret)
-    return lambda: of_batch(batch, ids, secret=secret, digests=digests(), flat=flat)
+    words, own = [_words(leaf) for leaf in flat[0]], None if ids is None else ids.copy()
+    return lambda: of_batch(batch, own, secret=secret, digests=digests(), flat=flat, words=words)
 
 
 def is_elsewhere(batch: tuple[Any, ...]) -> bool:
@@ -101,6 +104,12 @@ def flattened(batch: tuple[Any, ...]) -> tuple[Sequence[Any], bytes]:
 def _tuple_of(count: int) -> bytes:
     """The structure of a tuple of so many leaves, in words: the usual batch."""
     return repr(tree_flatten((0,) * count)[1]).encode()
+
+
+@lru_cache(maxsize=64)
+def _header(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """Type and shape of a tensor in words."""
+    return f"{dtype}{tuple(shape)}".encode()
 
 
 @lru_cache(maxsize=8)
@@ -189,10 +198,11 @@ def _digest(value: Tensor, secret: bytes) -> bytes:
     return device_print.of_tensor(value, secret)
 
 
-def _feed(hasher: hmac.HMAC, leaf: Any) -> None:
+def _words(leaf: Any) -> bytes:
+    """All of a leaf that lies in ordinary memory: of a tensor, its type and shape."""
+    if isinstance(leaf, Tensor):
+        return _header(leaf.dtype, leaf.shape)
     if isinstance(leaf, np.ndarray):
-        hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
-        hasher.update(np.ascontiguousarray(leaf).tobytes())
-    else:
-        text = repr(leaf).encode()
-        hasher.update(f"{len(text)}:".encode() + text)  # or (1, 23) would be (12, 3)
+        return f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
+    text = repr(leaf).encode()
+    return f"{len(text)}:".encode() + text  # or (1, 23) would be (12, 3)

@@ -30,7 +30,7 @@ from noshuffle.participation import (
     Restarted,
     SinglePass,
 )
-from noshuffle.training.units import Ids, Seen
+from noshuffle.training.units import Ids, Record, Seen
 
 Mask = NDArray[np.bool_]
 
@@ -51,13 +51,11 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
     sensitivity of this participation was maximised. Restarted keeps separation and total count of
     a MinSeparation base across blocks too, which is stricter than either reading of it.
     """
-    rule = participation
-    first = np.where(starts_anew(participation, step=step, seen=seen), step, seen.first)
-    if isinstance(rule, Restarted):
-        rule = rule.participation
+    rule = participation.participation if isinstance(participation, Restarted) else participation
     never: Mask = seen.count == 0
-    if isinstance(rule, SinglePass):
+    if isinstance(rule, SinglePass) or (isinstance(rule, Epochs | MinSeparation) and never.all()):
         return never
+    first = np.where(starts_anew(participation, step=step, seen=seen), step, seen.first)
     if isinstance(rule, Epochs):
         same_place: Mask = (step - first) % rule.steps_per_epoch == 0
         return np.logical_or(never, same_place & (seen.last < step))
@@ -65,6 +63,34 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
         far: Mask = step - seen.last >= rule.separation
         return np.logical_or(never, far & (seen.count < rule.max_participations))
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
+
+
+def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
+    """The same answer for units that took part before, with one record between them."""
+    rule = participation
+    first, last, count = record
+    if isinstance(rule, Restarted):
+        if last < step - step % rule.every:
+            first = step
+        rule = rule.participation
+    if isinstance(rule, SinglePass):
+        return False
+    if isinstance(rule, Epochs):
+        return (step - first) % rule.steps_per_epoch == 0 and last < step
+    if isinstance(rule, MinSeparation):
+        return step - last >= rule.separation and count < rule.max_participations
+    raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
+
+
+def same_batch(participation: Participation, *, step: int) -> int | None:
+    """The step whose batch must come again at this one: a whole batch keeps its place in epochs."""
+    rule, block = participation, 0
+    if isinstance(rule, Restarted):
+        block = step - step % rule.every
+        rule = rule.participation
+    if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
+        return None
+    return step - rule.steps_per_epoch
 
 
 def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Ids]:

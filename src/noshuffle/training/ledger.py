@@ -9,7 +9,8 @@ keeps the record in memory.
 Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
 so. Under Epochs the batch of step t must then equal that of step t − b.
 
-State: the file, and of every unit its first and last step and their number (`units`).
+State: the file; of every unit its first and last step and their number (`units`), which learns of
+the last recorded step when it is next asked (`settle`); the units of batches that came before.
 
 >>> from noshuffle.participation import SinglePass
 >>> ledger = Ledger(SinglePass(steps=10))
@@ -38,10 +39,11 @@ from noshuffle.errors import (
     VerificationFailed,
 )
 from noshuffle.one_owner import OneOwner
-from noshuffle.participation import Epochs, Participation, Restarted
+from noshuffle.participation import Participation, Restarted
 from noshuffle.training import guard
 from noshuffle.training.evidence import Row
 from noshuffle.training.guard import Mask
+from noshuffle.training.known import Known
 from noshuffle.training.ledger_file import LedgerFile
 from noshuffle.training.units import Ids, Seen, UnitTable, name_to_id
 
@@ -96,6 +98,8 @@ class Ledger(OneOwner):
         self._file = LedgerFile(path)
         self.bind("unit", unit)
         self._table = UnitTable()
+        self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
+        self._known = Known()
         self._released = 0
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         with self._file.standing_still():
@@ -135,10 +139,11 @@ class Ledger(OneOwner):
         `is_partial` checks the units of the first part of a batch that comes in several; the
         whole batch is then admitted once more, with its fingerprint, before it is released.
 
-        Guarantees: raises before any gradient is computed if the step lies beyond the plan, if a
-        released step would be repeated from anything but the same batch and state, or if a unit
-        is outside its participation (with `drop`, its rows are left out instead). A unit appears
-        once in a batch unless the plan's unit is a user, whose examples form one contribution.
+        Guarantees: raises, before anything is released and with ids before any gradient is
+        computed, if the step lies beyond the plan, if a released step would be repeated from
+        anything but the same batch and state, or if a unit is outside its participation (with
+        `drop`, its rows are left out instead). A unit appears once in a batch unless the plan's
+        unit is a user, whose examples form one contribution.
         """
         self.check_owner()
         if step >= self.participation.steps:
@@ -162,14 +167,27 @@ class Ledger(OneOwner):
             return Admission(step, batch, state, "fingerprints", np.empty(0, dtype=np.int64))
         if ids is None:
             return self._by_fingerprint(step, batch, state, drop=drop)
+        self.settle()
+        return self._by_ids(step, ids, batch, state, drop=drop)
+
+    def _by_ids(self, step: int, ids: Ids, batch: bytes, state: bytes, *, drop: bool) -> Admission:
+        """The rule for every unit; once for all where they have always come together."""
+        ids = np.asarray(ids, dtype=np.int64)  # of another width, other units have the same bytes
+        key = ids.tobytes()
+        known = self._known.get(key)
+        if known is not None:
+            shared = self._table.shared(known[1])
+            if shared and guard.is_party_admitted(self.participation, step=step, record=shared):
+                return Admission(step, batch, state, "ids", known[0])
         units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
         if not drop:
             guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask)
-        if len(units) == len(ids) > 0 and mask.all():
-            return Admission(step, batch, state, "ids", units)
         keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
+        if len(ids) and keep.all():
+            self._known.add(key, units)
+            return Admission(step, batch, state, "ids", units)
         return Admission(step, batch, state, "ids", units[mask], _unless_all(keep), not keep.any())
 
     def _sampled(
@@ -189,10 +207,16 @@ class Ledger(OneOwner):
 
     def _by_fingerprint(self, step: int, batch: bytes, state: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""
+        self.settle()
         unit = np.array([name_to_id(batch)], dtype=np.int64)
-        seen = self._table.look_up(unit)
-        mask = guard.is_admitted(self.participation, step=step, seen=seen)
-        is_fine = bool(mask.all()) and self._is_same_as_last_epoch(step, batch)
+        shared = self._table.shared(unit.tobytes())
+        if shared is not None:
+            is_fine = guard.is_party_admitted(self.participation, step=step, record=shared)
+        else:
+            seen = self._table.look_up(unit)
+            is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
+        before = guard.same_batch(self.participation, step=step)
+        is_fine = is_fine and (before is None or self._file.batch(before) == batch)
         if not is_fine and not drop:
             raise ParticipationViolation(
                 f"the batch of step {step} was seen before, or differs from the batch at its "
@@ -200,15 +224,6 @@ class Ledger(OneOwner):
             )
         units = unit if is_fine else unit[:0]
         return Admission(step, batch, state, "fingerprints", units, None, not is_fine)
-
-    def _is_same_as_last_epoch(self, step: int, batch: bytes) -> bool:
-        rule, block = self.participation, 0
-        if isinstance(rule, Restarted):
-            block = step - step % rule.every
-            rule = rule.participation
-        if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
-            return True
-        return self._file.batch(step - rule.steps_per_epoch) == batch
 
     def _replay(
         self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
@@ -236,6 +251,7 @@ class Ledger(OneOwner):
         if admission.is_replay:
             return
         self.check_owner()
+        self.settle()
         self._file.add_step(
             admission.step,
             batch=admission.batch,
@@ -243,7 +259,16 @@ class Ledger(OneOwner):
             units=admission.units,
             identified_by=admission.identified_by,
         )
-        self._take(admission.step, admission.units)
+        self._later, self._released = (admission.step, admission.units), admission.step + 1
+
+    def settle(self) -> None:
+        """Tell the table of units what was recorded; whoever asks it does that first.
+
+        If it is interrupted, the step is told once more, and the table counts it once.
+        """
+        if self._later is not None:
+            self._take(*self._later)
+            self._later = None
 
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:
@@ -253,7 +278,6 @@ class Ledger(OneOwner):
                 anew = guard.starts_anew(self.participation, step=step, seen=seen)
             self._table.update(units, step=step, first=anew)
         self._since = (self._since[0] + len(units), self._since[1] + 1)
-        self._released = step + 1
 
     def _catch_up(self) -> None:
         """Rebuild the table: the saved summary, then the steps after it.
@@ -278,6 +302,7 @@ class Ledger(OneOwner):
                     f"the ledger lacks step {self._released}; it was cut or edited"
                 )
             self._take(row.step, row.units)
+            self._released = row.step + 1
 
     def row(self, step: int) -> Row:
         """One released step."""
@@ -289,6 +314,7 @@ class Ledger(OneOwner):
 
     def units(self) -> tuple[Ids, Seen]:
         """Every unit with first step, last step and count, from the steps."""
+        self.settle()
         return self._table.all()
 
     def tidy(self) -> None:
@@ -296,6 +322,7 @@ class Ledger(OneOwner):
 
         What the summary does not cover is read from the steps when the ledger is opened again.
         """
+        self.settle()
         participations, steps = self._since
         if participations >= _TIDY_UNITS * len(self._table) or steps >= _TIDY_STEPS:
             self.summarise()
@@ -303,6 +330,7 @@ class Ledger(OneOwner):
     def summarise(self) -> None:
         """Bring the per-unit summary up to date (units seen since the last time only)."""
         self.check_owner()
+        self.settle()
         if self._file.summarised > self._released:
             return  # another process has gone further than this one knows
         self._file.save_units(*self._table.all(), released=self._released)

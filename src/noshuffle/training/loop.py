@@ -24,7 +24,7 @@ from torch import nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import InvalidInput, instance_of, whole
 from noshuffle.participation import Epochs, Participation, Restarted
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.batches import TensorBatches, as_batch, starting_at
@@ -77,6 +77,8 @@ def fit_model(
         scheduler: stepped after every step, and saved along.
         callbacks: called after every step.
     """
+    instance_of(Private, private=private)
+    instance_of(Iterable, batches=batches)
     total = _epochs_of(private) if epochs is None else epochs
     whole(epochs=total)
     if scheduler is not None:

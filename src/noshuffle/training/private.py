@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original
 from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.objective import Criterion
@@ -135,6 +136,7 @@ class Private(OneOwner):
         self._outcome = None
         step: Step | Pending | None = None
         if self.compiled is not None:
+            batch = cuttable(batch)
             quiet = self._engine_at_work
             with held.at_work(self._parts.optimizer):
                 step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
@@ -169,6 +171,7 @@ class Private(OneOwner):
             with held.at_work(self._parts.optimizer):
                 self._outcome = step.release()
         self._index += 1
+        self.ledger.settle()  # a device is at work on the step meanwhile
 
     def _listen(self) -> Listener | None:
         """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""

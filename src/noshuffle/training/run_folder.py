@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.training.files import read_json, write_bytes, write_json
@@ -46,6 +46,7 @@ class RunFolder:
     path: Path
 
     def __init__(self, path: str | Path) -> None:
+        instance_of((str, os.PathLike), **{"a run folder": path})
         object.__setattr__(self, "path", Path(path))
 
     @property

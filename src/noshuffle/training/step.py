@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
+from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
@@ -148,8 +149,10 @@ class Step:
         `data` is the part of the batch that is the same in every epoch, where not all of it is
         (gradients that come along): epochs are compared by it, replays by everything.
         """
+        batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
+        self._settle()  # the part before was not the last one, whatever it said
         is_behind = is_last and data is None and self._may_be_known_later(batch, own)
         self._ids.append(own)
         if is_behind:
@@ -189,7 +192,11 @@ class Step:
         parts = self.parts
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
-        admission = self._admitted()
+        if len(self._sums) != len(self._ids):
+            # The ledger would name what the sum lacks, and a replay could bring it.
+            raise InvalidInput("a part of this batch failed and is not in its sum; begin it anew")
+        self._settle()
+        admission = self._admission or self._admit(is_partial=False)
         values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
@@ -220,11 +227,14 @@ class Step:
     def _give(self, values: dict[str, Tensor]) -> None:
         """Hand the private gradient to the optimizer."""
         own = self.parts.parameters
-        narrow = [n for n, p in own.items() if values[n].dtype is not p.dtype]
-        if narrow:
-            rounded = [torch.empty_like(own[n], requires_grad=False) for n in narrow]
-            torch._foreach_copy_(rounded, [values[n] for n in narrow])
-            values = {**values, **dict(zip(narrow, rounded))}
+        narrow: dict[torch.dtype, list[str]] = {}
+        for name, parameter in own.items():
+            if values[name].dtype is not parameter.dtype:
+                narrow.setdefault(parameter.dtype, []).append(name)
+        for names in narrow.values():  # a list of mixed types is copied wrongly by some torches
+            rounded = [torch.empty_like(own[name], requires_grad=False) for name in names]
+            torch._foreach_copy_(rounded, [values[name] for name in names])
+            values = {**values, **dict(zip(names, rounded))}
         for name, parameter in own.items():
             parameter.grad = values[name]
 
@@ -250,7 +260,7 @@ class Step:
             if any(other is not None for other in self._ids):
                 raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
             return None
-        own = as_ids(ids, secret=self.parts.secret)
+        own = as_ids(ids, secret=self.parts.secret).copy()  # theirs may hold the next part's soon
         if len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
         for other in self._ids:
@@ -281,13 +291,16 @@ class Step:
         is_admitted_by_ids = own is not None or not self.parts.drop
         return not self._ids and is_fresh and is_admitted_by_ids and fingerprint.is_elsewhere(batch)
 
-    def _admitted(self) -> Admission:
-        """Leave for the whole batch, with its fingerprint."""
+    def _settle(self) -> None:
+        """Wait for a fingerprint that is on its way, and have leave for the batch with it."""
         if self._coming is not None:
-            self._prints.append(self._coming())
+            name = self._coming()
             if self._admission is not None:
-                return replace(self._admission, batch=self._prints[0])
-        return self._admission or self._admit(is_partial=False)
+                self._admission = replace(self._admission, batch=name)
+            self._prints.append(name)
+            self._coming = None
+            if self._admission is None:
+                self._admission = self._admit(is_partial=False)
 
     def _admit(self, *, is_partial: bool) -> Admission:
         """Leave for everything that was added so far."""
@@ -327,7 +340,9 @@ class Step:
 
 
 def check_in_step(parts: Parts, index: int) -> None:
-    """Raise if noise and steps, or the model and its run, have come apart."""
+    """Raise if noise and steps, or the model and its run, have come apart, or nothing can learn."""
+    if torch.is_inference_mode_enabled():
+        raise InvalidInput("a private step needs gradients; take it outside torch.inference_mode()")
     if parts.noise.step != index:
         raise NoshuffleError(
             f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "

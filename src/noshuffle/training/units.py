@@ -1,9 +1,16 @@
 """A table of units: when each was first and last seen, and how often, without Python loops.
 
-Units are 64-bit integers. The table keeps them in two sorted runs, a large one and a small one of
-recent arrivals that is merged in when it has grown, so a step with m units costs O(m log N) and
-not O(N). Other names (strings, bytes) become integers through 64 bits of BLAKE2b; if two names
-ever collided they would count as one unit, which is the strict side.
+Units are 64-bit integers. The table keeps them in three sorted runs, a large one and two smaller
+ones of recent arrivals, each merged into the next when it has grown, so a step with m units costs
+O(m log N) and not O(N). Other names (strings, bytes) become integers through 64 bits of BLAKE2b; if
+two names ever collided they would count as one unit, which is the strict side.
+
+Most batches are the same in every epoch, so their units always come together and have one record
+between them. Such a party is kept by the bytes of its units: to ask for it, or to move it on, takes
+one look into a dictionary. The first batch that cuts across it ends it.
+
+State: the runs, with the number of each unit's party, and the records of the parties, which
+are written into the runs when somebody asks for a unit in another way.
 
 >>> table = UnitTable()
 >>> table.update(np.array([7, 3]), step=0)
@@ -18,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,9 +35,13 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput
 
 Ids = NDArray[np.int64]
-_FIELDS = 3  # first, last, count
-_MERGE_AT = 65536
+#: first, last, count
+Record = tuple[int, int, int]
+_FIELDS = 4  # the same, and the number of a party (0: none)
+#: How large the runs behind the first may grow.
+_SMALL = (65536, 4096)
 _REMEMBERED = 2**18
+_IN_PARTIES = 2**21
 
 
 @dataclass(frozen=True)
@@ -74,62 +86,141 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
 
 
 class UnitTable:
-    """first, last, count per unit, looked up and updated a batch at a time."""
+    """first, last, count per unit, looked up and updated a batch at a time.
+
+    Guarantees: the answers are those of a dictionary from units to records, whichever way units
+    come together. An update that was interrupted may be done again, and then counts once.
+    """
 
     def __init__(self) -> None:
-        self._runs = [_empty_run(), _empty_run()]
+        self._runs = [_empty_run() for _ in range(1 + len(_SMALL))]
         # Where units lie that were asked for, by their bytes, for as long as no unit is added: a
         # step looks the same ones up several times, and an epoch brings back those of the last.
         self._asked: dict[bytes, list[_Place]] = {}
+        # A party is in both dictionaries, or it is none: numbers in the runs may be of former ones.
+        self._parties: dict[bytes, Record] = {}
+        self._numbers: dict[int, bytes] = {}
+        self._behind: set[bytes] = set()  # parties whose records in the runs are old
+        self._founded = self._members = 0
 
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self._runs)
 
+    def shared(self, key: bytes) -> Record | None:
+        """The one record of the units with these bytes, if they have always come together."""
+        return self._parties.get(key)
+
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
+        ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
+        one = self._parties.get(ids.tobytes())
+        if one is not None:
+            first, last, count = np.repeat(np.array(one), len(ids)).reshape(3, -1)
+            return Seen(first=first, last=last, count=count)
+        self._write_back()
         found = list(zip(self._runs, self._places(ids)))
         for (_, data), (slots, _) in found:
             if len(slots) == len(ids):
-                first, last, count = data[:, slots]
+                first, last, count = data[:3, slots]
                 return Seen(first=first, last=last, count=count)
-        out = np.empty((_FIELDS, len(ids)), dtype=np.int64)
+        out = np.empty((3, len(ids)), dtype=np.int64)
         out[:2], out[2] = -1, 0
         for (_, data), (slots, hit) in found:
             if len(slots):
-                out[:, hit] = data[:, slots]
+                out[:, hit] = data[:3, slots]
         return Seen(first=out[0], last=out[1], count=out[2])
 
     def update(self, ids: Ids, *, step: int, first: NDArray[np.bool_] | None = None) -> None:
         """These distinct units took part in `step`; where `first` is true, `first` starts anew."""
+        ids = np.asarray(ids, dtype=np.int64)
+        if not len(ids):
+            return
+        key = ids.tobytes()
+        if key in self._parties and (first is None or first.all() == first.any()):
+            self._move_on(key, step=step, is_anew=first is not None and bool(first[0]))
+            return
+        self._part(ids)
         fresh = np.ones(len(ids), dtype=bool)
         for (_, data), (slots, hit) in zip(self._runs, self._places(ids)):
             if not len(slots):
                 continue
-            data[1, slots] = step
-            data[2, slots] += 1
+            own = data[:, slots]
+            own[2] += own[1] != step
+            own[1] = step
             if first is not None:
-                data[0, slots[first[hit]]] = step
-            if len(slots) == len(ids):
-                fresh = ~hit
-                break
+                own[0, first[hit]] = step
+            is_party = len(slots) == len(ids) and bool((own[:3] == own[:3, :1]).all())
+            own[3] = number = self._new_number(len(ids)) if is_party else 0
+            # All fields at once: an interrupt finds these units before the step or behind it.
+            data[:, slots] = own
+            if number:
+                self._found(key, number, (int(own[0, 0]), step, int(own[2, 0])))
             fresh &= ~hit
         if fresh.any():
             new = np.sort(ids[fresh])
-            data = np.full((_FIELDS, len(new)), step, dtype=np.int64)
-            data[2] = 1
-            self._insert(new, data)
+            number = self._new_number(len(ids)) if len(new) == len(ids) else 0
+            data = np.array([[step], [step], [1], [number]], dtype=np.int64)
+            self._insert(new, data.repeat(len(new), axis=1))
+            if number:
+                self._found(key, number, (step, step, 1))
 
     def restore(self, ids: Ids, seen: Seen) -> None:
         """Start from saved records (the table must be empty)."""
         order = np.argsort(ids)
-        data = np.stack([seen.first, seen.last, seen.count])[:, order]
-        self._runs = [(ids[order], np.ascontiguousarray(data)), _empty_run()]
+        none = np.zeros(len(ids), dtype=np.int64)
+        data = np.stack([seen.first, seen.last, seen.count, none])[:, order]
+        self._runs[0] = (ids[order], np.ascontiguousarray(data))
         self._asked.clear()
 
     def all(self) -> tuple[Ids, Seen]:
         """Every unit with its record, in order of id."""
-        ids, data = _merge(self._runs[0], self._runs[1])
+        self._write_back()
+        ids, data = reduce(_merge, self._runs)
         return ids, Seen(first=data[0], last=data[1], count=data[2])
+
+    def _new_number(self, members: int) -> int:
+        """The number of a party to come, 0 where there is no room for it."""
+        if self._members + members > _IN_PARTIES:
+            return 0
+        self._founded += 1
+        return self._founded
+
+    def _found(self, key: bytes, number: int, record: Record) -> None:
+        """A party that the runs know of already."""
+        self._members += len(key) // 8
+        self._numbers[number] = key
+        self._parties[key] = record
+
+    def _move_on(self, key: bytes, *, step: int, is_anew: bool) -> None:
+        first, last, count = self._parties[key]
+        if last != step:
+            self._behind.add(key)
+            self._parties[key] = (step if is_anew else first, step, count + 1)
+
+    def _part(self, ids: Ids) -> None:
+        """End the parties that these units are of; the runs know everything of them then."""
+        if not self._numbers:
+            return
+        for (_, data), (slots, _) in zip(self._runs, self._places(ids)):
+            for number in self._numbers.keys() & set(data[3, slots].tolist()):
+                key = self._numbers[number]
+                self._write(key)
+                if self._parties.pop(key, None) is not None:
+                    self._members -= len(key) // 8
+                del self._numbers[number]
+
+    def _write_back(self) -> None:
+        for key in list(self._behind):
+            self._write(key)
+
+    def _write(self, key: bytes) -> None:
+        """Bring the runs up to date with one party."""
+        if key in self._behind:
+            record = np.array(self._parties[key])[:, None]
+            places = self._places(np.frombuffer(key, dtype=np.int64))
+            for (_, data), (slots, _) in zip(self._runs, places):
+                data[:3, slots] = record
+            self._behind.discard(key)
 
     def _places(self, ids: Ids) -> list[_Place]:
         """In each run, where those of these units are that it knows."""
@@ -138,15 +229,17 @@ class UnitTable:
         if found is None:
             if len(self._asked) * len(ids) >= _REMEMBERED:
                 self._asked.clear()
-            pairs = [_find(known, ids) for known, _ in self._runs]
-            found = self._asked[key] = [(at[hit], hit) for at, hit in pairs]
+            low = int(ids.min()) if len(ids) else 0
+            found = self._asked[key] = [_find(known, ids, low=low) for known, _ in self._runs]
         return found
 
     def _insert(self, ids: Ids, data: NDArray[np.int64]) -> None:
+        runs = [*self._runs[:-1], _merge(self._runs[-1], (ids, data))]
+        for i in range(len(_SMALL), 0, -1):
+            if len(runs[i][0]) > max(_SMALL[i - 1], len(runs[0][0]) // 8 if i == 1 else 0):
+                runs[i - 1 : i + 1] = [_merge(*runs[i - 1 : i + 1]), _empty_run()]
         self._asked.clear()
-        self._runs[1] = _merge(self._runs[1], (ids, data))
-        if len(self._runs[1][0]) > max(_MERGE_AT, len(self._runs[0][0]) // 8):
-            self._runs = [_merge(*self._runs), _empty_run()]
+        self._runs = runs
 
 
 _Run = tuple[Ids, NDArray[np.int64]]
@@ -157,11 +250,13 @@ def _empty_run() -> _Run:
     return np.empty(0, dtype=np.int64), np.empty((_FIELDS, 0), dtype=np.int64)
 
 
-def _find(known: Ids, ids: Ids) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    if not len(known):
-        return np.zeros(len(ids), dtype=np.intp), np.zeros(len(ids), dtype=bool)
+def _find(known: Ids, ids: Ids, *, low: int) -> _Place:
+    """Where those of these units are that a run knows, and which they are; none is below `low`."""
+    if not len(known) or low > known[-1]:
+        return np.empty(0, dtype=np.intp), np.zeros(len(ids), dtype=bool)
     at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-    return at, known[at] == ids
+    hit = known[at] == ids
+    return at[hit], hit
 
 
 def _merge(a: _Run, b: _Run) -> _Run:

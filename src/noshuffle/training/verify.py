@@ -4,11 +4,13 @@ Everything is recomputed from the evidence, and every disagreement is one senten
 
     plan        canonical, and its hash is the one that ledger and statement were written under
     ledger      steps 0, 1, 2, … without a gap, at most the planned number; every unit of every
-                step admitted by the participation; the summary per unit equal to the steps
+                step admitted by the participation; the summary per unit equal to the steps; the
+                print of a federated round, and the unit that stands for a batch without ids
     statement   equal, field by field, to the one that plan, ledger and ancestors give
 
-It reads and never writes; no model, data or device is needed. Secret draws are checked where the
-key is still there.
+It reads and never writes; no model, data or device is needed. Secret draws, and the prints of
+federated rounds, are checked where the key is still there. The print of a batch needs its data and
+that of a state its parameters: these two are for a replay, and are not worked out again here.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import numpy as np
 from noshuffle.errors import NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.training import guard
+from noshuffle.training.binding import ROUND_PRINTS, round_print
 from noshuffle.training.evidence import Evidence, Row
 from noshuffle.training.files import read_json
+from noshuffle.training.fingerprint import secret_of
 from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import make_sampler
 from noshuffle.training.spending import notes_of, spent
-from noshuffle.training.units import UnitTable
+from noshuffle.training.units import UnitTable, name_to_id
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def verify(path: str | Path) -> Verdict:
         rows = list(evidence.rows())
         failures += _steps(plan, rows)
         failures += _participation(run, plan, rows, facts, unchecked)
+        failures += _prints(run, rows, facts, unchecked)
         failures += _summary(plan, rows, evidence)
     except (sqlite3.DatabaseError, ValueError) as error:  # a corrupt blob, a missing table
         failures.append(f"ledger.sqlite is damaged: {error}")
@@ -206,6 +211,34 @@ def _draws(
     for row in rows:
         if not np.array_equal(np.sort(row.units), sampler.draw(row.step)):
             yield f"step {row.step} holds other units than the secret sampler drew"
+            return
+
+
+def _prints(
+    run: RunFolder, rows: list[Row], facts: dict[str, str], unchecked: list[str]
+) -> Iterator[str]:
+    """The prints of which everything is in the folder."""
+    if facts.get("identified_by") == "fingerprints":
+        for row in rows:  # none at all: the batch was dropped, and noise alone was released
+            if len(row.units) and row.units.tolist() != [name_to_id(row.batch)]:
+                yield f"step {row.step} lists another unit than its batch"
+                return
+    name, value = ROUND_PRINTS
+    if not rows or not facts.keys() & {name, "user_ids"}:
+        return  # not of a federated run
+    if not run.key_file.exists():
+        unchecked.append("the prints of the rounds, since the key is not in the folder")
+        return
+    if facts.get(name) != value and facts.get("user_ids") != "int":
+        unchecked.append("the prints of the rounds, which an earlier version of noshuffle wrote")
+        return
+    try:
+        secret = secret_of(run.keys().source.key)
+    except NoshuffleError:
+        return  # a failure already
+    for row in rows:
+        if row.batch != round_print(row.step, row.units, secret=secret):
+            yield f"round {row.step} lists other users than those it was opened for"
             return
 
 

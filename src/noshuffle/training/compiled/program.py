@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -115,6 +116,12 @@ class Program:
         self._prints = self._host((len(groups) + 1, 4), torch.int64)
         self._report = self._host((3, capacity), torch.float32)
         self._losses = self._host((capacity,), torch.float32)
+        # The same memory as NumPy sees it; to ask for such a view takes longer than to read it.
+        self._told: tuple[NDArray[np.int64], Rows, Rows] = (
+            self._prints.numpy(),
+            self._report.numpy(),
+            self._losses.numpy(),
+        )
         self._digested, self._shown, self._summed = (
             Signal(self.device, captures=captures) for _ in range(3)
         )
@@ -254,7 +261,7 @@ class Program:
     def prints(self) -> tuple[list[bytes], bytes]:
         """Digests of the tensors of the batch, and of the parameters; waits for them."""
         self._digested.wait()
-        rows = self._prints.numpy()
+        rows = self._told[0]
         return [row.tobytes() for row in rows[:-1]], rows[-1].tobytes()
 
     def sum(self) -> None:
@@ -284,7 +291,7 @@ class Program:
     def report(self) -> Rows:
         """Losses, norms and non-finite marks of all rows, until the next step; waits."""
         self._summed.wait()
-        return self._report.numpy()
+        return self._told[1]
 
     def losses(self) -> Rows:
         """Losses of all rows of the buffers, until the next step; waits for them alone."""
@@ -292,7 +299,7 @@ class Program:
             first: Rows = self.report()[0]
             return first
         self._shown.wait()
-        return self._losses.numpy()
+        return self._told[2]
 
     def has_moved(self) -> bool:
         """Whether the optimizer's settings or tensors are no longer those that were captured."""

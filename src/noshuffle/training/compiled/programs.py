@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ MOST_PROGRAMS = 4
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
+@dataclass(frozen=True)
+class _Last:
+    """A batch of tensors that was given a program, and all that the program was chosen by."""
+
+    program: Program
+    loss_fn: Any
+    size: int
+    kinds: list[tuple[torch.Size, torch.dtype]]
+    modes: list[bool]
+    numerics: tuple[Any, ...]
+
+
 class Programs:
     """The programs of one run, for batches of up to `capacity` rows.
 
@@ -49,6 +62,28 @@ class Programs:
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
         self._where = self._addresses()
+        self._last: _Last | None = None
+
+    def again(
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    ) -> tuple[Program, int] | None:
+        """The program of the last batch and its size, where `find` would give that one again.
+
+        Guarantees: everything that `find` looks at is looked at, and is as it was.
+        """
+        last = self._last
+        if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
+            return None
+        for leaf, (shape, dtype) in zip(batch, last.kinds):
+            if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or leaf.shape != shape:
+                return None
+            if leaf.device != self.device:
+                return None
+        if last.modes != [module.training for module in self._modules]:
+            return None
+        if last.numerics != _numerics() or self._where != self._addresses():
+            return None
+        return last.program, last.size
 
     def find(
         self,
@@ -64,6 +99,7 @@ class Programs:
 
         The model itself runs inside `at_work`, and only when something is captured.
         """
+        self._last = None
         if size > self.capacity:
             self.say(f"a batch of {size} rows is larger than the captured {self.capacity}: eager")
             return None
@@ -78,8 +114,9 @@ class Programs:
         kinds = tuple(
             [(v.shape[1:], v.dtype) if isinstance(v, Tensor) else repr(v) for v in leaves]
         )
-        modes = tuple([module.training for module in self._modules])
-        key = (id(loss_fn), spec, kinds, modes, _numerics())
+        modes = [module.training for module in self._modules]
+        numerics = _numerics()
+        key = (id(loss_fn), spec, kinds, tuple(modes), numerics)
         if key not in self._programs:
             if not size:
                 return None  # nothing can be tried on nobody
@@ -96,7 +133,11 @@ class Programs:
             with at_work():
                 self._programs[key] = self._build(loss_fn, batch, size)
             self._where = self._addresses()
-        return self._programs[key]
+        program = self._programs[key]
+        if program is not None and leaves is batch:
+            shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+            self._last = _Last(program, loss_fn, size, shapes, modes, numerics)
+        return program
 
     def _build(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
@@ -149,6 +190,7 @@ class Programs:
 
     def reset(self) -> None:
         """Forget everything that was captured."""
+        self._last = None
         self._programs.clear()
         self._kept_alive.clear()
         self._where = self._addresses()

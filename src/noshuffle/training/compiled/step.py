@@ -28,7 +28,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,6 +52,7 @@ from noshuffle.training.ledger import Admission
 from noshuffle.training.step import Parts, check_in_step
 from noshuffle.training.units import as_ids
 
+Hasher = hashlib.blake2b
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
 
@@ -84,7 +85,7 @@ class Compiled(Programs):
         self._fuse = fuse
         self._update: Update | None = None
         self._updates = 0
-        self._settings: tuple[Any, bytes] = (None, b"")
+        self._settings: tuple[Any, Hasher] = (None, hashlib.blake2b())
         self._is_exact = True
 
     def step(
@@ -101,10 +102,9 @@ class Compiled(Programs):
         The model itself runs inside `at_work`, and only when something is captured.
         """
         parts = self.parts
-        leaves, spec = flat(batch)
-        sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
-        size = sizes.pop()[0] if len(sizes) == 1 and () not in sizes else batch_size(batch)
         check_in_step(parts, index)
+        leaves, spec = flat(batch)
+        program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
         own = None if ids is None else as_ids(ids, secret=parts.secret)
         if own is not None and len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
@@ -112,30 +112,38 @@ class Compiled(Programs):
         admission: Admission | None = None
         if is_fresh and own is not None:
             admission = parts.ledger.admit(index, own, b"", drop=parts.drop)
-        program = self.find(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
+        if program is None:
+            program = self.find(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
         if program is None:
             return None
-        if program.has_moved():
-            self._recapture(program)
-        is_early = admission is not None or (is_fresh and not parts.drop)
+        keep = None if admission is None else _mask(admission, size)
+        # Fingerprints are those of all rows; the ones left out are made zero after that.
+        is_early = (admission is not None or (is_fresh and not parts.drop)) and keep is None
         with self.at_home():
             program.stage(leaves, size)
-            keep = None if admission is None else _mask(admission, size)
-            # Fingerprints are those of all rows; the ones left out are made zero after that.
-            is_early = is_early and keep is None
             try:
                 if is_early:
                     program.weigh(size, None)
                     program.sum()
-                    if admission is not None:
-                        encode_units(admission.units)  # remembered: packed as the device digests
                 else:
                     program.digest()
-                digests, state = self._prints(program)
-                known = (leaves, program.structure)
+                # The device is at work from here on: what the sum does not need is done meanwhile.
+                if program.has_moved():
+                    self._recapture(program)
+                if admission is not None:
+                    encode_units(admission.units)  # remembered
+                state_of = self._described().copy()
+                digests, params = program.prints()
                 name = fingerprint.of_batch(
-                    batch, own, secret=parts.secret, digests=digests, flat=known
+                    batch,
+                    own,
+                    secret=parts.secret,
+                    digests=digests,
+                    flat=(leaves, program.structure),
                 )
+                if self._is_exact:
+                    state_of.update(params)
+                state = state_of.digest()
                 if admission is not None:
                     admission = named(admission, name, state)
                 else:
@@ -155,17 +163,11 @@ class Compiled(Programs):
         rows = np.flatnonzero(keep)
         return Pending(program, rows, size - len(rows))
 
-    def _prints(self, program: Program) -> tuple[list[bytes], bytes]:
-        """Digests of the batch's tensors, and the fingerprint of the state."""
-        hasher = hashlib.blake2b(digest_size=fingerprint.SIZE, person=b"ns-state")
-        hasher.update(self._described())
-        digests, params = program.prints()
-        if self._is_exact:
-            hasher.update(params)
-        return digests, hasher.digest()
+    def _described(self) -> Hasher:
+        """Fingerprint of clip, divisor and optimizer settings, to be gone on with in a copy.
 
-    def _described(self) -> bytes:
-        """Clip, divisor and optimizer settings; written out again only when they change."""
+        It is made again only when they change.
+        """
         optimizer = self.parts.optimizer
         now = [[v for k, v in g.items() if k != "params"] for g in optimizer.param_groups]
         # A tensor may have changed in place, which no comparison of lists would see.
@@ -178,7 +180,9 @@ class Compiled(Programs):
                 "groups": fingerprint.settings_of(optimizer),
                 "program": self.parts.ledger.meta(FACT),
             }
-            self._settings = (now, json.dumps(record, sort_keys=True, default=repr).encode())
+            text = json.dumps(record, sort_keys=True, default=repr).encode()
+            hasher = hashlib.blake2b(text, digest_size=fingerprint.SIZE, person=b"ns-state")
+            self._settings = (now, hasher)
         return self._settings[1]
 
     def reset(self) -> None:
@@ -225,6 +229,12 @@ class Compiled(Programs):
                 update = Update(self.parts.optimizer, name="update not captured")
                 program.capture_release(update)
         self._update = update
+
+
+def _size(batch: tuple[Any, ...], leaves: Sequence[Any]) -> int:
+    """Rows of a batch, one look at every tensor where they agree."""
+    sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
+    return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else batch_size(batch)
 
 
 def named(admission: Admission, batch: bytes, state: bytes) -> Admission:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum, ModelLoss
+from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.training import fingerprint
@@ -117,6 +118,8 @@ class GroupStep(Step):
         def bring() -> Brought:
             if self._late is not None:
                 raise self._late
+            nonlocal batch
+            batch = cuttable(batch)
             size = batch_size(batch)
             own = self._own_ids(ids, size)
             users = own if self.parts.groups_users else None

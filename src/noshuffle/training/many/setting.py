@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import Flat
 from noshuffle.clipping.check import trainable
-from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, non_negative, positive, whole
 from noshuffle.noise import Source, new_key
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, identity
@@ -48,7 +48,12 @@ class Setting:
     def __post_init__(self) -> None:
         if (self.plan is None) == (self.noise_multiplier is None):
             raise InvalidInput("give each setting exactly one of plan and noise_multiplier")
-        non_negative(noise_multiplier=self.noise, momentum=self.momentum)
+        if self.plan is not None:
+            instance_of(Plan, plan=self.plan)
+        else:
+            non_negative(noise_multiplier=self.noise_multiplier)
+        whole(at_least=0, at_most=2**63 - 1, seed=self.seed)
+        non_negative(momentum=self.momentum)
         positive(learning_rate=self.learning_rate)
         Flat(self.clip_norm)  # refuses what cannot be clipped to
         if self.plan is not None and self.plan.unit != "example":
@@ -66,7 +71,10 @@ def joint_mu(plans: Iterable[Plan]) -> float:
     Guarantees: exact for plans without sampling under one neighbour relation, since the runs' noise
     is independent and each is one Gaussian mechanism; others are refused.
     """
+    instance_of(Iterable, plans=plans)
     plans = tuple(plans)
+    for place, plan in enumerate(plans):
+        instance_of(Plan, **{f"plan {place}": plan})
     if len({plan.neighbours for plan in plans}) > 1:
         raise Unsupported("the plans have different neighbour relations; fit them for one")
     found = [plan.mu() for plan in plans]
@@ -85,9 +93,12 @@ def check_settings(
     """Refuse settings that do not make a study of so many steps."""
     if not settings:
         raise InvalidInput("settings must hold at least one run, got none")
+    if strategy is not None:
+        instance_of(Strategy, strategy=strategy)
     if learning_rates and len(learning_rates) < steps:
         raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
     for run, setting in enumerate(settings):
+        instance_of(Setting, **{f"the setting of run {run}": setting})
         if setting.plan is not None and setting.plan.steps < steps:
             raise InvalidInput(
                 f"the plan of run {run} is for {setting.plan.steps} steps, the study has {steps}"
@@ -116,10 +127,13 @@ def wide(column: Tensor, like: Tensor) -> Tensor:
 def sources_of(source: Source | Sequence[Source] | None, *, runs: int) -> tuple[Source, ...]:
     """One source a run: those that were given, or derived from one."""
     if source is None or isinstance(source, Source):
-        whole = source or Source(key=new_key())
-        return tuple(run_source(whole, run=k) for k in range(runs))
+        common = source or Source(key=new_key())
+        return tuple(run_source(common, run=k) for k in range(runs))
+    instance_of(Sequence, source=source)
     if len(source) != runs:
         raise InvalidInput(f"give one source for each of the {runs} runs, got {len(source)}")
+    for run, own in enumerate(source):
+        instance_of(Source, **{f"the source of run {run}": own})
     return tuple(source)
 
 
@@ -127,7 +141,9 @@ def seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     """A model made under a seed of its own, which leaves torch's generators as they were."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return make_model()
+        made = make_model()
+    instance_of(nn.Module, **{"what make_model returns": made})
+    return made
 
 
 def stack(models: Sequence[nn.Module], device: torch.device) -> dict[str, Tensor]:

@@ -38,10 +38,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from noshuffle.clipping import ModelLoss, validate
+from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.objective import batch_size as rows_of
-from noshuffle.errors import HorizonExceeded, InvalidInput, whole
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    callables,
+    instance_of,
+    number_tuple,
+    whole,
+)
 from noshuffle.noise import Source
 from noshuffle.strategies import Strategy
 from noshuffle.training.many.graph import StudyGraph, kind_of
@@ -98,12 +106,17 @@ class Study:
         capture: whether a step on CUDA may be captured as a graph.
         """
         whole(steps=steps, batch_size=batch_size)
+        callables(make_model=make_model)
+        if loss_fn is not None and not isinstance(loss_fn, ModelLoss):
+            callables(loss_fn=loss_fn)
+        instance_of(Sequence, settings=settings)
+        learning_rates = number_tuple(learning_rates=learning_rates)
         self.settings = tuple(settings)
         check_settings(self.settings, steps=steps, strategy=strategy, learning_rates=learning_rates)
         self.steps, self.done = steps, 0
         self.fallbacks: list[str] = []
         self._device = torch.device(device)
-        self._batch_size, self._rates = batch_size, tuple(learning_rates)
+        self._batch_size, self._rates = batch_size, learning_rates
         self._loss_fn = nn.CrossEntropyLoss() if loss_fn is None else loss_fn
         self._models = [seeded(make_model, setting.seed) for setting in settings]
         for model in self._models:
@@ -148,7 +161,10 @@ class Study:
         """
         if self.done >= self.steps:
             raise HorizonExceeded(f"the study was planned for {self.steps} steps, all are done")
+        batch = cuttable(batch)
         size = rows_of(batch)
+        if weights is not None:
+            instance_of(Tensor, weights=weights)
         keep = None if weights is None else weights != 0
         if keep is not None and keep.shape != (size,):
             raise InvalidInput(f"weights must be one number for each of the {size} rows")
@@ -173,6 +189,7 @@ class Study:
 
     def model(self, run: int) -> nn.Module:
         """A model of its own with the present parameters of one run."""
+        whole(at_least=0, at_most=self.runs - 1, run=run)
         made = copy.deepcopy(self._models[run]).to(self._device)
         with torch.no_grad():
             for name, parameter in trainable(made).items():
@@ -181,6 +198,7 @@ class Study:
 
     def source(self, run: int) -> Source:
         """Where the noise of one run comes from; as secret as the data."""
+        whole(at_least=0, at_most=self.runs - 1, run=run)
         return self._sources[run]
 
     def scores(self, x: Any) -> Tensor:
@@ -295,6 +313,7 @@ def train_many(
     `batches` gives (inputs, targets, weights) in order; weights of 0 mark padding, None means ones.
     The other options are those of `Study`.
     """
+    instance_of(Iterable, batches=batches)
     study = Study(make_model, settings, steps=steps, batch_size=batch_size, **options)
     for x, y, weights in batches:
         if study.done == steps:
@@ -311,6 +330,8 @@ def accuracies(
     network: Network, params: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk: int = 500
 ) -> Tensor:
     """Share of right answers of every run on held-out data."""
+    instance_of(Tensor, x=x, y=y)
+    whole(chunk=chunk)
     device = next(iter(params.values())).device
     right = torch.zeros(network.runs, device=device)
     with torch.no_grad():

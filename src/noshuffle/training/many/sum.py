@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, slack
+from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import Unsupported
 from noshuffle.training.many.single import MANY_PRODUCTS, OneByOne, products
@@ -75,10 +76,11 @@ def clipped_sums(
         part = slice(begin, begin + rows)
         whole = rows >= size
         grads, seen = network.example_gradients(params, batch if whole else take(batch, part))
-        factor = _factors(grads, seen, keep[part], clip=clip, aim=aim)
-        for name, value in params.items():
-            total = grads[name].total(factor).reshape(value.shape)
-            sums[name] = sums[name].add_(total) if name in sums else total.contiguous()
+        with no_autocast(first.device):  # a sum in half precision could pass the clip norm
+            factor = _factors(grads, seen, keep[part], clip=clip, aim=aim)
+            for name, value in params.items():
+                total = grads[name].total(factor).reshape(value.shape)
+                sums[name] = sums[name].add_(total) if name in sums else total.contiguous()
         losses.append(seen.detach())
     return sums, torch.cat(losses)
 
