@@ -111,7 +111,7 @@ GPU = (
     job(
         "1.3 B parameters",
         "transformer_gpu",
-        "--shape 1.3b --dtype bf16 --optimizer adamw --only private --rounds 7",
+        "--shape 1.3b --dtype bf16 --optimizer adamw --only private --rounds 5",
         "--shape 1.3b --dtype bf16 --optimizer adamw --only auto --rounds 3",
     ),
     job(

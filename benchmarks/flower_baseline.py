@@ -117,7 +117,7 @@ def ours(plan: Plan, task: FederatedTask, rate: float, seed: int) -> Params:
     everybody = lambda step: task.users  # noqa: E731
     check_ins = everybody if part.is_sampled else order
     found = simulate(Rounds(server), model, task, local=LOCAL, check_ins=check_ins)
-    server.ledger.close()
+    server.close()
     return found.parameters
 
 

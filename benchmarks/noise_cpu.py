@@ -6,10 +6,11 @@ Every row is the best of the repeats; rows of one group take turns, so that a bu
 them alike. `draw` rows fill a float32 tensor with standard normals, preparation not counted.
 `step` rows add the noise of a mechanism to the gradients of a model, eight steps from step 4096 on
 (all taps and bands in use), and give the mean of the eight: the CNN has 26,010 parameters in 8
-tensors, the MLP (784-1024-1024-10) 1,863,690 in 6. "of copy" is the time in which a copy moves the
-bytes that the row has to move (a draw: 4 a number; a step: gradient and buffers, read and written
-once), over the time of the row: how near it is to the limit of the memory, or of the caches where
-everything fits there.
+tensors, the MLP (784-1024-1024-10) 1,863,690 in 6. Rows without a C compiler are built and run as
+on a machine that has none: larger chunks, one after the other. "of copy" is the time in which a
+copy moves the bytes that the row has to move (a draw: 4 a number; a step: gradient and buffers,
+read and written once), over the time of the row: how near it is to the limit of the memory, or of
+the caches where everything fits there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from noise_kernels import moved
 
 from noshuffle.noise import NoiseStream, native, test_source
-from noshuffle.noise.constants import CPU_CHUNK, TILE
+from noshuffle.noise.constants import CPU_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.moves import Moves
 from noshuffle.noise.workers import share
@@ -75,6 +76,22 @@ def best(rows: dict[str, Row], *, repeat: int) -> dict[str, float]:
     return times
 
 
+def without_compiler(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """The same as it is made, and done, where there is no C compiler."""
+
+    def nothing() -> mock._patch[mock.MagicMock]:
+        return mock.patch.object(native, "library", return_value=None)
+
+    with nothing():
+        run = make()
+
+    def slow() -> None:
+        with nothing():
+            run()
+
+    return slow
+
+
 def draws(numbers: int) -> dict[str, Row]:
     out, other = torch.empty(numbers), torch.zeros(numbers)
     array = out.numpy()
@@ -83,12 +100,14 @@ def draws(numbers: int) -> dict[str, Row]:
         generator = np.random.Generator(bits)
         return lambda: generator.standard_normal(dtype=np.float32, out=array)
 
-    layout = Layout.of({"w": (numbers,)}, chunk_tiles=CPU_CHUNK)
-    tiles = torch.empty(layout.tiles, TILE)
-    rooms = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
-    workers = torch.get_num_threads()
-
     def ours(kind: str) -> Callable[[], object]:
+        """In the chunks, and by the threads, that a `NoiseStream` takes here and now."""
+        has_loops = native.library() is not None
+        chunk_tiles = CPU_CHUNK if has_loops else TORCH_CHUNK
+        workers = torch.get_num_threads() if has_loops else 1
+        layout = Layout.of({"w": (numbers,)}, chunk_tiles=chunk_tiles)
+        tiles = torch.empty(layout.tiles, TILE)
+        rooms = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
         source = test_source(seed="benchmark", kind=kind)
         drawer = source.drawer(layout.chunks, device=out.device, workers=workers)
 
@@ -97,23 +116,14 @@ def draws(numbers: int) -> dict[str, Row]:
 
         return lambda: share(fill, items=len(rooms), workers=workers)
 
-    def without_compiler(kind: str) -> Callable[[], object]:
-        run = ours(kind)
-
-        def slow() -> None:
-            with mock.patch.object(native, "library", return_value=None):
-                run()
-
-        return slow
-
     fills: dict[str, Callable[[], object]] = {
         "torch normal_": lambda: out.normal_(),
         "NumPy Philox, float32": numpy_fill(np.random.Philox(1)),
         "NumPy SFC64, float32": numpy_fill(np.random.SFC64(1)),
         "noshuffle aes": ours("aes"),
         "noshuffle philox": ours("philox"),
-        "noshuffle aes, no C compiler": without_compiler("aes"),
-        "noshuffle philox, no C compiler": without_compiler("philox"),
+        "noshuffle aes, no C compiler": without_compiler(lambda: ours("aes")),
+        "noshuffle philox, no C compiler": without_compiler(lambda: ours("philox")),
     }
     copy = Row(lambda: out.copy_(other), COPIED)
     return {COPY: copy, **{name: Row(do, 4) for name, do in fills.items()}}
@@ -140,17 +150,24 @@ def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Row]:
                 rooms[name].copy_(value)
 
     rows = {COPY: Row(copy, COPIED), "torch normal_ and add_, independent": Row(plain, 8)}
-    for name, recipe in RECIPES.items():
+
+    def ours(recipe: Recipe) -> Callable[[], object]:
         source = test_source(seed="benchmark")
         stream = NoiseStream(recipe, source, shapes, scale=0.1, steps=STEPS)
         state = stream.state_dict() | {"step": FIRST}
 
-        def laps(stream: NoiseStream = stream, state: dict[str, Any] = state) -> None:
+        def laps() -> None:
             stream.load_state_dict(state)
             for _ in range(LAPS):
                 stream.add_(values)
 
-        rows[name] = Row(laps, bytes_of(recipe))
+        return laps
+
+    for name, recipe in RECIPES.items():
+        rows[name] = Row(ours(recipe), bytes_of(recipe))
+    for name in ("independent", "BLT, 4 buffers"):
+        slow = without_compiler(lambda name=name: ours(RECIPES[name]))
+        rows[f"{name}, no C compiler"] = Row(slow, bytes_of(RECIPES[name]))
     return rows
 
 

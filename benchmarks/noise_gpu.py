@@ -66,6 +66,7 @@ def speed(count: int, *, has_peers: bool = True) -> None:
     print("| noise step | ms | bytes a parameter | of copy | GiB kept | × ours |")
     print("|---|---|---|---|---|---|")
     ours: dict[str, float] = {}
+    least: dict[str, float] = {}
 
     def line(name: str, ms: float, moves: float, buffers: int) -> None:
         limit = moves / 8 * copied
@@ -77,6 +78,7 @@ def speed(count: int, *, has_peers: bool = True) -> None:
         with row(f"noshuffle, {name}"):
             ours[name], moves, buffers = time_step(recipe, value)
             line(f"noshuffle, {name}", ours[name], moves, buffers)
+            least[name] = moves / 8 * copied
     with row("bf16"):
         low = torch.zeros(count, device=DEVICE, dtype=torch.bfloat16)
         ms, moves, buffers = time_step(RECIPES["independent"], low)
@@ -97,7 +99,10 @@ def speed(count: int, *, has_peers: bool = True) -> None:
             continue
         ratio = found.ms / ours.get(found.like, float("nan"))
         kept = "" if found.gib is None else f"{found.gib:.1f} at most"
-        print(f"| {found.name} | {found.ms:.2f} | | | {kept} | {ratio:.1f} |", flush=True)
+        share = least.get(found.like, float("nan")) / found.ms
+        print(
+            f"| {found.name} | {found.ms:.2f} | | {share:.2f} | {kept} | {ratio:.1f} |", flush=True
+        )
         theirs.setdefault(f"{found.name} ÷ ours", ratio)
     ratios = {
         "independent ÷ torch normal_": ours.get("independent", float("nan")) / normal,

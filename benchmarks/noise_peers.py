@@ -10,6 +10,7 @@ steps that is waited for at its end, so that the host's part overlaps. Bands are
 inverse, "redrawn" its dense form, which makes the normals of a row's non-zero entries again. Memory
 is what its allocator had at most during the chain, gradient included.
 
+"of copy" is the time in which a copy moves the bytes of the step, over the time of the step.
 opake draws its normals on the CPU and copies them, also for gradients on a GPU; its steps are timed
 with a wall clock, few of them because each takes seconds at this size.
 """
@@ -32,6 +33,14 @@ DECAYS = (0.999, 0.98, 0.85, 0.4)
 OUTPUTS = (0.01, 0.04, 0.12, 0.25)
 BANDS = tuple(1.0 / (i + 1) ** 0.5 / 2**0.5 if i else 1.0 for i in range(16))
 REDRAWN = 16
+#: Bytes a parameter that a step has to move: the value, and what is kept; 4 for a draw alone.
+MOVES = {
+    "": 4,
+    "independent": 8,
+    "BLT, 4 buffers": 40,
+    "banded inverse, 16 rows": 8,
+    "16 bands, recursive": 72,
+}
 
 
 @dataclass(frozen=True)
@@ -204,6 +213,22 @@ def our_rows(count: int, device: str) -> Iterator[Row]:
         yield attempt(f"noshuffle, {name}", name, lambda: timed(lambda: stream.add_({"w": value})))  # noqa: B023
 
 
+def copy_ms(count: int, device: str) -> float:
+    """A copy of as many float32 numbers, which moves eight bytes for each."""
+    import torch
+
+    source = torch.zeros(count, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times[2:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=10_000_000, help="parameters")
@@ -214,16 +239,18 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     print(f"{options.count:,} parameters, {options.device}, {options.threads} threads\n")
-    print("| noise step | ms | ns a parameter | × ours |\n|---|---|---|---|")
+    copied = copy_ms(options.count, options.device)
+    print("| noise step | ms | ns a parameter | of copy | × ours |\n|---|---|---|---|---|")
     ours: dict[str, float] = {}
 
     def show(row: Row) -> None:
         if row.why:
-            print(f"| {row.name} | not measured: {row.why} | | |", flush=True)
+            print(f"| {row.name} | not measured: {row.why} | | | |", flush=True)
             return
         ratio = f"{row.ms / ours[row.like]:.1f}" if row.like in ours else ""
         cost = row.ms * 1e6 / options.count
-        print(f"| {row.name} | {row.ms:.2f} | {cost:.2f} | {ratio} |", flush=True)
+        share = MOVES[row.like] / 8 * copied / row.ms
+        print(f"| {row.name} | {row.ms:.2f} | {cost:.2f} | {share:.2f} | {ratio} |", flush=True)
 
     for row in our_rows(options.count, options.device):
         show(row)

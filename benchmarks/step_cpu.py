@@ -1,15 +1,18 @@
 """The whole private step on a CPU beside plain SGD and Opacus, interleaved in one process.
 
-    python benchmarks/step_cpu.py [cnn mlp tlm lstm] [--rounds 11] [--threads 2] [--own]
-                                  [--memory] [--phases]
+    python benchmarks/step_cpu.py [cnn mlp tlm lstm tlm-flat lstm-flat] [--rounds 11] [--threads 2]
+                                  [--own] [--memory] [--phases]
 
 A private step here is everything `private.step` does: fingerprint of the batch, participation
 guard, clipped sum, ledger row, noise of the library's own source, division, SGD update. Opacus runs
 its default mode (hooks) and its ghost mode, with noise, without sampling. Every round runs each
 method once; the table shows medians and the median ratio to plain SGD, of wall time and of
-processor time. `--own` leaves the peers out. `--memory` measures the peak of each method in a
-process of its own, above what it held before the first step. `--phases` shows where a private step
-spends its time: the lower quartile of each phase, without the phases inside it.
+processor time. The language models come twice: with `cross_entropy(scores.transpose(1, 2), y)`,
+which torch computes slowly and a private step in the order of memory, and with the loss of
+flattened scores (`-flat`), which torch reads in order by itself. `--own` leaves the peers out.
+`--memory` measures the peak of each method in a process of its own, above what it held before the
+first step. `--phases` shows where a private step spends its time: the lower quartile of each phase,
+without the phases inside it.
 """
 
 from __future__ import annotations

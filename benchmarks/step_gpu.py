@@ -8,14 +8,14 @@
 The model is the 26,010-parameter CNN of `training.models`, batch 250, in single precision with
 torch's defaults. A step of ours is everything that `private.step` does: guard, fingerprints,
 clipped sum, ledger row (in memory, or in a run folder), noise, division, update. Every round runs
-each method for some steps, one method after the other; the table shows medians over the rounds.
-Peers that do not import are named with the reason. MNIST is looked up in $NOSHUFFLE_DATA.
+each method for some steps (`step_methods`, `step_peers`), one method after the other; the table
+shows medians over the rounds. Peers that do not import are named with the reason. MNIST is looked
+up in $NOSHUFFLE_DATA.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -24,217 +24,39 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import numpy as np
 import torch
-from torch import nn
+from step_methods import (
+    BATCH,
+    DEVICE,
+    LOSS,
+    STRATEGIES,
+    Step,
+    adamw,
+    cut,
+    network,
+    ours,
+    plain_eager,
+    plain_graph,
+    random_batches,
+    usual_adamw,
+)
+from step_peers import jax_privacy, opacus
 
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
-from noshuffle.strategies import blt, from_dict, identity, tree
+from noshuffle.strategies import from_dict
 from noshuffle.training import fit_model, privatize
 from noshuffle.training.batches import Batch
-from noshuffle.training.models import build
 
 #: Where peers may lie that are not installed.
 PEERS = Path(__file__).resolve().parents[1] / "peers"
-BATCH, PER_EPOCH, EPOCHS = 250, 240, 20
-DEVICE = torch.device("cuda")
-LOSS = nn.CrossEntropyLoss()
-Optimizes = Callable[[nn.Module], torch.optim.Optimizer]
-STRATEGIES = {
-    "independent": identity(),
-    "Honaker tree": tree(),
-    "BLT, 4 buffers": blt((0.999, 0.98, 0.85, 0.4), (0.05, 0.1, 0.15, 0.2)),
-}
+PER_EPOCH, EPOCHS = 240, 20
+Make = Callable[[list[Batch]], Step]
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return build("tanh_cnn", (1, 28, 28), 10).to(DEVICE)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
-
-
-def usual_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def random_batches(count: int = 48) -> list[Batch]:
-    """Some batches of one epoch, each with the ids of its rows."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(count * BATCH, 1, 28, 28, generator=g).to(DEVICE)
-    y = torch.randint(10, (count * BATCH,), generator=g).to(DEVICE)
-    return cut(x, y)
-
-
-def cut(x: torch.Tensor, y: torch.Tensor) -> list[Batch]:
-    spans = [slice(i, i + BATCH) for i in range(0, len(x) - BATCH + 1, BATCH)]
-    return [Batch((x[s], y[s]), np.arange(s.start, s.stop)) for s in spans]
-
-
-# -- methods: each gives a function that does one step ---------------------------------------------
-
-
-def plain_eager(batches: list[Batch]) -> Callable[[int], object]:
-    model = network()
-    optimizer = sgd(model)
-
-    def step(i: int) -> None:
-        x, y = batches[i % len(batches)].data
-        optimizer.zero_grad(set_to_none=True)
-        LOSS(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def plain_graph(batches: list[Batch], optimizes: Optimizes = sgd) -> Callable[[int], object]:
-    model = network()
-    optimizer = optimizes(model)
-    x, y = (t.clone() for t in batches[0].data)
-
-    def once() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        LOSS(model(x), y).backward()
-        optimizer.step()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
-
-    def step(i: int) -> None:
-        for buffer, value in zip((x, y), batches[i % len(batches)].data):
-            buffer.copy_(value)
-        graph.replay()
-
-    step.keeps = (model, optimizer)  # type: ignore[attr-defined]  # a graph does not hold them
-    return step
-
-
-def ours(
-    batches: list[Batch],
-    strategy: str,
-    *,
-    compile: bool | str,
-    reads_loss: bool = True,
-    has_ids: bool = True,
-    run: str | None = None,
-    optimizes: Optimizes = sgd,
-) -> Callable[[int], object]:
-    model = network()
-    rule = Epochs(200, len(batches))
-    plan = Plan(participation=rule, strategy=STRATEGIES[strategy], noise_multiplier=1.0)
-    settings = {"clip_norm": 1.0, "batch_size": BATCH, "compile": compile, "run": run}
-    private = privatize(model, optimizes(model), plan, **settings)
-
-    def step(i: int) -> None:
-        batch = batches[private.steps_done % len(batches)]
-        ids = batch.ids if has_ids else None
-        if reads_loss:
-            private.step(LOSS, *batch.data, ids=ids)
-        else:
-            private.advance(LOSS, batch.data, ids=ids)
-
-    step.private = private  # type: ignore[attr-defined]
-    return step
-
-
-def opacus(batches: list[Batch], mode: str) -> Callable[[int], object]:
-    from opacus import PrivacyEngine
-
-    model = network()
-    inner = sgd(model)
-    data = torch.utils.data.TensorDataset(torch.zeros(BATCH, 1), torch.zeros(BATCH))
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
-    options = {
-        "module": model,
-        "optimizer": inner,
-        "data_loader": loader,
-        "poisson_sampling": False,
-    }
-    options |= {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": mode}
-    if mode == "ghost":
-        made = PrivacyEngine().make_private(criterion=nn.CrossEntropyLoss(), **options)
-        model, optimizer, criterion, _ = made
-    else:
-        model, optimizer, _ = PrivacyEngine().make_private(**options)
-        criterion = LOSS
-
-    def step(i: int) -> None:
-        x, y = batches[i % len(batches)].data
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def jax_privacy(batches: list[Batch]) -> Callable[[int], object]:
-    """Its clipped gradient and independent noise under one jit, with optax's SGD."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from jax_privacy import clipping, noise_addition
-
-    jax.config.update("jax_platforms", "cuda,cpu")
-    params = {n: jnp.asarray(p.detach().cpu().numpy()) for n, p in network().named_parameters()}
-
-    def scores(p: dict, x: jax.Array) -> jax.Array:
-        def conv(v: jax.Array, n: str, stride: int, pad: int) -> jax.Array:
-            out = jax.lax.conv_general_dilated(
-                v, p[f"{n}.weight"], (stride, stride), [(pad, pad)] * 2
-            )
-            return jnp.tanh(out + p[f"{n}.bias"][None, :, None, None])
-
-        def pool(v: jax.Array) -> jax.Array:
-            ones = (1, 1, 1, 1)
-            return jax.lax.reduce_window(v, -jnp.inf, jax.lax.max, (1, 1, 2, 2), ones, "VALID")
-
-        v = pool(conv(pool(conv(x, "0", 2, 3)), "3", 2, 0)).reshape(x.shape[0], -1)
-        v = jnp.tanh(v @ p["7.weight"].T + p["7.bias"])
-        return v @ p["9.weight"].T + p["9.bias"]
-
-    def loss(p: dict, x: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(scores(p, x), y).mean()
-
-    clipped = clipping.clipped_grad(loss, l2_clip_norm=1.0, batch_argnums=(1, 2))
-    noise = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=jax.random.key(0))
-    rule = optax.sgd(0.05, momentum=0.9)
-
-    @jax.jit
-    def update(p: dict, s: object, m: object, x: jax.Array, y: jax.Array) -> tuple:
-        grads = clipped(p, x, y)
-        noisy, s = noise.update(grads, s)
-        moved, m = rule.update(jax.tree.map(lambda v: v / BATCH, noisy), m, p)
-        return optax.apply_updates(p, moved), s, m
-
-    data = [tuple(jnp.asarray(t.cpu().numpy()) for t in b.data) for b in batches]
-    state = [params, noise.init(params), rule.init(params)]
-
-    def step(i: int) -> None:
-        state[:] = update(*state, *data[i % len(data)])
-
-    step.wait = lambda: jax.block_until_ready(state[0])  # type: ignore[attr-defined]
-    return step
-
-
-def methods(fuse: bool) -> dict[str, Callable[[list[Batch]], Callable[[int], object]]]:
+def methods(fuse: bool) -> dict[str, Make]:
     folder = tempfile.mkdtemp()
-    table: dict[str, Callable[[list[Batch]], Callable[[int], object]]] = {
+    table: dict[str, Make] = {
         "SGD, eager": plain_eager,
         "SGD, CUDA graph": plain_graph,
         "ours, eager": lambda b: ours(b, "Honaker tree", compile=False),
@@ -271,7 +93,7 @@ def methods(fuse: bool) -> dict[str, Callable[[list[Batch]], Callable[[int], obj
 
 def compare(rounds: int, steps: int, fuse: bool, only: str) -> None:
     batches = random_batches()
-    running: dict[str, Callable[[int], object]] = {}
+    running: dict[str, Step] = {}
     for name, make in methods(fuse).items():
         if only and not any(part in name for part in only.split(",")):
             continue
@@ -311,7 +133,7 @@ def compare(rounds: int, steps: int, fuse: bool, only: str) -> None:
         print(f"| {name} | {ms:.3f} ({spread}) | {ms / sgd_ms:.2f} | {other} |", flush=True)
 
 
-def finish(step: Callable[[int], object]) -> None:
+def finish(step: Step) -> None:
     getattr(step, "wait", torch.cuda.synchronize)()
 
 

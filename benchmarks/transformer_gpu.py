@@ -204,7 +204,7 @@ def main() -> None:
     kinds = ["bf16", "tf32", "autocast"]
     parser.add_argument("--dtype", nargs="+", choices=kinds, default=kinds[:1])
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
     parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
