@@ -10,8 +10,9 @@ Each benchmark is a process of its own that measures ours and the peers' rows to
 prints becomes a section under its command. One that is absent, fails or runs past its limit leaves
 a line that says so, and the others go on; the last line counts them, and the exit status is 1 if
 there were any. The document is written after every section, so that a run that is stopped keeps
-what it has. The GPU set should take about eight minutes on an H200. Data sets are looked up in
-`$NOSHUFFLE_DATA`, else downloaded; pfl runs in the environment of `$NOSHUFFLE_PFL_PYTHON`, if there
+what it has. The GPU set takes about ten minutes on an H200. Data sets are looked up in
+`$NOSHUFFLE_DATA`, else downloaded where they are offered; a row whose data is not to be had is one
+that did not finish. pfl runs in the environment of `$NOSHUFFLE_PFL_PYTHON`, if there
 is one. Accuracy tables (`mnist_table`, `adult_table`, `drama_table`, `flower_baseline`) train
 models for minutes to hours and are not part of it.
 """

@@ -160,7 +160,107 @@ def test_an_expert_that_saw_all_tokens_in_the_first_batch(away):
     later = x.clone()
     later[0, :away, 0] = -9.0
     model = Expert().double()
-    assert_alone(model, F.cross_entropy, (later, y), first=(x, y), words="in another way")
+    assert_alone(model, F.cross_entropy, (later, y), first=(x, y), words="by what they hold")
+
+
+class Packed(nn.Module):
+    """Padding is left out before the layers, and put back after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        there = x != 0
+        out = self.inner.weight.new_zeros(*x.shape, 6)
+        out[there] = torch.tanh(self.inner(self.embed(x)[there]))
+        return self.head(out.mean(1))
+
+
+def test_tokens_without_their_padding():
+    """As many tokens for each example, on average, as if there were one row less of padding."""
+    y = torch.tensor([0, 1, 2, 0])
+    later = torch.randint(1, 9, (4, 6))
+    later[0, 2:] = 0
+    first = torch.randint(1, 9, (4, 5))
+    assert_alone(
+        Packed().double(), F.cross_entropy, (later, y), first=(first, y), words="by what they hold"
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "recurrent"])
+def test_examples_in_the_order_of_their_lengths(kind):
+    """In the first batch all lengths are the same, and the order that of the batch."""
+
+    class InOrder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = {"linear": nn.Linear(4, 4), "recurrent": nn.GRU(4, 4, batch_first=True)}
+            self.inner, self.head = layers[kind], nn.Linear(4, 3)
+
+        def forward(self, x):
+            order = x[:, 0, 0].argsort(descending=True, stable=True)
+            h = self.inner(x[order])
+            h = h if isinstance(h, torch.Tensor) else h[0]
+            return self.head(torch.tanh(h)[order.argsort()].mean(1))
+
+    (x, y), (later, _) = batch(5, 3, 4), batch(5, 3, 4)
+    x[:, 0, 0] = 1.0
+    model = InOrder().double()
+    assert_alone(model, F.cross_entropy, (later, y), first=(x, y), words="by what they hold")
+
+
+def test_mixing_of_large_batches_only():
+    class Centred(nn.Module):
+        def forward(self, h):
+            return h - h.mean(0) if len(h) > 8 else h
+
+    model = nn.Sequential(nn.Linear(4, 5), Centred(), nn.Tanh(), nn.Linear(5, 3)).double()
+    assert_alone(model, F.cross_entropy, batch(12), words="the number of examples")
+
+
+class Recall(nn.Module):
+    """Adds something of its last input to the present one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.last, self.calls = kind, None, 0
+
+    def forward(self, h):
+        self.calls += 1
+        last, self.last = self.last, h.detach()
+        if self.kind == "number":
+            self.last = float(h.detach().mean())
+        if last is None or self.kind == "shown":
+            return h
+        return h + (last if self.kind == "number" else last.mean(0))
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample, partial(PerExample, 2)])
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+def test_a_model_that_remembers_the_example_before(kind, engine):
+    """An example then moves the gradients of those after it, by several clip norms."""
+    model = nn.Sequential(nn.Linear(4, 5), Recall(kind), nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(Unsupported, match="keeps something of one example"):
+        engine().clipped_sum(model, F.cross_entropy, batch(), clip=Flat(0.1))
+
+
+def test_what_is_kept_to_be_looked_at_may_stay():
+    model = nn.Sequential(nn.Linear(4, 5), Recall("shown"), nn.Tanh(), nn.Linear(5, 3)).double()
+    assert_alone(model, F.cross_entropy, batch())
+    assert model[1].calls > 0
+
+
+def test_a_loss_that_counts_its_calls_is_not_taken_for_memory():
+    calls = []
+
+    def loss(out, y):
+        calls.append(1)
+        return F.cross_entropy(out, y) * (1.0 + 0.1 * len(calls))
+
+    model = nn.Linear(4, 3).double()
+    got = PerExample().clipped_sum(model, loss, batch(), clip=Flat(0.1))
+    assert got.units == 6
 
 
 def test_one_example_that_decides_how_often_a_layer_is_used():
@@ -349,3 +449,13 @@ def test_why_tells_what_the_trial_allowed(monkeypatch):
         told.clipped_sum(model, loss, rows, clip=Flat(1.0))
     assert told.why.count(trial.LOOSE) == 1
     assert not told.fallbacks
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+def test_a_layer_at_two_places_keeps_its_parameters(engine):
+    """Written out per example, it was left with dead tensors, which no optimizer moves."""
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)).double()
+    own = list(model.parameters())
+    engine().clipped_sum(model, F.cross_entropy, batch(), clip=Flat(0.1))
+    assert all(p is q for p, q in zip(own, model.parameters(), strict=True))

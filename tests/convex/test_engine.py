@@ -314,3 +314,12 @@ def test_phases_draw_independent_noise_under_one_key() -> None:
     correlations = np.corrcoef(made.heard) - np.eye(8)
     assert np.abs(correlations).max() < 0.08  # five deviations of a chance correlation
     np.testing.assert_allclose(np.std(made.heard, axis=1), claimed, rtol=0.06)
+
+
+def test_an_entry_in_several_parts_is_clamped_once():
+    """A sparse row may list a column twice; each part alone would be inside the bounds."""
+    parts = (np.array([5.0, 5.0, -0.25]), np.array([0, 0, 1]), np.array([0, 3]))
+    rows = sparse.csr_array(parts, shape=(1, 2))
+    made = RowMap.of((-1.0, 1.0), feature_bound=None, features=2)
+    np.testing.assert_array_equal(made.apply(rows).toarray(), [[1.0, -0.25]])
+    assert rows.nnz == 3

@@ -394,6 +394,19 @@ def test_an_interrupted_summary_does_not_hold_back_the_next_rows(tmp_path):
     ledger.close()
 
 
+def test_a_summary_of_fewer_steps_does_not_replace_one_of_more(tmp_path):
+    path, rule = tmp_path / "ledger.sqlite", SinglePass(steps=4)
+    ledger = Ledger(rule, path=path)
+    ledger.record(ledger.admit(0, np.array([1, 2]), b"0"))
+    behind = Ledger(rule, path=path)
+    ledger.record(ledger.admit(1, np.array([3]), b"1"))
+    ledger.summarise()
+    behind.close()
+    assert ledger._file.summarised == 2
+    ledger.close()
+    assert Ledger(rule, path=path).units()[0].tolist() == [1, 2, 3]
+
+
 def test_the_last_epoch_is_read_from_the_file_and_a_gap_is_noticed(tmp_path):
     ledger = Ledger(Epochs(epochs=3, steps_per_epoch=2), path=tmp_path / "ledger.sqlite")
     for step, batch in enumerate([b"one", b"two", b"one"]):

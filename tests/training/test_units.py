@@ -8,7 +8,7 @@ import torch
 
 from noshuffle.errors import InvalidInput
 from noshuffle.training import units as module
-from noshuffle.training.units import UnitTable, as_ids, name_to_id
+from noshuffle.training.units import Seen, UnitTable, as_ids, name_to_id
 
 
 @pytest.mark.parametrize("small", [(1, 1), (40, 7), (65536, 4096)])
@@ -118,6 +118,19 @@ def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
     assert dict(zip(ids.tolist(), rows)) == slow
 
 
+def test_what_a_table_tells_is_not_the_table():
+    table = UnitTable()
+    table.restore(np.array([3, 5]), Seen(*np.array([[0, 1], [0, 1], [1, 1]])))
+    for _ in range(2):
+        for ids, seen in (table.all(), (np.array([3, 5]), table.look_up(np.array([3, 5])))):
+            assert ids.tolist() == [3, 5]
+            assert seen.count.tolist() == [1, 1]
+            seen.count[:], seen.last[:], ids[:] = 0, -1, 9
+    told = table.all()[1]
+    table.update(np.array([3, 5]), step=4)
+    assert told.last.tolist() == [0, 1]
+
+
 def test_ids_of_many_kinds():
     want = [3, 1, 2]
     for given in ([3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.uint8), torch.tensor([3, 1, 2])):
@@ -125,6 +138,11 @@ def test_ids_of_many_kinds():
     assert as_ids(["ann", "bob"]).tolist() == [name_to_id("ann"), name_to_id("bob")]
     assert as_ids(np.array(["ann"])).tolist() == [name_to_id("ann")]
     assert as_ids([]).dtype == np.int64
-    for bad in ([1.5, 2.5], torch.zeros(2, 2, dtype=torch.long), np.array([2**63], np.uint64)):
+    for bad in (
+        [1.5, 2.5],
+        [5, "ann"],
+        torch.zeros(2, 2, dtype=torch.long),
+        np.array([2**63], np.uint64),
+    ):
         with pytest.raises(InvalidInput, match="ids must"):
             as_ids(bad)

@@ -21,6 +21,8 @@ from noshuffle.training.batches import TensorBatches
 from noshuffle.training.evidence import Evidence, encode_units
 from noshuffle.training.fork import fork, load_model
 from noshuffle.training.ledger import Ledger
+from noshuffle.training.place import open_ledger
+from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.sampler import make_sampler
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
@@ -253,6 +255,33 @@ def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
         fork(parent, child.path)
     edit(child.ancestors_file, lambda r: r[0].update(released=0))
     assert not verify(child.path).is_verified
+
+
+def test_a_run_that_is_open_when_it_is_forked_releases_nothing_more(tmp_path):
+    model = nn.Linear(4, 2)
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=6, run=tmp_path / "run")
+
+    def step(t):
+        torch.manual_seed(t)
+        x, y = torch.randn(6, 4), torch.randint(2, (6,))
+        return private.step(nn.CrossEntropyLoss(), x, y, ids=range(6 * t, 6 * t + 6))
+
+    step(0)
+    early = open_ledger(RunFolder(tmp_path / "run"), plan, moved=False)
+    step(1)
+    assert early.released == 1  # it was opened before the second step
+    assert early.end() == 2
+    child = fork(tmp_path / "run", tmp_path / "child")
+    assert child.ancestors()[0].released == 2
+    before = model.weight.detach().clone()
+    with pytest.raises(ReplayRefused, match="forked after 2 steps"):
+        step(2)
+    assert private.steps_released == 2
+    assert torch.equal(model.weight, before)
+    private.write_statement()
+    assert verify(tmp_path / "run").is_verified, verify(tmp_path / "run").words()
 
 
 def test_a_test_seed_is_called_not_private(tmp_path):

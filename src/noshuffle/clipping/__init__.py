@@ -8,6 +8,7 @@ adaptive    a threshold that follows a quantile      choose  which engine, and w
 products    half precision, wide sums      gram      norms from inner products (a kernel)
 modes       fast, lean, or what fits       causal_lm the loss of causal language models
 rowwise     rows of a CPU in a few calls   snapshot  whether a model is as it was
+remembers   from one example to the next   picking   rows ordered by what they hold
 """
 
 from noshuffle.clipping.causal_lm import next_token

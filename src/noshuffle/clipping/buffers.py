@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 def written(model: nn.Module, run: Callable[[int], object]) -> str | None:
     """The name of a buffer that two runs of `run(0)` and `run(1)` leave unlike, if there is one."""
-    before = [_kept(module._buffers) for module in model.modules()]
+    before = kept(model)
     first, second = (_after(model, run, which, before) for which in (0, 1))
     unlike = (name for name in {**first, **second} if not same(first.get(name), second.get(name)))
     return next(unlike, None)
@@ -58,6 +58,11 @@ def refuse_written(model: nn.Module, run: Callable[[int], object]) -> None:
         )
 
 
+def kept(model: nn.Module) -> list[Kept]:
+    """The buffers of all modules, for `put_back`."""
+    return [_kept(module._buffers) for module in model.modules()]
+
+
 def _kept(holder: dict[str, Tensor | None]) -> Kept:
     contents = {key: value.clone() for key, value in holder.items() if value is not None}
     return Kept(holder, dict(holder), contents)
@@ -70,15 +75,20 @@ def _after(
     with torch.no_grad():
         run(which)
         found = {name: value.clone() for name, value in model.named_buffers()}
-        for own in before:  # one that a run made is gone again, one that it filled is empty
-            own.holder.clear()
-            own.holder.update(own.tensors)
-            for key, content in own.contents.items():
-                value = own.tensors[key]
-                assert value is not None
-                if not same(value, content):
-                    value.copy_(content)
+        put_back(before)
     return found
+
+
+def put_back(before: Sequence[Kept]) -> None:
+    """All buffers as they were; one that a run made is gone again, one that it filled is empty."""
+    for own in before:
+        own.holder.clear()
+        own.holder.update(own.tensors)
+        for key, content in own.contents.items():
+            value = own.tensors[key]
+            assert value is not None
+            if not same(value, content):
+                value.copy_(content)
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.precision import rounds_convolutions, rounds_products
 from noshuffle.errors import InvalidInput, positive
 
 #: Clip to this much below the bound: rounding in the norm and in the product then stays inside.
@@ -150,9 +151,10 @@ def slack(reference: Tensor) -> float:
     """How far below the bound to aim, by the precision of the gradients on this device."""
     if reference.dtype == torch.float64:
         return FINE_SLACK
-    coarse = torch.get_float32_matmul_precision() != "highest"
-    coarse = coarse or (reference.dim() > 2 and torch.backends.cudnn.allow_tf32)
-    return COARSE_SLACK if reference.is_cuda and coarse else SLACK
+    if not reference.is_cuda:
+        return SLACK
+    coarse = rounds_products() or (reference.dim() > 2 and rounds_convolutions())
+    return COARSE_SLACK if coarse else SLACK
 
 
 def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ from noshuffle.clipping.inputs import (
     UNCOMPILED,
     as_written,
     is_compiled,
-    no_autocast,
 )
 from noshuffle.clipping.layers import (
     Layers,
@@ -65,6 +64,7 @@ from noshuffle.clipping.objective import (
     take,
 )
 from noshuffle.clipping.per_example import PerExample, empty_sum
+from noshuffle.clipping.precision import exactly
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.tape import Astray, Route
@@ -148,10 +148,10 @@ class Ghost:
                 is_alone = whose is None and marks is None
                 forms, losses = read_off(rows, early=device.type == "cuda" and is_alone)
                 who = members(whose, marks, size=len(losses), device=device)
-                for name, own in forms.items():
-                    if not is_alone or len(own) > 1:
-                        forms[name] = by_unit(own, who, reduce=reduce)
-                with no_autocast(device):
+                with exactly(device):  # what is written out or added up here is not rounded
+                    for name, own in forms.items():
+                        if not is_alone or len(own) > 1:
+                            forms[name] = by_unit(own, who, reduce=reduce)
                     return finish(forms, like, losses, who, clip=clip, **options)
 
             def small(count: int) -> None:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
 from noshuffle.clipping.objective import leaves
+from noshuffle.clipping.picking import Picking
 from noshuffle.clipping.pooling import pools
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
 from noshuffle.clipping.rules_hf import named_rule
@@ -210,17 +211,28 @@ def find_layout(
     """Run two and three examples (`run(n)` gives n losses) and compare the shapes of every call."""
     shapes: list[dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]] = []
     held = frozenset(shared)
+    picking = Picking()
+
+    def orderly(*_: Any) -> None:
+        if picking.how:
+            raise NotByLayer(f"rows are picked or ordered by what they hold ({picking.how})")
+
     for size in (2, 3):
         calls: dict[str, list[tuple[list[torch.Size], list[torch.Size]]]] = {}
 
+        picking.size = size
+
         def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            orderly()
             ins = [t.shape for t in tensors((args, kwargs))]
             calls.setdefault(name, []).append((ins, [t.shape for t in tensors(out)]))  # noqa: B023
 
         tape = Tape(size, is_on=False)
         watch = watching(model, layers.watched, seen, tape)
         try:
-            with torch.no_grad(), watch, spread(layers, held, size):
+            with torch.no_grad(), watch, spread(layers, held, size), picking, ExitStack() as stack:
+                for layer in layers.rewritten.values():
+                    stack.callback(layer.register_forward_pre_hook(orderly).remove)
                 run(size)
         except (RuntimeError, ValueError, IndexError) as error:
             if not held:

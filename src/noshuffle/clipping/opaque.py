@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp
+from torch.func import vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.forms import Dense
 from noshuffle.clipping.layers import NotByLayer, stamp, tensors
 from noshuffle.clipping.products import wide
+from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Found, Tape, rewritten
 
 
@@ -50,7 +51,7 @@ def written_out(
         one_args, one_kwargs = tree_unflatten(filled, spec)
 
         def outputs(theta: dict[str, Tensor]) -> list[Tensor]:
-            out = functional_call(layer, theta, one_args, one_kwargs)
+            out = call_with(layer, theta, one_args, one_kwargs)
             return [t for t in tensors(out) if t.is_floating_point()]
 
         outs, pull = vjp(outputs, params)  # type: ignore[misc]

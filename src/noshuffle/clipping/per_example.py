@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noshuffle.clipping.batch import cuttable
@@ -30,7 +30,7 @@ from noshuffle.clipping.buffers import refuse_written, same
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
-from noshuffle.clipping.inputs import UNCOMPILED, no_autocast
+from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
@@ -44,7 +44,10 @@ from noshuffle.clipping.objective import (
     single_loss,
     take,
 )
+from noshuffle.clipping.precision import exactly
 from noshuffle.clipping.products import sum_dtype, wide
+from noshuffle.clipping.remembers import refuse_memory
+from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.clipping.trial import same_luck, unlike_pair
 from noshuffle.errors import one_of, whole
@@ -70,7 +73,7 @@ def per_example_gradients(
     params = {f"model.{n}": p.detach() for n, p in trainable(model).items()}
 
     def loss(theta: dict[str, Tensor], example: tuple[Any, ...]) -> Tensor:
-        value: Tensor = functional_call(bound, theta, one(example))
+        value: Tensor = call_with(bound, theta, one(example))
         must_depend(value)
         return value
 
@@ -165,13 +168,13 @@ class PerExample:
             part = who if step >= size else _part(who, rows)
             forms = {n: by_unit([Dense(wide(g))], part, reduce=reduce) for n, g in grads.items()}
             if who.units is None:
-                with no_autocast(device):
+                with exactly(device):
                     parts.append(finish(forms, like, values, part, clip=clip))
             else:
                 totals = {n: [*totals.get(n, []), *f] for n, f in forms.items()}
                 totals = {n: [Dense(sum(f.dense() for f in fs))] for n, fs in totals.items()}  # type: ignore[arg-type]
         if who.units is not None:
-            with no_autocast(device):
+            with exactly(device):
                 return finish(totals, like, torch.cat(losses), who, clip=clip)
         return parts[0] if len(parts) == 1 else _joined(parts)
 
@@ -189,7 +192,8 @@ class PerExample:
     def check_buffers(
         self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
     ) -> None:
-        """Raise if the model takes its data into a buffer; asked once for each of its modes."""
+        """Raise if the model takes its data into a buffer, or remembers it from one example to
+        the next; asked once for each of its modes."""
         modes, is_quiet = _modes(model), True
         if modes in self._clean.setdefault(model, {}):
             return
@@ -198,16 +202,18 @@ class PerExample:
         except NotNow:
             return
 
-        def run(i: int) -> None:
+        def run(i: int) -> Tensor:
             nonlocal is_quiet
             before = [(buffer, buffer.clone()) for buffer in model.buffers()]
             with same_luck(model), rewritten(model, Tape(1, is_on=False)):
-                single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
+                loss = single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
             after = list(model.buffers())
             alike = [a is b and same(b, content) for a, (b, content) in zip(after, before)]
             is_quiet = is_quiet and all(alike) and len(after) == len(before)
+            return loss
 
         refuse_written(model, run)
+        refuse_memory(model, run)
         self._clean[model][modes] = is_quiet
 
     def is_quiet(self, model: nn.Module) -> bool:

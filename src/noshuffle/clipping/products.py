@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import gpu_kernels
+from noshuffle.clipping.precision import rounds_products
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -42,7 +43,7 @@ def roundoff(t: Tensor) -> float:
     if t.dtype in HALF:
         return 0.5 * torch.finfo(t.dtype).eps
     if t.dtype == torch.float32 and t.is_cuda:
-        return 2.0**-10 if torch.get_float32_matmul_precision() != "highest" else 0.0
+        return 2.0**-10 if rounds_products() else 0.0
     return 0.0
 
 

@@ -3,7 +3,7 @@
 Two facts are checked on real rows of the first batch, under the same random numbers:
 
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
-              also with a third example in the batch
+              also with a third example in the batch, and with up to sixteen
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd
 
@@ -44,6 +44,8 @@ from noshuffle.errors import InvalidInput
 
 #: Numbers of a gradient that are compared at a time.
 PIECE = 1 << 18
+#: Examples that stand beside each other in the trial, at most.
+COMPANY = 16
 #: What `tried` says of a model that passed by the allowance for TF32.
 LOOSE = "with TF32 a gradient moves by up to 0.5 % with its company, as it does from run to run"
 
@@ -170,8 +172,36 @@ def _pieces(t: Tensor | None) -> Sequence[Tensor]:
     return () if t is None else torch.split(t.reshape(-1), PIECE)
 
 
+def _beside(pair: tuple[Any, ...], batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The pair, and further examples of its batch: what mixes large batches only, or such as are
+    divided by four, is not seen in two."""
+    if batch_size(batch) < 3:
+        return pair
+    rest = _rows(batch, *range(2, min(batch_size(batch), COMPANY)))
+    joined: tuple[Any, ...] = tree_map(
+        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest
+    )
+    return joined
+
+
+def _as_many_as_fit(run: Callable[..., Tensor], rows: tuple[Any, ...]) -> Tensor:
+    """The losses of these examples, or of the first ones where the device has no room for all."""
+    while True:
+        try:
+            return run(rows)
+        except torch.OutOfMemoryError:
+            if batch_size(rows) <= 3:
+                raise
+        rows = take(rows, slice(max(2, batch_size(rows) // 2)))
+
+
 def _counted(
-    model: nn.Module, run: Callable[..., Tensor], pair: tuple[Any, ...], *, low: bool
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    pair: tuple[Any, ...],
+    company: tuple[Any, ...],
+    *,
+    low: bool,
 ) -> None:
     """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean)."""
     with torch.no_grad(), ExitStack() as stack:
@@ -182,8 +212,10 @@ def _counted(
             if not torch.equal(run(pair), run(pair, seed=1)):
                 return
         two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
-    for a, b in zip(two.tolist(), three.tolist()):
-        if not abs(a - b) <= (5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)):
+        more = _as_many_as_fit(run, company)
+    for a, *others in zip(two.tolist(), three.tolist(), more.tolist()):
+        room = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
+        if not all(abs(a - b) <= room for b in others):
             raise NotByLayer("the loss of an example changes with the number of examples")
 
 
@@ -249,7 +281,7 @@ def tried(
     low = any(is_half(own) for each in forms.values() for own in each)
     low = low or any(p.dtype in HALF for p in params.values())
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
-    _counted(model, run, pair, low=low)
+    _counted(model, run, pair, _beside(pair, batch), low=low)
     room = [_length(t) for t in truth] or [0.0, 0.0]
     for i, (name, parameter) in enumerate(params.items()):
         blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))

@@ -77,6 +77,9 @@ class RowMap:
 
     def _sparse(self, x: Any) -> Any:
         out = x.tocsr().astype(np.float64)
+        if not out.has_canonical_format:  # an entry in several parts is clamped once, not by part
+            out = out.copy()
+            out.sum_duplicates()
         if self.low is None or self.high is None:
             return out
         if self.shift.any():

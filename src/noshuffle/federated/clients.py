@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, Flat
+from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, instance_of, non_negative, positive, whole
 
 #: A target that counts for nothing, as in torch's cross-entropy.
@@ -176,7 +176,7 @@ def trained(
     now = {name: value.detach().clone() for name, value in parameters.items()}
     for rows in local.batches(len(x)):
         leaves = {name: value.requires_grad_() for name, value in now.items()}
-        loss = loss_fn(functional_call(model, {**buffers, **leaves}, (x[rows],)), y[rows]).mean()
+        loss = loss_fn(call_with(model, {**buffers, **leaves}, (x[rows],)), y[rows]).mean()
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         now = {
             name: stepped(value.detach(), grad, start=parameters[name], local=local)

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
+from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
 from noshuffle.federated import stacked_lstm
 from noshuffle.federated.clients import NO_TARGET, LocalTraining
@@ -171,7 +172,7 @@ def accuracies(
         if stacked_lstm.fits(model):
             scores = stacked_lstm.scores(params, given).permute(0, 2, 3, 1)
         else:
-            scores = vmap(lambda p, r: functional_call(twin, p, (r,)))(dict(params), given)
+            scores = vmap(lambda p, r: call_with(twin, p, (r,)))(dict(params), given)
         is_target = targets != NO_TARGET
         right = (scores.argmax(2) == targets) & is_target
         # (runs, rows, classes, …) → the log-probability of each target

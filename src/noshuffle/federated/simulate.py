@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import callables, instance_of, whole
 from noshuffle.federated.clients import (
     NO_TARGET,
@@ -249,7 +249,7 @@ def evaluate(
         x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
         x, y = x.to(device), y.to(device)
         with _in_eval_mode(model):
-            scores = functional_call(model, {**buffers, **parameters}, (x,))
+            scores = call_with(model, {**buffers, **parameters}, (x,))
         is_target = y != NO_TARGET
         losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
         loss += float(losses)

@@ -32,8 +32,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
+from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
 from noshuffle.federated.recurrent import is_plain, unrolled
@@ -123,7 +124,7 @@ def trained_many(
     start = {name: value.detach() for name, value in parameters.items()}
 
     def loss(now: dict[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        losses = loss_fn(functional_call(model, now, (x,)), y)
+        losses = loss_fn(call_with(model, now, (x,)), y)
         total: Tensor = (losses * weights.to(losses.dtype)).sum() / weights.sum().clamp_min(1)
         return total
 

@@ -22,9 +22,9 @@ from noshuffle.training.spending import Ancestor
 def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = False) -> RunFolder:
     """A new run folder that carries the spending of `parent`; give it to `privatize`.
 
-    Guarantees: `parent` can release nothing after this (it refuses), so the steps that the fork
-    adds up are all there will ever be. A copy of a run folder is refused (unless the caller
-    promises that it was `moved`): its original could go on.
+    Guarantees: `parent` can release nothing after this (it refuses, also where it is open now), so
+    the steps that the fork adds up are all there will ever be. A copy of a run folder is refused
+    (unless the caller promises that it was `moved`): its original could go on.
     """
     old = parent if isinstance(parent, RunFolder) else RunFolder(parent)
     new = RunFolder(path)
@@ -32,9 +32,9 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
     ledger = open_ledger(old, plan, moved=moved)
-    ledger.bind("forked", str(ledger.released))
+    released = ledger.end()
     is_adaptive = ledger.meta("adaptive_clip") == "yes"
-    ancestors = [*old.ancestors(), Ancestor(plan, ledger.released, is_adaptive)]
+    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive)]
     ledger.close()
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])

@@ -304,6 +304,11 @@ class Ledger(OneOwner):
             self._take(row.step, row.units)
             self._released = row.step + 1
 
+    def end(self) -> int:
+        """Let nobody record a step any more, a process that has it open included; their number."""
+        self.check_owner()
+        return self._file.end()
+
     def row(self, step: int) -> Row:
         """One released step."""
         return next(self.rows(start=step))
@@ -331,8 +336,6 @@ class Ledger(OneOwner):
         """Bring the per-unit summary up to date (units seen since the last time only)."""
         self.check_owner()
         self.settle()
-        if self._file.summarised > self._released:
-            return  # another process has gone further than this one knows
         self._file.save_units(*self._table.all(), released=self._released)
         self._since = (0, 0)
 

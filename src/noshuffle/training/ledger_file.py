@@ -29,12 +29,19 @@ from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
 from noshuffle.training.evidence import SCHEMA, Row, encode_units, read_rows, read_units
 from noshuffle.training.units import Ids, Seen
 
+#: One statement, so that nobody can end the run in between.
+_ADD = (
+    "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ? "
+    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name = 'forked')"
+)
+_END = "INSERT OR IGNORE INTO meta SELECT 'forked', CAST(COUNT(*) AS TEXT) FROM steps"
+
 
 class LedgerFile:
     """The tables of one ledger.
 
     Guarantees: what `add_step` wrote survives a power cut; of two processes that write the same
-    step the second is refused.
+    step the second is refused, and after `end` everybody is.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -84,7 +91,11 @@ class LedgerFile:
             if is_first:  # two writes that belong together; one alone is a transaction by itself
                 self.db.execute("BEGIN IMMEDIATE")
                 self.db.execute("INSERT INTO meta VALUES ('identified_by', ?)", (identified_by,))
-            self.db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
+            if not self.db.execute(_ADD, row).rowcount:
+                raise ReplayRefused(
+                    f"this run was forked after {self.fact('forked')} steps and may not go on "
+                    "itself; continue the fork"
+                )
             if is_first:
                 self.db.execute("COMMIT")
         except sqlite3.IntegrityError:
@@ -95,6 +106,12 @@ class LedgerFile:
         except BaseException:
             self._undo()
             raise
+
+    def end(self) -> int:
+        """Take no step any more, from any process; returns how many there are."""
+        self._undo()
+        self.db.execute(_END)
+        return int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
 
     def _undo(self) -> None:
         """Before every write: take back one that did not come to its end."""
@@ -140,16 +157,21 @@ class LedgerFile:
         return int(steps), int(participations)
 
     def save_units(self, ids: Ids, seen: Seen, *, released: int) -> None:
-        """Bring the summary up to date with what is known of all units after `released` steps."""
+        """Bring the summary up to date with what is known of all units after `released` steps.
+
+        One of more steps, which another process may have written just now, stays.
+        """
         self._undo()
-        new = np.flatnonzero(seen.last >= self.summarised)
-        rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
         try:
             self.db.execute("BEGIN IMMEDIATE")
-            self.db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
-            self.db.execute(
-                "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(released),)
-            )
+            covered = self.summarised
+            if covered <= released:
+                new = np.flatnonzero(seen.last >= covered)
+                rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
+                self.db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
+                self.db.execute(
+                    "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(released),)
+                )
             self.db.execute("COMMIT")
         except BaseException:
             self._undo()

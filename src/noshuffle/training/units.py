@@ -72,6 +72,11 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
         if items and all(isinstance(i, str | bytes) for i in items):
             return np.array([name_to_id(i, secret=secret) for i in items], dtype=np.int64)
         ids = np.array(items, dtype=np.int64) if not items else np.asarray(items)
+        if ids.dtype.kind in "US":  # NumPy made names of the numbers among them
+            raise InvalidInput(
+                "ids must all be integers or all be names, got both in one batch; 5 and '5' would "
+                "count as two units"
+            )
     if ids.ndim != 1 or ids.dtype.kind not in "iuUS":
         raise InvalidInput(
             "ids must be one integer or name per example, got an array of shape "
@@ -173,10 +178,11 @@ class UnitTable:
         self._asked.clear()
 
     def all(self) -> tuple[Ids, Seen]:
-        """Every unit with its record, in order of id."""
+        """Every unit with its record, in order of id; theirs to change."""
         self._write_back()
         ids, data = reduce(_merge, self._runs)
-        return ids, Seen(first=data[0], last=data[1], count=data[2])
+        first, last, count = data[:3].copy()
+        return ids.copy(), Seen(first=first, last=last, count=count)
 
     def _new_number(self, members: int) -> int:
         """The number of a party to come, 0 where there is no room for it."""

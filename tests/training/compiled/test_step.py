@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -357,6 +359,29 @@ def test_the_last_program_is_taken_again_only_where_all_is_as_it_was(change):
     assert again == ((program, 8) if change in ("nothing", "other numbers") else None)
 
 
+NEWER_NAMES = """
+import torch
+from noshuffle.training.compiled.program import repeatable
+from noshuffle.training.compiled.programs import _numerics
+cudnn, seen = torch.backends.cudnn, [_numerics()]
+for place, precision in ((torch.backends.cuda.matmul, "tf32"), (cudnn.conv, "ieee")):
+    place.fp32_precision = precision
+    seen.append(_numerics())
+    with repeatable():
+        assert cudnn.deterministic and not cudnn.benchmark and _numerics() == seen[-1]
+    assert not cudnn.deterministic
+assert len(set(seen)) == 3, seen
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="an older torch")
+def test_precision_by_its_newer_names_is_looked_at_too():
+    # In a process of its own: torch cannot take such a setting back.
+    line = [sys.executable, "-W", "ignore", "-c", NEWER_NAMES]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_step_that_is_not_yet_in_the_table_is_there_for_the_next(monkeypatch):
     """The table of units is told behind the release; an interrupt there loses nothing."""
     private, never = make(compiled=True), make(compiled=True)
@@ -504,7 +529,7 @@ def interrupted(*_, **__):
 
 
 @pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "fingerprints"])
-@pytest.mark.parametrize("place", ["units", "prints", "record", "release"])
+@pytest.mark.parametrize("place", ["start", "units", "prints", "record", "release"])
 def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, has_ids, place):
     """The place of the sum is that of the gradients given out before."""
     private, never = make(compiled=True), make(compiled=True)
@@ -513,6 +538,7 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
     list(walk(never, 1, start=2, has_ids=has_ids))
     (program,) = private.compiled._programs.values()
     patches = {
+        "start": ("noshuffle.training.compiled.program.Piece.__call__", interrupted),
         "units": ("noshuffle.training.compiled.step.encode_units", interrupted),
         "prints": ("noshuffle.training.compiled.step.fingerprint.of_batch", interrupted),
         "record": ("noshuffle.training.ledger_file.time.time", interrupted),
@@ -571,6 +597,48 @@ def test_frozen_tensors_and_buffers_that_move_are_captured_anew():
         assert after is not before
     held = {t.data_ptr() for t in private.compiled._kept_alive if isinstance(t, torch.Tensor)}
     assert {t.data_ptr() for t in private.model.state_dict().values()} <= held
+
+
+def test_a_frozen_layer_or_a_weight_of_the_loss_that_is_exchanged_is_captured_anew():
+    def frozen():
+        return nn.Linear(6, 6).requires_grad_(False)
+
+    def only_trained(model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    model = nn.Sequential(nn.Sequential(frozen()), nn.Linear(6, 3))
+    private = make(compiled=True, model=model, optimizer=only_trained)
+    loss, (x, y) = nn.CrossEntropyLoss(weight=torch.ones(3)), data()
+    changes = [
+        lambda: None,
+        lambda: model[0].__setitem__(0, frozen()),
+        lambda: setattr(loss, "weight", torch.tensor([1.0, 2.0, 3.0])),
+    ]
+    seen = []
+    for t, change in enumerate(changes):
+        change()
+        rows = slice(SIZE * t, SIZE * t + SIZE)
+        private.step(loss, x[rows], y[rows], ids=range(rows.start, rows.stop))
+        seen += private.compiled._programs.values()
+        assert private.compiled._modules == list(model.modules())
+    assert len(set(map(id, seen))) == 3 == len(seen)
+    assert not private.fallbacks
+
+
+@pytest.mark.parametrize("size", [SIZE, SIZE - 2])
+def test_a_batch_that_wants_gradients_is_a_batch(size):
+    runs = make(compiled=True), make(compiled=False)
+    x, y = data()
+    for t in range(3):
+        rows = slice(SIZE * t, SIZE * t + size)
+        ids = range(rows.start, rows.stop)
+        runs[0].step(LOSS, (x[rows].clone().requires_grad_(t != 1) * 1), y[rows], ids=ids)
+        runs[1].step(LOSS, x[rows], y[rows], ids=ids)
+    assert not runs[0].fallbacks
+    for own, other in zip(runs[0].model.parameters(), runs[1].model.parameters()):
+        torch.testing.assert_close(own, other, **CLOSE)
+    (program,) = runs[0].compiled._programs.values()
+    assert not any(buffer.requires_grad for buffer in program._buffers)
 
 
 def in_lanes(row):

@@ -361,3 +361,51 @@ def test_patches_are_those_of_unfold(options) -> None:
     settings = {n: getattr(layer, n) for n in ("stride", "padding", "dilation")}
     expected = F.unfold(x, layer.kernel_size, **settings)
     assert torch.equal(_patches(layer, x), expected)
+
+
+@pytest.mark.parametrize("make", [conv, group_norm])
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+def test_half_precision_stays_within_the_clip_norm(make: Callable[[], nn.Module], how: str) -> None:
+    """Rounded norms, factors and sums passed it by up to 0.2 %."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if how == "autocast" else getattr(torch, how)
+    models = [make().to(dtype) for _ in range(2)]
+    params = {
+        name: torch.stack([dict(m.named_parameters())[name].detach() for m in models])
+        for name, _ in models[0].named_parameters()
+    }
+    x, y = torch.randn(6, 2, 7, 7).to(dtype), torch.randint(3, (6,))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        network, _ = network_for(models, params, (x, y), loss_fn=nn.CrossEntropyLoss())
+        for row in range(len(x)):
+            keep, clip = torch.arange(len(x)) == row, torch.tensor([0.01, 0.1])
+            sums, _ = clipped_sums(network, params, (x, y), keep=keep, clip=clip)
+            assert all(value.dtype == torch.float32 for value in sums.values())
+            flat = torch.cat([value.double().flatten(1) for value in sums.values()], 1)
+            assert bool((flat.norm(dim=1) <= clip.double()).all())
+
+
+def test_squares_that_vanish_beside_huge_ones_are_clipped() -> None:
+    models = [nn.Linear(4, 2, bias=False)]
+    params = {"weight": models[0].weight.detach()[None]}
+    x, y = torch.full((2, 4), 1e-24), torch.full((2, 2), 1e18)
+    network = Stacked(nn.Sequential(models[0]), runs=1, loss_fn=nn.MSELoss())
+    own = {"0.weight": params["weight"]}
+    keep, clip = torch.tensor([True, False]), torch.tensor([1e-7], dtype=torch.float64)
+    sums, _ = clipped_sums(network, own, (x, y), keep=keep, clip=clip)
+    assert 0.0 < float(sums["0.weight"].double().norm()) <= 1e-7
+
+
+def test_a_model_that_remembers_the_example_before_is_refused() -> None:
+    class Recall(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            before, self.last = self.last, x.detach()
+            return x if before is None else x + before
+
+    models = [nn.Sequential(Recall(), nn.Flatten(), nn.Linear(98, 3))]
+    params = {n: p.detach()[None] for n, p in models[0].named_parameters()}
+    batch = (torch.randn(4, 2, 7, 7), torch.randint(3, (4,)))
+    with pytest.raises(Unsupported, match="keeps something of one example"):
+        network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss())

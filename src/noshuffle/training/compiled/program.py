@@ -40,13 +40,12 @@ from noshuffle.training.step import Parts
 def repeatable() -> Iterator[None]:
     """Convolutions by algorithms that give the same bits every time."""
     cudnn = torch.backends.cudnn
-    with cudnn.flags(
-        enabled=cudnn.enabled,
-        benchmark=False,  # would choose algorithms by the clock
-        deterministic=True,
-        allow_tf32=cudnn.allow_tf32,
-    ):
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
+    try:
         yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 def in_memory(value: Tensor) -> Tensor:
@@ -231,7 +230,11 @@ class Program:
 
     def stage(self, leaves: Sequence[Any], size: int) -> None:
         """Put a batch of `size` rows (its leaves) into the buffers, zeros behind it."""
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [
+            leaf.detach() if leaf.requires_grad else leaf  # or the buffers would belong to its pass
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        ]
         if size == self.capacity:
             torch._foreach_copy_(self._buffers, given)
         else:
@@ -276,6 +279,15 @@ class Program:
         """Make the sum zero: it may not be released."""
         if self.sums is not None:
             torch._foreach_zero_(list(self.sums.values.values()))
+
+    def give_up(self) -> None:
+        """A step did not come to its end: nothing of it is left, or waited for.
+
+        Somebody may have been interrupted before a graph was started that would have told.
+        """
+        self.forget()
+        for signal in (self._digested, self._shown, self._summed):
+            signal.reset()
 
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""

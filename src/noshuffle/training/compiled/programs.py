@@ -1,9 +1,9 @@
 """Captured programs by kind of batch: when one fits, when it must be forgotten, when none can be.
 
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
-batch is given the program that was captured for exactly these; a tensor of the model that lies
-elsewhere than at the capture makes all programs worthless. `Compiled` captures whole steps this
-way, `group.blocks` the clipped sums of blocks.
+batch is given the program that was captured for exactly these; a tensor of model or loss that lies
+elsewhere than at the capture, or another layer, makes all programs worthless. `Compiled` captures
+whole steps this way, `group.blocks` the clipped sums of blocks.
 
 State: the programs, what they must keep alive, and the log `fallbacks`.
 """
@@ -57,11 +57,11 @@ class Programs:
         self.fallbacks: list[str] = []
         self.device = next(iter(parts.parameters.values())).device
         self._keys = Keys(parts.secret, device=self.device)
-        self._modules = list(parts.model.modules())
-        self._stores = _stores(self._modules)
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
-        self._where = self._addresses()
+        self._stores: list[dict[str, Any]] = []
+        self._where: list[Any] = []
+        self._watch()
         self._last: _Last | None = None
 
     def again(
@@ -127,8 +127,9 @@ class Programs:
                 )
                 return None
             # A graph reads memory, not tensors: nothing else may come to lie there.
-            stores = self._stores + (_stores([loss_fn]) if isinstance(loss_fn, Module) else [])
-            held = [t.detach() for own in stores for t in own.values() if t is not None]
+            if isinstance(loss_fn, Module):
+                self._stores = self._stores + _stores(list(loss_fn.modules()))
+            held = [t.detach() for own in self._stores for t in own.values() if t is not None]
             self._kept_alive += [loss_fn, *held]
             with at_work():
                 self._programs[key] = self._build(loss_fn, batch, size)
@@ -183,17 +184,30 @@ class Programs:
             return torch.cuda.device(self.device)
         return nullcontext()
 
-    def _addresses(self) -> list[int]:
-        """Where all tensors of the model lie, frozen ones and buffers too (~: not trained)."""
+    def _watch(self) -> None:
+        """Take the model as it is now for the one that programs are captured with."""
+        self._modules = list(self.parts.model.modules())
+        self._trees = [m._modules for m in self._modules if m._modules]
+        self._stores = _stores(self._modules)
+        self._where = self._addresses()
+
+    def _addresses(self) -> list[Any]:
+        """Where all tensors of model and losses lie, frozen ones too (~: not trained); its layers.
+
+        A layer without trained parameters may be exchanged, and a graph would go on with the old.
+        """
         held = [t for own in self._stores for t in own.values() if t is not None]
-        return [t.data_ptr() if t.requires_grad else ~t.data_ptr() for t in held]
+        where: list[Any] = [t.data_ptr() if t.requires_grad else ~t.data_ptr() for t in held]
+        for own in self._trees:
+            where += own.values()
+        return where
 
     def reset(self) -> None:
         """Forget everything that was captured."""
         self._last = None
         self._programs.clear()
         self._kept_alive.clear()
-        self._where = self._addresses()
+        self._watch()
 
     def say(self, note: str) -> None:
         """Log a fallback, once."""
@@ -215,8 +229,10 @@ def flat(batch: tuple[Any, ...]) -> tuple[Sequence[Any], Any]:
 
 def _numerics() -> tuple[Any, ...]:
     """Settings of torch that a capture freezes."""
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    )
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    try:
+        return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cast
+    except RuntimeError:  # set by their newer names, of which the older ones refuse to tell
+        return matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cast

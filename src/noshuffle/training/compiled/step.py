@@ -156,7 +156,7 @@ class Compiled(Programs):
                 program.release()
             except BaseException:
                 # The gradients that the last step gave out lie where the raw sum is now.
-                program.forget()
+                program.give_up()
                 raise
         if keep is None:
             return Pending(program, slice(size), 0)

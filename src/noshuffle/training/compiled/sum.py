@@ -35,6 +35,7 @@ from noshuffle.clipping.check import trainable
 from noshuffle.clipping.clipped import LEAST_FACTOR, slack
 from noshuffle.clipping.forms import Dense, Form, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
+from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import wide
@@ -135,7 +136,8 @@ def rules(
 
     def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
         found, losses = ghost_forms(model, shown, batch, layers=layers, layout=layout)
-        return {name: merge(own) for name, own in found.items()}, losses
+        with no_autocast(losses.device):
+            return {name: merge(own) for name, own in found.items()}, losses
 
     return forms
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
 from noshuffle.clipping import Flat, ModelLoss, auto, validate
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.objective import Criterion, single_loss, take
+from noshuffle.clipping.stateless import call_with
 
 #: Products in convolutions of a whole batch from which a CPU is busy with them alone; measured.
 MANY_PRODUCTS = 2**24
@@ -55,7 +55,7 @@ class OneByOne:
             own = {name: value[run] for name, value in params.items()}
             modes = [(module, module.training) for module in model.modules()]
             try:
-                found.append(functional_call(model.eval(), own, (x,)))
+                found.append(call_with(model.eval(), own, (x,)))
             finally:
                 for module, mode in modes:
                     module.training = mode

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.gram import smallest
 from noshuffle.clipping.objective import Criterion, row_losses
+from noshuffle.clipping.products import wide
 from noshuffle.errors import Unsupported
 
 #: Layers that treat every number, or every channel, alike.
@@ -40,14 +42,19 @@ class Dense:
 
     def squares(self) -> Tensor:
         """Squared norm per example and run."""
-        return self.values.flatten(2).square().sum(2)
+        return wide(self.values).flatten(2).square().sum(2)
 
     def total(self, factor: Tensor) -> Tensor:
         """Σ_i factor[i, k]·G[i, k]; an example with factor 0 contributes exactly zero."""
-        flat = self.values.flatten(2)
+        flat = wide(self.values).flatten(2)
         flat = torch.where(factor[:, :, None] != 0, flat, 0.0)
         out = torch.einsum("bk,bkf->kf", factor.to(flat.dtype), flat)
         return out.reshape(self.values.shape[1:])
+
+
+def _lengths(t: Tensor) -> Tensor:
+    """‖t[i, k]‖² in double precision, with room for entries whose squares vanish."""
+    return wide(t).square().sum(2).double() + t.shape[2] * smallest(t.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,19 @@ class Outer:
     a: Tensor
 
     def squares(self) -> Tensor:
-        """‖g ⊗ a‖² = ‖g‖²·‖a‖²."""
-        return self.g.square().sum(2) * self.a.square().sum(2)
+        """‖g ⊗ a‖² = ‖g‖²·‖a‖², never too small where squares vanish beside a huge factor."""
+        return _lengths(self.g) * _lengths(self.a)
 
     def total(self, factor: Tensor) -> Tensor:
         """Σ_i factor[i, k]·g[i, k] ⊗ a[i, k]."""
         is_used = factor[:, :, None] != 0
-        g = torch.where(is_used, self.g * factor[:, :, None].to(self.g.dtype), 0.0)
-        if self.a.shape[1] == 1:
+        g, a = wide(self.g), wide(self.a)
+        g = torch.where(is_used, g * factor[:, :, None].to(g.dtype), 0.0)
+        if a.shape[1] == 1:
             # One product for all runs; a row that no run uses may hold anything.
-            a = torch.where(is_used.any(1), self.a[:, 0], 0.0)
+            a = torch.where(is_used.any(1), a[:, 0], 0.0)
             return (g.flatten(1).T @ a).reshape(*g.shape[1:], -1)
-        return torch.einsum("bko,bkf->kof", g, torch.where(is_used, self.a, 0.0))
+        return torch.einsum("bko,bkf->kof", g, torch.where(is_used, a, 0.0))
 
 
 Gradients = dict[str, Dense | Outer]

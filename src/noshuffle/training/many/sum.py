@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, slack
-from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.clipping.precision import exactly
 from noshuffle.errors import Unsupported
 from noshuffle.training.many.single import MANY_PRODUCTS, OneByOne, products
 from noshuffle.training.many.stacked import Gradients, Stacked
@@ -76,7 +76,7 @@ def clipped_sums(
         part = slice(begin, begin + rows)
         whole = rows >= size
         grads, seen = network.example_gradients(params, batch if whole else take(batch, part))
-        with no_autocast(first.device):  # a sum in half precision could pass the clip norm
+        with exactly(first.device):  # a sum in half precision could pass the clip norm
             factor = _factors(grads, seen, keep[part], clip=clip, aim=aim)
             for name, value in params.items():
                 total = grads[name].total(factor).reshape(value.shape)
@@ -103,6 +103,7 @@ def network_for(
     """The quickest form that holds for these models and batches like this one, and why."""
     device = next(iter(params.values())).device
     general = Vmapped(models, loss_fn=loss_fn, device=device)
+    general.check_memory(batch)
     two, size = take(batch, slice(0, 2)), batch_size(batch)
     single = "one by one"
     if device.type == "cpu" and size * products(models[0], loss_fn, batch) >= MANY_PRODUCTS:

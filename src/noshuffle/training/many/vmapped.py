@@ -34,14 +34,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import ModelLoss, validate
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.objective import Criterion, _is_vmap_limit, batch_axes, one, take
-from noshuffle.clipping.per_example import _Bound
+from noshuffle.clipping.per_example import PerExample, _Bound
+from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.many.stacked import Dense, Gradients, Outer
@@ -74,7 +75,7 @@ class Vmapped:
         """Outputs of every network in eval mode: (batch, runs, …)."""
 
         def call(theta: dict[str, Tensor], fixed: dict[str, Tensor]) -> Tensor:
-            out: Tensor = functional_call(self._model, {**theta, **fixed}, (x,))
+            out: Tensor = call_with(self._model, {**theta, **fixed}, (x,))
             return out
 
         modes = [(module, module.training) for module in self._model.modules()]
@@ -108,7 +109,7 @@ class Vmapped:
                 return out
 
             with _forwards(self._known, forward):
-                value: Tensor = functional_call(self._bound, theta, one(example))
+                value: Tensor = call_with(self._bound, theta, one(example))
             return value, dict(inputs)
 
         own = {name: value.detach() for name, value in params.items()}
@@ -131,6 +132,10 @@ class Vmapped:
             if f"{name}.bias" in params:
                 found[f"{name}.bias"] = Dense(g)
         return found, losses
+
+    def check_memory(self, batch: tuple[Any, ...]) -> None:
+        """Raise if the model keeps something of one example that the next one meets."""
+        PerExample().check_buffers(self._model, self._bound.loss_fn, batch)
 
     def linear_layers(self, batch: tuple[Any, ...]) -> list[str]:
         """Linear layers that the first example of a batch calls once, with one vector.
