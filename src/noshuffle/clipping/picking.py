@@ -14,7 +14,7 @@ State: the first such operation of the block.
 >>> with Picking(2) as listening:
 ...     _ = torch.tensor([3, 5]).argsort()
 >>> listening.how
-'sort'
+'argsort'
 """
 
 from __future__ import annotations
@@ -23,41 +23,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
-_ORDERS = ("sort", "argsort", "topk")
-_CHOICES = ("nonzero", "masked_select", "nonzero_static", "_unique2", "unique_dim")
+_ORDERS = ("sort", "msort", "argsort", "topk", "kthvalue")
+_CHOICES = ("nonzero", "argwhere", "nonzero_static", "masked_select", "unique", "where")
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Picking(TorchDispatchMode):
+class Picking(TorchFunctionMode):
     """In this block, operations that choose among rows of `size` examples are noticed."""
 
     def __init__(self, size: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.size = size
         self.how = ""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        name = func.overloadpacket.__name__
-        if not self.how and (name in _ORDERS or name in _CHOICES or name == "index"):
-            self._listen(name, args, options)
+        if not self.how:
+            self._listen(getattr(func, "__name__", "").strip("_"), args, options)
         return func(*args, **options)
 
     def _listen(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        of = args[0]
+        of = args[0] if args else options.get("input")
         if not isinstance(of, Tensor) or not of.dim() or of.shape[0] % self.size:
             return
+        is_it = False
         if name in _ORDERS:
             given = [a for a in args[1:] if type(a) is int]
-            at = 1 if name == "topk" else 0
-            axis = options.get("dim", given[at] if len(given) > at else -1)
+            at = 1 if name in ("topk", "kthvalue") else 0
+            usual = 0 if name == "msort" else -1
+            axis = options.get("dim", given[at] if len(given) > at else usual)
             is_it = axis % of.dim() == 0
-        elif name == "index":
-            is_it = isinstance(args[1][0], Tensor) and args[1][0].dtype in _MASKS
+        elif name == "where":  # with one argument it is nonzero; with three it chooses nothing
+            is_it = len(args) + len(options) == 1
+        elif name == "getitem":
+            index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            is_it = isinstance(index, Tensor) and index.dtype in _MASKS
         else:
-            is_it = True
+            is_it = name in _CHOICES or name.startswith("unique")
         self.how = name if is_it else ""

@@ -3,7 +3,7 @@
 Two facts are checked on real rows of the first batch, under the same random numbers:
 
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
-              also with a third example in the batch, and with up to sixteen
+              also with a third example in the batch, and with up to twelve
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd
 
@@ -44,8 +44,9 @@ from noshuffle.errors import InvalidInput
 
 #: Numbers of a gradient that are compared at a time.
 PIECE = 1 << 18
-#: Examples that stand beside each other in the trial, at most.
-COMPANY = 16
+#: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
+#: which takes megabytes.
+COMPANY = 12
 #: What `tried` says of a model that passed by the allowance for TF32.
 LOOSE = "with TF32 a gradient moves by up to 0.5 % with its company, as it does from run to run"
 
