@@ -51,7 +51,7 @@ def members(
         if tuple(weights.shape) != (size,):
             raise InvalidInput(f"weights must have shape ({size},), got {tuple(weights.shape)}")
         keep = (weights != 0).to(device)
-        if not is_capturing(weights) and not bool(((weights == 0) | (weights == 1)).all()):
+        if not is_capturing(weights.device) and not bool(((weights == 0) | (weights == 1)).all()):
             raise InvalidInput("weights must be 0 (left out) or 1 (counts); scale the loss instead")
     if units is None:
         return Members(size, keep, None, None)
@@ -73,9 +73,9 @@ def members(
     return Members(size, keep, Units(of, slot, len(counts), widest), live)
 
 
-def is_capturing(reference: Tensor) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
-    return reference.is_cuda and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
@@ -154,7 +154,7 @@ def finish(
     norms2.update({pack.names[0]: pack.form.squares() for pack in packs if pack is not None})
     aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
     factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
-    spoiled = is_capturing(losses)
+    spoiled = is_capturing(device)
     # Sent along now, losses cost nobody a wait: the device is about to be asked anyway.
     shown = None if spoiled or not on_gpu else DeviceCopy(losses).values
     answer = None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from noshuffle.clipping.clipped import ClippedSum
 from noshuffle.clipping.luck import luck_of
-from noshuffle.clipping.members import Spoiled
+from noshuffle.clipping.members import Spoiled, is_capturing
 from noshuffle.clipping.objective import batch_size, leaves, take
 
 MODES = ("auto", "fast", "lean")
@@ -63,11 +63,6 @@ def free_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + held)
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def measure(run: Callable[[int], object], *, size: int, device: torch.device) -> Need | None:
@@ -161,10 +156,10 @@ def choose_parts(
     kind = kind_of(batch)
     size, chosen = kind[0], memory.get(kind)
     is_still = chosen is not None and (chosen.looks >= LOOKS or chosen.need is None)
-    if chosen is not None and (is_still or is_captured(device)):
+    if chosen is not None and (is_still or is_capturing(device)):
         return chosen
     if chosen is None:
-        measured = mode != "fast" and not is_captured(device)
+        measured = mode != "fast" and not is_capturing(device)
         chosen = Chosen(1, measure(run, size=size, device=device) if measured else None)
         memory[kind] = chosen
     free = float(free_bytes(device)) if chosen.need is not None else 0.0
@@ -196,7 +191,7 @@ def in_parts(
     buffers (`may_repeat`): what a second run left there would tell that a unit was bad.
     """
     size = batch_size(batch)
-    again = None if is_captured(device) else luck_of(device)
+    again = None if is_capturing(device) else luck_of(device)
     while True:
         try:
             cut = pieces(size, chosen.parts, units)
