@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from typing import Any
 
 import numpy as np
@@ -121,10 +122,16 @@ def test_its_words_are_those_of_the_cryptography_package(key: bytes, row: int, t
     assert torch.equal(words, expected)
 
 
+#: Slips in the key schedule, the last key and the rounds, in the text that this compiler reads.
+SLIPS = {
+    "x86_64": [("BOTH(6, 4)", "BOTH(6, 5)"), ("key[14]", "key[13]"), ("r < 14", "r < 13")],
+    "aarch64": [("i % 8 == 4", "i % 8 == 3"), ("key[14]", "key[13]"), ("r < 13", "r < 12")],
+}
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+
+
 @needs_loop
-@pytest.mark.parametrize(
-    ("right", "wrong"), [("BOTH(6, 4)", "BOTH(6, 5)"), ("key[14]", "key[13]"), ("r < 14", "r < 13")]
-)
+@pytest.mark.parametrize(("right", "wrong"), SLIPS.get(MACHINE, []))
 def test_a_wrong_cipher_is_not_used(right: str, wrong: str) -> None:
     text = native.text()
     assert text.count(right) >= 1
