@@ -71,7 +71,7 @@ def choose(
 
 def cohorts_of(name: str, task: FederatedTask, *, size: int, seed: int) -> list[np.ndarray]:
     """Who takes part: whoever checks in and is admitted, or secret coin flips."""
-    from noshuffle.training.sampler import PoissonSampler, new_sampling_key
+    from noshuffle.release.sampler import PoissonSampler, new_sampling_key
 
     if name == "poisson":
         part = Poisson(ROUNDS, size / len(task))

@@ -151,7 +151,7 @@ def participation_of(name: str, population: int) -> Participation:
 
 def prepare(options: argparse.Namespace) -> None:
     """Strategies, noise multipliers and cohorts: everything that needs no GPU."""
-    from noshuffle.training.sampler import PoissonSampler, new_sampling_key
+    from noshuffle.release.sampler import PoissonSampler, new_sampling_key
 
     task = german_drama(file=options.data)
     strategies = fitted()

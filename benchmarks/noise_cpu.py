@@ -29,7 +29,7 @@ from noise_kernels import moved
 from noshuffle.noise import NoiseStream, native, test_source
 from noshuffle.noise.constants import CPU_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Moves
+from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.workers import share
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
@@ -131,7 +131,7 @@ def draws(numbers: int) -> dict[str, Row]:
 
 def bytes_of(recipe: Recipe) -> float:
     """Bytes of one parameter that a step has to move, mean of the steps that are timed."""
-    moves = Moves.of(recipe)
+    moves = StepPlans.of(recipe)
     return statistics.mean(moved(moves.at(step)) for step in range(FIRST, FIRST + LAPS))
 
 

@@ -16,7 +16,7 @@ from noshuffle.noise import test_source
 from noshuffle.noise.constants import DEVICE_CHUNK, TILE
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Move, Moves
+from noshuffle.noise.step_plan import StepPlan, StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
 DEVICE = torch.device("cuda")
@@ -55,7 +55,7 @@ def fused_of(
     starts: dict[str, int] | None = None,
 ) -> Fused:
     """The kernel and its tables for tensors of these shapes."""
-    moves, source = Moves.of(recipe), test_source(seed="bench", kind="philox")
+    moves, source = StepPlans.of(recipe), test_source(seed="bench", kind="philox")
     layout = Layout.of(shapes, starts=starts, chunk_tiles=DEVICE_CHUNK)
     state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
     return Fused(
@@ -91,7 +91,7 @@ def copy_ms(count: int) -> float:
     return median_ms(lambda: a.copy_(b))
 
 
-def moved(move: Move) -> int:
+def moved(move: StepPlan) -> int:
     """Bytes of one parameter that one step must read and write, float32 gradient included."""
     reads = {b for b, _ in move.inner} | {b for b, _ in move.outer}
     writes = len(move.decays) if move.decays else int(move.store >= 0)
@@ -108,7 +108,7 @@ def time_step(
     steps: int = 100_000,
 ) -> tuple[float, float, int]:
     """Milliseconds and bytes per parameter of a step (a tree: mean over 64 steps), and buffers."""
-    moves, shapes = Moves.of(recipe), {"w": (value.numel(),)}
+    moves, shapes = StepPlans.of(recipe), {"w": (value.numel(),)}
     horizon = moves.horizon or steps
     fused = fused_of(recipe, shapes, steps=horizon, tiles=tiles, warps=warps)
     if isinstance(recipe, Forest):

@@ -91,9 +91,10 @@ def compare(case: str, rounds: int, methods: tuple[str, ...] = METHODS) -> None:
 
 def phases(case: str, rounds: int) -> None:
     """Time of every phase of a private step, by wrapping the functions that are its phases."""
-    from noshuffle.clipping import ghost_forms, members, rowwise, rules_conv
+    from noshuffle.clipping import ghost_forms, rowwise, rules_conv
+    from noshuffle.clipping import units as members
     from noshuffle.noise import NoiseStream
-    from noshuffle.training import fingerprint, ledger
+    from noshuffle.release import fingerprint, ledger
     from noshuffle.training import step as training_step
 
     spent: dict[str, float] = {}

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         SinglePass,
     )
     from noshuffle.plan import Plan
+    from noshuffle.release.verify import verify
     from noshuffle.statement import PrivacyStatement
     from noshuffle.training import Private, privatize
-    from noshuffle.training.verify import verify
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ _HOMES = {
     "Restarted": "participation",
     "SinglePass": "participation",
     "privatize": "training",
-    "verify": "training.verify",
+    "verify": "release.verify",
 }
 
 __all__ = [

@@ -31,8 +31,8 @@ from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
 from noshuffle.federated.simulate import simulate
 from noshuffle.federated.tasks import load_task
-from noshuffle.training import checkpoint
-from noshuffle.training.evidence import Evidence
+from noshuffle.release import checkpoint
+from noshuffle.release.ledger_tables import Evidence
 
 SMALL: dict[str, Any] = {
     "rounds": 8,

@@ -12,8 +12,8 @@ import typer
 from noshuffle.cli.fit import fit
 from noshuffle.convex.table_file import read_table
 from noshuffle.errors import DataUnavailable, InvalidInput, NoshuffleError
+from noshuffle.release.verify import verify
 from noshuffle.report import write_report
-from noshuffle.training.verify import verify
 
 
 def command(line: list[str]) -> None:

@@ -19,7 +19,7 @@ from noshuffle.cli.settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
-from noshuffle.training.folder_lock import take
+from noshuffle.release.folder_lock import take
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
 

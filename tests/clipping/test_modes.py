@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import noshuffle as ns
-from noshuffle.clipping import Flat, Ghost, PerLayer, auto, bundle, members, modes
-from noshuffle.clipping.modes import Need, decide, pieces
+from noshuffle.clipping import Flat, Ghost, PerLayer, auto, bundle
+from noshuffle.clipping import microbatches as modes
+from noshuffle.clipping import units as members
+from noshuffle.clipping.microbatches import Need, decide, pieces
 from noshuffle.errors import InvalidInput
 
 GIB = 2**30

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import Flat, Ghost, PerLayer, native_rows, rowwise
 from noshuffle.clipping.forms import Dense, Form, Outer
-from noshuffle.clipping.members import finish, members
 from noshuffle.clipping.native_rows import Matrix, Weighing, matrix, squares, weighted
 from noshuffle.clipping.rowwise import Rowwise
+from noshuffle.clipping.units import finish, members
 
 needs_loops = pytest.mark.skipif(
     native_rows.library() is None, reason="no C compiler: there is one form only"

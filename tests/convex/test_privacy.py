@@ -33,7 +33,7 @@ from noshuffle.convex.solvers.objective_perturbation import tilt
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.grid import grid_of
-from noshuffle.noise.moves import Moves
+from noshuffle.noise.step_plan import StepPlans
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -67,7 +67,7 @@ def test_what_is_released_lies_on_a_public_grid(monkeypatch: pytest.MonkeyPatch)
     seen = spied(monkeypatch)
     x, y = np.random.default_rng(1).normal(size=(64, 50)), np.arange(64) % 2
     model = PrivateLogisticRegression(batch_size=64, horizon=64, classes=[0, 1]).fit(x, y)
-    moves = Moves.of(model.plan_.strategy.recipe(model.plan_.steps))
+    moves = StepPlans.of(model.plan_.strategy.recipe(model.plan_.steps))
     grid = grid_of(moves.at(0), scale=model.plan_.noise_multiplier)
     cells = seen[0] * 64 / grid
     np.testing.assert_array_equal(cells, np.rint(cells))

@@ -28,8 +28,8 @@ from noshuffle.federated.timer import Timer, separation_from_times
 from noshuffle.noise import Source, new_key
 from noshuffle.noise import test_source as a_source
 from noshuffle.noise.grid import grid_step
+from noshuffle.release.verify import verify
 from noshuffle.strategies import tree
-from noshuffle.training.verify import verify
 
 USERS = [f"user {i}" for i in range(20)]
 

@@ -22,7 +22,7 @@ from noshuffle.federated.cohort import (
     observed_participation,
 )
 from noshuffle.participation import Epochs, Participation, SinglePass
-from noshuffle.training.ledger import Ledger
+from noshuffle.release.ledger import Ledger
 
 
 def adversarial(step: int, rng: np.random.Generator, population: int) -> np.ndarray:

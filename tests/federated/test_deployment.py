@@ -35,8 +35,8 @@ import pytest
 import torch
 
 from noshuffle.federated import observed_participation, read_log, simulate
-from noshuffle.training import checkpoint
-from noshuffle.training.verify import verify
+from noshuffle.release import checkpoint
+from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
 

@@ -25,8 +25,8 @@ from noshuffle.federated.simulate import in_random_order
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 from noshuffle.participation import Participation
-from noshuffle.training.ledger import Ledger
-from noshuffle.training.verify import verify
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
 

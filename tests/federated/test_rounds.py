@@ -20,7 +20,7 @@ from noshuffle import MinSeparation, Plan, Poisson
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.federated import Rounds, ServerOptimizer, observed_participation
 from noshuffle.noise import test_source as a_source
-from noshuffle.training.verify import verify
+from noshuffle.release.verify import verify
 
 USERS = [f"user {i}" for i in range(20)]
 

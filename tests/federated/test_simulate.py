@@ -21,8 +21,8 @@ from noshuffle.federated.clients import NO_TARGET
 from noshuffle.federated.simulate import Progress, evaluate, in_random_order, in_stream_order
 from noshuffle.federated.tasks import GERMAN, FederatedTask, encode, load_task, windows
 from noshuffle.noise import test_source as a_source
+from noshuffle.release.verify import verify
 from noshuffle.training.models import CharLSTM
-from noshuffle.training.verify import verify
 
 SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", Path(__file__).parents[3] / "shared")) / "data"
 needs_data = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from noshuffle.noise.constants import HALF, TILE
 from noshuffle.noise.grid import add_on_grid_, grid_of, grid_step, jitters_
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.loops import normals_
-from noshuffle.noise.moves import Moves
+from noshuffle.noise.step_plan import StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
 GAINS = tuple(1.0 / (1 + 0.3 * t) for t in range(12))
@@ -114,7 +114,7 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
     bare = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     layout = Layout.of({"w": (2 * TILE,)}, chunk_tiles=2)
     drawer = source.drawer(layout.chunks, device=torch.device("cpu"), workers=1)
-    moves = Moves.of(RECIPES[name])
+    moves = StepPlans.of(RECIPES[name])
     for t in range(12):
         move = moves.at(t)
         x, noise = torch.randn(TILE, generator=torch.Generator().manual_seed(t)), torch.zeros(TILE)
@@ -180,13 +180,13 @@ def test_what_is_not_finite_or_far_off_stays(scale: float) -> None:
 def test_the_newest_row_is_new() -> None:
     """The words that round a step must not have served another one's rounding or noise."""
     for recipe in RECIPES.values():
-        moves, seen = Moves.of(recipe), set[int]()
+        moves, seen = StepPlans.of(recipe), set[int]()
         for t in range(12):
             rows = [row for row, _ in moves.at(t).draws]
             assert rows == sorted(set(rows))
             assert rows[-1] not in seen
             seen.update(rows)
-    nothing = Moves.of(Rows(np.zeros((2, 2)))).at(1)
+    nothing = StepPlans.of(Rows(np.zeros((2, 2)))).at(1)
     assert nothing.draws == ((0, 0.0),)
     assert grid_of(nothing, scale=1.0) == 0.0
 

@@ -15,7 +15,7 @@ from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream, Source, grid, test_source
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.fused import Fused
-from noshuffle.noise.moves import Moves, fingerprint
+from noshuffle.noise.step_plan import StepPlans, fingerprint
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.strategies.recipe import (
     Buffered,
@@ -101,7 +101,7 @@ def test_stream_equals_the_matrix_times_the_draws(name: str, kind: str, has_grid
         if not has_grid:
             patch.setattr(grid, "grid_step", lambda _: 0.0)
         released = run(stream_of(name, source=source, scale=scale), N)
-    moves = Moves.of(recipe)
+    moves = StepPlans.of(recipe)
     steps = np.array([[grid.grid_of(moves.at(t), scale=scale)] for t in range(N)]) * has_grid
     matrix = materialize(recipe, N)
     for tensor, shape in SHAPES.items():
@@ -269,11 +269,11 @@ def test_a_recipe_shorter_than_the_run_is_refused() -> None:
 
 def test_an_unknown_recipe_is_refused() -> None:
     with pytest.raises(InvalidInput, match="variant must be one of"):
-        Moves.of(Forest("full", 8))
+        StepPlans.of(Forest("full", 8))
     with pytest.raises(InvalidInput, match="as many scales as decays"):
-        Moves.of(Buffered((0.5,), ()))
+        StepPlans.of(Buffered((0.5,), ()))
     with pytest.raises(InvalidInput, match="expected a recipe"):
-        Moves.of("blt")  # type: ignore[arg-type]
+        StepPlans.of("blt")  # type: ignore[arg-type]
 
 
 def test_tensors_are_matched_by_name_shape_and_type() -> None:

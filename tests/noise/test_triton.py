@@ -16,7 +16,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, test_source
 from noshuffle.noise.constants import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Moves
+from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import HEAD, STEPS, WORDS, record, record_tape
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
@@ -94,7 +94,7 @@ def twin_of(recipe: Recipe) -> NoiseStream:
 
 
 def fused_of(recipe: Recipe, **settings: object) -> tuple[Fused, Tensor]:
-    moves, source = Moves.of(recipe), test_source(seed="fused", kind="philox")
+    moves, source = StepPlans.of(recipe), test_source(seed="fused", kind="philox")
     layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
     state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
     seeds = {name: source.seed(name) for name in SHAPES}
@@ -203,7 +203,7 @@ def test_replays_of_a_graph_are_the_steps(name: str) -> None:
 
 
 def test_a_tape_holds_the_moves_in_order() -> None:
-    moves = Moves.of(RECIPES["blt with taps and gains"])
+    moves = StepPlans.of(RECIPES["blt with taps and gains"])
     tape = record_tape(moves, scale=SCALE, first=2, steps=N)
     assert (tape.first, tape.count) == (2, N - 2)
     for i in range(tape.count):
@@ -217,8 +217,8 @@ def test_a_tape_holds_the_moves_in_order() -> None:
 
 def test_a_tape_is_bounded_but_holds_at_least_one_record() -> None:
     long = FeedForward(tuple(1.0 for _ in range(WORDS)))
-    assert record_tape(Moves.of(long), scale=1.0, first=WORDS, steps=2 * WORDS).count == 1
-    short = record_tape(Moves.of(RECIPES["identity"]), scale=1.0, first=5, steps=10**8)
+    assert record_tape(StepPlans.of(long), scale=1.0, first=WORDS, steps=2 * WORDS).count == 1
+    short = record_tape(StepPlans.of(RECIPES["identity"]), scale=1.0, first=5, steps=10**8)
     assert short.count == STEPS
     assert len(short.words) <= WORDS
 

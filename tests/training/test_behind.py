@@ -20,8 +20,10 @@ from noshuffle.errors import InvalidInput, ParticipationViolation, ReplayRefused
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release import digest as device_print
+from noshuffle.release import fingerprint
 from noshuffle.strategies import identity, tree
-from noshuffle.training import device_print, fingerprint, privatize
+from noshuffle.training import privatize
 from noshuffle.training.step import Step
 
 LOSS = nn.CrossEntropyLoss()

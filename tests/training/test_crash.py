@@ -23,7 +23,8 @@ from torch import nn
 from noshuffle import Plan, Epochs
 from noshuffle.noise import test_source
 from noshuffle.strategies import tree
-from noshuffle.training import fit_model, in_order, privatize, verify
+from noshuffle.training import (fit_model, in_order, privatize)
+from noshuffle.training import verify
 from noshuffle.training.batches import TensorBatches
 
 torch.set_num_threads(1)

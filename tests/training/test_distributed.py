@@ -36,12 +36,12 @@ from noshuffle.noise import NoiseStream
 from noshuffle.noise import test_source as make_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.ledger import Ledger
 from noshuffle.training import privatize, verify
 from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.group.fixed_sum import FixedSum
 from noshuffle.training.group.private import GroupPrivate
 from noshuffle.training.group.team import all_agree
-from noshuffle.training.ledger import Ledger
 
 WORLDS = (1, 2, 4)
 SIZES = (14, 14, 10)  # an epoch of three batches, the last one short

@@ -17,10 +17,11 @@ from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
+from noshuffle.release.folder import Keys
 from noshuffle.strategies import identity, tree
-from noshuffle.training import RunFolder, checkpoint, fit_model, in_order, privatize
+from noshuffle.training import RunFolder, fit_model, in_order, privatize
 from noshuffle.training.batches import Batch, TensorBatches, with_ids
-from noshuffle.training.run_folder import Keys
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(2, (20,), generator=torch.Generator().manual_seed(1))

@@ -23,10 +23,10 @@ from noshuffle.noise import test_source as make_source
 from noshuffle.noise.lazy import LazyNoise
 from noshuffle.participation import MinSeparation, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.ledger import Ledger
 from noshuffle.strategies import identity
 from noshuffle.strategies.recipe import Buffered
 from noshuffle.training import privatize
-from noshuffle.training.ledger import Ledger
 from noshuffle.training.private import Private
 
 LOSS = nn.CrossEntropyLoss()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from noshuffle.training import fingerprint
+from noshuffle.release import fingerprint
 from noshuffle.training.step import Outcome
 
 

@@ -20,7 +20,7 @@ def verify(run: Run, json: o.Json = False) -> int:
     import json as encoder
 
     from noshuffle.errors import InvalidInput
-    from noshuffle.training.verify import verify as check
+    from noshuffle.release.verify import verify as check
 
     if not run.is_dir():
         raise InvalidInput(

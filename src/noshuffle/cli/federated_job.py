@@ -22,9 +22,9 @@ from noshuffle.cli.federated_settings import FederatedSettings, Limits
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.per_user import Spending, spending
-from noshuffle.federated.quiet import need_flower
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import Progress, evaluate
+from noshuffle.federated.telemetry import need_flower
 from noshuffle.plan import Plan
 from noshuffle.report import write_report
 from noshuffle.statement import PrivacyStatement

@@ -33,9 +33,9 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.threshold import bit_noise_for, changes_every
 from noshuffle.strategies.workload import Workload, cooldown
 from noshuffle.training import RunFolder, models
-from noshuffle.training.threshold import bit_noise_for, changes_every
 
 _TASKS = {"drama": "german_drama", "writers": "mnist_writers"}
 #: The noisy counts of an adaptive clip may use up to this share of the budget.

@@ -123,7 +123,7 @@ class _Evidence:
     ledger: Any
 
     def __init__(self, path: Path, table: Any, how: dict[str, Any]) -> None:
-        from noshuffle.training.run_folder import RunFolder
+        from noshuffle.release.folder import RunFolder
 
         self.run, self.table = RunFolder(path), table
         self.how = how
@@ -131,9 +131,9 @@ class _Evidence:
     def start(self, plan: Any, source: Any) -> None:
         import numpy as np
 
-        from noshuffle.training.fingerprint import secret_of
-        from noshuffle.training.ledger import Ledger
-        from noshuffle.training.units import as_ids
+        from noshuffle.release.fingerprint import secret_of
+        from noshuffle.release.ledger import Ledger
+        from noshuffle.release.units import as_ids
 
         self.plan = plan
         self.run.begin(plan, source=source)
@@ -151,7 +151,7 @@ class _Evidence:
         self.ids = rows if given is None else as_ids(list(given), secret=self.secret)
 
     def before(self, step: int, first: int, last: int) -> None:
-        from noshuffle.training.fingerprint import of_batch
+        from noshuffle.release.fingerprint import of_batch
 
         rows, units = slice(first, last), self.ids[first:last]
         batch = (self.table.x[rows], self.table.y[rows])
@@ -163,9 +163,9 @@ class _Evidence:
 
     def close(self, model: Any, columns: tuple[str, ...]) -> Any:
         """The statement of what was released, and the model as JSON."""
-        from noshuffle.training.evidence import Evidence
-        from noshuffle.training.files import write_json
-        from noshuffle.training.spending import notes_of, spent
+        from noshuffle.release.files import write_json
+        from noshuffle.release.ledger_tables import Evidence
+        from noshuffle.release.spending import notes_of, spent
 
         released = self.ledger.released
         self.ledger.close()

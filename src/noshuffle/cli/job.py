@@ -21,12 +21,12 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.folder_lock import take
 from noshuffle.report import write_report
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
 from noshuffle.training.batches import TensorBatches, in_order
-from noshuffle.training.folder_lock import take
 from noshuffle.training.loop import Callback
 
 #: Held-out examples whose gradient norms go into the report.

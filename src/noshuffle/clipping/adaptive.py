@@ -16,7 +16,7 @@ therefore moves at every step, and the threshold in force takes it over only whe
 allows a change (`may_change`: every step for independent noise, a restart for trees).
 
 Two thresholds in a row give the noisy count back to the last bit. So it must come rounded to the
-grid of its noise (`training.threshold` does that): with noise of float32 and nothing more, its low
+grid of its noise (`release.threshold` does that): with noise of float32 and nothing more, its low
 bits would tell the count.
 
 State: the threshold in force and the running estimate, a value; `update` returns the next one.

@@ -22,7 +22,7 @@ from noshuffle.clipping.per_example import PerExample
 def auto(
     model: nn.Module, *, microbatch: int | None = None, mode: str = "auto"
 ) -> Ghost | PerExample:
-    """The engine for a model; `.why` is the reason in words; `mode`: see `modes`."""
+    """The engine for a model; `.why` is the reason in words; `mode`: see `microbatches`."""
     model = original(model)
     validate(model)
     count = sum(p.numel() for p in trainable(model).values())

@@ -9,8 +9,8 @@ written out and are named in `fallbacks`. Before a model is trusted it is tried 
 against plain autograd, once per kind of input; one that fails (parameters used outside their
 layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why.
 
-`mode` says how much of a batch is done at once (see `modes`): "fast" all of it, "lean" in parts,
-"auto" what the device has room for. `why` tells the choice.
+`mode` says how much of a batch is done at once (see `microbatches`): "fast" all of it, "lean" in
+parts, "auto" what the device has room for. `why` tells the choice.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -43,6 +43,7 @@ from noshuffle.clipping.inputs import (
     as_written,
     is_compiled,
 )
+from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
 from noshuffle.clipping.layers import (
     Layers,
     Layout,
@@ -53,8 +54,7 @@ from noshuffle.clipping.layers import (
     read,
 )
 from noshuffle.clipping.loss_code import identity_of
-from noshuffle.clipping.members import by_unit, finish, members
-from noshuffle.clipping.modes import MODES, Chosen, choose_parts, in_parts
+from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
@@ -67,8 +67,8 @@ from noshuffle.clipping.per_example import PerExample, empty_sum
 from noshuffle.clipping.precision import exactly
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
-from noshuffle.clipping.tape import Astray, Route
-from noshuffle.clipping.trial import probe, same_luck, tried
+from noshuffle.clipping.tape import Route, RouteIncomplete
+from noshuffle.clipping.units import by_unit, finish, members
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
@@ -141,7 +141,7 @@ class Ghost:
                 with as_written(model) if shot.is_compiled else nullcontext():
                     try:
                         return ghost_forms(model, loss_fn, rows, **options, route=known.route)
-                    except Astray:
+                    except RouteIncomplete:
                         return ghost_forms(model, loss_fn, rows, **options)
 
             def one(rows: tuple[Any, ...], whose: Any, marks: Any, **options: Any) -> ClippedSum:
@@ -155,7 +155,7 @@ class Ghost:
                     return finish(forms, like, losses, who, clip=clip, **options)
 
             def small(count: int) -> None:
-                with same_luck(model):
+                with with_same_rng(model):
                     one(take(batch, slice(count)), None, None)
 
             try:

@@ -9,7 +9,7 @@ about the model beforehand (`layers`, the layout of its inputs, the route throug
 given; `ghost` finds it out and checks it. State: what a route learns.
 
 >>> from noshuffle.clipping.layers import find_layout, read
->>> from noshuffle.clipping.trial import probe
+>>> from noshuffle.clipping.isolation_check import probe
 >>> model, batch = nn.Linear(2, 3), (torch.randn(5, 2), torch.randint(3, (5,)))
 >>> layers = read(model)
 >>> with probe(model, nn.CrossEntropyLoss(), batch) as run:
@@ -41,9 +41,9 @@ from noshuffle.clipping.layers import (
     tensors,
 )
 from noshuffle.clipping.objective import Criterion, ModelLoss, batch_losses, batch_size, must_depend
-from noshuffle.clipping.opaque import record
 from noshuffle.clipping.pooling import pooling_by_channel
 from noshuffle.clipping.tape import Found, Route, Tape, watching
+from noshuffle.clipping.unruled_layers import record
 
 
 def ghost_forms(

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
 from noshuffle.clipping.objective import leaves
-from noshuffle.clipping.picking import Picking
 from noshuffle.clipping.pooling import pools
+from noshuffle.clipping.row_order import Picking
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
 from noshuffle.clipping.rules_hf import named_rule
 from noshuffle.clipping.tape import Tape, watching

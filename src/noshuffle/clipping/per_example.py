@@ -31,8 +31,8 @@ from noshuffle.clipping.check import original, refuse_reentrant, trainable, vali
 from noshuffle.clipping.clipped import Clip, ClippedSum
 from noshuffle.clipping.forms import Dense, Form
 from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
 from noshuffle.clipping.layers import NotNow
-from noshuffle.clipping.members import Members, by_unit, finish, members
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
@@ -49,7 +49,7 @@ from noshuffle.clipping.products import sum_dtype, wide
 from noshuffle.clipping.remembers import refuse_memory
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Tape, rewritten
-from noshuffle.clipping.trial import same_luck, unlike_pair
+from noshuffle.clipping.units import Members, by_unit, finish, members
 from noshuffle.errors import one_of, whole
 
 
@@ -205,7 +205,7 @@ class PerExample:
         def run(i: int) -> Tensor:
             nonlocal is_quiet
             before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-            with same_luck(model), rewritten(model, Tape(1, is_on=False)):
+            with with_same_rng(model), rewritten(model, Tape(1, is_on=False)):
                 loss = single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
             after = list(model.buffers())
             alike = [a is b and same(b, content) for a, (b, content) in zip(after, before)]

@@ -10,7 +10,7 @@ graph, so a later in-place change of the output does no harm.
 
 Autograd is asked only for the sites that have no other site behind them (`outermost`): all others
 lie on the way, and no weight gradient is computed. A `Route` remembers which ones these were; a run
-in which it does not lead to every site is repeated without it (`Astray`).
+in which it does not lead to every site is repeated without it (`RouteIncomplete`).
 
 >>> import torch
 >>> tape = Tape(size=2); x = torch.ones(2, 1, requires_grad=True)
@@ -40,7 +40,7 @@ Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Build = Callable[[list[Tensor | None]], Found]
 
 
-class Astray(Exception):
+class RouteIncomplete(Exception):
     """A remembered route missed a site. Never leaves the package."""
 
 
@@ -134,7 +134,7 @@ class Tape:
         is_whole = not any(site.missing for site in self.sites)
         if is_known and not is_whole:
             self.route.count = -1
-            raise Astray
+            raise RouteIncomplete
         if is_whole:
             self.route.count, self.route.picks = len(edges), tuple(picks)
 

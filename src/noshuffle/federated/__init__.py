@@ -19,7 +19,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from noshuffle.federated.quiet import be_quiet
+from noshuffle.federated.telemetry import be_quiet
 
 if TYPE_CHECKING:
     from noshuffle.federated.clients import LocalTraining, clip_delta, local_train

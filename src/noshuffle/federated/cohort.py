@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of, whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.units import Ids, name_to_id
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.evidence import Evidence
-from noshuffle.training.ledger import Ledger
-from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.units import Ids, name_to_id
 
 UserId = str | int
 Users = Sequence[UserId] | Ids

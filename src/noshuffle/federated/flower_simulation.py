@@ -30,10 +30,10 @@ from noshuffle.federated.flower import PrivateStrategy
 from noshuffle.federated.flower_client import Parts, task_client
 from noshuffle.federated.flower_identity import Handshake
 from noshuffle.federated.per_user import spending
-from noshuffle.federated.quiet import need_flower
 from noshuffle.federated.rounds import RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, Progress, Simulation
 from noshuffle.federated.tasks import FederatedTask
+from noshuffle.federated.telemetry import need_flower
 
 
 def run_flower_simulation(

@@ -39,8 +39,8 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise.source import Source, new_key
 from noshuffle.noise.stream import NoiseStream
 from noshuffle.participation import Participation
+from noshuffle.release.ledger import Ledger
 from noshuffle.strategies import Strategy
-from noshuffle.training.ledger import Ledger
 from noshuffle.training.many.setting import seeded
 
 #: The places of a round's users, round by round.

@@ -43,8 +43,8 @@ from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort
 from noshuffle.federated.server import ServerOptimizer
-from noshuffle.training import checkpoint
-from noshuffle.training.run_folder import RunFolder
+from noshuffle.release import checkpoint
+from noshuffle.release.folder import RunFolder
 
 #: What a delta may be sent in.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

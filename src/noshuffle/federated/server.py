@@ -46,7 +46,7 @@ from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, instance_of
 from noshuffle.federated.cohort import Cohort, Roster, Users, checked_users
-from noshuffle.federated.ground import (
+from noshuffle.federated.server_checks import (
     built_settings,
     check_parts,
     check_state,
@@ -58,21 +58,21 @@ from noshuffle.federated.ground import (
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
-from noshuffle.statement import PrivacyStatement
-from noshuffle.training import fingerprint
-from noshuffle.training.binding import (
+from noshuffle.release import fingerprint
+from noshuffle.release.facts import (
     ROUND_PRINTS,
     bind_facts,
     check_optimizer,
     keys_of,
     round_print,
 )
-from noshuffle.training.folder_lock import take
-from noshuffle.training.place import open_ledger
-from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.sampler import Sampler, make_sampler
-from noshuffle.training.spending import FACTS, notes_of, spent
-from noshuffle.training.threshold import threshold_for
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import take
+from noshuffle.release.ledger_location import open_ledger
+from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.spending import FACTS, notes_of, spent
+from noshuffle.release.threshold import threshold_for
+from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -298,7 +298,7 @@ class ServerOptimizer(OneOwner):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the key, between rounds; goes into `training.checkpoint` as it is."""
+        """Everything but the key, between rounds; goes into `release.checkpoint` as it is."""
         if self._is_torn or self._open is not None:
             raise InvalidInput("a state is taken between rounds; finish or abandon the open one")
         return {

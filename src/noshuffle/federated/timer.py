@@ -30,7 +30,7 @@ import numpy as np
 
 from noshuffle.errors import InvalidInput, instance_of, non_negative, number_tuple, positive, whole
 from noshuffle.participation import MinSeparation
-from noshuffle.training.files import read_json, write_json
+from noshuffle.release.files import read_json, write_json
 
 FORMAT = "noshuffle-timer/1"
 

@@ -12,8 +12,8 @@ few threads. State: the buffers that it is given, and room to work in.
 >>> state = torch.zeros(0, layout.tiles, TILE)                      # no buffers: independent noise
 >>> step = ChunkStep(layout, source=test_source(seed=1), state=state, workers=1)
 >>> value = torch.zeros(3)
->>> step.add_({"w": value}, move=Move(draws=((0, 1.0),)), scale=0.5)
->>> bool(value.all()), bool((value % grid_of(Move(draws=((0, 1.0),)), scale=0.5) == 0).all())
+>>> step.add_({"w": value}, move=StepPlan(draws=((0, 1.0),)), scale=0.5)
+>>> bool(value.all()), bool((value % grid_of(StepPlan(draws=((0, 1.0),)), scale=0.5) == 0).all())
 (True, True)
 """
 
@@ -29,8 +29,8 @@ from noshuffle.noise.correlate import Buffers
 from noshuffle.noise.grid import add_on_grid_, grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.loops import correlate_
-from noshuffle.noise.moves import Move
 from noshuffle.noise.source import AnySource
+from noshuffle.noise.step_plan import StepPlan
 from noshuffle.noise.workers import share
 
 
@@ -59,7 +59,7 @@ class ChunkStep:
             parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
             self._rooms.append((y, u, coins, parts))
 
-    def add_(self, targets: Mapping[str, Tensor], *, move: Move, scale: float) -> None:
+    def add_(self, targets: Mapping[str, Tensor], *, move: StepPlan, scale: float) -> None:
         """Add the noise of one move to flat tensors on the grid, and bring the buffers forward."""
         share(
             lambda worker, index: self._add_chunk(
@@ -70,7 +70,13 @@ class ChunkStep:
         )
 
     def _add_chunk(
-        self, targets: Mapping[str, Tensor], *, move: Move, scale: float, index: int, worker: int
+        self,
+        targets: Mapping[str, Tensor],
+        *,
+        move: StepPlan,
+        scale: float,
+        index: int,
+        worker: int,
     ) -> None:
         y, u, coins, parts = self._rooms[index]
         step = grid_of(move, scale=scale)

@@ -1,4 +1,4 @@
-"""One `Move` on one chunk of tensors: correlate and scale what was drawn, in float32, in place.
+"""One `StepPlan` on one chunk of tensors: correlate and scale what was drawn, in float32, in place.
 
     v = u + Σ_inner c·S_b        y = scale·gain·v + Σ_outer scale·d·S_b
     S_b ← θ_b·S_b + u            or      S_store ← v
@@ -8,7 +8,7 @@ loop and the torch form agree bit for bit on every machine. The buffers S are th
 
 >>> state = Buffers([torch.full((1, TILE), 3.0)])
 >>> y, u = torch.empty(1, TILE), torch.ones(1, TILE)
->>> move = Move(draws=((0, 1.0),), inner=((0, 0.5),), gain=2.0, decays=(0.1,))
+>>> move = StepPlan(draws=((0, 1.0),), inner=((0, 0.5),), gain=2.0, decays=(0.1,))
 >>> correlate_in_torch_(y, u=u, move=move, state=state, scale=1.0)
 >>> y[0, 0].item(), round(state.tensors[0][0, 0].item(), 3)
 (5.0, 1.3)
@@ -23,7 +23,7 @@ import torch  # noqa: F401  (the doctest uses it)
 from torch import Tensor
 
 from noshuffle.noise.constants import TILE  # noqa: F401  (the doctest uses it)
-from noshuffle.noise.moves import Move, Pairs
+from noshuffle.noise.step_plan import Pairs, StepPlan
 
 
 class Buffers:
@@ -35,7 +35,9 @@ class Buffers:
         self.addresses = (ctypes.c_void_p * len(pointers))(*pointers)
 
 
-def correlate_in_torch_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float) -> None:
+def correlate_in_torch_(
+    y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float
+) -> None:
     """Write scale times the noise of a step into `y` and bring the buffers forward.
 
     `u` holds the drawn sum. A buffer that is stored to is not among the outer ones. In torch
@@ -55,7 +57,7 @@ def correlate_in_torch_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, sca
 
 
 def correlate_in_c_(
-    library: ctypes.CDLL, y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float
+    library: ctypes.CDLL, y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float
 ) -> None:
     """The same by the compiled loop."""
     count = len(state.tensors)

@@ -30,8 +30,8 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import triton_kernels
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Moves
 from noshuffle.noise.philox import BLOCKS, address, split_seed
+from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import STEPS, WORDS, Tape, record_tape
 
 #: Tiles of one program where there are many of them; a small model has more use for more programs.
@@ -66,7 +66,7 @@ class Fused:
 
     def __init__(
         self,
-        moves: Moves,
+        moves: StepPlans,
         *,
         layout: Layout,
         seeds: Mapping[str, bytes],

@@ -73,7 +73,7 @@ from noshuffle.noise.constants import (
     RADIUS_DIGITS,
     TILE,  # noqa: F401  (the doctest uses it)
 )
-from noshuffle.noise.moves import Move
+from noshuffle.noise.step_plan import StepPlan
 
 #: The grid as a power of two below the noise.
 BITS = 10
@@ -88,7 +88,7 @@ def grid_step(spread: float) -> float:
     return 2.0 ** min(max(math.frexp(spread)[1] - 1 - BITS, _LOWEST), _HIGHEST)
 
 
-def grid_of(move: Move, *, scale: float) -> float:
+def grid_of(move: StepPlan, *, scale: float) -> float:
     """g of one step, from the weight of its newest draw."""
     return grid_step(abs(scale * move.gain * move.draws[-1][1]))
 

@@ -63,10 +63,10 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.noise.grid import add_on_grid_, grid_step, grids_so_far
-from noshuffle.noise.moves import fingerprint
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.source import Source
+from noshuffle.noise.step_plan import fingerprint
 from noshuffle.noise.table_rows import add_rows_, check_gradients, check_table, checked_rows
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Buffered, Recipe

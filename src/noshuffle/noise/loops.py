@@ -1,6 +1,6 @@
 """The inner loops of the noise: in C where that was built and found equal, in torch elsewhere.
 
-    words of Philox  ──►  normals  ──►  one `Move` on a chunk
+    words of Philox  ──►  normals  ──►  one `StepPlan` on a chunk
 
 Each of the three has two forms with the same bits. The torch form runs on every device and says
 what is meant (`philox`, `gaussian`, `correlate`); the C form (`native`) is several times faster on
@@ -26,8 +26,8 @@ from noshuffle.noise import native
 from noshuffle.noise.constants import TILE  # noqa: F401  (the doctest uses it)
 from noshuffle.noise.correlate import Buffers, correlate_in_c_, correlate_in_torch_
 from noshuffle.noise.gaussian import normals_in_torch_
-from noshuffle.noise.moves import Move
 from noshuffle.noise.philox import words_in_torch_
+from noshuffle.noise.step_plan import StepPlan
 
 
 def _library(worked_on: Tensor) -> ctypes.CDLL | None:
@@ -56,7 +56,7 @@ def normals_(out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: boo
         library.normals(words.data_ptr(), out.data_ptr(), out.shape[0], weight, accumulate)
 
 
-def correlate_(y: Tensor, *, u: Tensor, move: Move, state: Buffers, scale: float) -> None:
+def correlate_(y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float) -> None:
     """Write scale times the noise of a step into `y` and bring the buffers forward.
 
     `u` holds the drawn sum. A buffer that is stored to is not among the outer ones.

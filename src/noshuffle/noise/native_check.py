@@ -24,15 +24,15 @@ from noshuffle.noise.constants import HALF, TILE
 from noshuffle.noise.correlate import Buffers, correlate_in_c_, correlate_in_torch_
 from noshuffle.noise.gaussian import normals_in_torch_
 from noshuffle.noise.grid import add_on_grid_, jitters_
-from noshuffle.noise.moves import Move
 from noshuffle.noise.philox import words_in_torch_
+from noshuffle.noise.step_plan import StepPlan
 
 #: The step that is tried: row, first block, key and tag of two tiles of Philox; the weights of
 #: what is drawn first, and the one of what is added to it; a move with everything that one can
 #: have, and its scale; the grid.
 ROW, COLUMNS = 11, ((0, 7 * TILE), (1, 2**32 - 1), (2, 5), (3, 2**31), (4, 0))
 WEIGHTS, MORE = (0.7, -1.9, 1.0), 0.1
-MOVE = Move((), ((0, 0.3), (1, -0.7)), 1.3, ((1, 0.9),), store=0, decays=(0.6, 0.8))
+MOVE = StepPlan((), ((0, 0.3), (1, -0.7)), 1.3, ((1, 0.9),), store=0, decays=(0.6, 0.8))
 SCALE, GRID = 0.5, 0.25
 
 

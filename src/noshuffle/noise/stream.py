@@ -3,12 +3,12 @@
     value ← grid(value + row t of scale·C⁻¹Z)      rounded at random to 2⁻¹⁰ of the noise (`grid`)
 
 Z has independent standard normal rows, one per draw, made by a `Source` from (row, name, element);
-C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as a `Move` a
-step. State kept: the number of steps released, and the recipe's buffers in float32 as one flat
-tensor (none for independent noise, banded inverses and dense matrices, whose past draws are made
-again). A step has three forms with the same bits, all in float32: chunk by chunk for everything
-(`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on a CPU with
-a compiler and AES (`whole_step`).
+C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as one
+`StepPlan` a step. State kept: the number of steps released, and the recipe's buffers in float32 as
+one flat tensor (none for independent noise, banded inverses and dense matrices, whose past draws
+are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
+everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
+a CPU with a compiler and AES (`whole_step`).
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -46,8 +46,8 @@ from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Moves, fingerprint
 from noshuffle.noise.source import AnySource, Source
+from noshuffle.noise.step_plan import StepPlans, fingerprint
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
@@ -81,7 +81,7 @@ class NoiseStream(OneOwner):
     ) -> None:
         non_negative(scale=scale)
         whole(steps=steps)
-        self._moves = Moves.of(recipe)
+        self._moves = StepPlans.of(recipe)
         if self._moves.horizon is not None and steps > self._moves.horizon:
             raise InvalidInput(
                 f"the recipe covers {self._moves.horizon} steps, steps={steps}; fit it again"

@@ -1,4 +1,4 @@
-"""Moves as plain numbers on a tape, so that a device can run many steps without being told each.
+"""Step plans as numbers on a tape, so that a device can run many steps without being told each.
 
 The record of one step is a run of 32-bit words, integers and float32 numbers side by side,
 
@@ -11,7 +11,7 @@ the records of consecutive steps and where each begins. Everything else on it le
 NaN: a step that nobody loaded destroys its result instead of repeating the noise of another one.
 
 >>> from noshuffle.strategies.recipe import FeedForward
->>> words = record(Moves.of(FeedForward(weights=(1.0, -0.5))).at(7), buffers=0, scale=2.0)
+>>> words = record(StepPlans.of(FeedForward(weights=(1.0, -0.5))).at(7), buffers=0, scale=2.0)
 >>> words[HEAD::2].tolist(), words[HEAD + 1 :: 2].view(np.float32).tolist()
 ([6, 7], [-1.0, 2.0])
 """
@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.noise.grid import grid_of
-from noshuffle.noise.moves import Move, Moves
 from noshuffle.noise.philox import address
+from noshuffle.noise.step_plan import StepPlan, StepPlans
 
 #: Most steps on one tape, and the words that it should not exceed (a single record may).
 STEPS, WORDS = 1024, 2**18
@@ -45,7 +45,7 @@ class Tape:
     count: int
 
 
-def record(move: Move, *, buffers: int, scale: float) -> Words:
+def record(move: StepPlan, *, buffers: int, scale: float) -> Words:
     """One move as words; refuses rows that the generator has no room for."""
     draws, inner, outer = len(move.draws), sorted(move.inner), sorted(move.outer)
     rest = 2 * buffers if move.decays else 2 * (len(inner) + len(outer))
@@ -78,7 +78,7 @@ def record_of_nothing(*, buffers: int) -> Words:
     return words
 
 
-def record_tape(moves: Moves, *, scale: float, first: int, steps: int) -> Tape:
+def record_tape(moves: StepPlans, *, scale: float, first: int, steps: int) -> Tape:
     """The records from step `first` on, as many as fit and at most up to step `steps`."""
     nothing = record_of_nothing(buffers=moves.buffers)
     offsets = np.zeros(STEPS + 1, dtype=np.int32)

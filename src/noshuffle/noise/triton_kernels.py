@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-"""One `Move` on a GPU as one pass over memory: draw, correlate, scale and add, in place.
+"""One `StepPlan` on a GPU as one pass over memory: draw, correlate, scale and add, in place.
 
 A program owns a few consecutive tiles of 1024 elements of one tensor. Block c of a tile is one
 call of Philox4x32-10 (Salmon et al., SC 2011): words w0, w1 give two radii and w2, w3 two angles,

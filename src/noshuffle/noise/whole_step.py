@@ -28,7 +28,7 @@ from noshuffle.noise.constants import TILE
 from noshuffle.noise.correlate import dense
 from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Move
+from noshuffle.noise.step_plan import StepPlan
 
 #: Tiles below which a second thread costs more than it saves.
 _ALONE = 96
@@ -72,7 +72,9 @@ class WholeStep:
         is_known = kinds <= {torch.float32} or kinds == {torch.float64}
         return is_known and all(value.is_contiguous() for value in values.values())
 
-    def add_(self, values: Mapping[str, Tensor], *, move: Move, scale: float, times: float) -> None:
+    def add_(
+        self, values: Mapping[str, Tensor], *, move: StepPlan, scale: float, times: float
+    ) -> None:
         """Add the noise of one move on the grid, bring the buffers forward, multiply by `times`."""
         buffers = self._state.shape[0]
         factor = 1.0 if buffers else move.gain * scale

@@ -19,8 +19,8 @@ from noshuffle.noise import native
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.constants import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.moves import Moves
 from noshuffle.noise.source import test_source
+from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe
 
@@ -53,7 +53,7 @@ def _does_steps() -> bool:
 
 def _left(recipe: Recipe, kind: torch.dtype, is_whole: bool) -> Tensor:
     """Values and buffers after three steps, end to end."""
-    moves, source = Moves.of(recipe), test_source(seed="native", kind="aes")
+    moves, source = StepPlans.of(recipe), test_source(seed="native", kind="aes")
     layout = Layout.of(SHAPES, chunk_tiles=CPU_CHUNK)
     # Types and device are named, since the defaults may be others.
     shape = (moves.buffers, layout.tiles, TILE)

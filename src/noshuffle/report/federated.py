@@ -120,7 +120,7 @@ def spending_in(run: RunRecord) -> list[Any]:
     Empty where cohorts are sampled: whom a secret draw took must stay secret.
     """
     from noshuffle.federated.per_user import Spending
-    from noshuffle.training.evidence import Evidence
+    from noshuffle.release.ledger_tables import Evidence
 
     file = run.path / "ledger.sqlite"
     if run.plan.participation.is_sampled or not file.is_file():

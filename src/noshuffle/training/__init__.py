@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.sampler import in_order
+from noshuffle.release.verify import Verdict, verify
 from noshuffle.training.assemble import privatize
 from noshuffle.training.loop import fit_model
 from noshuffle.training.private import Private
-from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.sampler import in_order
-from noshuffle.training.verify import Verdict, verify
 
 if TYPE_CHECKING:
     from noshuffle.training.distributed import privatize_distributed

@@ -27,14 +27,14 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
-from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
+from noshuffle.release.facts import bind_facts, check_optimizer, keys_of, one_device
+from noshuffle.release.fingerprint import secret_of
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_location import open_ledger
+from noshuffle.release.threshold import threshold_for
 from noshuffle.training.compiled import compiled_step
-from noshuffle.training.fingerprint import secret_of
-from noshuffle.training.place import open_ledger
 from noshuffle.training.private import Private
-from noshuffle.training.run_folder import RunFolder
 from noshuffle.training.step import Engine, Parts
-from noshuffle.training.threshold import threshold_for
 
 
 def privatize(

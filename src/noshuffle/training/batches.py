@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from noshuffle.clipping.objective import take
-from noshuffle.training.sampler import Sampler, in_order
-from noshuffle.training.units import Ids
+from noshuffle.release.sampler import Sampler, in_order
+from noshuffle.release.units import Ids
 
 __all__ = ["Batch", "TensorBatches", "as_batch", "in_order", "starting_at", "with_ids"]
 

@@ -45,17 +45,17 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.plan import Plan
-from noshuffle.training import fingerprint
-from noshuffle.training.binding import bind_facts, check_optimizer, keys_of, one_device
+from noshuffle.release import fingerprint
+from noshuffle.release.facts import bind_facts, check_optimizer, keys_of, one_device
+from noshuffle.release.folder import Keys, RunFolder
+from noshuffle.release.spending import Ancestor
+from noshuffle.release.threshold import threshold_for
 from noshuffle.training.group import shards
 from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.private import Elsewhere, GroupPrivate
 from noshuffle.training.group.step import GroupParts
 from noshuffle.training.group.team import Team
-from noshuffle.training.run_folder import Keys, RunFolder
-from noshuffle.training.spending import Ancestor
 from noshuffle.training.step import Engine
-from noshuffle.training.threshold import threshold_for
 
 #: A planned batch has this many blocks by default: up to 8 ranks share it evenly.
 BLOCKS = 8

@@ -39,14 +39,15 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
+from noshuffle.release.folder import Keys, RunFolder
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.spending import ADAPTIVE_CLIP, FACTS, notes_of, spent
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training import checkpoint, held
+from noshuffle.training import parameter_guard as held
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled.result import Pending
-from noshuffle.training.ledger import Ledger
-from noshuffle.training.run_folder import Keys, RunFolder
-from noshuffle.training.sampler import Sampler, make_sampler
-from noshuffle.training.spending import ADAPTIVE_CLIP, FACTS, notes_of, spent
 from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import Listener, PrivateOptimizer
 

@@ -34,11 +34,11 @@ from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
-from noshuffle.training import fingerprint
-from noshuffle.training.held import Held
-from noshuffle.training.ledger import Admission, Ledger
-from noshuffle.training.threshold import Threshold
-from noshuffle.training.units import Ids, as_ids
+from noshuffle.release import fingerprint
+from noshuffle.release.ledger import Admission, Ledger
+from noshuffle.release.threshold import Threshold
+from noshuffle.release.units import Ids, as_ids
+from noshuffle.training.parameter_guard import Held
 
 
 class Engine(Protocol):

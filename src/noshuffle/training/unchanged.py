@@ -32,8 +32,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.release.units import as_ids
 from noshuffle.training.step import Parts, Step
-from noshuffle.training.units import as_ids
 
 
 def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.folder import Keys
 from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
@@ -36,7 +37,6 @@ from noshuffle.training.compiled.signal import Signal
 from noshuffle.training.compiled.sum import candidates, short
 from noshuffle.training.compiled.update import update_for
 from noshuffle.training.models import build
-from noshuffle.training.run_folder import Keys
 
 LOSS = nn.CrossEntropyLoss()
 SIZE = 8
@@ -388,7 +388,7 @@ def test_a_step_that_is_not_yet_in_the_table_is_there_for_the_next(monkeypatch):
     list(walk(never, 3))
     list(walk(private, 1))
     with monkeypatch.context() as patch:
-        patch.setattr("noshuffle.training.units.UnitTable.update", interrupted)
+        patch.setattr("noshuffle.release.units.UnitTable.update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(walk(private, 1, start=1))
     assert private.steps_done == private.steps_released == 2
@@ -541,7 +541,7 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
         "start": ("noshuffle.training.compiled.program.Piece.__call__", interrupted),
         "units": ("noshuffle.training.compiled.step.encode_units", interrupted),
         "prints": ("noshuffle.training.compiled.step.fingerprint.of_batch", interrupted),
-        "record": ("noshuffle.training.ledger_file.time.time", interrupted),
+        "record": ("noshuffle.release.ledger_file.time.time", interrupted),
         "release": ("noshuffle.training.compiled.update.FusedSGD.before", interrupted),
     }
     if place != "units" or has_ids:

@@ -14,11 +14,11 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.digest import Keys, Printer, plain
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
 from noshuffle.training.compiled.sum import candidates
-from noshuffle.training.device_print import Keys, Printer, plain
 from noshuffle.training.models import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import torch
 
-from noshuffle.training import fingerprint
-from noshuffle.training.group.batch_blocks import block_luck, block_prints, blocks_of, rows_of
+from noshuffle.release import fingerprint
+from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
 from noshuffle.training.group.private import share
 
 
@@ -63,7 +63,7 @@ def test_luck_is_a_function_of_the_place_and_leaves_no_trace() -> None:
     cpu, before = torch.device("cpu"), torch.get_rng_state()
 
     def drawn(place: str, secret: bytes = b"secret") -> list[float]:
-        with block_luck(place, secret=secret, device=cpu):
+        with block_rng(place, secret=secret, device=cpu):
             return torch.rand(4).tolist()
 
     first = drawn("3/0/1")

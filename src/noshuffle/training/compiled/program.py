@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
+from noshuffle.release.digest import Keys, Printer
+from noshuffle.release.guard import Mask
 from noshuffle.training.compiled.result import Rows, Sums, TotalFn
 from noshuffle.training.compiled.signal import Signal
 from noshuffle.training.compiled.update import Held, Update
-from noshuffle.training.device_print import Keys, Printer
-from noshuffle.training.guard import Mask
 from noshuffle.training.step import Parts
 
 

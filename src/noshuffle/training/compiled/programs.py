@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion
+from noshuffle.release.digest import Keys
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
-from noshuffle.training.device_print import Keys
 from noshuffle.training.step import Parts
 
 #: Kinds of batches that get a program of their own.

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from noshuffle.release.units import Ids
 from noshuffle.training.step import Outcome
-from noshuffle.training.units import Ids
 
 Rows = NDArray[np.float32]
 

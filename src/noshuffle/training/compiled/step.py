@@ -39,18 +39,18 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.training import fingerprint
+from noshuffle.release import fingerprint
+from noshuffle.release.guard import Mask
+from noshuffle.release.ledger import Admission
+from noshuffle.release.ledger_tables import encode_units
+from noshuffle.release.units import as_ids
 from noshuffle.training.compiled.choice import FACT
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat
 from noshuffle.training.compiled.reason import why_not
 from noshuffle.training.compiled.result import Pending
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.evidence import encode_units
-from noshuffle.training.guard import Mask
-from noshuffle.training.ledger import Admission
 from noshuffle.training.step import Parts, check_in_step
-from noshuffle.training.units import as_ids
 
 Hasher = hashlib.blake2b
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.objective import take
-from noshuffle.training import device_print, fingerprint
-from noshuffle.training.units import Ids
+from noshuffle.release import digest, fingerprint
+from noshuffle.release.units import Ids
 
 
 def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:
@@ -57,7 +57,7 @@ def block_prints(
     digests: Any = itertools.repeat(None)
     held = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in parts]
     if all(t.is_cuda for own in held for t in own):
-        every = iter(device_print.of_tensors(list(itertools.chain(*held)), secret))
+        every = iter(digest.of_tensors(list(itertools.chain(*held)), secret))
         digests = [[next(every) for _ in own] for own in held]
     return [
         fingerprint.of_batch(part, None if ids is None else ids[rows], secret=secret, digests=known)
@@ -66,7 +66,7 @@ def block_prints(
 
 
 @contextmanager
-def block_luck(place: str, *, secret: bytes, device: torch.device) -> Iterator[None]:
+def block_rng(place: str, *, secret: bytes, device: torch.device) -> Iterator[None]:
     """Random numbers of the block at a place: the same whoever computes it, and in a replay."""
     word = hashlib.blake2b(place.encode(), key=secret, digest_size=7).digest()
     devices = [device] if device.type == "cuda" else []

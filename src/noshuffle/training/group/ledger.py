@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 from noshuffle.errors import Unsupported
 from noshuffle.plan import Plan
-from noshuffle.training import place
-from noshuffle.training.evidence import Row
+from noshuffle.release import ledger_location as place
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger import Admission, Ledger
+from noshuffle.release.ledger_tables import Row
+from noshuffle.release.units import Ids, Seen
 from noshuffle.training.group.team import Team
-from noshuffle.training.ledger import Admission, Ledger
-from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.units import Ids, Seen
 
 
 class GroupLedger(Ledger):
@@ -27,7 +27,7 @@ class GroupLedger(Ledger):
 
     Guarantees: every rank is admitted, or every rank raises the same refusal; when `record`
     returns on any rank, the row of the step is durable on rank 0. A folder that was copied, rolled
-    back or lost its ledger is refused on every rank, as `place` says.
+    back or lost its ledger is refused on every rank, as `ledger_location` says.
     """
 
     _holds_rows = True

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
-from noshuffle.training import checkpoint
+from noshuffle.release import checkpoint
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.spending import Ancestor
+from noshuffle.release.units import Ids, as_ids
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import blocks_of
 from noshuffle.training.group.blocks import BlockSums
 from noshuffle.training.group.step import GroupParts, GroupStep
 from noshuffle.training.group.team import is_known_to_all
 from noshuffle.training.private import Private
-from noshuffle.training.run_folder import RunFolder
-from noshuffle.training.spending import Ancestor
 from noshuffle.training.step import Step
 from noshuffle.training.unchanged import Listener, PrivateOptimizer
-from noshuffle.training.units import Ids, as_ids
 
 
 def share(blocks: int, *, rank: int, ranks: int) -> tuple[int, int]:

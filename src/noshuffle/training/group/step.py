@@ -31,15 +31,15 @@ from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.training import fingerprint
+from noshuffle.release import fingerprint
+from noshuffle.release.units import Ids
 from noshuffle.training.group import shards
-from noshuffle.training.group.batch_blocks import block_luck, block_prints, blocks_of, rows_of
+from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
 from noshuffle.training.group.blocks import BlockSums, block_sums
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
 from noshuffle.training.step import Outcome, Parts, Step
-from noshuffle.training.units import Ids
 
 
 @dataclass
@@ -206,7 +206,7 @@ class GroupStep(Step):
                 continue
             part = rows_of(batch, rows[used])
             place = f"{self.index}/{self._part}/{number}"
-            luck = partial(block_luck, place, secret=parts.secret, device=device)
+            luck = partial(block_rng, place, secret=parts.secret, device=device)
             got = self._captured(loss_fn, part, luck) if units is None else None
             if got is None:
                 with luck():

@@ -1,0 +1,305 @@
+"""Try the layer rules on two examples before they are trusted with a model.
+
+Two facts are checked on real rows of the first batch, under the same random numbers:
+
+    alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
+              also with a third example in the batch, and with up to twelve
+    exact     per parameter, the squared norms of both examples and the sum of their gradients
+              equal those of plain autograd
+
+A weight used outside its layer, a hook that changes an output, a batch flattened the other way or
+examples that mix all fail here, and the caller then writes gradients out instead. The answer
+depends on data only in which of two equal computations is run. No state.
+
+>>> close(1.0, 1.0005, low=False), close(1.0, 1.2, low=False)
+(True, False)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from noshuffle.clipping.check import trainable
+from noshuffle.clipping.forms import Form, merge, squares
+from noshuffle.clipping.inputs import as_written
+from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.objective import (
+    Criterion,
+    ModelLoss,
+    _is_vmap_limit,
+    batch_losses,
+    batch_size,
+    take,
+)
+from noshuffle.clipping.products import HALF, roundoff, sum_dtype, wide
+from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.errors import InvalidInput
+
+#: Numbers of a gradient that are compared at a time.
+PIECE = 1 << 18
+#: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
+#: which takes megabytes.
+TRIAL_ROWS = 12
+#: What `tried` says of a model that passed by the allowance for TF32.
+LOOSE = "with TF32 a gradient moves by up to 0.5 % with its company, as it does from run to run"
+
+
+def close(found: float, truth: float, *, low: bool, room: float = 0.0) -> bool:
+    """Whether a norm agrees with the true one as far as the precision allows (`low`: half).
+
+    `room` is the size of the whole gradient: a part that is pure rounding error has no digits to
+    agree on. A norm that is somewhat too large (steps that nearly cancel) is safe, one that is too
+    small is not.
+    """
+    tolerance = 0.05 if low else 1e-3
+    below = found >= truth * (1.0 - tolerance) - 1e-5 * room - 1e-12
+    return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * room + 1e-12
+
+
+def is_half(form: Form) -> bool:
+    """Whether a form was read from tensors in half precision."""
+    return any(isinstance(t, Tensor) and t.dtype in HALF for t in vars(form).values())
+
+
+def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
+    """Some examples, with everything non-finite replaced: the trial is about the model."""
+    index = [i % batch_size(batch) for i in picks]
+
+    def clean(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
+
+    cleaned: tuple[Any, ...] = tree_map(clean, take(batch, torch.tensor(index)))
+    return cleaned
+
+
+def unlike_pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first example and one that differs from it in as many tensors as can be.
+
+    Beside its own copy an example would look undisturbed whatever the model does. Real numbers
+    that are the same in all examples are changed in the second one; whole numbers, where nothing
+    else differs, are put in reverse order.
+    """
+    few = _rows(batch, *range(min(batch_size(batch), 64)))
+    leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
+    differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
+    other = int(differs.sum(0).argmax())
+    alike = not bool(differs[:, other].any())
+
+    def unlike(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not torch.equal(t[0], t[1]):
+            return t
+        if t.is_floating_point():
+            return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
+        return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
+
+    pair: tuple[Any, ...] = tree_map(unlike, take(few, torch.tensor([0, other])))
+    if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
+        raise NotNow("all examples of the batch are the same")
+    return pair
+
+
+def _alone(
+    run: Callable[[tuple[Any, ...]], Tensor],
+    pair: tuple[Any, ...],
+    losses: Tensor,
+    truth: Sequence[Sequence[Tensor | None]],
+    params: list[nn.Parameter],
+    *,
+    low: bool,
+) -> bool:
+    """Raise NotByLayer unless each example has the same loss and gradient beside its copy.
+
+    Shapes are the same and so are the operations on each row: hardly a bit should differ. The
+    gradient shows what a gate that is still zero hides from the loss. Tells whether a gradient
+    moved by more than that and passed since it moves from run to run too.
+    """
+    is_loose = False
+    for i, own in enumerate(truth or ((), ())):
+        with torch.enable_grad():
+            again = run(take(pair, torch.tensor([i, i])))[i]
+        gap = abs(float(again.detach()) - float(losses[i].detach()))
+        if not gap <= (2e-3 if low else 1e-4) * max(abs(float(losses[i].detach())), 1e-6):
+            raise NotByLayer("the loss of an example changes with the other examples of its batch")
+        if not own:
+            continue
+        there = torch.autograd.grad(again, params, allow_unused=True)
+        size = _length(own)
+        moved = _distance(own, there)
+        room = (2e-2 if low else 1e-4) * size + 1e-12
+        if not moved <= room and not low and roundoff(params[0]) > 0.0:
+            # Attention on a GPU adds up in any order, and TF32 makes that a matter of 1e-4.
+            with torch.enable_grad():
+                same = torch.autograd.grad(run(pair)[i], params, allow_unused=True)
+            room = max(room, min(3.0 * _distance(own, same), 5e-3 * size))
+            is_loose = True
+        if not moved <= room:
+            raise NotByLayer(
+                "the gradient of an example changes with the other examples of its batch"
+            )
+    return is_loose
+
+
+def _length(tree: Iterable[Tensor | None]) -> float:
+    return math.sqrt(sum(float(sum(map(_square, _pieces(g)))) for g in tree))
+
+
+def _distance(tree: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> float:
+    """The length of the difference; None counts as zero."""
+    total = 0.0
+    for a, b in zip(tree, other):
+        if a is None or b is None:
+            total += float(sum(map(_square, _pieces(b if a is None else a))))
+        else:
+            both = zip(_pieces(a), _pieces(b))
+            total += float(sum(_square(wide(one) - two) for one, two in both))
+    return math.sqrt(total)
+
+
+def _square(piece: Tensor) -> Tensor:
+    return piece.double().square().sum()
+
+
+def _pieces(t: Tensor | None) -> Sequence[Tensor]:
+    """A tensor piece by piece, so that its copies in double precision are small."""
+    return () if t is None else torch.split(t.reshape(-1), PIECE)
+
+
+def _beside(pair: tuple[Any, ...], batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The pair, and further examples of its batch: what mixes large batches only, or such as are
+    divided by four, is not seen in two."""
+    if batch_size(batch) < 3:
+        return pair
+    rest = _rows(batch, *range(2, min(batch_size(batch), TRIAL_ROWS)))
+    joined: tuple[Any, ...] = tree_map(
+        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest
+    )
+    return joined
+
+
+def _as_many_as_fit(run: Callable[..., Tensor], rows: tuple[Any, ...]) -> Tensor:
+    """The losses of these examples, or of the first ones where the device has no room for all."""
+    while True:
+        try:
+            return run(rows)
+        except torch.OutOfMemoryError:
+            if batch_size(rows) <= 3:
+                raise
+        rows = take(rows, slice(max(2, batch_size(rows) // 2)))
+
+
+def _counted(
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    pair: tuple[Any, ...],
+    company: tuple[Any, ...],
+    *,
+    low: bool,
+) -> None:
+    """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean)."""
+    with torch.no_grad(), ExitStack() as stack:
+        if not torch.equal(run(pair), run(pair, seed=1)):  # masks of dropout would differ
+            for module in model.modules():
+                stack.callback(setattr, module, "training", module.training)
+                module.training = False
+            if not torch.equal(run(pair), run(pair, seed=1)):
+                return
+        two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
+        more = _as_many_as_fit(run, company)
+    for a, *others in zip(two.tolist(), three.tolist(), more.tolist()):
+        room = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
+        if not all(abs(a - b) <= room for b in others):
+            raise NotByLayer("the loss of an example changes with the number of examples")
+
+
+@contextmanager
+def with_same_rng(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Random numbers that leave the user's generators as they were, the same in every block."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def probe(
+    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+) -> Iterator[Callable[[int], Tensor]]:
+    """A function that runs the first n examples, for looking at shapes."""
+
+    def run(n: int) -> Tensor:
+        with with_same_rng(model):
+            try:
+                return batch_losses(model, loss_fn, _rows(batch, *range(n)))
+            except InvalidInput as error:
+                raise NotByLayer(str(error)) from error
+
+    yield run
+
+
+def tried(
+    model: nn.Module,
+    loss_fn: Criterion | ModelLoss,
+    batch: tuple[Any, ...],
+    forms_of: Callable[[tuple[Any, ...]], dict[str, list[Form]]],
+) -> str:
+    """Raise NotByLayer unless the rules agree with plain autograd on two examples.
+
+    Returns what had to be allowed for that, in words; mostly nothing.
+    """
+    pair = unlike_pair(batch)
+    params = trainable(model)
+
+    def run(rows: tuple[Any, ...], seed: int = 0) -> Tensor:
+        with as_written(model), rewritten(model, Tape(2, is_on=False)), with_same_rng(model, seed):
+            return batch_losses(model, loss_fn, rows)
+
+    with torch.enable_grad():
+        losses = run(pair)
+    if not bool(torch.isfinite(losses).all()):
+        raise NotNow("the loss of the first two examples is not finite")
+    one_hot = torch.eye(2, dtype=losses.dtype, device=losses.device)
+    own_params = list(params.values())
+    truth = [
+        torch.autograd.grad(losses, own_params, pick, retain_graph=True, allow_unused=True)
+        for pick in (one_hot if losses.requires_grad else ())
+    ]
+    try:
+        with with_same_rng(model):
+            forms = forms_of(pair)
+    except RuntimeError as error:
+        if not _is_vmap_limit(error):
+            raise
+        raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
+    low = any(is_half(own) for each in forms.values() for own in each)
+    low = low or any(p.dtype in HALF for p in params.values())
+    is_loose = _alone(run, pair, losses, truth, own_params, low=low)
+    _counted(model, run, pair, _beside(pair, batch), low=low)
+    room = [_length(t) for t in truth] or [0.0, 0.0]
+    for i, (name, parameter) in enumerate(params.items()):
+        blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
+        rows = [blank if t[i] is None else wide(t[i]) for t in truth] or [blank, blank]
+        own = merge(forms.get(name, []))
+        found = squares(own).double().sqrt() if own else torch.zeros(2)
+        if len(found) != 2:
+            raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
+        exact = [_length([row]) for row in rows]
+        summed = rows[0] + rows[1]
+        for f in own:
+            summed -= f.total(torch.ones(2, device=parameter.device)).to(summed)
+        gap = _length([summed])
+        fits = all(close(float(f), e, low=low, room=r) for f, e, r in zip(found, exact, room))
+        if not fits or gap > (0.1 if low else 2e-3) * max(exact) + 1e-5 * sum(room):
+            raise NotByLayer(
+                f"the gradient of {name!r} by layer rules differs from autograd's: it is used "
+                "outside its own layer, or examples mix before it"
+            )
+    return LOOSE if is_loose else ""

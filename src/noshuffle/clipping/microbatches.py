@@ -1,0 +1,250 @@
+"""Fast or lean: how many parts of a batch are clipped one after the other.
+
+    fast   the whole batch at once: one forward, one backward; inputs and output gradients of all
+           linear layers are held until the factors are known
+    lean   two or more parts, each done as above and added to one sum: the memory of a part
+    auto   fast where the device has room for it, else lean with as few parts as fit
+
+Examples are clipped one by one and the sum is kept in single precision, so the mode changes speed
+and memory and nothing else. The device is asked once whether an example is not finite, when all the
+work was handed to it, so that it never waits for the host (`members.finish`). What a step needs is
+measured once on two small pieces of the first batch, bytes(n) = fixed + n·per_example, and compared
+with what the device has left; a step that runs out of memory all the same is repeated in twice as
+many parts. No state here.
+
+>>> decide("lean", 32, None, 0)[0], decide("auto", 32, Need(2**30, 2**28), 6 * 2**30)[0]
+(2, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping.clipped import ClippedSum
+from noshuffle.clipping.objective import batch_size, leaves, take
+from noshuffle.clipping.rng_state import rng_state_of
+from noshuffle.clipping.units import BadUnitFound, is_capturing
+
+MODES = ("auto", "fast", "lean")
+#: The part of the free memory that a step may count on: allocators need some room of their own.
+USABLE = 0.9
+#: The choice is looked at again in so many steps.
+LOOKS = 4
+FIELDS = ("norms", "bad", "present")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a clipped sum of n examples takes: fixed + n·per_example."""
+
+    fixed: float
+    per_example: float
+
+    def bytes(self, examples: int) -> float:
+        return self.fixed + self.per_example * examples
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some examples of a batch: their rows, and their units, numbered from 0 within the piece."""
+
+    rows: Tensor | slice
+    units: Tensor | None
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device and torch's allocator can still give."""
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + held)
+
+
+def measure(run: Callable[[int], object], *, size: int, device: torch.device) -> Need | None:
+    """What a step needs, from `run(n)` on few examples; None where it cannot be measured."""
+    small = max(1, size // 8)
+    if device.type != "cuda" or size < 2 * small:
+        return None
+    peaks = []
+    for count in (small, 2 * small):
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run(count)
+        except torch.OutOfMemoryError:
+            return Need(0.0, float(free_bytes(device)) / count * 2.0)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    slope = max(0.0, (peaks[1] - peaks[0]) / small)
+    return Need(max(0.0, peaks[1] - 2 * small * slope), slope)
+
+
+def decide(mode: str, size: int, need: Need | None, free: float) -> tuple[int, str]:
+    """How many parts, and why in words."""
+    least = 2 if mode == "lean" and size > 1 else 1
+    if mode == "fast" or need is None:
+        return least, _words(least, "as asked for" if mode != "auto" else "nothing to weigh up")
+    parts = least
+    while parts < size and need.bytes(-(-size // parts)) > USABLE * free:
+        parts = min(size, 2 * parts)
+    gib = 2.0**30
+    wanted = need.bytes(-(-size // parts)) / gib
+    return parts, _words(parts, f"needs about {wanted:.2f} GiB of {free / gib:.2f} GiB free")
+
+
+def _words(parts: int, reason: str) -> str:
+    return f"{'fast, in one part' if parts == 1 else f'lean, in {parts} parts'}: {reason}"
+
+
+def pieces(size: int, parts: int, units: Tensor | None) -> list[Piece]:
+    """Cut a batch into at most `parts` pieces; all examples of a unit stay together.
+
+    Guarantees: every example is in exactly one piece, every unit in exactly one; the units of the
+    pieces, one after the other, are the units of the batch in order. One piece is the batch itself,
+    its rows in their own order.
+    """
+    if parts <= 1 or size <= 1:
+        return [Piece(slice(0, size), units)]
+    if units is None:
+        step = -(-size // parts)
+        return [Piece(slice(i, min(i + step, size)), None) for i in range(0, size, step)]
+    own = units.detach().cpu().long()
+    order = torch.argsort(own, stable=True)
+    ends = torch.cumsum(torch.bincount(own), 0)  # examples of units 0 … u, in that order
+    found: list[Piece] = []
+    start, first = 0, 0
+    while start < size:
+        full = start + -(-size // parts)
+        unit = int(torch.searchsorted(ends, min(full, size)))  # ends here, or a little later
+        rows = order[start : int(ends[unit])]
+        found.append(Piece(rows, own[rows] - first))
+        start, first = int(ends[unit]), unit + 1
+    return found if len(found) > 1 else pieces(size, 1, units)
+
+
+@dataclass
+class Chosen:
+    """The parts for batches of one kind, looked at again in the first steps: an optimizer takes
+    its memory after the first one."""
+
+    parts: int
+    need: Need | None
+    looks: int = 0
+    is_hopeful: bool = True  # no unit was bad so far
+
+
+def kind_of(batch: tuple[Any, ...]) -> tuple[int, int]:
+    """Batches that need about the same memory: as many examples, and as long within a quarter."""
+    entries = sum(t.numel() for t in leaves(batch) if isinstance(t, Tensor))
+    return batch_size(batch), round(math.log(max(1, entries), 1.25))
+
+
+def choose_parts(
+    memory: dict[tuple[int, int], Chosen],
+    mode: str,
+    batch: tuple[Any, ...],
+    *,
+    device: torch.device,
+    run: Callable[[int], object],
+    say: Callable[[str], None],
+) -> Chosen:
+    """The parts for this batch; `memory` holds earlier choices, `run(n)` clips n examples."""
+    kind = kind_of(batch)
+    size, chosen = kind[0], memory.get(kind)
+    is_still = chosen is not None and (chosen.looks >= LOOKS or chosen.need is None)
+    if chosen is not None and (is_still or is_capturing(device)):
+        return chosen
+    if chosen is None:
+        measured = mode != "fast" and not is_capturing(device)
+        chosen = Chosen(1, measure(run, size=size, device=device) if measured else None)
+        memory[kind] = chosen
+    free = float(free_bytes(device)) if chosen.need is not None else 0.0
+    parts, words = decide(mode, size, chosen.need, free)
+    chosen.looks += 1
+    if parts > chosen.parts or chosen.looks == 1:
+        chosen.parts = parts
+        say(words)
+    return chosen
+
+
+Run = Callable[..., ClippedSum]
+
+
+def in_parts(
+    one: Run,
+    batch: tuple[Any, ...],
+    units: Tensor | None,
+    weights: Tensor | None,
+    *,
+    chosen: Chosen,
+    device: torch.device,
+    may_repeat: bool = True,
+) -> ClippedSum:
+    """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
+
+    A bad unit is hoped against as long as there was none; then all is done again, with the same
+    random numbers, and the device asked before every sum. Not so for a model that writes into its
+    buffers (`may_repeat`): what a second run left there would tell that a unit was bad.
+    """
+    size = batch_size(batch)
+    again = None if is_capturing(device) else rng_state_of(device)
+    while True:
+        try:
+            cut = pieces(size, chosen.parts, units)
+            if chosen.is_hopeful and may_repeat and again is not None:
+                try:
+                    return _joined(one, batch, weights, cut, is_hopeful=True)
+                except BadUnitFound:
+                    # Where one is bad others will be: from now on they are looked for first.
+                    chosen.is_hopeful = False
+                    again()
+            return _joined(one, batch, weights, cut, is_hopeful=False)
+        except torch.OutOfMemoryError:
+            if chosen.need is None or chosen.parts >= size:
+                raise
+        chosen.parts = min(size, 2 * chosen.parts)  # outside the handler, which holds the frames
+        torch.cuda.empty_cache()
+        if again is not None:
+            again()
+
+
+def _joined(
+    one: Run,
+    batch: tuple[Any, ...],
+    weights: Tensor | None,
+    parts: Sequence[Piece],
+    *,
+    is_hopeful: bool,
+) -> ClippedSum:
+    """All pieces; with `is_hopeful` the device is waited for once, when all sums are begun."""
+    if len(parts) == 1:
+        return one(batch, parts[0].units, weights, is_hopeful=is_hopeful)
+    done: list[ClippedSum] = []
+    for piece in parts:
+        marks = None if weights is None else weights[piece.rows]
+        options: dict[str, Any] = {"onto": done[0].values if done else None}
+        if is_hopeful and piece is not parts[-1]:
+            options["is_sure"] = True
+        elif is_hopeful:
+            options["is_hopeful"] = True
+            options["doubt"] = torch.cat([d.bad for d in done]).any()
+        done.append(one(take(batch, piece.rows), piece.units, marks, **options))
+    losses = _in_order([d.losses for d in done], parts)
+    # The last piece has waited for the device, hence for the losses of all before it too.
+    each = [d.shown for d in done if d.shown is not None]
+    shown = _in_order(each, parts) if len(each) == len(done) else None
+    norms, bad, present = (torch.cat([getattr(d, n) for d in done]) for n in FIELDS)
+    return ClippedSum(done[0].values, done[0].bound, norms, losses, bad, present, shown)
+
+
+def _in_order(found: list[Tensor], parts: Sequence[Piece]) -> Tensor:
+    """One value an example, as the batch has them."""
+    values = torch.cat(found)
+    if not isinstance(parts[0].rows, Tensor):
+        return values
+    order = torch.cat([p.rows for p in parts])  # type: ignore[misc]
+    return torch.empty_like(values).index_copy_(0, order.to(values.device), values)

@@ -1,0 +1,186 @@
+"""What a server stands on: its own parameters, and why it refuses a sum, a state or a cohort.
+
+Keys and facts are bound as in central training (`release.facts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import ClippedSum, Flat
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.check import delicate, trainable
+from noshuffle.errors import InvalidInput, Unsupported, callables, instance_of, whole
+from noshuffle.federated.cohort import UserId
+from noshuffle.plan import Plan
+from noshuffle.release import guard
+from noshuffle.release.fingerprint import of_state, settings_of
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.threshold import COUNT
+from noshuffle.release.units import Ids, Seen
+
+
+def check_parts(
+    plan: Plan, *, clip: float | QuantileClip, cohort_size: int, optimizer_fn: object
+) -> None:
+    """What a server is built from, as far as it can be told before anything is written."""
+    whole(cohort_size=cohort_size)
+    instance_of(Plan, plan=plan)
+    callables(optimizer_fn=optimizer_fn)
+    if not isinstance(clip, QuantileClip):
+        Flat(clip)  # checks the number
+    if plan.unit != "user":
+        raise InvalidInput(f"federated plans protect a user, got one {plan.unit}; unit='user'")
+
+
+def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Copies of a module's trainable parameters, or of named tensors."""
+    instance_of((nn.Module, Mapping), parameters=given)
+    if isinstance(given, nn.Module):
+        _refuse_statistics(given)
+    named = trainable(given) if isinstance(given, nn.Module) else given
+    own = {}
+    for name, value in named.items():
+        instance_of(Tensor, **{f"parameter {name!r}": value})
+        if not value.is_floating_point():
+            raise InvalidInput(f"{name!r} is {value.dtype}; only floating point can be trained")
+        if name == COUNT:
+            raise InvalidInput(f"{name!r} has a noise stream of its own; name the tensor otherwise")
+        own[name] = nn.Parameter(value.detach().clone())
+    if not own or len({p.device for p in own.values()}) != 1:
+        raise InvalidInput("a server needs at least one trainable tensor, all on one device")
+    return own
+
+
+def _refuse_statistics(model: nn.Module) -> None:
+    """Raise if a layer would learn statistics of users' data besides its parameters."""
+    for name, layer in delicate(model):
+        if getattr(layer, "track_running_stats", False) and layer.training:
+            raise Unsupported(
+                f"layer {name!r} ({type(layer).__name__}) keeps statistics of users' data, which "
+                "clients do not send and no noise covers; use nn.GroupNorm, or set it to eval() if "
+                "its statistics are public"
+            )
+
+
+def checked_sum(
+    given: Mapping[str, Tensor] | ClippedSum,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    users: int,
+    clip_norm: float,
+) -> dict[str, Tensor]:
+    """Copies, refused unless a cohort of this size could have summed to it.
+
+    Half precision is raised to float32; what came in float64 stays so, since rounding a sum would
+    let one user move it by more than the clip norm.
+    """
+    instance_of((Mapping, ClippedSum), **{"the sum": given})
+    if isinstance(given, ClippedSum) and (given.bound > clip_norm or len(given.norms) > users):
+        raise InvalidInput(
+            f"the sum is of {len(given.norms)} deltas clipped to {given.bound:g}; at most {users} "
+            f"clipped to {clip_norm:g} were expected"
+        )
+    values = given.values if isinstance(given, ClippedSum) else given
+    instance_of(Tensor, **{f"{name!r} of the sum": value for name, value in values.items()})
+    found = {name: tuple(value.shape) for name, value in values.items()}
+    if found != dict(shapes):
+        raise InvalidInput(
+            f"the sum must have the tensors {dict(shapes)}, got {found}; sum what clients sent"
+        )
+    own = {}
+    for name in shapes:
+        wide = torch.promote_types(values[name].dtype, torch.float32)
+        own[name] = values[name].detach().to(wide, copy=True)
+    length = math.sqrt(sum(float(v.double().square().sum()) for v in own.values()))
+    if not length <= clip_norm * users * (1 + 1e-5):
+        raise InvalidInput(
+            f"{users} deltas of norm at most {clip_norm:g} cannot sum to norm {length:g}; clip "
+            "every delta, then sum"
+        )
+    return own
+
+
+def state_print(
+    settings: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+) -> bytes:
+    """What the update of a round is computed from besides its sum, for the ledger."""
+    rule = {"optimizer": type(optimizer).__name__, "groups": settings_of(optimizer)}
+    return of_state({**settings, **rule}, parameters.values())
+
+
+def built_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rate and the like of an update rule that was just made; values that can be compared.
+
+    Read once, before a schedule moves them: what a server was built with is its builder's word.
+    """
+    plain = (bool, int, float, str, type(None))
+    return [
+        {name: value for name, value in group.items() if isinstance(value, plain)}
+        for group in settings_of(optimizer)
+    ]
+
+
+def check_state(
+    state: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    rule: str,
+    built: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise if a saved state is of another model, of another update rule, or of its settings."""
+    saved = {name: tuple(value.shape) for name, value in state["model"].items()}
+    for name in {**shapes, **saved}:
+        if saved.get(name) != shapes.get(name):
+            raise InvalidInput(
+                f"this state was saved with {name!r} of shape {saved.get(name)}, the model has "
+                f"{shapes.get(name)}; build the server with the model of the run"
+            )
+    if state.get("rule", rule) != rule:
+        raise InvalidInput(
+            f"this state was saved with the optimizer {state['rule']}, the server has {rule}; "
+            "build it as it was"
+        )
+    saved_groups = state.get("built", built)
+    if len(saved_groups) != len(built):
+        raise InvalidInput(
+            f"this state was saved with {len(saved_groups)} groups of parameters in the optimizer, "
+            f"the server has {len(built)}; build it as it was"
+        )
+    for place, (old, new) in enumerate(zip(saved_groups, built)):
+        for name in old.keys() & new.keys():  # another version of torch may know other names
+            if old[name] != new[name]:
+                raise InvalidInput(
+                    f"this run was begun with the optimizer's {name} = {old[name]}, the server has "
+                    f"{new[name]}; build it as it was (to change it on the way, set "
+                    f"server.optimizer.param_groups[{place}][{name!r}] after resume())"
+                )
+
+
+def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:
+    """Why a cohort is refused, in the words of the caller, who knows names and not units."""
+    step, rule = ledger.released, ledger.participation
+    if rule.is_sampled:
+        return (
+            f"the cohort of round {step} is not the one that the secret sampler drew; ask exactly "
+            "the users of server.sampler(population).draw(round)"
+        )
+    ids, seen = ledger.units()
+    for user, unit in zip(users, units):
+        at = int(np.searchsorted(ids, unit))
+        if at == len(ids) or ids[at] != unit:
+            continue
+        one = Seen(*(a[at : at + 1] for a in (seen.first, seen.last, seen.count)))
+        if not guard.is_admitted(rule, step=step, seen=one).all():
+            first, last, count = (int(a[0]) for a in (one.first, one.last, one.count))
+            why = guard.why_not(rule, step=step, first=first, last=last, count=count)
+            return f"user {user!r} may not take part in round {step}: {why}; leave the user out"
+    return f"the cohort of round {step} is not admitted by the plan; leave out whom it refuses"

@@ -1,0 +1,93 @@
+"""Checkpoints: the whole state of a run, written atomically, resumed bit for bit.
+
+    checkpoints/step-00000120/model.safetensors   parameters and buffers
+                              state.pt            optimizer, noise buffers, random state, counters
+    checkpoints/key.json                          the secrets (mode 0600), once per run
+
+A checkpoint is written into a hidden folder, flushed, and renamed: it is complete or absent. Only
+plain tensors and values are stored, so it loads with `weights_only=True` and runs no code. What
+lies after the last checkpoint is replayed from the same batches, which costs no privacy: the
+ledger sees to it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from noshuffle.errors import InvalidInput
+from noshuffle.release.files import sync_file, sync_folder, write_bytes
+
+_NAME = re.compile(r"^step-(\d{8,})$")
+
+
+def save(state: dict[str, Any], folder: Path, *, keep: int = 2) -> Path:
+    """Write a state (with its "step" and "model") and drop all but the last `keep`."""
+    step = int(state["step"])
+    target = folder / f"step-{step:08d}"
+    temporary = folder / f".step-{step:08d}.{os.getpid()}.tmp"
+    _sweep(folder)
+    temporary.mkdir(parents=True)
+    model = {name: value.detach().cpu().clone() for name, value in state["model"].items()}
+    try:
+        save_file(model, temporary / "model.safetensors")
+    except SafetensorError as error:  # such as a full disk, in words of its own
+        raise OSError(f"{temporary / 'model.safetensors'}: {error}") from None
+    sync_file(temporary / "model.safetensors")
+    buffer = io.BytesIO()
+    torch.save({key: value for key, value in state.items() if key != "model"}, buffer)
+    write_bytes(temporary / "state.pt", buffer.getvalue(), mode=0o600)
+    if target.exists():  # a replay came past here again; the old one is as good
+        _remove(temporary)
+    else:
+        os.replace(temporary, target)
+        sync_folder(folder)
+    for old in saved(folder)[:-keep]:
+        _remove(old)
+    return target
+
+
+def saved(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; leftovers of a crash are not among them."""
+    if not folder.exists():
+        return []
+    found = [(int(m.group(1)), p) for p in folder.iterdir() if (m := _NAME.match(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint back; one clear line where a file of it is missing or damaged."""
+    for name in ("state.pt", "model.safetensors"):
+        if not (path / name).exists():
+            raise InvalidInput(f"{path} is not a checkpoint: {path / name} is missing")
+    try:
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        state["model"] = load_file(path / "model.safetensors")
+    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise InvalidInput(
+            f"the checkpoint {path} is damaged ({type(error).__name__}); bring its files back, or "
+            "remove it to go on from the one before"
+        ) from None
+    return state
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what crashes left half-written or half-removed (a run has one writer at a time)."""
+    for left in [*folder.glob(".step-*.tmp"), *folder.glob(".old-*")]:
+        shutil.rmtree(left)
+
+
+def _remove(path: Path) -> None:
+    """Remove one of our own checkpoint folders; hidden first, so nobody reads half of it."""
+    hidden = path.with_name(f".old-{path.name.lstrip('.')}.{os.getpid()}")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)

@@ -1,0 +1,206 @@
+"""Fingerprints of tensors where they lie: 256 bits back from the device instead of the data.
+
+A group of tensors is a row of unsigned words m (32 bits each; 16 or 8 for narrower types), cut into
+blocks of 2,048. With secret random keys k and κ of 64 bits, in four lanes, modulo 2⁶⁴,
+
+    d[b, l] = (Σ_i k[l, i] · m[b, i]) >> 32            D[o] = Σ_b Σ_l κ[b, l, o] · d[b, l]
+
+(multilinear hashing: Carter and Wegman 1979; Dietzfelbinger 1996; Lemire and Kaser 2014). Order
+counts, since every place has a key of its own. Zeros behind the end change nothing, so a padded
+batch has the digest of its own rows; type and shape go into the fingerprint beside the digest.
+
+Collisions. Let two messages differ in a word by δ = 2ʲ·odd, j ≤ 31. The difference of their sums in
+a lane is uniform over the multiples of 2ʲ, and the upper halves agree only if it lies within 2³² of
+zero: probability at most 2⁻³¹, hence 2⁻¹²⁴ for four lanes; different d then meet in D with at most
+2⁻³³ a lane. Together below 2⁻¹²⁰, for data that was chosen without knowledge of the key. A ledger
+never holds D itself but a cryptographic hash of it (`fingerprint`), which says nothing about keys
+or data. Arithmetic is exact: the bits do not depend on device or order of additions.
+
+State: the keys, made from the secret as far as they are needed.
+
+>>> keys = Keys(b"secret", device="cpu")
+>>> rows, padded = torch.arange(3.0), torch.zeros(9)
+>>> padded[:3] = rows
+>>> digests = [Printer(keys, [[t]]).run_() for t in (rows, padded, rows.flip(0))]
+>>> torch.equal(digests[0], digests[1]), torch.equal(digests[0], digests[2])
+(True, False)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.device_copy import DeviceCopy
+from noshuffle.errors import InvalidInput
+from noshuffle.release import digest_kernel as kernel
+
+LANES, BLOCK = 4, 2048
+_MASKS = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: Blocks that the plain version takes at a time: 8 MiB of products a lane.
+_CHUNK = 512
+
+
+class Keys:
+    """The keys of one run on one device; more second keys are made when a longer row asks."""
+
+    def __init__(self, secret: bytes, *, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._secret = secret
+        self.first = self._expand(b"words", LANES * BLOCK).reshape(LANES, BLOCK)
+        self._second = torch.zeros((0, LANES, LANES), dtype=torch.int64, device=self.device)
+
+    def second(self, blocks: int) -> Tensor:
+        """At least `blocks` rows of keys; earlier rows stay what they were."""
+        if blocks > len(self._second):
+            rows = max(64, 1 << (blocks - 1).bit_length())
+            self._second = self._expand(b"blocks", rows * LANES * LANES).reshape(-1, LANES, LANES)
+        return self._second
+
+    def _expand(self, name: bytes, count: int) -> Tensor:
+        data = hashlib.shake_256(b"ns-print " + name + b" " + self._secret).digest(8 * count)
+        return torch.from_numpy(np.frombuffer(data, dtype="<i8").copy()).to(self.device)
+
+
+def width(value: Tensor) -> int:
+    """Bytes of one word of a tensor: 4, or 2 or 1 for narrower types."""
+    return min(value.element_size(), 4)
+
+
+def words(value: Tensor) -> Tensor:
+    """The words of a tensor, as int64 in [0, 2³²)."""
+    flat = value.detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    size = width(flat)
+    return flat.view(_SIGNED[size]).long() & _MASKS[size]
+
+
+def plain(keys: Keys, group: Sequence[Tensor]) -> Tensor:
+    """D of one group by torch alone: the twin of the kernel, and its stand-in without Triton."""
+    total = torch.zeros(LANES, dtype=torch.int64, device=keys.device)
+    block = 0
+    for value in group:
+        row = words(value)
+        for part in torch.split(row, _CHUNK * BLOCK) if len(row) else ():
+            count = -(-len(part) // BLOCK)
+            padded = torch.nn.functional.pad(part, (0, count * BLOCK - len(part)))
+            sums = (padded.view(count, 1, BLOCK) * keys.first).sum(2)
+            upper = (sums >> 32) & _MASKS[4]
+            own = keys.second(block + count)[block : block + count]
+            total += (upper[:, :, None] * own).sum((0, 1))
+            block += count
+    return total
+
+
+class Printer:
+    """Digests of groups of tensors that stay at their addresses.
+
+    Guarantees: `run_` is a function of the secret and the bytes in each group alone, bit for bit
+    the same by the kernel and by `plain`; it launches without reading anything from the host, and
+    can be captured. The result is a tensor of the printer's own, overwritten by the next run.
+    """
+
+    def __init__(self, keys: Keys, groups: Sequence[Sequence[Tensor]]) -> None:
+        for value in (value for group in groups for value in group):
+            if not value.is_contiguous() or value.device.type != keys.device.type:
+                raise InvalidInput(
+                    f"a printer needs contiguous tensors on {keys.device}, got one on "
+                    f"{value.device} with strides {value.stride()}"
+                )
+        self._keys, self._groups = keys, [list(group) for group in groups]
+        self.out = torch.zeros((len(groups), LANES), dtype=torch.int64, device=keys.device)
+        self._launches: list[tuple[int, Tensor, Tensor]] = []
+        self._second = keys.second(1)
+        if keys.device.type == "cuda" and kernel.HAS_TRITON:
+            self._plan()
+
+    def _plan(self) -> None:
+        """Per word size: the table of regions, and which program works on which."""
+        tables: dict[int, list[list[int]]] = {}
+        most = 1
+        for number, group in enumerate(self._groups):
+            block = 0
+            for value in group:
+                size = width(value)
+                count = value.numel() * value.element_size() // size
+                blocks = -(-count // BLOCK)
+                rows = tables.setdefault(size, [])
+                begin = rows[-1][2] + -(-rows[-1][1] // BLOCK) if rows else 0
+                if blocks:
+                    rows.append([value.data_ptr(), count, begin, block, number])
+                block += blocks
+            most = max(most, block)
+        self._second = self._keys.second(most)
+        for size, rows in tables.items():
+            if not rows:
+                continue
+            table = np.array(rows, dtype=np.int64)
+            owners = np.repeat(np.arange(len(table)), -(-table[:, 1] // BLOCK)).astype(np.int32)
+            # From pinned memory, or each copy would wait for all that the device has to do.
+            whose, where = (
+                torch.from_numpy(own).pin_memory().to(self._keys.device, non_blocking=True)
+                for own in (owners, table)
+            )
+            self._launches.append((size, whose, where))
+
+    def run_(self) -> Tensor:
+        """[groups, 4] int64: the digests of what the tensors hold now."""
+        if not self._launches:
+            for row, group in zip(self.out, self._groups):
+                row.copy_(plain(self._keys, group))
+            return self.out
+        self.out.zero_()
+        for size, owners, table in self._launches:
+            launch: Any = kernel.digest
+            with torch.cuda.device(self._keys.device):
+                launch[(len(owners),)](
+                    owners,
+                    table,
+                    self._keys.first,
+                    self._second,
+                    self.out,
+                    WORD=_unsigned(size),
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                )
+        return self.out
+
+
+def _unsigned(size: int) -> Any:
+    import triton.language as tl
+
+    return {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}[size]
+
+
+@lru_cache(maxsize=8)
+def _keys(secret: bytes, device: torch.device) -> Keys:
+    return Keys(secret, device=device)
+
+
+def of_tensor(value: Tensor, secret: bytes) -> bytes:
+    """The 32 bytes of D of one tensor, wherever it lies."""
+    return of_tensors([value], secret)[0]
+
+
+def of_tensors(values: Sequence[Tensor], secret: bytes) -> list[bytes]:
+    """The same of several tensors on one device, which is waited for once."""
+    return begin(values, secret)()
+
+
+def begin(values: Sequence[Tensor], secret: bytes) -> Callable[[], list[bytes]]:
+    """Start the digests of several tensors on one device; to call the result is to wait for them.
+
+    They are of what the tensors hold now: the device takes its work in order.
+    """
+    if not values:
+        return list
+    held = [[value.detach().contiguous()] for value in values]
+    found = DeviceCopy(Printer(_keys(secret, values[0].device), held).run_())
+    return lambda: [row.tobytes() for row in found.read().numpy()]

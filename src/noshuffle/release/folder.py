@@ -1,0 +1,191 @@
+"""The run folder: a model together with the evidence for its guarantee.
+
+    plan.json         every privacy decision, canonical form
+    statement.json    the guarantee, the number of released steps, the plan hash
+    ledger.sqlite     released steps and who took part
+    metrics.jsonl     what training saw, from released values only
+    config.json       how the run was started (free form)
+    ancestors.json    the runs it was forked from, if any
+    checkpoints/      whole states, and `key.json` (mode 0600): who reads it can remove the noise
+
+Every file is replaced atomically. A folder belongs to one plan and one key; anything else is
+refused rather than overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noshuffle.errors import InvalidInput, instance_of
+from noshuffle.noise import Source
+from noshuffle.plan import Plan
+from noshuffle.release.files import read_json, write_bytes, write_json
+from noshuffle.release.sampler import new_sampling_key
+from noshuffle.release.spending import Ancestor
+
+KEY_FORMAT = "noshuffle-key/1"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The secrets of a run: the noise source, and the key of the sampler."""
+
+    source: Source
+    sampling: bytes
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names and atomic access; nothing is written before `begin`."""
+
+    path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        instance_of((str, os.PathLike), **{"a run folder": path})
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def statement_file(self) -> Path:
+        return self.path / "statement.json"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def ancestors_file(self) -> Path:
+        return self.path / "ancestors.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def key_file(self) -> Path:
+        return self.checkpoints / "key.json"
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a run lives here already."""
+        return self.plan_file.exists()
+
+    def plan(self) -> Plan:
+        """The plan of this run."""
+        if not self.is_started:
+            raise InvalidInput(f"{self.path} is not a run folder: it has no plan.json")
+        return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
+
+    def begin(self, plan: Plan, *, source: Source) -> Keys:
+        """Start a run, or come back to it with the same plan and key.
+
+        Guarantees: the keys are on the disk, readable by their owner only, before this returns;
+        a folder with another plan, another key, or somebody else's files is refused.
+        """
+        if self.is_started:
+            if self.plan() != plan:
+                raise InvalidInput(
+                    f"{self.path} holds a run with another plan; use a new folder, or that plan"
+                )
+            keys = self.keys()
+            if keys.source.fingerprint != source.fingerprint:
+                raise InvalidInput(f"{self.path} holds a run with another key; use a new folder")
+            return keys
+        strangers = self._strangers()
+        if strangers:
+            raise InvalidInput(
+                f"{self.path} is not empty ({strangers[0]}) and not a run; use a new folder"
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        keys = self.keys() if self.key_file.exists() else Keys(source, new_sampling_key())
+        if keys.source.fingerprint != source.fingerprint:
+            # A start that died before its plan was written has released nothing.
+            keys = Keys(source, new_sampling_key())
+        self._write_keys(keys)
+        write_bytes(self.plan_file, plan.to_json().encode())
+        return keys
+
+    def _strangers(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        ours = {"checkpoints", "config.json", "ancestors.json"}
+        names = sorted(p.name for p in self.path.iterdir())
+        return [name for name in names if name not in ours and not name.startswith(".")]
+
+    def _write_keys(self, keys: Keys) -> None:
+        record = {
+            "format": KEY_FORMAT,
+            "kind": keys.source.kind,
+            "is_test": keys.source.is_test,
+            "noise": keys.source.key.hex(),
+            "sampling": keys.sampling.hex(),
+        }
+        write_json(self.key_file, record, mode=0o600)
+
+    def keys(self) -> Keys:
+        """The secrets; one clear line where they are gone."""
+        try:
+            record = read_json(self.key_file)
+            source = Source(bytes.fromhex(record["noise"]), record["kind"], record["is_test"])
+            return Keys(source, bytes.fromhex(record["sampling"]))
+        except FileNotFoundError:
+            raise InvalidInput(
+                f"{self.key_file} is missing; without its key a run cannot be resumed, only forked"
+            ) from None
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise InvalidInput(f"{self.key_file} is not a {KEY_FORMAT} file ({error})") from None
+
+    def ancestors(self) -> tuple[Ancestor, ...]:
+        """The runs this one was forked from, oldest first."""
+        if not self.ancestors_file.exists():
+            return ()
+        return tuple(Ancestor.from_dict(record) for record in read_json(self.ancestors_file))
+
+    def write_statement(self, record: Mapping[str, Any]) -> None:
+        """Replace statement.json."""
+        write_json(self.statement_file, dict(record))
+
+    def write_config(self, record: Mapping[str, Any]) -> None:
+        """Replace config.json."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.config_file, dict(record))
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line of metrics; `step` names the number of steps it was taken after."""
+        line = json.dumps(dict(record), sort_keys=True, allow_nan=False) + "\n"
+        handle = os.open(self.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with os.fdopen(handle, "wb") as file:
+            file.write(line.encode())
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Every complete line; one torn by a crash is skipped."""
+        if not self.metrics_file.exists():
+            return
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop lines from beyond `step`: those steps are about to be replayed."""
+        if self.metrics_file.exists():
+            kept = [m for m in self.metrics() if m.get("step", 0) <= step]
+            text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in kept)
+            write_bytes(self.metrics_file, text.encode())

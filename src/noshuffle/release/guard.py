@@ -1,0 +1,167 @@
+"""The participation guard: which units of a batch the plan admits at this step.
+
+A guarantee is a maximum over the patterns of steps that a participation allows, so a unit outside
+its pattern makes the stated ε false. The rules, for a unit first seen at step j and last at l:
+
+    SinglePass      never seen before
+    Epochs          t = j + i·b for a whole i ≥ 1, and t > l
+    MinSeparation   t − l ≥ b, and seen fewer than k times
+    Restarted       the rule of its base; for Epochs, j starts anew in every block of steps
+    Poisson, FixedSize   exactly the units that the secret sampler drew for this step
+
+Everything works on whole batches; nothing is kept here (see `units` for the table).
+
+>>> from noshuffle.participation import Epochs
+>>> seen = Seen(first=np.array([0, 1]), last=np.array([0, 1]), count=np.array([1, 1]))
+>>> is_admitted(Epochs(epochs=3, steps_per_epoch=2), step=2, seen=seen)
+array([ True, False])
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noshuffle.errors import ParticipationViolation, Unsupported
+from noshuffle.participation import (
+    Epochs,
+    MinSeparation,
+    Participation,
+    Restarted,
+    SinglePass,
+)
+from noshuffle.release.units import Ids, Record, Seen
+
+Mask = NDArray[np.bool_]
+
+
+def starts_anew(participation: Participation, *, step: int, seen: Seen) -> Mask:
+    """Whether a unit's first step is forgotten before this one (a new block, or never seen)."""
+    never: Mask = seen.count == 0
+    if isinstance(participation, Restarted):
+        block = step - step % participation.every
+        return np.logical_or(never, seen.last < block)
+    return never
+
+
+def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
+    """Truth value per unit.
+
+    Guarantees: a sequence of steps in which every unit passed is a pattern over which the
+    sensitivity of this participation was maximised. Restarted keeps separation and total count of
+    a MinSeparation base across blocks too, which is stricter than either reading of it.
+    """
+    rule = participation.participation if isinstance(participation, Restarted) else participation
+    never: Mask = seen.count == 0
+    if isinstance(rule, SinglePass) or (isinstance(rule, Epochs | MinSeparation) and never.all()):
+        return never
+    first = np.where(starts_anew(participation, step=step, seen=seen), step, seen.first)
+    if isinstance(rule, Epochs):
+        same_place: Mask = (step - first) % rule.steps_per_epoch == 0
+        return np.logical_or(never, same_place & (seen.last < step))
+    if isinstance(rule, MinSeparation):
+        far: Mask = step - seen.last >= rule.separation
+        return np.logical_or(never, far & (seen.count < rule.max_participations))
+    raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
+
+
+def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
+    """The same answer for units that took part before, with one record between them."""
+    rule = participation
+    first, last, count = record
+    if isinstance(rule, Restarted):
+        if last < step - step % rule.every:
+            first = step
+        rule = rule.participation
+    if isinstance(rule, SinglePass):
+        return False
+    if isinstance(rule, Epochs):
+        return (step - first) % rule.steps_per_epoch == 0 and last < step
+    if isinstance(rule, MinSeparation):
+        return step - last >= rule.separation and count < rule.max_participations
+    raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
+
+
+def same_batch(participation: Participation, *, step: int) -> int | None:
+    """The step whose batch must come again at this one: a whole batch keeps its place in epochs."""
+    rule, block = participation, 0
+    if isinstance(rule, Restarted):
+        block = step - step % rule.every
+        rule = rule.participation
+    if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
+        return None
+    return step - rule.steps_per_epoch
+
+
+def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Ids]:
+    """Distinct units, and for every row the place of its unit among them (−1: a dropped repeat).
+
+    A batch holds every example once; with `groups` the rows of one user form one contribution.
+    """
+    if len(ids) and (ids[1:] > ids[:-1]).all():  # in order already, as data in file order is
+        return ids.copy(), np.arange(len(ids))
+    units, first, rows = np.unique(ids, return_index=True, return_inverse=True)
+    rows = rows.astype(np.int64)
+    if len(units) == len(ids) or groups:
+        return units, rows
+    if not drop:
+        twice = units[np.bincount(rows, minlength=len(units)) > 1][0]
+        raise ParticipationViolation(
+            f"unit {int(twice)} appears twice in step {step}; a batch holds each example once (a "
+            "plan with unit='user' groups the examples of a user)"
+        )
+    repeat = np.ones(len(ids), dtype=bool)
+    repeat[first] = False
+    rows[repeat] = -1
+    return units, rows
+
+
+def why_not(participation: Participation, *, step: int, first: int, last: int, count: int) -> str:
+    """The rule that a refused unit breaks, in words."""
+    rule = participation.participation if isinstance(participation, Restarted) else participation
+    if isinstance(rule, SinglePass):
+        return f"it already took part in step {last} and the plan allows one step"
+    if isinstance(rule, Epochs):
+        return (
+            f"it was seen first in step {first}, so with {rule.steps_per_epoch} steps per epoch it "
+            f"may come only every {rule.steps_per_epoch} steps after that (last seen: {last})"
+        )
+    assert isinstance(rule, MinSeparation)
+    if count >= rule.max_participations:
+        return f"it already took part {count} times and the plan allows {rule.max_participations}"
+    return f"it took part in step {last} and the plan asks for {rule.separation} steps in between"
+
+
+def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mask: Mask) -> None:
+    """Raise for the first unit that is not admitted."""
+    if mask.all():
+        return
+    i = int(np.flatnonzero(~mask)[0])
+    reason = why_not(
+        participation,
+        step=step,
+        first=int(seen.first[i]),
+        last=int(seen.last[i]),
+        count=int(seen.count[i]),
+    )
+    more = int((~mask).sum()) - 1
+    others = f" (and {more} more units of this batch)" if more else ""
+    raise ParticipationViolation(
+        f"unit {int(ids[i])} may not take part in step {step}{others}: {reason}; keep the order of "
+        "the plan, or use on_violation='drop'"
+    )
+
+
+def check_sampled(*, step: int, ids: Ids | None, drawn: Ids, is_partial: bool = False) -> None:
+    """A sampled step must hold exactly the units that our sampler drew (a part: no others)."""
+    if ids is None:
+        raise ParticipationViolation(
+            f"step {step} has no ids, and a sampled plan must know that our sampler drew the batch;"
+            " pass ids= the indices that private.sampler gave"
+        )
+    is_fine = len(np.unique(ids)) == len(ids) and bool(np.isin(ids, drawn).all())
+    if not is_fine or (len(ids) != len(drawn) and not is_partial):
+        raise ParticipationViolation(
+            f"the batch of step {step} ({len(ids)} units) is not the one that the secret sampler "
+            f"drew ({len(drawn)} units); take the batches from private.sampler, in order"
+        )

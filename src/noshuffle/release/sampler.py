@@ -1,0 +1,152 @@
+"""Which examples go into which step: natural order, or a secret draw.
+
+    in_order(n, batch_size)   consecutive slices, the same every epoch; the remainder is left out
+    PoissonSampler            every example joins by its own coin flip
+    FixedSizeSampler          a uniform subset of a fixed size
+
+Natural order is public and needs no randomness. The secret draws are what amplification rests on:
+they come from the ChaCha20 stream of a 256-bit key from the operating system, one nonce per step,
+so that step t can be drawn again (after a crash, by the guard, by `verify`) but not guessed. Both
+samplers iterate over index arrays from `start` on, as torch's `batch_sampler` does.
+
+>>> [batch.tolist() for batch in in_order(7, 3)]
+[[0, 1, 2], [3, 4, 5]]
+>>> sampler = FixedSizeSampler(FixedSize(steps=4, batch=3, population=10), key=b"k" * 32)
+>>> len(sampler.draw(2)), np.array_equal(sampler.draw(2), sampler.draw(2))
+(3, True)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from noshuffle.errors import InvalidInput, Unsupported, whole
+from noshuffle.participation import FixedSize, Participation, Poisson
+from noshuffle.release.units import Ids
+
+KEY_BYTES = 32
+
+
+def new_sampling_key() -> bytes:
+    """A fresh secret for the draws, independent of the noise key."""
+    return os.urandom(KEY_BYTES)
+
+
+def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
+    """Index arrays of one epoch in natural order; the last, incomplete batch is left out."""
+    whole(population=population, batch_size=batch_size)
+    if batch_size > population:
+        raise InvalidInput(
+            f"batch_size must be at most the number of examples ({population}), got {batch_size}"
+        )
+    count = population // batch_size
+    return [np.arange(i * batch_size, (i + 1) * batch_size) for i in range(count)]
+
+
+class Sampler:
+    """Secret draws, reproducible from the key and the step."""
+
+    start: int = 0
+
+    @property
+    def steps(self) -> int:
+        """The planned number of draws."""
+        raise NotImplementedError
+
+    def draw(self, step: int) -> Ids:
+        """The units of this step, in increasing order."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Ids]:
+        return (self.draw(step) for step in range(self.start, self.steps))
+
+    def __len__(self) -> int:
+        return self.steps - self.start
+
+
+@dataclass
+class PoissonSampler(Sampler):
+    """Every one of `population` examples by its own coin flip of probability `rate`.
+
+    Guarantees: flips are independent across examples and steps; the probability is the planned
+    rate rounded down to a multiple of 2⁻⁶⁴ (a rate of 1 takes everybody). A draw may be empty.
+    """
+
+    participation: Poisson
+    population: int
+    key: bytes = field(repr=False)
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        whole(population=self.population)
+
+    @property
+    def steps(self) -> int:
+        return self.participation.steps
+
+    def draw(self, step: int) -> Ids:
+        if self.participation.rate == 1:
+            return np.arange(self.population, dtype=np.int64)
+        threshold = np.uint64(int(self.participation.rate * 2**64))
+        return np.flatnonzero(_words(self.key, step, self.population) < threshold).astype(np.int64)
+
+
+@dataclass
+class FixedSizeSampler(Sampler):
+    """A uniform subset of `batch` out of `population`, without replacement.
+
+    Guarantees: the subset holds the smallest of `population` independent 64-bit words; every
+    subset is equally likely up to ties, whose probability is below population²·2⁻⁶⁵.
+    """
+
+    participation: FixedSize
+    key: bytes = field(repr=False)
+    start: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.participation.steps
+
+    @property
+    def population(self) -> int:
+        """How many examples there are."""
+        return self.participation.population
+
+    def draw(self, step: int) -> Ids:
+        words = _words(self.key, step, self.population)
+        return np.sort(np.argsort(words, kind="stable")[: self.participation.batch]).astype(
+            np.int64
+        )
+
+
+def make_sampler(
+    participation: Participation, *, key: bytes, population: int | None = None
+) -> Sampler:
+    """The sampler that a plan's participation asks for."""
+    if isinstance(participation, FixedSize):
+        if population not in (None, participation.population):
+            raise InvalidInput(
+                f"the plan samples from {participation.population} examples, got {population}"
+            )
+        return FixedSizeSampler(participation, key)
+    if isinstance(participation, Poisson):
+        if population is None:
+            raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
+        return PoissonSampler(participation, population, key)
+    raise Unsupported(
+        f"{participation.kind} is not sampled: feed the data in the order that the plan promises"
+    )
+
+
+def _words(key: bytes, step: int, count: int) -> NDArray[np.uint64]:
+    """`count` random 64-bit words of the step's own ChaCha20 stream (counter 0, nonce = step)."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only where it samples
+
+    nonce = (0).to_bytes(8, "little") + step.to_bytes(8, "little")
+    cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+    return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")

@@ -1,0 +1,154 @@
+"""What a run has spent, from its plan, its released steps and the runs it was forked from.
+
+    one run                   the plan's own statement for the steps released so far
+    a fork (no sampling)      μ² = Σ μ_i² over the run and its ancestors, still Gaussian
+    a fork (sampled)          ε and δ add up (basic composition)
+
+Everything that goes into a statement is derived here from recorded facts, so that `verify` can
+derive it again and compare.
+
+>>> round(gaussian_sum([3.0, 4.0]), 3)
+5.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from noshuffle.accounting import gaussian
+from noshuffle.errors import InvalidInput, whole
+from noshuffle.plan import Plan
+from noshuffle.release.ledger import FINGERPRINTS_ONLY
+from noshuffle.statement import PrivacyStatement
+
+#: What a ledger records that a statement has to mention.
+FACTS = ("test_key", "identified_by", "unchanged_loop", "adaptive_clip", "public_order")
+
+TEST_SEED = (
+    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
+)
+UNCHANGED_LOOP = (
+    "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
+)
+ADAPTIVE_CLIP = (
+    "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "
+    "part of the stated ε, paid for by more noise on the gradients."
+)
+
+
+PUBLIC_ORDER = (
+    "Which user takes part at which step is public: the participation was read off the order of "
+    "the user ids."
+)
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A run that this one was forked from: its plan and how many steps it had released."""
+
+    plan: Plan
+    released: int
+    is_adaptive: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.to_json(),
+            "released": self.released,
+            "is_adaptive": self.is_adaptive,
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Ancestor:
+        whole(at_least=0, released=record["released"])
+        adaptive = bool(record.get("is_adaptive", True))
+        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive)
+
+
+def gaussian_sum(mus: Sequence[float]) -> float:
+    """GDP parameter of several Gaussian mechanisms on the same data."""
+    return math.sqrt(math.fsum(mu * mu for mu in mus))
+
+
+def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
+    """The sentences that recorded facts add to a statement."""
+    notes = []
+    if facts.get("test_key") == "yes":
+        notes.append(TEST_SEED)
+    if facts.get("identified_by") == "fingerprints":
+        notes.append(FINGERPRINTS_ONLY)
+    if facts.get("unchanged_loop") == "yes":
+        notes.append(UNCHANGED_LOOP)
+    if facts.get("adaptive_clip") == "yes":
+        notes.append(ADAPTIVE_CLIP)
+    if facts.get("public_order") == "yes":
+        notes.append(PUBLIC_ORDER)
+    return tuple(notes)
+
+
+def spent(
+    plan: Plan,
+    released: int,
+    *,
+    ancestors: Sequence[Ancestor] = (),
+    notes: tuple[str, ...] = (),
+) -> PrivacyStatement:
+    """The guarantee of what was released so far, with everything it rests on."""
+    if released > plan.steps:
+        raise InvalidInput(f"{released} steps were released, the plan covers {plan.steps}")
+    own = _statement(plan, released, notes)
+    before = [
+        _statement(a.plan, a.released, (ADAPTIVE_CLIP,) if a.is_adaptive else ())
+        for a in ancestors
+        if a.released
+    ]
+    if not before:
+        return own
+    words = f"This run is a fork; it adds up with {len(before)} earlier run(s) on the same data."
+    parts = [*before, own]
+    if any(part.unit != own.unit or part.neighbours != own.neighbours for part in parts):
+        raise InvalidInput("a fork must keep the unit and the neighbours of the run it came from")
+    mus = [part.mu for part in parts if part.mu is not None]
+    own = own.with_assumptions(words)
+    if len(mus) == len(parts) and own.accountant == "exact":
+        mu = gaussian_sum(mus)
+        epsilon = gaussian.epsilon(mu=mu, delta=own.delta) if math.isfinite(mu) else math.inf
+        exact = all(part.exact for part in parts)
+        return replace(own, epsilon=epsilon, mu=mu, rho=mu * mu / 2, exact=exact)
+    return replace(
+        own,
+        epsilon=math.fsum(part.epsilon for part in parts),
+        delta=math.fsum(part.delta for part in parts),
+        mu=None,
+        rho=None,
+        exact=False,
+    )
+
+
+def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:
+    """The plan's statement, lowered to what the first `released` steps cost."""
+    if released == plan.steps:
+        return plan.statement(notes=notes)
+    so_far = f"So far {released} of {plan.steps} planned steps were released."
+    whole_run = plan.statement(notes=(*notes, so_far))
+    if released and ADAPTIVE_CLIP in notes:
+        # The budget was split between counts and gradients for the participations of the whole
+        # run; over a part of them the same split can cost more than the part of the plan does.
+        return whole_run
+    epsilon = plan.epsilon_after(released)
+    mu = whole_run.mu
+    if mu is None or not math.isfinite(mu) or epsilon >= whole_run.epsilon:
+        return replace(whole_run, epsilon=epsilon)
+    if plan.accountant == "exact":  # the exact curve can be read backwards
+        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta) if epsilon else 0.0
+    sensitivity = mu * plan.noise_multiplier
+    return replace(
+        whole_run,
+        epsilon=epsilon,
+        mu=mu,
+        rho=mu * mu / 2,
+        sensitivity=sensitivity,
+        squared_sensitivity=sensitivity**2,
+    )

@@ -1,0 +1,77 @@
+"""Samplers: distribution, determinism, secrecy of steps, natural order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.participation import Epochs, FixedSize, Poisson
+from noshuffle.release.sampler import (
+    FixedSizeSampler,
+    PoissonSampler,
+    in_order,
+    make_sampler,
+    new_sampling_key,
+)
+
+KEY = b"0123456789abcdef" * 2
+
+
+def test_poisson_rate_and_independence():
+    sampler = PoissonSampler(Poisson(steps=400, rate=0.03), 1000, KEY)
+    hits = np.zeros((400, 1000))
+    for t, ids in enumerate(sampler):
+        hits[t, ids] = 1
+    std = np.sqrt(0.03 * 0.97 / hits.size)
+    assert abs(hits.mean() - 0.03) < 5 * std
+    columns = hits.sum(0)  # binomial(400, 0.03) per example
+    assert abs(columns.var() / (400 * 0.03 * 0.97) - 1) < 0.25
+    overlap = (hits[1:] * hits[:-1]).sum() / hits[1:].size
+    assert abs(overlap - 0.03**2) < 5 * np.sqrt(0.03**2 / hits[1:].size)
+
+
+def test_fixed_size_is_uniform_without_replacement():
+    sampler = FixedSizeSampler(FixedSize(steps=3000, batch=3, population=8), KEY)
+    counts, pairs = np.zeros(8), np.zeros((8, 8))
+    for ids in sampler:
+        assert len(set(ids.tolist())) == 3
+        counts[ids] += 1
+        pairs[np.ix_(ids, ids)] += 1
+    assert np.abs(counts / 3000 - 3 / 8).max() < 5 * np.sqrt(3 / 8 * 5 / 8 / 3000)
+    off = pairs[~np.eye(8, dtype=bool)] / 3000
+    assert np.abs(off - 3 * 2 / (8 * 7)).max() < 5 * np.sqrt(0.107 * 0.893 / 3000)
+
+
+def test_draws_depend_on_key_and_step_only():
+    a, b = (PoissonSampler(Poisson(steps=10, rate=0.5), 64, k) for k in (KEY, KEY))
+    c = PoissonSampler(Poisson(steps=10, rate=0.5), 64, new_sampling_key())
+    list(a)
+    assert all(np.array_equal(a.draw(t), b.draw(t)) for t in range(10))
+    assert not np.array_equal(a.draw(0), a.draw(1))
+    assert not np.array_equal(a.draw(0), c.draw(0))
+    a.start = 7
+    assert len(a) == 3
+    assert np.array_equal(next(iter(a)), b.draw(7))
+    assert KEY.hex() not in repr(a)
+    assert str(KEY) not in repr(a)
+
+
+def test_rate_one_is_everybody():
+    assert len(PoissonSampler(Poisson(steps=2, rate=1.0), 9, KEY).draw(1)) == 9
+
+
+def test_natural_order_drops_the_remainder():
+    assert [b.tolist() for b in in_order(5, 2)] == [[0, 1], [2, 3]]
+    assert [b.tolist() for b in in_order(2, 2)] == [[0, 1]]
+    with pytest.raises(InvalidInput, match="at most the number of examples"):
+        in_order(3, 4)
+
+
+def test_make_sampler_refuses_what_makes_no_sense():
+    with pytest.raises(Unsupported, match="not sampled"):
+        make_sampler(Epochs(epochs=1, steps_per_epoch=2), key=KEY)
+    with pytest.raises(InvalidInput, match="population"):
+        make_sampler(Poisson(steps=1, rate=0.5), key=KEY)
+    with pytest.raises(InvalidInput, match="samples from 9"):
+        make_sampler(FixedSize(steps=1, batch=2, population=9), key=KEY, population=8)

@@ -1,0 +1,98 @@
+"""What was spent: prefixes, forks, and the sentences that recorded facts add."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from noshuffle.accounting import gaussian
+from noshuffle.errors import InvalidInput
+from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.release.spending import ADAPTIVE_CLIP, Ancestor, notes_of, spent
+from noshuffle.strategies import identity, tree
+
+
+def plan_of(rule=None, z=3.0, **options):
+    rule = rule or Epochs(epochs=3, steps_per_epoch=4)
+    strategy = identity() if rule.is_sampled else tree()
+    return Plan(participation=rule, strategy=strategy, noise_multiplier=z, **options)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(),
+        plan_of(SinglePass(steps=12)),
+        plan_of(accountant="rdp"),
+        plan_of(z=0.0),
+        plan_of(neighbours="replace-one"),
+    ],
+    ids=["epochs", "single pass", "rdp", "no noise", "replace-one"],
+)
+def test_a_prefix_costs_what_the_plan_says_and_the_record_is_consistent(plan):
+    before = 0.0
+    for released in range(plan.steps + 1):
+        statement = spent(plan, released)
+        assert statement.epsilon == plan.epsilon_after(released)
+        assert statement.epsilon >= before
+        before = statement.epsilon
+        if plan.accountant == "exact" and 0 < statement.epsilon < math.inf:
+            again = gaussian.epsilon(mu=statement.mu, delta=statement.delta)
+            assert again == pytest.approx(statement.epsilon, rel=1e-9)
+            assert statement.sensitivity == pytest.approx(statement.mu * plan.noise_multiplier)
+    assert spent(plan, plan.steps) == plan.statement()
+    with pytest.raises(InvalidInput, match="covers 12"):
+        spent(plan, 13)
+
+
+def test_forks_add_up():
+    plan, old = plan_of(), plan_of(SinglePass(steps=5), z=1.5)
+    ancestors = (Ancestor(old, 5), Ancestor(old, 0))
+    statement = spent(plan, 12, ancestors=ancestors)
+    mu = math.hypot(plan.mu(), old.mu())
+    assert statement.mu == pytest.approx(mu)
+    assert statement.epsilon == pytest.approx(gaussian.epsilon(mu=mu, delta=plan.delta))
+    assert any("fork" in s for s in statement.assumptions)
+    assert [Ancestor.from_dict(a.to_dict()) for a in ancestors] == list(ancestors)
+    sampled = plan_of(Poisson(steps=5, rate=0.1), neighbours="zero-out")
+    both = spent(sampled, 5, ancestors=(Ancestor(old, 5),))
+    assert both.epsilon == pytest.approx(sampled.epsilon() + old.epsilon())
+    assert both.delta == pytest.approx(2e-5)
+    assert not both.exact
+    with pytest.raises(InvalidInput, match="keep the unit"):
+        spent(plan_of(unit="user"), 12, ancestors=ancestors)
+
+
+def test_facts_become_sentences():
+    assert notes_of({"test_key": "no", "identified_by": "ids", "adaptive_clip": "no"}) == ()
+    said = notes_of(
+        {
+            "test_key": "yes",
+            "identified_by": "fingerprints",
+            "unchanged_loop": "yes",
+            "adaptive_clip": "yes",
+        }
+    )
+    assert len(said) == 4
+    assert said[0].startswith("NOT PRIVATE")
+
+
+def test_an_unfinished_run_with_an_adaptive_clip_states_the_whole_plan():
+    """Its budget was split for all participations: a part of the run may cost more than its part.
+
+    S² / z_Δ² + k / (2σ_b)² = S² / z² over the whole run; over one participation of four the first
+    term shrinks more slowly than the plan's own figure says.
+    """
+    plan = Plan(
+        participation=MinSeparation(64, 16, 4),
+        strategy=tree(restart_every=16),
+        noise_multiplier=3.0,
+    )
+    part = spent(plan, 1, notes=(ADAPTIVE_CLIP,))
+    assert part.epsilon == plan.epsilon() > spent(plan, 1).epsilon
+    assert spent(plan, 0, notes=(ADAPTIVE_CLIP,)).epsilon == 0
+    fresh = spent(plan, 0, ancestors=[Ancestor(plan, 1, is_adaptive=True)])
+    assert fresh.epsilon == pytest.approx(plan.epsilon())
+    assert Ancestor.from_dict(Ancestor(plan, 1, is_adaptive=True).to_dict()).is_adaptive

@@ -1,0 +1,180 @@
+"""Adaptive clipping inside a run: where it may move, what it costs, that it resumes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import NoiseStream, test_source
+from noshuffle.noise.grid import grid_step
+from noshuffle.participation import Epochs, MinSeparation, Poisson
+from noshuffle.plan import Plan
+from noshuffle.release.threshold import COUNT, AdaptiveThreshold
+from noshuffle.strategies import identity, sqrt_toeplitz, tree
+from noshuffle.strategies.recipe import FeedForward
+from noshuffle.training import privatize
+
+CONFIG = QuantileClip(initial=0.05, units=8, bit_noise=2.0)
+
+
+def run(plan, steps, config=CONFIG, lr=0.0):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    private = privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=lr),
+        plan,
+        clip=config,
+        batch_size=8,
+        source=test_source(seed=2),
+    )
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8 * 4, 4, generator=g), torch.randint(2, (8 * 4,), generator=g)
+    norms = []
+    for t in range(steps):
+        rows = slice(8 * (t % 4), 8 * (t % 4) + 8)
+        norms.append(private._parts.threshold.clip.norm)
+        private.step(nn.CrossEntropyLoss(), x[rows], y[rows])
+    return private, norms
+
+
+def test_moves_every_step_under_independent_noise_and_only_at_restarts_under_trees():
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    _, free = run(Plan(participation=rule, strategy=identity(), noise_multiplier=1.0), 12)
+    assert len(set(free)) == 12
+    assert free[-1] > free[0]  # nobody is below 0.05: it grows towards the median
+    forest = tree(restart_every=4)
+    _, held = run(Plan(participation=rule, strategy=forest, noise_multiplier=1.0), 12)
+    assert [len(set(held[i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
+    assert len(set(held)) == 3
+
+
+def test_the_budget_is_the_plans():
+    """μ of gradients (with their larger noise) and counts together is the plan's μ."""
+    rules = [
+        (Epochs(epochs=4, steps_per_epoch=4), identity()),
+        (Epochs(epochs=4, steps_per_epoch=4), tree(restart_every=4)),
+        (MinSeparation(steps=16, separation=4, max_participations=3), tree(restart_every=8)),
+    ]
+    for rule, strategy in rules:
+        plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.5)
+        threshold = AdaptiveThreshold(CONFIG, plan, test_source(seed=1))
+        z = threshold.noise_scale(plan, ("w",))
+        gradients = plan.sensitivity.squared / z**2
+        counts = rule.most * (0.5 / CONFIG.noise) ** 2
+        assert math.sqrt(gradients + counts) == pytest.approx(plan.mu(), rel=1e-12)
+        assert z > 1.5
+    plan = Plan(participation=Poisson(steps=9, rate=0.1), strategy=identity(), noise_multiplier=1.5)
+    z = AdaptiveThreshold(CONFIG, plan, test_source(seed=1)).noise_scale(plan, ("w",))
+    assert z**-2 + (2 * CONFIG.noise) ** -2 == pytest.approx(1.5**-2)
+
+
+def test_noise_is_in_units_of_the_threshold_in_force():
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=tree(restart_every=4), noise_multiplier=1.0)
+    private, norms = run(plan, 5)
+    scale = private._parts.noise.scale
+    shapes = {n: tuple(p.shape) for n, p in private.model.named_parameters()}
+    stream = NoiseStream(
+        plan.strategy.recipe(16), test_source(seed=2), shapes, scale=scale, steps=16
+    )
+    for _ in range(5):
+        noise = {n: torch.zeros(s) for n, s in shapes.items()}
+        stream.add_(noise)
+    total = sum(
+        float((8 * p.grad / norms[4] - noise[n]).square().sum())
+        for n, p in private.model.named_parameters()
+    )
+    assert math.sqrt(total) <= 8 + 1e-4  # what is left is a sum of eight vectors of norm <= 1
+    assert "follows a quantile" in private.statement().words()
+
+
+def test_state_comes_back():
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
+    one, _ = run(plan, 5)
+    state = one.state_dict()
+    one._parts.threshold.load_state_dict({"threshold": 9.0, "estimate": 9.0})
+    one.load_state_dict(state)
+    assert one._parts.threshold.state_dict() == state["threshold"]
+    two, _ = run(plan, 0)
+    with pytest.raises(InvalidInput, match="the ledger knows of 0"):
+        two.load_state_dict(state)
+
+
+def test_refused_where_noise_is_correlated_over_the_whole_run():
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    for strategy in (tree(), sqrt_toeplitz()):
+        plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.0)
+        with pytest.raises(Unsupported, match="may not change"):
+            run(plan, 0)
+
+
+def threshold(config, *, seed, kind="auto"):
+    rule = Epochs(epochs=1, steps_per_epoch=1000)
+    plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
+    return AdaptiveThreshold(config, plan, test_source(seed=seed, kind=kind))
+
+
+def noisy_count(config, before, after):
+    """The noisy count, from two thresholds in a row."""
+    moved = math.log(after["estimate"] / before["estimate"])
+    return (config.quantile - moved / config.rate - 0.5) * config.units
+
+
+@pytest.mark.parametrize("noise", [10.0, 8.0, 3.7, 2048.0])
+def test_the_low_bits_of_thresholds_do_not_tell_the_count(noise):
+    """Which candidates for the count could have given these thresholds, with float32 noise?"""
+    config = QuantileClip(initial=1.0, units=200, bit_noise=noise)
+    own, draws = threshold(config, seed=1), np.random.default_rng(0)
+    shifts, steps = (0.0, 0.5, -0.5, 1.0), 300
+    fits = dict.fromkeys(shifts, 0)
+    for step in range(steps):
+        own.load_state_dict({"threshold": 1.0, "estimate": 1.0})
+        below = int(draws.integers(0, 200))
+        norms = torch.cat([torch.zeros(below), torch.full((200 - below,), 2.0)])
+        before = own.state_dict()
+        own.learn([SimpleNamespace(norms=norms, present=None)], step=step)
+        noisy = noisy_count(config, before, own.state_dict())
+        in_steps = noisy / grid_step(noise)
+        assert abs(in_steps - round(in_steps)) < 1e-6
+        for shift in shifts:
+            z = (noisy - (below - 100.0) - shift) / noise
+            near = np.float32(z)
+            gap = max(float(np.spacing(abs(near))), 2.0**-27)
+            fits[shift] += abs(z - float(near)) < 1e-3 * gap
+    # All or none of the grid is float32, or a fifth of it, for one count as for another; without
+    # the grid it was always the true count and never its neighbours.
+    assert max(fits.values()) - min(fits.values()) < 0.15 * steps
+
+
+@pytest.mark.parametrize("kind", ["aes", "philox"])
+@pytest.mark.parametrize("noise", [10.0, 0.3])
+def test_one_noisy_number_is_that_of_a_stream(kind, noise):
+    source = test_source(seed=4, kind=kind)
+    stream = NoiseStream(FeedForward((1.0,)), source, {COUNT: (1,)}, scale=noise, steps=50)
+    gaps = []
+    for row in range(50):
+        value, plain = torch.tensor([row - 25.5], dtype=torch.float64), torch.empty(1)
+        stream.add_({COUNT: value})
+        got = source.noisy(row - 25.5, row=row, name=COUNT, scale=noise)
+        assert got == float(value)
+        source.normal_(plain, row=row, name=COUNT)
+        gaps.append((got - (row - 25.5) - noise * float(plain)) / grid_step(noise))
+    assert 0.5 < max(map(abs, gaps)) < 1.001  # rounded at random, not to the nearest
+
+
+def test_the_threshold_learns_from_counts_on_the_grid():
+    config = QuantileClip(initial=100.0, units=200, quantile=0.7)
+    own, generator = threshold(config, seed=3), torch.Generator().manual_seed(0)
+    for step in range(300):
+        norms = torch.randn(200, generator=generator).exp()
+        own.learn([SimpleNamespace(norms=norms, present=None)], step=step)
+    assert own.clip.norm == pytest.approx(math.exp(0.5244), rel=0.15)

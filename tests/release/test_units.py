@@ -1,0 +1,148 @@
+"""The unit table against a dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from noshuffle.errors import InvalidInput
+from noshuffle.release import units as module
+from noshuffle.release.units import Seen, UnitTable, as_ids, name_to_id
+
+
+@pytest.mark.parametrize("small", [(1, 1), (40, 7), (65536, 4096)])
+def test_table_equals_a_dictionary(monkeypatch, small):
+    monkeypatch.setattr(module, "_SMALL", small)
+    rng = np.random.default_rng(0)
+    table, slow = UnitTable(), {}
+    names = rng.integers(-(2**62), 2**62, 300)
+    for step in range(60):
+        ids = rng.choice(names, size=int(rng.integers(0, 40)), replace=False)
+        anew = rng.random(len(ids)) < 0.2
+        table.update(ids, step=step, first=anew)
+        for i, again in zip(ids.tolist(), anew):
+            first, _, count = slow.get(i, (step, step, 0))
+            slow[i] = (step if again else first, step, count + 1)
+        asked = rng.choice(names, size=50)
+        seen = table.look_up(asked)
+        got = list(zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist()))
+        assert got == [slow.get(i, (-1, -1, 0)) for i in asked.tolist()]
+    ids, seen = table.all()
+    assert len(table) == len(slow)
+    assert ids.tolist() == sorted(slow)
+    copy = UnitTable()
+    copy.restore(ids[::-1], module.Seen(seen.first[::-1], seen.last[::-1], seen.count[::-1]))
+    assert [a.tolist() for a in vars(copy.all()[1]).values()] == [
+        a.tolist() for a in vars(seen).values()
+    ]
+
+
+@pytest.mark.parametrize("room", [0, 30, 2**21])
+@pytest.mark.parametrize("small", [(1, 1), (40, 7), (65536, 4096)])
+def test_batches_that_come_together_equal_a_dictionary(monkeypatch, small, room):
+    """The same batches again and again, now and then one that cuts across them."""
+    monkeypatch.setattr(module, "_SMALL", small)
+    monkeypatch.setattr(module, "_IN_PARTIES", room)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        table, slow, shared = UnitTable(), {}, 0
+        names = rng.permutation(np.unique(rng.integers(-(2**62), 2**62, 100)))
+        batches = np.split(names, [10, 11, 30, 30, 55])
+        for step in range(120):
+            ids = batches[int(rng.integers(len(batches)))]
+            odd = rng.random()
+            if odd < 0.05:
+                ids = rng.choice(names, size=int(rng.integers(0, 40)), replace=False)
+            elif odd < 0.1:
+                ids = ids[::-1].copy()
+            anew = [None, np.full(len(ids), rng.random() < 0.5), rng.random(len(ids)) < 0.5]
+            first = anew[int(rng.choice(3, p=[0.6, 0.3, 0.1]))]
+            for _ in range(1 + (rng.random() < 0.2)):  # done again, it counts once
+                table.update(ids, step=step, first=first)
+            for i, again in zip(ids.tolist(), [False] * len(ids) if first is None else first):
+                began, _, count = slow.get(i, (step, step, 0))
+                slow[i] = (step if again else began, step, count + 1)
+            for asked in (batches[int(rng.integers(len(batches)))], rng.choice(names, size=20)):
+                seen = table.look_up(asked)
+                got = list(zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist()))
+                wanted = [slow.get(i, (-1, -1, 0)) for i in asked.tolist()]
+                assert got == wanted
+                one = table.shared(asked.tobytes())
+                assert one is None or set(wanted) == {one}
+                shared += one is not None
+            if rng.random() < 0.02:
+                copy = UnitTable()
+                copy.restore(*table.all())
+                table = copy
+        ids, seen = table.all()
+        rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
+        assert dict(zip(ids.tolist(), rows)) == slow
+        assert table._members == sum(len(key) // 8 for key in table._parties) <= room
+        assert (shared > 0) == (room > 0)
+
+
+@pytest.mark.parametrize("place", ["_found", "_insert", "_move_on", "_part", "_write", "_merge"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "behind"])
+def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
+    monkeypatch.setattr(module, "_SMALL", (6, 2))
+    rng = np.random.default_rng(0)
+    table, slow = UnitTable(), {}
+    where = module if place == "_merge" else UnitTable
+    real, hits, is_armed = getattr(where, place), 0, True
+
+    def interrupted(*args, **options):
+        nonlocal hits, is_armed
+        found = real(*args, **options) if is_late or not is_armed else None
+        if is_armed:
+            hits, is_armed = hits + 1, False
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(where, place, interrupted)
+    batches = [np.arange(4 * i, 4 * i + 4) for i in range(6)]
+    for step in range(200):
+        ids = batches[step % 6] if rng.random() < 0.9 else rng.choice(30, size=3, replace=False)
+        for i in ids.tolist():
+            began, _, count = slow.get(i, (step, step, 0))
+            slow[i] = (began, step, count + 1)
+        is_armed = bool(rng.random() < 0.7)
+        try:
+            table.update(ids, step=step)
+        except KeyboardInterrupt:
+            table.update(ids, step=step)
+    is_armed = False
+    assert hits > 2
+    ids, seen = table.all()
+    rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
+    assert dict(zip(ids.tolist(), rows)) == slow
+
+
+def test_what_a_table_tells_is_not_the_table():
+    table = UnitTable()
+    table.restore(np.array([3, 5]), Seen(*np.array([[0, 1], [0, 1], [1, 1]])))
+    for _ in range(2):
+        for ids, seen in (table.all(), (np.array([3, 5]), table.look_up(np.array([3, 5])))):
+            assert ids.tolist() == [3, 5]
+            assert seen.count.tolist() == [1, 1]
+            seen.count[:], seen.last[:], ids[:] = 0, -1, 9
+    told = table.all()[1]
+    table.update(np.array([3, 5]), step=4)
+    assert told.last.tolist() == [0, 1]
+
+
+def test_ids_of_many_kinds():
+    want = [3, 1, 2]
+    for given in ([3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.uint8), torch.tensor([3, 1, 2])):
+        assert as_ids(given).tolist() == want
+    assert as_ids(["ann", "bob"]).tolist() == [name_to_id("ann"), name_to_id("bob")]
+    assert as_ids(np.array(["ann"])).tolist() == [name_to_id("ann")]
+    assert as_ids([]).dtype == np.int64
+    for bad in (
+        [1.5, 2.5],
+        [5, "ann"],
+        torch.zeros(2, 2, dtype=torch.long),
+        np.array([2**63], np.uint64),
+    ):
+        with pytest.raises(InvalidInput, match="ids must"):
+            as_ids(bad)

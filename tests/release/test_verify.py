@@ -1,0 +1,317 @@
+"""verify: a good run passes; every doctored file is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
+from noshuffle.noise import test_source
+from noshuffle.participation import Epochs, FixedSize, Poisson, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.release import ledger_tables as evidence
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.fork import fork, load_model
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.ledger_location import open_ledger
+from noshuffle.release.ledger_tables import Evidence, encode_units
+from noshuffle.release.sampler import make_sampler
+from noshuffle.strategies import identity, tree
+from noshuffle.training import fit_model, in_order, privatize, verify
+from noshuffle.training.batches import TensorBatches
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(2, (24,), generator=torch.Generator().manual_seed(1))
+
+
+def train(path, rule, *, strategy=None, z=2.0, run=None, moved=False):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    plan = Plan(participation=rule, strategy=strategy or identity(), noise_multiplier=z)
+    private = privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        clip_norm=1.0,
+        batch_size=6,
+        run=run or path,
+        moved=moved,
+    )
+    order = private.sampler(24) if rule.is_sampled else in_order(24, 6)
+    fit_model(private, TensorBatches((X, Y), order), nn.CrossEntropyLoss())
+    private.close()
+    return private
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "good"
+    train(path, Epochs(epochs=2, steps_per_epoch=4), strategy=tree())
+    return path
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "copy")
+
+
+def sql(path, *commands):
+    db = sqlite3.connect(path / "ledger.sqlite")
+    for command, *values in commands:
+        db.execute(command, *values)
+    db.commit()
+    db.close()
+
+
+def edit(file, change):
+    record = json.loads(file.read_text())
+    change(record)
+    file.write_text(json.dumps(record, sort_keys=True, separators=(",", ":")))
+
+
+def test_a_good_run_verifies(good):
+    verdict = verify(good)
+    assert verdict.is_verified, verdict.words()
+    assert verdict.words().startswith("VERIFIED: 8 of 8 planned steps")
+    verdict.check()
+    record = json.loads((good / "statement.json").read_text())
+    assert verdict.epsilon == record["epsilon"]
+    assert verdict.to_dict()["verified"] is True
+    assert record["released_steps"] == 8
+
+
+@pytest.mark.parametrize("rule", [Poisson(steps=6, rate=0.3), FixedSize(6, 5, 24)], ids=repr)
+def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
+    path = tmp_path / "run"
+    private = train(path, rule)
+    assert verify(path).is_verified, verify(path).words()
+    hidden = shutil.copytree(path, tmp_path / "hidden")
+    (hidden / "checkpoints/key.json").unlink()
+    assert verify(hidden).is_verified
+    assert "secret draws" in verify(hidden).unchecked[0]
+    drawn = make_sampler(rule, key=private._keys.sampling, population=24).draw(2)
+    ids = np.setdiff1d(np.arange(24), drawn)
+    sql(path, ("UPDATE steps SET ids = ?, units = ? WHERE step = 2", (encode_units(ids), len(ids))))
+    assert any("sampler drew" in f for f in verify(path).failures)
+
+
+DOCTORED = {
+    "step removed": (("DELETE FROM steps WHERE step = 3",), "lacks step 3"),
+    "last step removed": (
+        ("DELETE FROM steps WHERE step = 7",),
+        "covers 8 steps, the ledger has 7",
+    ),
+    "step added": (
+        ("INSERT INTO steps SELECT 8, time, batch, state, units, ids FROM steps WHERE step = 0",),
+        "9 steps were released, the plan covers 8",
+    ),
+    "unit moved": (
+        ("UPDATE steps SET ids = (SELECT ids FROM steps WHERE step = 0) WHERE step = 5",),
+        "should not have taken part in step 5",
+    ),
+    "unit hidden": (
+        ("UPDATE steps SET ids = ?, units = 1 WHERE step = 5", (encode_units(np.array([6])),)),
+        "summary of units",
+    ),
+    "count changed": (("UPDATE steps SET units = 2 WHERE step = 1",), "claims 2 units"),
+    "unit twice": (
+        ("UPDATE steps SET ids = ?, units = 2 WHERE step = 5", (encode_units(np.array([6, 6])),)),
+        "lists a unit twice",
+    ),
+    "summary edited": (("UPDATE units SET count = 1 WHERE unit = 4",), "summary of units"),
+    "plan hash edited": (("UPDATE meta SET value = 'x' WHERE name = 'plan'",), "another plan"),
+    "key edited": (("UPDATE meta SET value = 'x' WHERE name = 'key'",), "the key is not the one"),
+    "unit of privacy edited": (
+        ("UPDATE meta SET value = 'user' WHERE name = 'unit'",),
+        "counts users",
+    ),
+    "test seed hidden or claimed": (
+        ("UPDATE meta SET value = 'yes' WHERE name = 'test_key'",),
+        "assumptions",
+    ),
+    "blob damaged": (("UPDATE steps SET ids = x'00' WHERE step = 2",), "damaged"),
+    "table gone": (("DROP TABLE units",), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DOCTORED)
+def test_doctored_ledger(copy, name):
+    command, words = DOCTORED[name]
+    sql(copy, command)
+    verdict = verify(copy)
+    assert any(words in f for f in verdict.failures), verdict.words()
+    assert verdict.words().startswith("NOT VERIFIED")
+    with pytest.raises(VerificationFailed):
+        verdict.check()
+
+
+def test_doctored_plan(copy):
+    edit(copy / "plan.json", lambda r: r.update(noise_multiplier=3.0))
+    assert any("another plan" in f for f in verify(copy).failures)
+    text = (copy / "plan.json").read_text()
+    (copy / "plan.json").write_text(text + " ")
+    assert any("canonical" in f for f in verify(copy).failures)
+    (copy / "plan.json").write_text("{}")
+    assert "plan.json cannot be read" in verify(copy).failures[0]
+    (copy / "plan.json").unlink()
+    assert not verify(copy).is_verified
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epsilon", 0.1),
+        ("delta", 1e-9),
+        ("unit", "user"),
+        ("neighbours", "replace-one"),
+        ("assumptions", []),
+        ("exact", False),
+        ("sensitivity", 1.0),
+        ("surprise", 1),
+    ],
+)
+def test_doctored_statement(copy, field, value):
+    edit(copy / "statement.json", lambda r: r.update({field: value}))
+    failures = verify(copy).failures
+    assert any(f.startswith(f"statement.json says {field} = ") for f in failures), failures
+
+
+def test_a_statement_that_is_behind_is_told_in_one_line(copy):
+    """As after a crash: what differs because of the steps is not told as well."""
+    change = {"released_steps": 7, "epsilon": 0.5, "rho": 0.1, "assumptions": []}
+    edit(copy / "statement.json", lambda r: r.update(change))
+    (failure,) = verify(copy).failures
+    assert "covers 7 steps, the ledger has 8; resume the run" in failure
+    edit(copy / "statement.json", lambda r: r.update({"delta": 0.1}))
+    assert any("statement.json says delta" in f for f in verify(copy).failures)
+
+
+def test_missing_or_foreign_pieces(copy, tmp_path):
+    (copy / "statement.json").unlink()
+    assert any("statement.json cannot be read" in f for f in verify(copy).failures)
+    (copy / "ledger.sqlite").unlink()
+    for extra in copy.glob("ledger.sqlite-*"):
+        extra.unlink()
+    assert any("ledger.sqlite" in f for f in verify(copy).failures)
+    assert any("not a run folder" in f for f in verify(tmp_path / "nowhere").failures)
+
+
+def test_verify_changes_nothing(good):
+    before = {p: p.read_bytes() for p in good.rglob("*") if p.is_file()}
+    verify(good)
+    assert {p: p.read_bytes() for p in good.rglob("*") if p.is_file()} == before
+
+
+def test_evidence_with_a_log_that_was_not_folded_in(tmp_path, monkeypatch):
+    """What a killed process leaves, also where nothing may be written."""
+    live = Ledger(SinglePass(steps=9), path=tmp_path / "ledger.sqlite")
+    for t in range(4):
+        live.record(live.admit(t, np.array([t]), bytes([t])))
+    left = tmp_path / "left"
+    left.mkdir()
+    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
+        shutil.copyfile(tmp_path / name, left / name)
+    direct = Evidence(left / "ledger.sqlite")
+    assert len(list(direct.rows())) == 4
+    direct.close()
+    real = evidence._open
+
+    def read_only_folder(path, how):
+        if path.parent == left:
+            raise sqlite3.OperationalError("unable to open database file")
+        return real(path, how)
+
+    monkeypatch.setattr(evidence, "_open", read_only_folder)
+    copied = Evidence(left / "ledger.sqlite")
+    assert [row.units.tolist() for row in copied.rows()] == [[0], [1], [2], [3]]
+    copied.close()
+
+
+def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
+    parent = shutil.copytree(good, tmp_path / "parent")
+    with pytest.raises(ReplayRefused, match="copy or a restored backup"):
+        fork(parent, tmp_path / "child")
+    child = fork(parent, tmp_path / "child", moved=True)
+    model = nn.Linear(4, 2)
+    assert load_model(parent, model) == 8
+    private = train(None, Epochs(epochs=1, steps_per_epoch=4), strategy=tree(), run=child)
+    own, old = private.plan.mu(), verify(parent)
+    assert old.is_verified, old.words()
+    statement = json.loads(child.statement_file.read_text())
+    parent_mu = json.loads((parent / "statement.json").read_text())["mu"]
+    assert statement["mu"] == pytest.approx((own**2 + parent_mu**2) ** 0.5)
+    assert any("fork" in s for s in statement["assumptions"])
+    assert verify(child.path).is_verified, verify(child.path).words()
+    key = [json.loads((p / "checkpoints/key.json").read_text()) for p in (parent, child.path)]
+    assert key[0]["noise"] != key[1]["noise"]
+    with pytest.raises(InvalidInput, match="was forked after 8 steps"):
+        train(parent, Epochs(epochs=2, steps_per_epoch=4), strategy=tree(), moved=True)
+    with pytest.raises(InvalidInput, match="not empty"):
+        fork(parent, child.path)
+    edit(child.ancestors_file, lambda r: r[0].update(released=0))
+    assert not verify(child.path).is_verified
+
+
+def test_a_run_that_is_open_when_it_is_forked_releases_nothing_more(tmp_path):
+    model = nn.Linear(4, 2)
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=6, run=tmp_path / "run")
+
+    def step(t):
+        torch.manual_seed(t)
+        x, y = torch.randn(6, 4), torch.randint(2, (6,))
+        return private.step(nn.CrossEntropyLoss(), x, y, ids=range(6 * t, 6 * t + 6))
+
+    step(0)
+    early = open_ledger(RunFolder(tmp_path / "run"), plan, moved=False)
+    step(1)
+    assert early.released == 1  # it was opened before the second step
+    assert early.end() == 2
+    child = fork(tmp_path / "run", tmp_path / "child")
+    assert child.ancestors()[0].released == 2
+    before = model.weight.detach().clone()
+    with pytest.raises(ReplayRefused, match="forked after 2 steps"):
+        step(2)
+    assert private.steps_released == 2
+    assert torch.equal(model.weight, before)
+    private.write_statement()
+    assert verify(tmp_path / "run").is_verified, verify(tmp_path / "run").words()
+
+
+def test_a_test_seed_is_called_not_private(tmp_path):
+    model = nn.Linear(4, 2)
+    plan = Plan(
+        participation=Epochs(epochs=1, steps_per_epoch=4), strategy=tree(), noise_multiplier=2.0
+    )
+    privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        clip_norm=1.0,
+        batch_size=6,
+        run=tmp_path / "run",
+        source=test_source(seed=1),
+    ).close()
+    record = json.loads((tmp_path / "run/statement.json").read_text())
+    assert any("NOT PRIVATE" in s for s in record["assumptions"])
+
+
+def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
+    model = nn.Linear(4, 2)
+    plan = Plan(participation=SinglePass(2), strategy=identity(), noise_multiplier=1.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, sgd, plan, clip_norm=1.0, batch_size=6, run=tmp_path / "run")
+    for rows in (slice(0, 6), slice(6, 12)):
+        private.step(nn.CrossEntropyLoss(), X[rows], Y[rows])
+    private.close()
+    assert verify(tmp_path / "run").failures == ()
+    print_of_another = ("UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 0)",)
+    sql(tmp_path / "run", print_of_another)
+    assert verify(tmp_path / "run").failures == ("step 1 lists another unit than its batch",)
