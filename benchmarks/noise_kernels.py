@@ -61,7 +61,7 @@ def fused_of(
     return Fused(
         moves,
         layout=layout,
-        seeds={name: source.seed(name) for name in shapes},
+        source=source,
         state=state,
         scale=SCALE,
         steps=steps,

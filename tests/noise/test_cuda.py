@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noshuffle.noise import NoiseStream, test_source
+from noshuffle.noise import NoiseStream, Source, test_source
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -30,8 +30,11 @@ def test_draws_are_bit_identical_to_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_streams_are_bit_identical_and_resume_across_devices(name: str) -> None:
+@pytest.mark.parametrize("has_ring", [False, True])
+def test_streams_are_bit_identical_and_resume_across_devices(name: str, has_ring: bool) -> None:
     source = test_source(seed="cuda", kind="philox")
+    if has_ring:
+        source = Source(source.key, "philox", later=((2, bytes(32)), (6, bytes(range(32)))))
     streams = {
         device: NoiseStream(RECIPES[name], source, SHAPES, scale=0.3, steps=9, device=device)
         for device in ("cpu", "cuda")

@@ -72,7 +72,7 @@ def some_words(seed: int, *, tiles: int = 1, kind: str = "aes") -> Tensor:
     layout = Layout.of({"w": (tiles * TILE,)}, chunk_tiles=tiles)
     drawer = source.drawer(layout.chunks, device=torch.device("cpu"), workers=1)
     drawer.draw_(torch.empty(tiles, TILE), chunk=0, row=3, weight=1.0, accumulate=False, worker=0)
-    words: Tensor = drawer.room[0]  # type: ignore[attr-defined]
+    words: Tensor = drawer.scratch[0]  # type: ignore[attr-defined]
     return words
 
 
@@ -125,7 +125,7 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
             bare.add_({"w": noise})
         row = max(row for row, _ in move.draws)
         drawer.draw_(torch.empty(2, TILE), chunk=0, row=row, weight=1.0, accumulate=False, worker=0)
-        words: NDArray[np.int32] = drawer.room[0].numpy()  # type: ignore[attr-defined]
+        words: NDArray[np.int32] = drawer.scratch[0].numpy()  # type: ignore[attr-defined]
         step = grid_of(move, scale=0.37)
         for j in (0, 1, 255, 400, 723, 724, 725, 1000, TILE - 1):
             tile, element = divmod(start + j, TILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import NoiseStream, lazy_fused
+from noshuffle.noise import NoiseStream, Source, lazy_fused
 from noshuffle.noise import test_source as seeded
 from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.lazy_fused import FusedLazyNoise, lazy_noise
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[Buffered, tuple[float, ...]]] = {
     "gains": (Buffered((0.9, 0.5), (-0.1, -0.3), scale=GAINS), ()),
     "no buffers": (Buffered((), ()), ()),
 }
+RINGED = Source(bytes(32), "philox", later=((4, bytes(range(32))), (9, bytes([7] * 32))))
 every_case = pytest.mark.parametrize("case", CASES)
 #: The torch form, and the kernels where they can run.
 every_form = pytest.mark.parametrize("form", [LazyNoise, lazy_noise], ids=["torch", "kernels"])
@@ -66,14 +68,31 @@ def pattern(rows: int, seed: int) -> list[tuple[int, Tensor]]:
 def test_touches_have_the_bits_of_the_cpu(
     case: str, form: Callable[..., LazyNoise], shape: tuple[int, ...]
 ) -> None:
-    here = lazy(case, shape, "cpu", LazyNoise, start=3)
-    there = lazy(case, shape, "cuda", form, start=3)
+    source = {"source": RINGED} if shape == (40, 9) else {}
+    here = lazy(case, shape, "cpu", LazyNoise, start=3, **source)
+    there = lazy(case, shape, "cuda", form, start=3, **source)
     for step, rows in pattern(40, seed=1):
         expected, got = here.touch_(rows, step), there.touch_(rows.cuda(), step)
         assert got.device.type == "cuda"
         assert torch.equal(expected, got.cpu())
         assert torch.equal(here.done(rows), there.done(rows.cuda()).cpu())
     assert torch.equal(here.flush_(N - 1), there.flush_(N - 1).cpu())
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="with Triton its interpreter, or a GPU, runs the kernels")
+@every_case
+@pytest.mark.parametrize(
+    "source", [seeded(seed=1, kind="philox"), RINGED], ids=["key", "ring"]
+)
+def test_kernels_on_numpy(
+    case: str, source: Source, without_triton: Callable[[], AbstractContextManager[None]]
+) -> None:
+    here = lazy(case, (12, 9), "cpu", LazyNoise, start=5, source=source)
+    there = lazy(case, (12, 9), "cpu", FusedLazyNoise, start=5, source=source)
+    with without_triton():
+        for step, rows in pattern(12, seed=1):
+            assert torch.equal(here.touch_(rows, step), there.touch_(rows, step))
+        assert torch.equal(here.flush_(N - 1), there.flush_(N - 1))
 
 
 @pytest.mark.skipif(

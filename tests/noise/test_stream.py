@@ -369,7 +369,7 @@ def test_counters_on_the_device_are_set_anew_after_loading() -> None:
     fresh._fused = Fused(
         fresh._moves,
         layout=fresh._layout,
-        seeds={"w": source.seed("w")},
+        source=source,
         state=fresh._state,
         scale=1.0,
         steps=N,

@@ -1,10 +1,14 @@
-"""The fused kernel adds the numbers of the torch path: on a GPU, else in Triton's interpreter."""
+"""The fused kernel adds the numbers of the torch path.
+
+On a GPU where there is one, else in Triton's interpreter, and without Triton on NumPy (`conftest`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import NoiseStream, test_source
+from noshuffle.noise import NoiseStream, Source, test_source
 from noshuffle.noise.constants import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.step_plan import StepPlans
@@ -33,9 +37,7 @@ from noshuffle.noise.fused import Fused  # noqa: E402
 
 def why_not() -> str:
     """Why the kernel cannot be run here, or nothing."""
-    if not HAS_TRITON:
-        return "triton is not installed"
-    if HAS_GPU:
+    if HAS_GPU or not HAS_TRITON:
         return ""
     fused, _ = fused_of(FeedForward((1.0,)))
     try:
@@ -51,9 +53,11 @@ def why_not() -> str:
 
 
 @pytest.fixture(scope="module")
-def kernel() -> None:
+def kernel(without_triton: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
+    with nullcontext() if HAS_TRITON else without_triton():
+        yield
 
 
 needs_triton = pytest.mark.usefixtures("kernel")
@@ -88,27 +92,40 @@ def values_of(seed: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]
     }
 
 
-def twin_of(recipe: Recipe) -> NoiseStream:
-    source = test_source(seed="fused", kind="philox")
+def source_of(ring: Sequence[int]) -> Source:
+    """A test source, or one that takes fresh keys at the rows of a ring."""
+    if not ring:
+        return test_source(seed="fused", kind="philox")
+    source = Source(bytes(32), kind="philox")
+    for row in ring:
+        source = source.rekeyed(row, bytes([row + 1] * 32))
+    return source
+
+
+def twin_of(recipe: Recipe, ring: Sequence[int] = ()) -> NoiseStream:
+    source = source_of(ring)
     return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N, starts=STARTS)
 
 
-def fused_of(recipe: Recipe, **settings: object) -> tuple[Fused, Tensor]:
-    moves, source = StepPlans.of(recipe), test_source(seed="fused", kind="philox")
+def fused_of(recipe: Recipe, ring: Sequence[int] = (), **settings: object) -> tuple[Fused, Tensor]:
+    moves, source = StepPlans.of(recipe), source_of(ring)
     layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
     state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
-    seeds = {name: source.seed(name) for name in SHAPES}
     settings = {"scale": SCALE, "steps": N} | settings
-    fused = Fused(moves, layout=layout, seeds=seeds, state=state, **settings)  # type: ignore[arg-type]
+    fused = Fused(moves, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]
     return fused, state
 
 
 def both(
-    recipe: Recipe, *, steps: Sequence[int] = range(N), **settings: object
+    recipe: Recipe,
+    *,
+    steps: Sequence[int] = range(N),
+    ring: Sequence[int] = (),
+    **settings: object,
 ) -> list[tuple[Tensor, Tensor]]:
     dtypes = settings.pop("dtypes", {})
     assert isinstance(dtypes, dict)
-    twin, (fused, _) = twin_of(recipe), fused_of(recipe, **settings)
+    twin, (fused, _) = twin_of(recipe, ring), fused_of(recipe, ring, **settings)
     pairs = []
     for step in steps:
         expected = values_of(step, dtypes)
@@ -128,6 +145,17 @@ def test_bits_of_the_torch_path(name: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("ring", [(0,), (3,), (1, 2, 5)])
+def test_bits_of_the_torch_path_under_a_ring_of_keys(name: str, ring: tuple[int, ...]) -> None:
+    plain = [got for _, got in both(RECIPES[name])]
+    renewed = both(RECIPES[name], ring=ring)
+    for expected, got in renewed:
+        assert torch.equal(expected, got)
+    assert not torch.equal(plain[-2], renewed[-2][1])
+
+
+@needs_triton
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_tiles_of_a_program_do_not_matter(tiles: int) -> None:
     for expected, got in both(RECIPES["blt"], steps=range(3), tiles=tiles):
@@ -137,6 +165,8 @@ def test_tiles_of_a_program_do_not_matter(tiles: int) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_beside_float32(dtype: torch.dtype) -> None:
+    if not HAS_TRITON and dtype != torch.float64:
+        pytest.skip("half precision needs triton: NumPy rounds it otherwise")
     dtypes = {"w": dtype}
     # Triton's interpreter cuts bfloat16 off instead of rounding it: one unit of its last place.
     close = 2**-7 if dtype == torch.bfloat16 and not HAS_GPU else 0.0
@@ -163,8 +193,9 @@ def test_steps_can_be_left_and_taken_up_again() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("name", ["identity", "blt", "honaker"])
-def test_a_step_that_was_not_announced_gives_nan(name: str) -> None:
-    fused, _ = fused_of(RECIPES[name])
+@pytest.mark.parametrize("ring", [(), (2, 4)])
+def test_a_step_that_was_not_announced_gives_nan(name: str, ring: tuple[int, ...]) -> None:
+    fused, _ = fused_of(RECIPES[name], ring)
     values = {n: v.to(DEVICE).view(-1) for n, v in values_of(0, {}).items()}
     fused.add_(values, step=0)
     assert all(bool(torch.isfinite(value).all()) for value in values.values())
@@ -183,8 +214,9 @@ def test_more_steps_than_there_are_cannot_be_announced() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("name", RECIPES)
-def test_replays_of_a_graph_are_the_steps(name: str) -> None:
-    twin, (fused, _) = twin_of(RECIPES[name]), fused_of(RECIPES[name])
+@pytest.mark.parametrize("ring", [(), (1, 2, 5)])
+def test_replays_of_a_graph_are_the_steps(name: str, ring: tuple[int, ...]) -> None:
+    twin, (fused, _) = twin_of(RECIPES[name], ring), fused_of(RECIPES[name], ring)
     values = {n: v.to(DEVICE) for n, v in values_of(0, {}).items()}
     flat = {n: v.view(-1) for n, v in values.items()}
     fused.prepare(flat)
@@ -213,6 +245,21 @@ def test_a_tape_holds_the_moves_in_order() -> None:
     for begin in tape.offsets[tape.count :]:
         assert tape.words[begin] == 1
         assert np.isnan(tape.words[begin:].view(np.float32)[HEAD + 1])
+
+
+def test_a_tape_names_the_key_of_every_draw() -> None:
+    """Only under a ring; without one the words are those of before."""
+    moves, source = StepPlans.of(RECIPES["blt with taps and gains"]), source_of((2, 5))
+    settings = {"buffers": moves.buffers, "scale": SCALE}
+    for t in range(N):
+        plain = record(moves.at(t), **settings)  # type: ignore[arg-type]
+        long = record(moves.at(t), segment_fn=source.segment, **settings)  # type: ignore[arg-type]
+        draws = plain[0]
+        named = long[HEAD : HEAD + 3 * draws].reshape(-1, 3)
+        np.testing.assert_array_equal(named[:, :2].ravel(), plain[HEAD : HEAD + 2 * draws])
+        assert named[:, 2].tolist() == [source.segment(row) for row, _ in moves.at(t).draws]
+        np.testing.assert_array_equal(long[:HEAD], plain[:HEAD])
+        np.testing.assert_array_equal(long[HEAD + 3 * draws :], plain[HEAD + 2 * draws :])
 
 
 def test_a_tape_is_bounded_but_holds_at_least_one_record() -> None:

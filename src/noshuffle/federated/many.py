@@ -17,9 +17,8 @@ their noise).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -233,8 +232,7 @@ class _Noise:
 def _sources(source: Source, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
     """A key for each mechanism, so that no two runs share draws; the first has the one given."""
     for i, name in enumerate(names):
-        own = hashlib.blake2b(name.encode(), key=source.key, person=b"ns-many", digest_size=32)
-        yield name, source if i == 0 else replace(source, key=own.digest())
+        yield name, source if i == 0 else source.derived(name.encode(), person=b"ns-many")
 
 
 def _check(

@@ -4,9 +4,11 @@
 
 What the kernel needs to know of the step lies on a tape (`tape`), of which a counter on the device
 reads the next record; what it needs to know of the tensors lies in a table of regions (one per
-tensor: size, place in the buffers, generator key) and a table of addresses. Many small tensors
-thus cost one launch. A launch reads nothing from the host, so it can be captured in a CUDA graph
-and replayed: the counter goes on by itself, and the tape is filled up between replays.
+tensor: size, place in the buffers, generator key) and a table of addresses. Where the source has a
+ring of several keys, a record names the key of each draw, and a further table holds the keys of
+every tensor. Many small tensors thus cost one launch. A launch reads nothing from the host, so it
+can be captured in a CUDA graph and replayed: the counter goes on by itself, and the tape is filled
+up between replays.
 
 State: the counter, which only mirrors the number of steps that the stream has released. A second
 counter holds how many steps may begin; a replay beyond it reads the record of NaN.
@@ -18,7 +20,7 @@ False
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from noshuffle.noise import triton_kernels
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.philox import BLOCKS, address, split_seed
+from noshuffle.noise.source import Source
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import STEPS, WORDS, Tape, record_tape
 
@@ -69,7 +72,7 @@ class Fused:
         moves: StepPlans,
         *,
         layout: Layout,
-        seeds: Mapping[str, bytes],
+        source: Source,
         state: Tensor,
         scale: float,
         steps: int,
@@ -83,15 +86,17 @@ class Fused:
         self._tiles = tiles or (TILES if is_light else 1)
         few = REGISTERS_OF_FEW if moves.buffers <= FEW else 0
         self._registers = few if moves.buffers else REGISTERS
-        self._table, self._names = _regions(layout, seeds)
+        self._table, self._names = _regions(layout, source)
+        self._segment_fn = source.segment if source.later else None
+        self._keys = _keys(self._names, source).to(self._device)
         self._has_decays = bool(moves.buffers) and bool(moves.at(0).decays)
         self._words = self._zeros(WORDS, torch.int32)
         self._offsets = self._zeros(STEPS + 1, torch.int32)
         self._clock = self._zeros(2, torch.int32)
         self._one_step = torch.ones_like(self._clock)
         self._one_replay = torch.tensor([1, 0], dtype=torch.int32, device=self._device)
-        self._places = self._zeros(2, torch.int64)
-        self._places.copy_(torch.tensor([state.data_ptr(), layout.tiles * TILE]))
+        where = [state.data_ptr(), layout.tiles * TILE, self._keys.data_ptr(), source.segments]
+        self._places = torch.tensor(where, dtype=torch.int64, device=self._device)
         self._tape: Tape | None = None
         self._next = -1
         self._plans: dict[tuple[torch.dtype, ...], _Plan] = {}
@@ -147,7 +152,8 @@ class Fused:
         """Put the records of these steps on the tape, and both counters at the first of them."""
         tape = self._tape
         if tape is None or not tape.first <= step <= step + count <= tape.first + tape.count:
-            tape = record_tape(self._moves, scale=self._scale, first=step, steps=self._steps)
+            form: dict[str, Any] = {"scale": self._scale, "segment_fn": self._segment_fn}
+            tape = record_tape(self._moves, first=step, steps=self._steps, **form)
             if count > tape.count:
                 raise InvalidInput(f"at most {tape.count} steps can be announced, got {count}")
             self._write(tape)
@@ -225,6 +231,7 @@ class Fused:
                 TILES=self._tiles,
                 DECAYS=self._moves.buffers if self._has_decays else 0,
                 HAS_LISTS=bool(self._moves.buffers) and not self._has_decays,
+                HAS_RING=self._segment_fn is not None,
                 ASSEMBLY=is_nvidia,
                 num_warps=self._warps,
                 num_stages=1,
@@ -248,8 +255,14 @@ def _element(dtype: torch.dtype) -> Any:
     return getattr(tl, names[dtype])
 
 
+def _keys(names: Sequence[str], source: Source) -> Tensor:
+    """Key (2) and tag (2) of every tensor under every key of the ring: regions × segments × 4."""
+    rows = [split_seed(source.seed(name, s)) for name in names for s in range(source.segments)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(names), source.segments, 4)
+
+
 def _regions(
-    layout: Layout, seeds: Mapping[str, bytes]
+    layout: Layout, source: Source
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]:
     """Per tensor that is not empty: numel, elements of its first tile that come before it, tiles,
     first tile in the buffers, first block, key (2), tag (2), first program (set by the plan).
@@ -265,6 +278,6 @@ def _regions(
         address(row=0, tile=tile + tiles[name] - 1)
         numel = int(np.prod(layout.shapes[name], dtype=np.int64))
         skip = layout.starts[name] - tile * TILE
-        words = split_seed(seeds[name])
+        words = split_seed(source.seed(name))
         rows.append((numel, skip, tiles[name], flat, tile * BLOCKS, *words, 0))
     return np.array(rows, dtype=np.int64).reshape(-1, 10), tuple(first)

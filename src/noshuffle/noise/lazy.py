@@ -35,6 +35,10 @@ It is valid exactly when
      is the same again; a flush left out, or one more, would give a released sum a second noise. So
      flush at steps fixed beforehand, or save the state between a flush and what it releases.
 
+A process that goes on with a saved table draws the numbers of all steps that no released step has
+reached under a fresh key: `source.rekeyed(released steps, new_key())`. Touches of earlier steps,
+made again or made up for, keep their numbers, and a copy of the run has others from there on.
+
 >>> from noshuffle.noise.source import test_source
 >>> recipe = Buffered(decays=(0.9, 0.5), scales=(-0.1, -0.3))
 >>> noise = LazyNoise(recipe, test_source(seed=1), (1000, 16), scale=2.0, steps=50, name="emb")
@@ -65,7 +69,7 @@ from noshuffle.errors import (
 from noshuffle.noise.grid import add_on_grid_, grid_step, grids_so_far
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
-from noshuffle.noise.source import Source
+from noshuffle.noise.source import Source, check_ring
 from noshuffle.noise.step_plan import fingerprint
 from noshuffle.noise.table_rows import add_rows_, check_gradients, check_table, checked_rows
 from noshuffle.one_owner import OneOwner
@@ -127,7 +131,7 @@ class LazyNoise(OneOwner):
             "version": VERSION,
             "recipe": fingerprint(recipe),
             "source": self._draws.source.kind,
-            "key": self._draws.source.fingerprint,
+            "key": self._draws.source.ring[0][1],
             "name": name,
             "scale": self.scale,
             "horizon": self.horizon,
@@ -302,7 +306,8 @@ class LazyNoise(OneOwner):
         if self._is_broken:
             raise NoshuffleError("an earlier touch failed half-way; go on from the last checkpoint")
         kept = {"buffers": self._state.cpu().clone(), "done": self._done.cpu().clone()}
-        return {**self._identity, **kept}
+        later = [list(key) for key in self._draws.source.ring[1:]]
+        return {**self._identity, "later": later, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the noise that wrote `state` stopped; refuses another noise's."""
@@ -323,6 +328,7 @@ class LazyNoise(OneOwner):
         saved = state["done"]
         if int(saved.min()) < 0 or int(saved.max()) > self.horizon:
             raise InvalidInput(f"the saved steps must be from 0 to {self.horizon}")
+        check_ring(state, self._draws.source.ring, used=int(saved.max()))
         self._state.copy_(state["buffers"])
         self._done.copy_(saved)
         self._is_broken = False

@@ -63,11 +63,9 @@ class FusedLazyNoise(LazyNoise):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        draws = self._draws
-        if draws.source.kind != "philox":
-            raise Unsupported(f"the kernels draw from philox, got {draws.source.kind}")
-        words = [*split_seed(draws._seed), draws._blocks, 0, 0]
-        self._words = torch.tensor(words, dtype=torch.int64, device=self._device)
+        if self._draws.source.kind != "philox":
+            raise Unsupported(f"the kernels draw from philox, got {self._draws.source.kind}")
+        self._words = torch.zeros(7, dtype=torch.int64, device=self._device)
         self._scale = torch.tensor([self.scale], dtype=torch.float64, device=self._device)
         d = self.buffers
         self._maps = torch.empty((0, d + 1, 2 * d + 1), dtype=torch.float64, device=self._device)
@@ -81,7 +79,8 @@ class FusedLazyNoise(LazyNoise):
         drawn, coined = -(-columns * width // 4), -(-width // 4)
         fresh = torch.empty((count, 4 * drawn), dtype=torch.float32, device=self._device)
         coins = torch.empty((count, 4 * coined), dtype=torch.float32, device=self._device)
-        self._words[5:].copy_(torch.tensor([drawn, step]))
+        words = [*split_seed(self._draws.seed(step)), self._draws.blocks, drawn, step]
+        self._words.copy_(torch.tensor(words))
         kernels, blocks, elements = lazy_kernels, count * drawn, count * width
         is_cuda = self._device.type == "cuda" and torch.version.hip is None
         self._is_broken = True

@@ -171,9 +171,12 @@ ON_GRID(on_grid_double, double, 0x1.8p52)
 """
 
 _STEP = r"""
-/* tiles of one stream: where they lie in the stream, in the buffers, and in a value */
+#define SCHEDULE 240                   /* bytes of the round keys of AES-256 */
+
+/* tiles of one stream: where they lie in the stream, in the buffers, and in a value; the round keys
+   of its name, one schedule after the other */
 typedef struct {
-    const void *schedule;
+    const char *schedules;
     int64_t tile, tiles, flat, value, begin, end, lead;
 } Piece;
 
@@ -182,6 +185,7 @@ typedef struct {
     const Piece *pieces;
     float *const *values;
     const uint64_t *rows;
+    const int32_t *keys;               /* per draw which schedule of the name; null: the first */
     const float *weights, *inner, *decays, *outer;
     float *state;
     int draws, buffers, store;
@@ -220,7 +224,8 @@ void add_noise(Step *step) {
                 own[b] = s.state + b * s.stride + (piece.flat + t) * TILE;
             own[s.buffers] = value, own[s.buffers + 1] = value + TILE;
             for (int d = 0; d < s.draws; d++) {
-                keystream(words, piece.schedule, s.rows[d], (piece.tile + t) * (TILE / 4), own,
+                const char *schedule = piece.schedules + (s.keys ? SCHEDULE * s.keys[d] : 0);
+                keystream(words, schedule, s.rows[d], (piece.tile + t) * (TILE / 4), own,
                           d ? 0 : s.buffers + 1 + s.is_double);
                 normals(words, u, 1, s.weights[d], d > 0);
             }

@@ -6,10 +6,12 @@ of them. So a row owns exactly the counter blocks it needs, each giving four ran
     block of (row, i) = row·blocks + i,   i < blocks = ⌈count / 4⌉         counter = (step, block)
 
 under the seed of "name⟨NUL⟩lazy", which no tensor of an eager stream has. Different (row, step)
-have different counters by construction. With aes the words are those of counter mode (a counter
-block encrypted, NIST SP 800-38A), with philox those of Philox4x32-10. The first two words of a
-block give radii, the others angles, together four normals (`gaussian`); which rows are drawn
-together, in which order, and how many of their numbers, changes no bit.
+have different counters by construction. The step takes the place that a row of Z has in a stream:
+with a ring of keys it says under which of them the numbers of a touch are drawn (`source`). With
+aes the words are those of counter mode (a counter block encrypted, NIST SP 800-38A), with philox
+those of Philox4x32-10. The first two words of a block give radii, the others angles, together four
+normals (`gaussian`); which rows are drawn together, in which order, and how many of their numbers,
+changes no bit.
 
 >>> from noshuffle.noise.source import test_source
 >>> draws = RowDraws(test_source(seed=1), name="table", count=6, rows=100, device="cpu")
@@ -48,7 +50,9 @@ class RowDraws:
             raise InvalidInput(f"name must be a string without NUL characters, got {name!r}")
         self._device = torch.device(device)
         self._source = source.on(self._device)
-        self._seed = self._source.seed(f"{name}\0lazy")
+        self._seeds = [
+            self._source.seed(f"{name}\0lazy", segment) for segment in range(self._source.segments)
+        ]
         self._source.check_names([name, f"{name}\0lazy"])
         self._count, self._blocks = count, -(-count // 4)
         self._field = FIELD if self._source.kind == "philox" else 2**62
@@ -62,6 +66,15 @@ class RowDraws:
     def source(self) -> Source:
         """The source with its kind decided for the device."""
         return self._source
+
+    def seed(self, step: int) -> bytes:
+        """The seed that the numbers of a step are drawn from."""
+        return self._seeds[self._source.segment(step)]
+
+    @property
+    def blocks(self) -> int:
+        """Counter blocks that a row owns."""
+        return self._blocks
 
     def normals(self, rows: Tensor, *, step: int, first: int | None = None) -> Tensor:
         """Float32 normals of shape (len(rows), count), or the `first` of them in each row.
@@ -110,12 +123,13 @@ class RowDraws:
         # Scattered counters cannot be run through CTR mode; encrypting the counter blocks one by
         # one is what CTR mode does, and no counter occurs twice.
         stream = bytearray(size * 16 + 15)
-        _cipher(self._seed).update_into(counters.data.cast("B"), stream)
+        _cipher(self.seed(step)).update_into(counters.data.cast("B"), stream)
         return torch.from_numpy(np.frombuffer(stream, dtype="<i4", count=size * 4))
 
     def _philox(self, blocks: Tensor, step: int, size: int) -> Tensor:
         """Words of the blocks, then zeros, `size` blocks in all."""
-        k0, k1, tag0, tag1 = (torch.tensor(w, device=blocks.device) for w in split_seed(self._seed))
+        words4 = split_seed(self.seed(step))
+        k0, k1, tag0, tag1 = (torch.tensor(w, device=blocks.device) for w in words4)
         row = torch.tensor(step, device=blocks.device)
         words = torch.zeros((size, 4), dtype=torch.int32, device=blocks.device)
         for lane, value in enumerate(philox((blocks, row, tag0, tag1), key=(k0, k1))):

@@ -1,12 +1,19 @@
-"""Where noise comes from: a secret key, and one normal stream per (row, tensor name).
+"""Where noise comes from: a ring of secret keys, and one normal stream per (row, tensor name).
 
-Element i of the stream (row, name) is a function of (key, kind, row, name, i) and of nothing else:
-not of the order of parameters, the sharding, the chunking, the threads, the processes or how often
-the run was restarted. So a past draw can be made again instead of being stored.
+Element i of the stream (row, name) is a function of (key of the row, kind, row, name, i) and of
+nothing else: not of the order of parameters, the sharding, the chunking, the threads or the
+processes. So a past draw can be made again instead of being stored.
 
-    seed(name) = BLAKE2b(name; key = secret, person = kind)      256 bits, once per name
-    words      = generator(seed(name); row, block)               row and block in own fields
-    normals    = Box–Muller over tiles of 1024 words             see `gaussian`
+    key(row)        = the last key of the ring whose first row is <= row
+    seed(name, key) = BLAKE2b(name; key = secret, person = kind)    256 bits, once per name and key
+    words           = generator(seed; row, block)                   row and block in separate fields
+    normals         = Box–Muller over tiles of 1024 words           see `gaussian`
+
+A run has one key per life of its process. `rekeyed(first_row, key)` gives all rows from `first_row`
+on a fresh key, with `first_row` the number of rows that the released steps have drawn
+(`step_plan.rows_used`). Rows that were used keep their key and can be drawn again; rows that were
+not used are unknown to every copy of the run that was made before. Two continuations of one
+snapshot then have independent noise: they compose like two releases, and nothing cancels.
 
 Two generators, one interface: `aes` (AES-256 in counter mode, a cipher, and the fastest on a CPU)
 and `philox` (Philox4x32-10, the fastest on a GPU; strong but no cipher). `auto` takes aes for
@@ -19,15 +26,22 @@ CPU they keep 32 bits of a seed, and seeding them per step repeats noise.
 >>> source.normal_(part, row=3, name="weight", start=2)
 >>> bool((whole[2:4] == part).all()), source.is_test
 (True, True)
+>>> renewed = Source(bytes(32)).rekeyed(2, bytes(range(32)))
+>>> [renewed.segment(row) for row in range(4)], renewed.fingerprint == Source(bytes(32)).fingerprint
+([0, 0, 1, 1], True)
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cache
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,7 +80,7 @@ class AnySource(Protocol):
     @property
     def is_test(self) -> bool: ...
     @property
-    def fingerprint(self) -> str: ...
+    def ring(self) -> tuple[tuple[int, str], ...]: ...
     def on(self, device: torch.device) -> AnySource: ...
     def check_names(self, names: Iterable[str]) -> None: ...
     def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Drawer: ...
@@ -81,9 +95,13 @@ def new_key() -> bytes:
 class Source:
     """The noise of one run, as a function of (row, name, element).
 
+    `later` holds (first row, key) pairs with increasing first rows: a row is drawn under the last
+    key whose first row it has reached, rows before the first pair under `key`.
+
     Guarantees: streams of different (row, name) never share a generator input. Rows and elements
     sit in separate counter fields, values beyond a field are refused, and `check_names` refuses a
-    set of names of which two derived the same seed. Nothing is seeded from time, process or order.
+    set of names of which two derived the same seed. A row keeps its key, and so its numbers,
+    whatever is added to the ring at rows above it. Nothing is seeded from time, process or order.
     With kind `aes` the normals are those of a cipher under a 256-bit key; with `philox` they pass
     statistical tests but are not claimed to resist an adversary who sees raw draws. A test source
     is reproducible by anyone who knows its seed, hence not private, and says so by `is_test`.
@@ -92,23 +110,72 @@ class Source:
     key: bytes = field(repr=False)
     kind: str = "auto"
     is_test: bool = False
+    later: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         one_of(KINDS, kind=self.kind)
-        if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
-            raise InvalidInput(f"key must be {KEY_BYTES} bytes, as new_key() makes; got another")
+        for key in self._keys:
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                raise InvalidInput(
+                    f"key must be {KEY_BYTES} bytes, as new_key() makes; got another"
+                )
+        firsts = [-1, *(first for first, _ in self.later)]
+        if any(not isinstance(first, int) or first <= low for low, first in pairwise(firsts)):
+            raise InvalidInput(f"later must have increasing first rows >= 0, got {firsts[1:]}")
+        if self.is_test and self.later:
+            raise InvalidInput("a test source has one key, its named seed; use a Source for a ring")
+
+    @property
+    def _keys(self) -> tuple[bytes, ...]:
+        return self.key, *(key for _, key in self.later)
+
+    @property
+    def ring(self) -> tuple[tuple[int, str], ...]:
+        """(first row, public name) of every key, in order; the names reveal nothing."""
+        names = [_keyed_hash(b"", key, b"noshuffle:public", 16).hex() for key in self._keys]
+        return tuple(zip((0, *(first for first, _ in self.later)), names))
 
     @property
     def fingerprint(self) -> str:
-        """A public name of the key: recognises it, reveals nothing about it."""
-        return self._hash(b"", b"noshuffle:public", 16).hex()
+        """The public name of the first key, which names the run: recognises, reveals nothing."""
+        return self.ring[0][1]
 
-    def seed(self, name: str) -> bytes:
-        """The 256-bit seed of a tensor name under this source's kind."""
-        return self._hash(name.encode(), f"noshuffle:{self.kind}".encode(), 32)
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The public names of all keys, in the order of their segments."""
+        return tuple(name for _, name in self.ring)
 
-    def _hash(self, data: bytes, person: bytes, size: int) -> bytes:
-        return hashlib.blake2b(data, key=self.key, person=person, digest_size=size).digest()
+    def rekeyed(self, first_row: int, key: bytes) -> Source:
+        """The same source with a fresh key for every row from `first_row` on.
+
+        Guarantees: rows below `first_row` keep their numbers. Keys that began at `first_row` or
+        later are dropped; the caller knows that no released step has used them.
+        """
+        if self.is_test:
+            raise InvalidInput("a test source keeps its named seed; only a real one takes new keys")
+        kept = tuple(pair for pair in self.later if pair[0] < first_row)
+        return replace(self, later=(*kept, (first_row, key)))
+
+    def derived(self, label: bytes, *, person: bytes) -> Source:
+        """A source of its own for a labelled part of a study: every key hashed with the label."""
+        first, *others = (_keyed_hash(label, key, person, KEY_BYTES) for key in self._keys)
+        later = tuple((row, key) for (row, _), key in zip(self.later, others))
+        return replace(self, key=first, later=later)
+
+    def segment(self, row: int) -> int:
+        """Which key a row is drawn under: 0 for `key`, i for the i-th of `later`."""
+        return bisect_right(self.later, row, key=itemgetter(0))
+
+    @property
+    def segments(self) -> int:
+        """How many keys there are."""
+        return 1 + len(self.later)
+
+    def seed(self, name: str, segment: int = 0) -> bytes:
+        """The 256-bit seed of a tensor name under this source's kind and one of its keys."""
+        return _keyed_hash(
+            name.encode(), self._keys[segment], f"noshuffle:{self.kind}".encode(), 32
+        )
 
     def on(self, device: torch.device) -> Source:
         """The same source with `auto` decided for a device."""
@@ -117,28 +184,36 @@ class Source:
         return replace(self, kind="aes" if device.type == "cpu" else "philox")
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Refuse names that would share a stream (first 128 bits of the seed, all kinds)."""
-        owners: dict[bytes, str] = {}
+        """Refuse names that would share a stream (first 128 bits of the seed, all kinds).
+
+        Seeds of different segments may meet: a row has one segment, so their counters do not.
+        """
+        owners: dict[tuple[int, bytes], str] = {}
         for name in names:
-            other = owners.setdefault(self.seed(name)[:16], name)
-            if other != name:  # pragma: no cover - probability below 2^-100
-                raise InvalidInput(f"names {other!r} and {name!r} derive one seed; rename one")
+            for segment in range(self.segments):
+                other = owners.setdefault((segment, self.seed(name, segment)[:16]), name)
+                if other != name:  # pragma: no cover - probability below 2^-100
+                    raise InvalidInput(f"names {other!r} and {name!r} derive one seed; rename one")
 
     def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Drawer:
         """Prepare to draw rows for the chunks of a layout."""
         fixed = self.on(device)
         if device.type == "cpu":
             native.library()  # built here, once, rather than by the first threads that draw
-        seeds = {piece.name: b"" for chunk in chunks for piece in chunk.pieces}
-        seeds = {name: fixed.seed(name) for name in seeds}
-        words: AesWords | PhiloxWords
-        if fixed.kind == "aes":
-            words = AesWords(chunks, seeds=seeds)
-        else:
-            words = PhiloxWords(chunks, seeds=seeds, device=device)
+        names = dict.fromkeys(piece.name for chunk in chunks for piece in chunk.pieces)
+
+        @cache  # old keys are rarely asked for: their tables are built when used
+        def words_of(segment: int) -> AesWords | PhiloxWords:
+            seeds = {name: fixed.seed(name, segment) for name in names}
+            if fixed.kind == "aes":
+                return AesWords(chunks, seeds=seeds)
+            return PhiloxWords(chunks, seeds=seeds, device=device)
+
+        words_of(fixed.segments - 1)
         largest = max((chunk.tiles for chunk in chunks), default=0)
         shape = (workers, largest, TILE)
-        return _Drawer(words, torch.empty(shape, dtype=torch.int32, device=device))
+        scratch = torch.empty(shape, dtype=torch.int32, device=device)
+        return _Drawer(words_of, fixed.segment, scratch)
 
     def normal_(self, out: Tensor, *, row: int, name: str, start: int = 0) -> None:
         """Fill a contiguous float32 tensor with elements [start, start + numel) of a stream."""
@@ -154,13 +229,13 @@ class Source:
         drawer = self.drawer(chunks, device=device, workers=workers)
         largest = max((chunk.tiles for chunk in chunks), default=0)
         shape = (workers, largest, TILE)
-        flat, rooms = out.view(-1), torch.empty(shape, dtype=torch.float32, device=device)
+        flat, scratch = out.view(-1), torch.empty(shape, dtype=torch.float32, device=device)
 
         def fill(worker: int, index: int) -> None:
-            room = rooms[worker, : chunks[index].tiles]
-            drawer.draw_(room, chunk=index, row=row, weight=1.0, accumulate=False, worker=worker)
+            drawn = scratch[worker, : chunks[index].tiles]
+            drawer.draw_(drawn, chunk=index, row=row, weight=1.0, accumulate=False, worker=worker)
             for span in chunks[index].spans:
-                part = room.view(-1)[span.at : span.at + span.end - span.begin]
+                part = drawn.view(-1)[span.at : span.at + span.end - span.begin]
                 flat[span.begin : span.end].copy_(part)
 
         with torch.no_grad():
@@ -181,25 +256,44 @@ class Source:
         step, at = grid_step(scale), chunks[0].spans[0].at
         drawer.jitters_(coins, step=step, worker=0)
         released = torch.tensor([value], dtype=torch.float64, device=cpu)
-        own = slice(at, at + 1)
-        add_on_grid_(released, noise.view(-1)[own], jitters=coins.view(-1)[own], step=step)
+        here = slice(at, at + 1)
+        add_on_grid_(released, noise.view(-1)[here], jitters=coins.view(-1)[here], step=step)
         return float(released)
 
 
 @dataclass(frozen=True)
 class _Drawer:
-    words: AesWords | PhiloxWords
-    room: Tensor
+    words_of: Callable[[int], AesWords | PhiloxWords]
+    segment_of: Callable[[int], int]
+    scratch: Tensor
 
     def draw_(
         self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
     ) -> None:
-        words = self.room[worker, : out.shape[0]]
-        self.words.fill_(words, chunk=chunk, row=row)
+        words = self.scratch[worker, : out.shape[0]]
+        self.words_of(self.segment_of(row)).fill_(words, chunk=chunk, row=row)
         normals_(out, words=words, weight=weight, accumulate=accumulate)
 
     def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
-        jitters_(out, words=self.room[worker, : out.shape[0]], step=step)
+        jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)
+
+
+def _keyed_hash(data: bytes, key: bytes, person: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, key=key, person=person, digest_size=size).digest()
+
+
+def check_ring(state: Mapping[str, Any], ring: Sequence[tuple[int, str]], *, used: int) -> None:
+    """Refuse a saved state of which this ring would draw one of the `used` first rows otherwise.
+
+    The state lists (first row, public name) of its keys but the first under `later`; states of
+    version 0.1 have none. Keys from row `used` on have drawn nothing of it, and may be others.
+    """
+    saved = [(int(first), name) for first, name in state.get("later", ())]
+    if [k for k in saved if k[0] < used] != [k for k in ring[1:] if k[0] < used]:
+        raise InvalidInput(
+            f"the saved noise state has drawn {used} rows under other later keys than this run has "
+            "for them; resume with the ring of keys of the run that was saved"
+        )
 
 
 def test_source(*, seed: int | str, kind: str = "auto") -> Source:  # noqa: PT028

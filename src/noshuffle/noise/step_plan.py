@@ -88,6 +88,19 @@ class StepPlans:
         raise InvalidInput(f"expected a recipe of noshuffle.strategies.recipe, got {recipe!r}")
 
 
+def rows_used(plans: StepPlans, steps: int) -> int:
+    """One more than the largest row that steps 0 … steps−1 draw with a weight other than zero.
+
+    Step s draws rows up to s, or, in a forest, rows beyond s that no earlier step has reached. So
+    the search goes back from the last step and ends where the steps before can add nothing.
+    """
+    largest, step = -1, steps - 1
+    while step > largest:
+        largest = max([largest, *(row for row, weight in plans.at(step).draws if weight)])
+        step -= 1
+    return largest + 1
+
+
 def _gain(scale: tuple[float, ...], t: int) -> float:
     return scale[t] if scale else 1.0
 

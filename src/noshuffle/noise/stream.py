@@ -46,8 +46,8 @@ from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.source import AnySource, Source
-from noshuffle.noise.step_plan import StepPlans, fingerprint
+from noshuffle.noise.source import AnySource, Source, check_ring
+from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
@@ -60,7 +60,7 @@ class NoiseStream(OneOwner):
     """Adds scale·(row t of C⁻¹Z) to named tensors, t = 0, 1, …
 
     Guarantees: the noise of element i of `name` at step t, and the coins that round its sum with
-    the value to the grid, are functions of (key, recipe, scale, t, name, i) only. Every step adds
+    the value to the grid, are functions of (keys, recipe, scale, t, name, i) only. Every step adds
     noise to every tensor, whatever the values are (zero, infinite and NaN included), and counts as
     released once it has begun to change them: a step that fails half-way leaves a stream that
     refuses to go on, rather than one that would draw the same noise twice onto different values.
@@ -100,7 +100,7 @@ class NoiseStream(OneOwner):
             "version": VERSION,
             "recipe": fingerprint(recipe),
             "source": self._source.kind,
-            "key": self._source.fingerprint,
+            "key": self._source.ring[0][1],
             "scale": self.scale,
             "horizon": self.horizon,
             "shapes": {name: list(shape) for name, shape in self._layout.shapes.items()},
@@ -122,9 +122,8 @@ class NoiseStream(OneOwner):
             return None
         if not fused.is_ready(self._device):
             return None
-        seeds = {name: source.seed(name) for name in self._layout.shapes}
         settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
-        return Fused(self._moves, layout=self._layout, seeds=seeds, state=self._state, **settings)
+        return Fused(self._moves, layout=self._layout, source=source, state=self._state, **settings)
 
     def _whole_step(self) -> WholeStep | None:
         """The step as one compiled loop, where there is one for this processor and source."""
@@ -133,8 +132,7 @@ class NoiseStream(OneOwner):
             return None
         if self._device.type != "cpu" or not whole_step_check.is_ready():
             return None
-        seeds = {name: source.seed(name) for name in self._layout.shapes}
-        return WholeStep(self._layout, seeds=seeds, state=self._state, workers=self._workers)
+        return WholeStep(self._layout, source=source, state=self._state, workers=self._workers)
 
     def _in_chunks(self) -> ChunkStep:
         """The step chunk by chunk, which is there for every device, source and value."""
@@ -155,6 +153,11 @@ class NoiseStream(OneOwner):
     def buffers(self) -> int:
         """Model-sized float32 tensors kept between steps."""
         return self._moves.buffers
+
+    def rows_used(self, step: int) -> int:
+        """How many rows steps 0 … step−1 have drawn from: the first row for a fresh key."""
+        whole(at_least=0, at_most=self.horizon, step=step)
+        return rows_used(self._moves, step)
 
     @torch.no_grad()
     def add_(self, values: Mapping[str, Tensor], *, times: float = 1.0) -> None:
@@ -270,10 +273,14 @@ class NoiseStream(OneOwner):
             for name, pieces in self._layout.views(self._state).items():
                 shape = (self.buffers, *self._layout.shapes[name])
                 buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
-        return {**self._identity, "step": self._step, "buffers": buffers}
+        later = [list(key) for key in self._source.ring[1:]]
+        return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the stream that wrote `state` stopped; refuses another stream's."""
+        """Go on exactly where the stream that wrote `state` stopped; refuses another stream's.
+
+        The keys of rows that `state` has not drawn from may differ: a run goes on under fresh ones.
+        """
         for key, own in self._identity.items():
             if key not in state or state[key] != own:
                 shown = "another" if key in ("shapes", "starts") else repr(state.get(key))
@@ -283,6 +290,7 @@ class NoiseStream(OneOwner):
                     "resume with the plan and key of the run that was saved"
                 )
         whole(at_least=0, at_most=self.horizon, step=state["step"])
+        check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
         views = self._layout.views(self._state) if self.buffers else {}
         expected = set(views)
         if set(state["buffers"]) != expected:

@@ -2,13 +2,15 @@
 
 The record of one step is a run of 32-bit words, integers and float32 numbers side by side,
 
-    [draws, inner, outer, store, gain·scale, grid]   draws × [row, weight]
+    [draws, inner, outer, store, gain·scale, grid]   draws × [row, weight(, segment)]
     with decays:     buffers × [inner weight, θ]
     with lists:      inner × [buffer, weight]   outer × [buffer, weight·scale]
 
-with the products made in float64 and rounded once, as `chunk_step` and `correlate` do. A tape holds
-the records of consecutive steps and where each begins. Everything else on it leads to a record of
-NaN: a step that nobody loaded destroys its result instead of repeating the noise of another one.
+with the products made in float64 and rounded once, as `chunk_step` and `correlate` do. The segment,
+which key of a ring the row is drawn under, is there only if the source has several keys (`source`).
+A tape holds the records of consecutive steps and where each begins. Everything else on it leads to
+a record of NaN: a step that nobody loaded destroys its result instead of repeating the noise of
+another one.
 
 >>> from noshuffle.strategies.recipe import FeedForward
 >>> words = record(StepPlans.of(FeedForward(weights=(1.0, -0.5))).at(7), buffers=0, scale=2.0)
@@ -18,7 +20,9 @@ NaN: a step that nobody loaded destroys its result instead of repeating the nois
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +37,8 @@ STEPS, WORDS = 1024, 2**18
 HEAD = 6
 
 Words = NDArray[np.uint32]
+#: Which key of a ring a row is drawn under; None for a source with one key.
+SegmentFn = Callable[[int], int] | None
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,12 @@ class Tape:
     count: int
 
 
-def record(move: StepPlan, *, buffers: int, scale: float) -> Words:
-    """One move as words; refuses rows that the generator has no room for."""
+def record(move: StepPlan, *, buffers: int, scale: float, segment_fn: SegmentFn = None) -> Words:
+    """The plan of one step as words; refuses rows beyond the counter of the generator."""
     draws, inner, outer = len(move.draws), sorted(move.inner), sorted(move.outer)
     rest = 2 * buffers if move.decays else 2 * (len(inner) + len(outer))
-    words = np.zeros(HEAD + 2 * draws + rest, dtype=np.uint32)
+    entry = 2 if segment_fn is None else 3
+    words = np.zeros(HEAD + entry * draws + rest, dtype=np.uint32)
     reals = words.view(np.float32)
     words[:4] = draws, len(inner), len(outer), move.store % 2**32
     reals[4:HEAD] = move.gain * scale, grid_of(move, scale=scale)
@@ -57,9 +64,12 @@ def record(move: StepPlan, *, buffers: int, scale: float) -> Words:
     factor = 1.0 if buffers else move.gain * scale
     rows = [address(row=row, tile=0)[1] for row, _ in move.draws]
     body, real = words[HEAD:], reals[HEAD:]
-    body[: 2 * draws : 2] = rows
-    real[1 : 2 * draws : 2] = [weight * factor for _, weight in move.draws]
-    body, real = body[2 * draws :], real[2 * draws :]
+    drawn = entry * draws
+    body[:drawn:entry] = rows
+    real[1:drawn:entry] = [weight * factor for _, weight in move.draws]
+    if segment_fn is not None:
+        body[2:drawn:entry] = [segment_fn(row) for row in rows]
+    body, real = body[drawn:], real[drawn:]
     if move.decays:
         for b, weight in inner:
             real[2 * b] = weight
@@ -70,21 +80,26 @@ def record(move: StepPlan, *, buffers: int, scale: float) -> Words:
     return words
 
 
-def record_of_nothing(*, buffers: int) -> Words:
+def record_of_nothing(*, buffers: int, has_ring: bool = False) -> Words:
     """One draw of weight NaN: whatever it touches, values and decaying buffers, becomes NaN."""
-    words = np.zeros(HEAD + 2 + 2 * buffers, dtype=np.uint32)
+    words = np.zeros(HEAD + 2 + has_ring + 2 * buffers, dtype=np.uint32)
     words.view(np.float32)[4:] = np.nan
     words[[0, 3, HEAD]] = 1, 2**32 - 1, 0
+    if has_ring:
+        words[HEAD + 2] = 0
     return words
 
 
-def record_tape(moves: StepPlans, *, scale: float, first: int, steps: int) -> Tape:
+def record_tape(
+    moves: StepPlans, *, scale: float, first: int, steps: int, segment_fn: SegmentFn = None
+) -> Tape:
     """The records from step `first` on, as many as fit and at most up to step `steps`."""
-    nothing = record_of_nothing(buffers=moves.buffers)
+    nothing = record_of_nothing(buffers=moves.buffers, has_ring=segment_fn is not None)
+    form: dict[str, Any] = {"buffers": moves.buffers, "scale": scale, "segment_fn": segment_fn}
     offsets = np.zeros(STEPS + 1, dtype=np.int32)
     parts, used, count = [nothing], len(nothing), 0
     while count < min(STEPS, steps - first):
-        words = record(moves.at(first + count), buffers=moves.buffers, scale=scale)
+        words = record(moves.at(first + count), **form)
         if count and used + len(words) > WORDS:
             break
         offsets[count] = used

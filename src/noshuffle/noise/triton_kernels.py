@@ -162,6 +162,14 @@ def draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY: tl.constexpr):
 
 
 @jit
+def generator(pointer):
+    """Key and tag of Philox from a table of int64."""
+    k0, k1 = tl.load(pointer).to(tl.uint32), tl.load(pointer + 1).to(tl.uint32)
+    g0, g1 = tl.load(pointer + 2).to(tl.uint32), tl.load(pointer + 3).to(tl.uint32)
+    return k0, k1, g0, g1
+
+
+@jit
 def number(pointer):
     """A float32 that the tape keeps among its integers."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
@@ -220,17 +228,19 @@ def move(
     offsets,  # int32: where each record begins
     clock,  # int32 × 2: steps of this tape that have begun, this one included, and may begin
     last,  # the record that says NaN, for a step that may not
-    places,  # int64 × 2: address of the buffers, and the float32 numbers in each
+    places,  # int64 × 4: address of the buffers, float32 numbers in each; keys, how many a region
     ELEMENT: tl.constexpr,  # type of the tensors
     TILES: tl.constexpr,  # tiles of one program
     DECAYS: tl.constexpr,  # buffers, where they decay
     HAS_LISTS: tl.constexpr,  # buffers are named by lists instead
+    HAS_RING: tl.constexpr,  # every draw names one of the region's keys
     ASSEMBLY: tl.constexpr,
 ):
     """One step on all tensors of one type. A record on the tape is
 
-    [draws, inner, outer, store, gain·scale, grid], draws × [row, weight], then with decays
-    DECAYS × [inner weight, θ], else inner × [buffer, weight] and outer × [buffer, weight·scale].
+    [draws, inner, outer, store, gain·scale, grid], draws × [row, weight], with a ring draws ×
+    [row, weight, segment], then with decays DECAYS × [inner weight, θ], else inner × [buffer,
+    weight] and outer × [buffer, weight·scale].
     """
     owner = tl.load(owners + tl.program_id(0))
     region = regions + owner * REGION
@@ -239,10 +249,11 @@ def move(
     record = tape + tl.load(offsets + index)
     pointer = tl.load(targets + owner).to(tl.pointer_type(ELEMENT))
     numel, skip = tl.load(region), tl.load(region + 1)
-    k0, k1 = tl.load(region + 5).to(tl.uint32), tl.load(region + 6).to(tl.uint32)
-    g0, g1 = tl.load(region + 7).to(tl.uint32), tl.load(region + 8).to(tl.uint32)
+    k0, k1, g0, g1 = generator(region + 5)
     draws, gain, step = tl.load(record), number(record + 4), number(record + 5)
     state, plane = tl.load(places).to(tl.pointer_type(tl.float32)), tl.load(places + 1)
+    if HAS_RING:
+        keys = tl.load(places + 2).to(tl.pointer_type(tl.int64)) + owner * tl.load(places + 3) * 4
     lane = tl.arange(0, BLOCKS)
     # The tiles of this program, counted from the first one of the region.
     first = (tl.program_id(0) - tl.load(region + 9)) * TILES
@@ -269,16 +280,20 @@ def move(
         entry = record + HEAD
         for _ in range(draws - 1):
             row, weight = tl.load(entry).to(tl.uint32, bitcast=True), number(entry + 1)
+            if HAS_RING:
+                k0, k1, g0, g1 = generator(keys + 4 * tl.load(entry + 2))
             z0, z1, z2, z3, _w0, _w1, _w2, _w3 = draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY)
             u0, u1, u2, u3 = u0 + z0, u1 + z1, u2 + z2, u3 + z3
-            entry += 2
+            entry += 3 if HAS_RING else 2
         # The last draw, the newest, by itself: what its words have to spare decides the rounding,
         # and words that outlived the loop would take registers from it.
         row, weight = tl.load(entry).to(tl.uint32, bitcast=True), number(entry + 1)
+        if HAS_RING:
+            k0, k1, g0, g1 = generator(keys + 4 * tl.load(entry + 2))
         z0, z1, z2, z3, w0, w1, w2, w3 = draw(block, row, weight, k0, k1, g0, g1, ASSEMBLY)
         u0, u1, u2, u3 = u0 + z0, u1 + z1, u2 + z2, u3 + z3
         coin0, coin1 = jitter(w0, w2, step), jitter(w1, w3, step)
-        entry += 2
+        entry += 3 if HAS_RING else 2
         here = state + (tl.load(region + 3) + tile) * TILE + lane
         y0, y1, y2, y3 = u0, u1, u2, u3
         if DECAYS:

@@ -61,8 +61,7 @@ def _left(recipe: Recipe, kind: torch.dtype, is_whole: bool) -> Tensor:
     start = torch.linspace(-1.0, 1.0, SHAPES["w"][0], dtype=kind, device="cpu")
     values = {"w": start.clone(), "b": start[:3].clone()}
     if is_whole:
-        seeds = {name: source.seed(name) for name in SHAPES}
-        whole = WholeStep(layout, seeds=seeds, state=state, workers=1)
+        whole = WholeStep(layout, source=source, state=state, workers=1)
         for step, times in enumerate(TIMES):
             whole.add_(values, move=moves.at(step), scale=SCALE, times=times)
     else:

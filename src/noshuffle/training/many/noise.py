@@ -25,16 +25,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source
 from noshuffle.strategies import Strategy
 
 
 def run_source(source: Source, *, run: int) -> Source:
     """The source of one run of a study."""
-    made = hashlib.blake2b(
-        f"run {run}".encode(), key=source.key, person=b"noshuffle:run", digest_size=32
-    )
-    return replace(source, key=made.digest())
+    return source.derived(f"run {run}".encode(), person=b"noshuffle:run")
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,22 @@ class RunSources(Source):
     def of(cls, runs: Sequence[Source]) -> RunSources:
         first = runs[0]
         is_test = any(own.is_test for own in runs)
-        return cls(key=first.key, kind=first.kind, is_test=is_test, runs=tuple(runs))
+        if len({tuple(row for row, _ in own.later) for own in runs}) > 1:
+            raise InvalidInput("the runs of a study must take fresh keys at the same rows")
+        return cls(first.key, first.kind, is_test, first.later, tuple(runs))
 
     @property
-    def fingerprint(self) -> str:
-        """A public name of all keys."""
-        together = "".join(own.fingerprint for own in self.runs).encode()
-        return hashlib.blake2b(together, digest_size=16).hexdigest()
+    def ring(self) -> tuple[tuple[int, str], ...]:
+        """First rows, and public names of all keys that begin there."""
+        rings = [own.ring for own in self.runs]
+        names = ("".join(name for _, name in together).encode() for together in zip(*rings))
+        hashes = (hashlib.blake2b(name, digest_size=16).hexdigest() for name in names)
+        return tuple((row, own) for (row, _), own in zip(rings[0], hashes))
 
-    def seed(self, name: str) -> bytes:
-        """The seed of a tensor name under the key of its run."""
+    def seed(self, name: str, segment: int = 0) -> bytes:
+        """The seed of a tensor name under a key of its run."""
         run, _, own = name.partition("/")
-        return self.runs[int(run)].seed(own)
+        return self.runs[int(run)].seed(own, segment)
 
     def on(self, device: torch.device) -> RunSources:
         """The same with `auto` decided for a device."""
