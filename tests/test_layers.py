@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 #: Layer of every part; a part may import strictly lower layers, and itself.
 LAYERS = {
     "errors": 0,
+    "version": 0,
     "one_owner": 0,
     "device_copy": 0,
     "triton_shim": 0,

@@ -17,6 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from noshuffle.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from noshuffle.clipping import ModelLoss
     from noshuffle.errors import NoshuffleError
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from noshuffle.statement import PrivacyStatement
     from noshuffle.training import Private, privatize
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Epochs": "participation",

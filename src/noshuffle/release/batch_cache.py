@@ -4,9 +4,9 @@ To find the distinct units of a batch is a sort, and an epoch brings the same ba
 the batches, as many as hold two million rows; when there are more it starts anew.
 
 >>> import numpy as np
->>> known = Known()
->>> known.add(np.array([7, 3]).tobytes(), np.array([3, 7]))
->>> known.get(np.array([7, 3]).tobytes())[0].tolist(), known.get(b"")
+>>> cache = BatchCache()
+>>> cache.add(np.array([7, 3]).tobytes(), np.array([3, 7]))
+>>> cache.get(np.array([7, 3]).tobytes())[0].tolist(), cache.get(b"")
 ([3, 7], None)
 """
 
@@ -17,7 +17,7 @@ from noshuffle.release.units import Ids
 _MOST_ROWS = 2**21
 
 
-class Known:
+class BatchCache:
     """Batches in which every row counts: distinct units (not to be written to), and their bytes."""
 
     def __init__(self) -> None:

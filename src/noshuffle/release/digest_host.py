@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -97,14 +98,27 @@ def of_tensor(value: Tensor, secret: bytes) -> bytes:
     return _digest(built, keys, flat)
 
 
-def _digest(built: ctypes.CDLL, keys: Keys, flat: Tensor) -> bytes:
-    size = width(flat.real if flat.is_complex() else flat)
-    words = flat.numel() * flat.element_size() // size
-    second = keys.second(max(1, -(-words // BLOCK)))
-    out = (ctypes.c_uint64 * LANES)()
-    places = (flat.data_ptr(), keys.first.data_ptr(), second.data_ptr(), ctypes.addressof(out))
-    threads = torch.get_num_threads() if words >= _ALONE else 1
-    together(built.digest, _Job(0, words, size, *places), threads=threads)
+def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
+    """The 32 bytes of D of several tensors in ordinary memory as one row of words."""
+    keys, group = _keys(secret), [value.detach().contiguous() for value in values]
+    built = library()
+    if built is None:
+        found: bytes = digest.plain(keys, group).numpy().tobytes()
+        return found
+    return _digest(built, keys, *group)
+
+
+def _digest(built: ctypes.CDLL, keys: Keys, *group: Tensor) -> bytes:
+    sizes = [width(flat.real if flat.is_complex() else flat) for flat in group]
+    counts = [flat.numel() * flat.element_size() // size for flat, size in zip(group, sizes)]
+    second = keys.second(max(1, sum(-(-words // BLOCK) for words in counts)))
+    out, block = (ctypes.c_uint64 * LANES)(), 0
+    for flat, size, words in zip(group, sizes, counts):
+        own = second.data_ptr() + block * LANES * LANES * 8
+        places = (flat.data_ptr(), keys.first.data_ptr(), own, ctypes.addressof(out))
+        threads = torch.get_num_threads() if words >= _ALONE else 1
+        together(built.digest, _Job(0, words, size, *places), threads=threads)
+        block += -(-words // BLOCK)
     return bytes(out)
 
 

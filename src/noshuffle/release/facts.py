@@ -1,12 +1,15 @@
-"""What a run is tied to from its first step on: its update rule, its keys, the facts in its ledger.
+"""What a run is tied to from its first step on, and what its facts add to a statement.
 
-Central, distributed and federated training bind the same facts by the same functions, so that one
-`verify` reads every run folder, and one refusal says the same thing everywhere.
+Central, distributed, federated and convex runs bind the same facts by the same functions, so that
+one `verify` reads every run folder, and one refusal says the same thing everywhere. A fact is what
+the ledger holds in its hash chain; a sentence is what somebody who reads the statement has to know
+of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 import numpy as np
 import torch
@@ -15,17 +18,32 @@ from torch import nn
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of
-from noshuffle.noise import Source, new_key
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import FORM, of_batch
-from noshuffle.release.folder import Keys, RunFolder
-from noshuffle.release.ledger import Ledger
-from noshuffle.release.sampler import new_sampling_key
+from noshuffle.release.keys import KeyRing
+from noshuffle.release.ledger import FINGERPRINTS_ONLY, Ledger
+from noshuffle.release.spending import ADAPTIVE_CLIP
 from noshuffle.release.units import Ids
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
 ROUND_PRINTS = ("round_prints", "of the units in order")
+
+TEST_SEED = (
+    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
+)
+UNCHANGED_LOOP = (
+    "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
+)
+PUBLIC_ORDER = (
+    "Which user takes part at which step is public: the participation was read off the order of "
+    "the user ids."
+)
+OTHER_RUNS = (
+    "Other runs, searches and baselines on the same data add up with this one and are not counted "
+    "here."
+)
+INITIAL = "as the caller built them"
 
 
 def check_optimizer(
@@ -63,27 +81,17 @@ def one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
-def keys_of(
-    folder: RunFolder | None, plan: Plan, source: Source | None, device: torch.device
-) -> Keys:
-    """The secrets of a run: those in its folder, or the source given, or fresh ones."""
-    if source is not None and not isinstance(source, Source):
-        raise InvalidInput(
-            f"source must be a noshuffle.noise.Source, got {type(source).__name__}; leave it out "
-            "for a fresh key"
-        )
-    if folder is not None and folder.key_file.exists() and source is None:
-        source = folder.keys().source
-    source = (source if source is not None else Source(new_key())).on(device)
-    if folder is None:
-        return Keys(source, new_sampling_key())
-    return folder.begin(plan, source=source)
-
-
 def bind_facts(
-    ledger: Ledger, plan: Plan, source: Source, *, clip: Clip | QuantileClip, batch_size: int
+    ledger: Ledger,
+    plan: Plan,
+    ring: KeyRing,
+    *,
+    clip: Clip | QuantileClip,
+    divisor: float,
+    noise_scale: float,
+    more: Mapping[str, str],
 ) -> None:
-    """What may not change while a run lives. `batch_size` is the planned divisor."""
+    """What may not change while a run lives. `divisor` is the planned batch or cohort size."""
     if ledger.meta("forked"):
         raise InvalidInput(
             f"this run was forked after {ledger.meta('forked')} steps and may not go on itself; "
@@ -101,14 +109,67 @@ def bind_facts(
             f"({ledger.meta('noise') or 'not written down'} there, {VERSION} here); go on with "
             "that version, or fork the run"
         )
-    ledger.bind("prints", FORM)
-    ledger.bind("noise", str(VERSION))
-    ledger.bind("plan", plan.hash)
-    ledger.bind("key", source.fingerprint)
-    ledger.bind("test_key", "yes" if source.is_test else "no")
-    ledger.bind("clip", repr(clip))
-    ledger.bind("batch_size", str(batch_size))
-    ledger.bind("adaptive_clip", "yes" if isinstance(clip, QuantileClip) else "no")
+    facts = {
+        "prints": FORM,
+        "noise": str(VERSION),
+        "plan": plan.hash,
+        "key": ring.name,
+        "test_key": "yes" if ring.is_test else "no",
+        "clip": repr(clip),
+        "batch_size": str(divisor),
+        "noise_scale": repr(float(noise_scale)),
+        "adaptive_clip": "yes" if isinstance(clip, QuantileClip) else "no",
+        **more,
+    }
+    for name, value in facts.items():
+        ledger.bind(name, value)
+
+
+def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
+    """The sentences that recorded facts add to a statement."""
+    notes = []
+    if facts.get("test_key") == "yes":
+        notes.append(TEST_SEED)
+    if facts.get("identified_by") == "fingerprints":
+        notes.append(FINGERPRINTS_ONLY)
+    if facts.get("unchanged_loop") == "yes":
+        notes.append(UNCHANGED_LOOP)
+    if facts.get("adaptive_clip") == "yes":
+        notes.append(ADAPTIVE_CLIP)
+    if facts.get("public_order") == "yes":
+        notes.append(PUBLIC_ORDER)
+    if facts.get("ids"):
+        notes.append(f"Units were told apart by {facts['ids']}, as the caller gave them.")
+    if facts.get("initial"):
+        notes.append(
+            "The initial weights do not depend on the protected data; nobody checked where they "
+            f"came from ({facts['initial']})."
+        )
+    notes.append(OTHER_RUNS)
+    if int(facts.get("lives") or 1) > 1:
+        notes.append(
+            f"{facts['lives']} processes went on with this run, each under keys of its own; a copy "
+            "of it that went on elsewhere is a further release, which adds up."
+        )
+    if facts.get("first") and facts.get("last"):
+        notes.append(_made(facts))
+    return tuple(notes)
+
+
+def _made(facts: Mapping[str, str | None]) -> str:
+    """When, by what, from how many."""
+    first, last = (_date(facts[name]) for name in ("first", "last"))
+    when = f"on {first}" if first == last else f"from {first} to {last}"
+    who = f" from {facts['records']} units" if facts.get("records") else ""
+    return (
+        f"Released {when} by noshuffle {facts.get('version')} with torch {facts.get('torch')}"
+        f"{who}; clip {facts.get('clip')}, divided by {facts.get('batch_size')}, noise of "
+        f"deviation {facts.get('noise_scale')} a draw."
+    )
+
+
+def _date(when: str | None) -> str:
+    return datetime.fromtimestamp(float(when or 0), UTC).strftime("%Y-%m-%d")
 
 
 def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:

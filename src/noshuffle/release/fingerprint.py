@@ -1,14 +1,9 @@
-"""Fingerprints: what was in a batch, and what the release of a step was computed from.
+"""Fingerprints of batches: by what a batch is known where its examples have no ids.
 
-The noise of step t depends on the key and t alone. If step t were released twice with different
-gradients, the difference of the two releases would be free of noise. So the ledger keeps, for
-every step, a hash of the batch (every tensor's type, shape and bytes, and the ids) and of the
-state that turns it into a gradient: clipping, optimizer settings and the parameters. Parameters
-are sampled (at most 4,096 entries of each tensor) and only on the CPU, where a replay with the same
-number of threads is exact to the last bit; on a GPU two honest runs may differ there.
-
-Batch fingerprints are keyed by a secret of the run: who reads the ledger cannot try out guesses of
-what a batch held.
+A batch without ids is its own unit, and must come again at its place in every epoch; so the ledger
+keeps a hash of it (every tensor's type, shape and bytes). They are keyed by a secret of the run:
+who reads the ledger cannot try out guesses of what a batch held. What was released of a batch is
+not inferred from it: that is the digest of the clipped sum (`release`).
 
 >>> import torch
 >>> one = of_batch((torch.arange(3),), None)
@@ -18,11 +13,8 @@ what a batch held.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,11 +32,6 @@ FORM = "2"
 _SAMPLED = 4096
 #: Whole numbers by size: the bits of any parameter as NumPy knows them.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def secret_of(key: bytes) -> bytes:
-    """The secret of a run's fingerprints, from its noise key; says nothing about the key."""
-    return hashlib.blake2b(b"fingerprints", key=key, person=b"ns-secret").digest()
 
 
 def of_batch(
@@ -115,69 +102,6 @@ def _header(dtype: torch.dtype, shape: torch.Size) -> bytes:
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
     return hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """Where the sampled entries of one parameter lie, and what is hashed before them."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    place: int
-    header: bytes
-    row: Any
-    room: Any
-
-    def fits(self, value: Tensor) -> bool:
-        """Whether these are the entries of this parameter, as it is now.
-
-        The row keeps its memory from being given to anybody else, so that one address is one place.
-        """
-        is_same = value.data_ptr() == self.place and value.is_contiguous()
-        return is_same and value.dtype is self.dtype and value.shape == self.shape
-
-
-class Samples:
-    """Remembers where the sampled entries of parameters lie, for somebody who asks in every step.
-
-    State: a view of every parameter, and room for its entries.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, _Sample] = {}
-
-    def of(self, value: Tensor) -> _Sample:
-        """The sample of one parameter in ordinary memory."""
-        known = self._known.get(id(value))
-        if known is None or not known.fits(value):
-            known = self._known[id(value)] = _sample(value)
-        return known
-
-
-def _sample(value: Tensor) -> _Sample:
-    flat = value.detach().reshape(-1)
-    row = flat.view(_WHOLE[flat.element_size()]).numpy()
-    row = row[:: max(1, -(-len(row) // _SAMPLED))]
-    header = f"{value.dtype}{tuple(value.shape)}".encode()
-    place = value.data_ptr() if flat.data_ptr() == value.data_ptr() else -1  # -1: a copy, used once
-    room = np.empty(len(row), dtype=row.dtype)
-    return _Sample(value.shape, value.dtype, place, header, row, room)
-
-
-def of_state(
-    settings: Mapping[str, Any], parameters: Iterable[Tensor], *, samples: Samples | None = None
-) -> bytes:
-    """Fingerprint of everything but the batch that a step's gradient and update depend on."""
-    # SHA-256 has instructions of its own in today's processors.
-    hasher = hashlib.sha256(b"ns-state")
-    hasher.update(json.dumps(settings, sort_keys=True, default=repr).encode())
-    for value in parameters:
-        if value.device.type == "cpu":
-            sample = _sample(value) if samples is None else samples.of(value)
-            sample.room[:] = sample.row
-            hasher.update(sample.header)
-            hasher.update(sample.room)
-    return hasher.digest()[:SIZE]
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@
     ancestors.json    the runs it was forked from, if any
     checkpoints/      whole states, and `key.json` (mode 0600): who reads it can remove the noise
 
-Every file is replaced atomically. A folder belongs to one plan and one key; anything else is
-refused rather than overwritten.
+Every file is replaced atomically. A folder belongs to one plan and one ring of keys; anything else
+is refused rather than overwritten.
 """
 
 from __future__ import annotations
@@ -22,21 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.errors import InvalidInput, instance_of
-from noshuffle.noise import Source
 from noshuffle.plan import Plan
-from noshuffle.release.files import read_json, write_bytes, write_json
-from noshuffle.release.sampler import new_sampling_key
+from noshuffle.release.files import file_digest, read_json, sync_folder, write_bytes, write_json
+from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
-
-KEY_FORMAT = "noshuffle-key/1"
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The secrets of a run: the noise source, and the key of the sampler."""
-
-    source: Source
-    sampling: bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +63,10 @@ class RunFolder:
         return self.path / "ancestors.json"
 
     @property
+    def signature_file(self) -> Path:
+        return self.path / "signature.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -92,34 +85,19 @@ class RunFolder:
             raise InvalidInput(f"{self.path} is not a run folder: it has no plan.json")
         return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
 
-    def begin(self, plan: Plan, *, source: Source) -> Keys:
-        """Start a run, or come back to it with the same plan and key.
+    def begin(self, plan: Plan, ring: KeyRing) -> None:
+        """Start a run: keys first, then the plan, by which it is known as a run.
 
-        Guarantees: the keys are on the disk, readable by their owner only, before this returns;
-        a folder with another plan, another key, or somebody else's files is refused.
+        Guarantees: the keys are on the disk, readable by their owner only, before this returns; a
+        folder with another run or somebody else's files is refused.
         """
-        if self.is_started:
-            if self.plan() != plan:
-                raise InvalidInput(
-                    f"{self.path} holds a run with another plan; use a new folder, or that plan"
-                )
-            keys = self.keys()
-            if keys.source.fingerprint != source.fingerprint:
-                raise InvalidInput(f"{self.path} holds a run with another key; use a new folder")
-            return keys
         strangers = self._strangers()
-        if strangers:
-            raise InvalidInput(
-                f"{self.path} is not empty ({strangers[0]}) and not a run; use a new folder"
-            )
+        if self.is_started or strangers:
+            what = "plan.json" if self.is_started else strangers[0]
+            raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        keys = self.keys() if self.key_file.exists() else Keys(source, new_sampling_key())
-        if keys.source.fingerprint != source.fingerprint:
-            # A start that died before its plan was written has released nothing.
-            keys = Keys(source, new_sampling_key())
-        self._write_keys(keys)
+        self.write_ring(ring)
         write_bytes(self.plan_file, plan.to_json().encode())
-        return keys
 
     def _strangers(self) -> list[str]:
         if not self.path.exists():
@@ -128,34 +106,49 @@ class RunFolder:
         names = sorted(p.name for p in self.path.iterdir())
         return [name for name in names if name not in ours and not name.startswith(".")]
 
-    def _write_keys(self, keys: Keys) -> None:
-        record = {
-            "format": KEY_FORMAT,
-            "kind": keys.source.kind,
-            "is_test": keys.source.is_test,
-            "noise": keys.source.key.hex(),
-            "sampling": keys.sampling.hex(),
-        }
-        write_json(self.key_file, record, mode=0o600)
+    def write_ring(self, ring: KeyRing) -> None:
+        """Keep the keys; durable when this returns."""
+        write_json(self.key_file, ring.to_dict(), mode=0o600)
 
-    def keys(self) -> Keys:
-        """The secrets; one clear line where they are gone."""
+    def ring(self) -> KeyRing:
+        """The keys; one clear line where they are gone."""
         try:
-            record = read_json(self.key_file)
-            source = Source(bytes.fromhex(record["noise"]), record["kind"], record["is_test"])
-            return Keys(source, bytes.fromhex(record["sampling"]))
+            return KeyRing.from_dict(read_json(self.key_file))
         except FileNotFoundError:
             raise InvalidInput(
-                f"{self.key_file} is missing; without its key a run cannot be resumed, only forked"
+                f"{self.key_file} is missing (was the run sealed?); without its keys a run cannot "
+                "go on, only be forked"
             ) from None
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise InvalidInput(f"{self.key_file} is not a {KEY_FORMAT} file ({error})") from None
+        except (AttributeError, json.JSONDecodeError, InvalidInput) as error:
+            raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None
+
+    def destroy_keys(self) -> None:
+        """Overwrite and remove the keys. What a file system or a backup keeps elsewhere stays."""
+        if not self.key_file.exists():
+            return
+        with self.key_file.open("r+b") as file:
+            file.write(bytes(self.key_file.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
+        self.key_file.unlink()
+        sync_folder(self.checkpoints)
 
     def ancestors(self) -> tuple[Ancestor, ...]:
         """The runs this one was forked from, oldest first."""
         if not self.ancestors_file.exists():
             return ()
         return tuple(Ancestor.from_dict(record) for record in read_json(self.ancestors_file))
+
+    def published(self) -> dict[str, list[Any]]:
+        """Digest and size of the files beside ledger, statement and checkpoints."""
+        apart = {self.statement_file.name, self.signature_file.name}
+        return {
+            file.name: [file_digest(file), file.stat().st_size]
+            for file in sorted(self.path.iterdir())
+            if file.is_file()
+            and not file.name.startswith((".", self.ledger_file.name))
+            and file.name not in apart
+        }
 
     def write_statement(self, record: Mapping[str, Any]) -> None:
         """Replace statement.json."""

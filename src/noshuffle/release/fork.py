@@ -11,11 +11,12 @@ from pathlib import Path
 
 from torch import nn
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.release import checkpoint
 from noshuffle.release.files import write_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_location import open_ledger
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import Ancestor
 
 
@@ -31,7 +32,10 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     plan = old.plan()
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
-    ledger = open_ledger(old, plan, moved=moved)
+    ledger = Ledger(plan.participation, path=old.ledger_file, unit=plan.unit)
+    if ledger.released < known_steps(old):
+        ledger.let_go()
+        raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
     released = ledger.end()
     is_adaptive = ledger.meta("adaptive_clip") == "yes"
     ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive)]

@@ -3,8 +3,9 @@
     admit    the step, the batch and its units, against the plan and all earlier steps
     record   on the disk when it returns (`ledger_file`); only then is the noisy gradient used
 
-A step that was released before may be repeated from the same batch and state only. `path=None`
-keeps the record in memory.
+A step that was released before may be repeated only if its clipped sum is the same to the bit: its
+row holds a keyed digest of the sum (`digest`), `release` compares. `path=None` keeps the record in
+memory.
 
 Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
 so. Under Epochs the batch of step t must then equal that of step t − b.
@@ -24,10 +25,11 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,7 +43,7 @@ from noshuffle.errors import (
 from noshuffle.one_owner import OneOwner
 from noshuffle.participation import Participation, Restarted
 from noshuffle.release import guard
-from noshuffle.release.batch_cache import Known
+from noshuffle.release.batch_cache import BatchCache
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger_file import LedgerFile
 from noshuffle.release.ledger_tables import Row
@@ -73,7 +75,6 @@ class Admission:
 
     step: int
     batch: bytes
-    state: bytes
     identified_by: str
     units: Ids
     keep: Mask | None = None
@@ -99,7 +100,7 @@ class Ledger(OneOwner):
         self.bind("unit", unit)
         self._table = UnitTable()
         self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
-        self._known = Known()
+        self._known = BatchCache()
         self._released = 0
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         with self._file.standing_still():
@@ -119,6 +120,18 @@ class Ledger(OneOwner):
         """A fact about the run."""
         return self._file.fact(name)
 
+    def facts(self) -> dict[str, str | None]:
+        """Every fact, and what follows from the rows: when, how many lives and units, by what."""
+        self.settle()
+        ends = [self._file.time(step) for step in (0, self._released - 1)] if self._released else []
+        units = None if self.participation.is_sampled else len(self._table)
+        return described(self._file.facts(), self.notes("life"), ends=ends, units=units)
+
+    def flush(self) -> None:
+        """Write digests that have come since the last row."""
+        self.check_owner()
+        self._file.flush()
+
     def bind(self, name: str, value: str) -> None:
         """Write a fact once; a different value later is refused."""
         self.check_owner()
@@ -130,7 +143,6 @@ class Ledger(OneOwner):
         ids: Ids | None,
         batch: bytes,
         *,
-        state: bytes = b"",
         drop: bool = False,
         is_partial: bool = False,
     ) -> Admission:
@@ -141,9 +153,9 @@ class Ledger(OneOwner):
 
         Guarantees: raises, before anything is released and with ids before any gradient is
         computed, if the step lies beyond the plan, if a released step would be repeated from
-        anything but the same batch and state, or if a unit is outside its participation (with
-        `drop`, its rows are left out instead). A unit appears once in a batch unless the plan's
-        unit is a user, whose examples form one contribution.
+        another batch (as far as that is known before its sum), or if a unit is outside its
+        participation (with `drop`, its rows are left out instead). A unit appears once in a batch
+        unless the plan's unit is a user, whose examples form one contribution.
         """
         self.check_owner()
         if step >= self.participation.steps:
@@ -160,17 +172,17 @@ class Ledger(OneOwner):
                 "do the same in every step"
             )
         if step < self._released:
-            return self._replay(step, ids, batch, state, is_partial=is_partial)
+            return self._replay(step, ids, batch, is_partial=is_partial)
         if self.participation.is_sampled:
-            return self._sampled(step, ids, batch, state, is_partial=is_partial)
+            return self._sampled(step, ids, batch, is_partial=is_partial)
         if ids is None and is_partial:  # the unit is the whole batch, which nobody knows yet
-            return Admission(step, batch, state, "fingerprints", np.empty(0, dtype=np.int64))
+            return Admission(step, batch, "fingerprints", np.empty(0, dtype=np.int64))
         if ids is None:
-            return self._by_fingerprint(step, batch, state, drop=drop)
+            return self._by_fingerprint(step, batch, drop=drop)
         self.settle()
-        return self._by_ids(step, ids, batch, state, drop=drop)
+        return self._by_ids(step, ids, batch, drop=drop)
 
-    def _by_ids(self, step: int, ids: Ids, batch: bytes, state: bytes, *, drop: bool) -> Admission:
+    def _by_ids(self, step: int, ids: Ids, batch: bytes, *, drop: bool) -> Admission:
         """The rule for every unit; once for all where they have always come together."""
         ids = np.asarray(ids, dtype=np.int64)  # of another width, other units have the same bytes
         key = ids.tobytes()
@@ -178,7 +190,7 @@ class Ledger(OneOwner):
         if known is not None:
             shared = self._table.shared(known[1])
             if shared and guard.is_party_admitted(self.participation, step=step, record=shared):
-                return Admission(step, batch, state, "ids", known[0])
+                return Admission(step, batch, "ids", known[0])
         units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
@@ -187,12 +199,10 @@ class Ledger(OneOwner):
         keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
         if len(ids) and keep.all():
             self._known.add(key, units)
-            return Admission(step, batch, state, "ids", units)
-        return Admission(step, batch, state, "ids", units[mask], _unless_all(keep), not keep.any())
+            return Admission(step, batch, "ids", units)
+        return Admission(step, batch, "ids", units[mask], _unless_all(keep), not keep.any())
 
-    def _sampled(
-        self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
-    ) -> Admission:
+    def _sampled(self, step: int, ids: Ids | None, batch: bytes, *, is_partial: bool) -> Admission:
         if self.sampler is None:
             raise ParticipationViolation(
                 "a sampled plan takes its batches from our sampler; make one with "
@@ -203,9 +213,9 @@ class Ledger(OneOwner):
             ids = np.unique(ids)
         guard.check_sampled(step=step, ids=ids, drawn=drawn, is_partial=is_partial)
         assert ids is not None
-        return Admission(step, batch, state, "ids", np.sort(ids), is_empty=not len(ids))
+        return Admission(step, batch, "ids", np.sort(ids), is_empty=not len(ids))
 
-    def _by_fingerprint(self, step: int, batch: bytes, state: bytes, *, drop: bool) -> Admission:
+    def _by_fingerprint(self, step: int, batch: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""
         self.settle()
         unit = np.array([name_to_id(batch)], dtype=np.int64)
@@ -223,19 +233,16 @@ class Ledger(OneOwner):
                 "place in the last epoch; keep one order, or pass ids= (augmented data needs them)"
             )
         units = unit if is_fine else unit[:0]
-        return Admission(step, batch, state, "fingerprints", units, None, not is_fine)
+        return Admission(step, batch, "fingerprints", units, None, not is_fine)
 
-    def _replay(
-        self, step: int, ids: Ids | None, batch: bytes, state: bytes, *, is_partial: bool
-    ) -> Admission:
+    def _replay(self, step: int, ids: Ids | None, batch: bytes, *, is_partial: bool) -> Admission:
+        """Whose rows the released sum held; whether it comes out the same is seen by its digest."""
         row = self.row(step)
-        pairs = (("data", row.batch, batch), ("parameters or settings", row.state, state))
-        for hint, old, new in pairs:
-            if old != new and not is_partial:
-                raise ReplayRefused(
-                    f"step {step} was already released with other {hint}; the same noise would "
-                    "cancel in the difference; give it exactly what it had, or fork the run"
-                )
+        if row.batch and batch and row.batch != batch and not is_partial:
+            raise ReplayRefused(
+                f"step {step} was already released with other data; the same noise would cancel in "
+                "the difference; give it exactly what it had, or pass it over (private.skip)"
+            )
         if ids is None:
             by, keep, is_empty = "fingerprints", None, not len(row.units)
         else:
@@ -244,22 +251,66 @@ class Ledger(OneOwner):
             keep = (rows >= 0) & np.isin(ids, row.units)
             is_empty = not keep.any()
             keep = _unless_all(keep)
-        return Admission(step, batch, state, by, row.units, keep, is_empty, is_replay=True)
+        return Admission(step, batch, by, row.units, keep, is_empty, is_replay=True)
 
-    def record(self, admission: Admission) -> None:
-        """Write the row of a step; durable when this returns. A replay is already written."""
-        if admission.is_replay:
-            return
+    def record(self, admission: Admission, digest: bytes = b"") -> None:
+        """Write the row of a step; durable when this returns.
+
+        `digest` is that of its clipped sum, where it is known already (see `expect_digest`).
+        """
         self.check_owner()
         self.settle()
         self._file.add_step(
             admission.step,
             batch=admission.batch,
-            state=admission.state,
+            digest=digest,
             units=admission.units,
             identified_by=admission.identified_by,
         )
         self._later, self._released = (admission.step, admission.units), admission.step + 1
+
+    def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
+        """The digest of a step on record is still being computed; the next write takes it along."""
+        self._file.expect_digest(step, digest)
+
+    def collect_digests(self) -> None:
+        """Wait for digests that are on their way, so that whoever makes them can go on."""
+        self._file.collect_digests()
+
+    def digest(self, step: int) -> bytes:
+        """The digest of the clipped sum of a released step; empty if it never reached the disk."""
+        return self._file.digest(step)
+
+    def note(self, kind: str, **body: Any) -> None:
+        """Write down that something happened (a replay, a step passed over, a checkpoint)."""
+        self.check_owner()
+        self._file.record(kind, body)
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """What was written down of one kind, oldest first."""
+        return [json.loads(event.body) for event in self._file.log(kind)]
+
+    def begin_life(self, **body: Any) -> int:
+        """Write down that a process starts to use this ledger; returns the number of its life.
+
+        Guarantees: the row is in the file itself, so that a lost -wal file does not lose it.
+        """
+        self.check_owner()
+        number = sum(1 for _ in self._file.log("life"))
+        self._file.record("life", {"life": number, "released": self._released, **body})
+        self._file.fold()
+        self._file.life = number
+        return number
+
+    @property
+    def lives(self) -> int:
+        """How many processes have gone on with this run."""
+        return sum(1 for _ in self._file.log("life"))
+
+    @property
+    def head(self) -> tuple[int, bytes]:
+        """Number and link of the newest row."""
+        return self._file.head
 
     def settle(self) -> None:
         """Tell the table of units what was recorded; whoever asks it does that first.
@@ -304,10 +355,10 @@ class Ledger(OneOwner):
             self._take(row.step, row.units)
             self._released = row.step + 1
 
-    def end(self) -> int:
+    def end(self, how: str = "forked") -> int:
         """Let nobody record a step any more, a process that has it open included; their number."""
         self.check_owner()
-        return self._file.end()
+        return self._file.end(how)
 
     def row(self, step: int) -> Row:
         """One released step."""
@@ -347,6 +398,26 @@ class Ledger(OneOwner):
     def let_go(self) -> None:
         """Close the file as it is; nothing is written."""
         self._file.close()
+
+
+def described(
+    facts: Mapping[str, str],
+    lives: Sequence[Mapping[str, Any]],
+    *,
+    ends: Sequence[float],
+    units: int | None,
+) -> dict[str, str | None]:
+    """Facts, and what follows from rows: times of the first and last step, number of units."""
+    newest = lives[-1] if lives else {}
+    has_units = facts.get("identified_by") == "ids" and units is not None
+    return {
+        **facts,
+        "lives": str(len(lives)),
+        "version": newest.get("version"),
+        "torch": newest.get("torch"),
+        **{name: repr(when) for name, when in zip(("first", "last"), ends)},
+        "records": str(units) if has_units else facts.get("population"),
+    }
 
 
 def _unless_all(keep: Mask) -> Mask | None:

@@ -2,39 +2,54 @@
 
     SQLite, write-ahead log, synchronous = FULL        one process at a time comes first
 
-Tables and packing are those of `ledger_tables`, which reads them without trust. A write that was
-interrupted half-way (a key press, a full disk) is taken back before the next one, or that would
-wait for the end of it. `path=None` keeps the same tables in memory. What may be written is decided
-by `ledger`.
+Tables, packing and hash chain are those of `ledger_tables`, which reads them without trust. A write
+that was interrupted half-way (a key press, a full disk) is taken back before the next one, or that
+would wait for the end of it. Digests that come later than their row wait in memory for the next
+write, which takes them along. `path=None` keeps the same tables in memory. What may be written is
+decided by `ledger`.
 
-State: the connection, and how units are identified, which never changes once it is written.
+State: the connection, the newest link, digests that wait, and how units are identified, which never
+changes once it is written.
 
 >>> file = LedgerFile(None)
->>> file.add_step(0, batch=b"batch", state=b"", units=np.array([5, 6]), identified_by="ids")
+>>> file.add_step(0, batch=b"batch", digest=b"", units=np.array([5, 6]), identified_by="ids")
 >>> [(row.step, row.units.tolist()) for row in file.rows()], file.identified_by
 ([(0, [5, 6])], 'ids')
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
-from noshuffle.release.ledger_tables import SCHEMA, Row, encode_units, read_rows, read_units
+from noshuffle.release.ledger_tables import (
+    FORMAT,
+    SCHEMA,
+    Event,
+    Row,
+    encode_units,
+    event_link,
+    last_link,
+    read_log,
+    read_rows,
+    read_units,
+    step_link,
+)
 from noshuffle.release.units import Ids, Seen
 
 #: One statement, so that nobody can end the run in between.
 _ADD = (
-    "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ? "
-    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name = 'forked')"
+    "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ? "
+    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed'))"
 )
-_END = "INSERT OR IGNORE INTO meta SELECT 'forked', CAST(COUNT(*) AS TEXT) FROM steps"
 
 
 class LedgerFile:
@@ -51,8 +66,18 @@ class LedgerFile:
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute("PRAGMA synchronous=FULL")
         self.db.execute("PRAGMA wal_autocheckpoint=128")
+        _check_format(self.db, path)
         self.db.executescript(SCHEMA)
         self._identified_by = ""
+        self.life = 0
+        self._seq, self._link = last_link(self.db)
+        self._waiting: dict[int, Callable[[], bytes] | bytes] = {}
+        self.bind("format", FORMAT)
+
+    @property
+    def head(self) -> tuple[int, bytes]:
+        """Number and link of the newest row: names everything before it."""
+        return self._seq, self._link
 
     @property
     def identified_by(self) -> str:
@@ -72,46 +97,138 @@ class LedgerFile:
 
     def bind(self, name: str, value: str) -> None:
         """Write a fact once; a different value later is refused."""
-        self._undo()
-        self.db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (name, value))
-        if self.fact(name) != value:
+        known = self.fact(name)
+        if known is None:
+            with self._writing():
+                self._bind(name, value)
+        elif known != value:
             raise InvalidInput(
-                f"this ledger was started with {name} = {self.fact(name)}, got {value}; use a new "
-                "run folder"
+                f"this ledger was started with {name} = {known}, got {value}; use a new run folder"
             )
 
+    def _bind(self, name: str, value: str) -> None:
+        self.db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
+        self._append("fact", json.dumps([name, value]).encode())
+
+    def record(self, kind: str, body: dict[str, Any]) -> None:
+        """Add a row to the log; durable when this returns."""
+        with self._writing():
+            self._append(kind, json.dumps(body, sort_keys=True).encode())
+
+    def log(self, kind: str | None = None) -> Iterator[Event]:
+        """Rows of the log in order, or those of one kind."""
+        return read_log(self.db, kind)
+
     def add_step(
-        self, step: int, *, batch: bytes, state: bytes, units: Ids, identified_by: str
+        self, step: int, *, batch: bytes, digest: bytes, units: Ids, identified_by: str
     ) -> None:
         """Write the row of a step; durable when this returns."""
-        row = (step, time.time(), batch, state, len(units), encode_units(units))
-        self._undo()
-        is_first = not self.identified_by
+        now, ids = time.time(), encode_units(units)
         try:
-            if is_first:  # two writes that belong together; one alone is a transaction by itself
-                self.db.execute("BEGIN IMMEDIATE")
-                self.db.execute("INSERT INTO meta VALUES ('identified_by', ?)", (identified_by,))
-            if not self.db.execute(_ADD, row).rowcount:
-                raise ReplayRefused(
-                    f"this run was forked after {self.fact('forked')} steps and may not go on "
-                    "itself; continue the fork"
-                )
-            if is_first:
-                self.db.execute("COMMIT")
+            if not self.identified_by:
+                with self._writing():  # writes that belong together
+                    self._bind("identified_by", identified_by)
+                    self._add(step, now, batch, digest, b"", len(units), ids)
+                return
+            if self._waiting.keys() - {step - 1}:
+                self.flush()
+            self.collect_digests()
+            late = self._waiting.get(step - 1, b"")
+            self._undo()  # one insertion is a transaction by itself
+            self._add(step, now, batch, digest, late, len(units), ids)  # type: ignore[arg-type]
+            self._waiting.clear()
         except sqlite3.IntegrityError:
-            self._undo()
             raise ReplayRefused(
                 f"step {step} was released by another process of this run; stop one"
             ) from None
+
+    def _add(
+        self,
+        step: int,
+        now: float,
+        batch: bytes,
+        digest: bytes,
+        late: bytes,
+        count: int,
+        ids: bytes,
+    ) -> None:
+        link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
+        row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
+        if not self.db.execute(_ADD, row).rowcount:
+            how = "sealed" if self.fact("sealed") else "forked"
+            raise ReplayRefused(
+                f"this run was {how} after {self.fact(how)} steps and may not go on itself"
+                + ("; continue the fork" if how == "forked" else "; begin a new one, or a fork")
+            )
+        self._seq, self._link = self._seq + 1, link
+
+    def _append(self, kind: str, body: bytes) -> None:
+        now = time.time()
+        link = event_link(self._link, kind, now, body)
+        self.db.execute(
+            "INSERT INTO log VALUES (?, ?, ?, ?, ?)", (self._seq + 1, kind, now, body, link)
+        )
+        self._seq, self._link = self._seq + 1, link
+
+    def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
+        """The digest of a step that is written already comes later: with the next write."""
+        self._waiting[step] = digest
+
+    def collect_digests(self) -> None:
+        """Wait for the digests that are on their way; they are written with the next row."""
+        for step, digest in self._waiting.items():
+            if not isinstance(digest, bytes):
+                self._waiting[step] = digest()
+
+    def flush(self) -> None:
+        """Write the digests that wait."""
+        if self._waiting:
+            with self._writing():
+                pass
+
+    def digest(self, step: int) -> bytes:
+        """The digest of the clipped sum of a released step; empty if it never reached the disk."""
+        self.flush()
+        found = self.db.execute("SELECT digest FROM steps WHERE step = ?", (step,)).fetchone()
+        if found is None:
+            raise VerificationFailed(f"the ledger lacks step {step}; it was cut or edited")
+        if found[0]:
+            return bytes(found[0])
+        after = self.db.execute("SELECT late FROM steps WHERE step = ?", (step + 1,)).fetchone()
+        if after is not None and after[0]:
+            return bytes(after[0])
+        return late_digests(self.log("digest")).get(step, b"")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A transaction; digests that wait go first, and what fails leaves no trace."""
+        self._undo()
+        before, identified_by = (self._seq, self._link), self._identified_by
+        self.collect_digests()
+        waiting = {step: digest.hex() for step, digest in self._waiting.items()}  # type: ignore[union-attr]
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            if waiting:
+                self._append("digest", json.dumps(waiting).encode())
+            yield
+            self.db.execute("COMMIT")
         except BaseException:
             self._undo()
+            (self._seq, self._link), self._identified_by = before, identified_by
             raise
+        for step in waiting:
+            del self._waiting[int(step)]
 
-    def end(self) -> int:
+    def end(self, how: str = "forked") -> int:
         """Take no step any more, from any process; returns how many there are."""
-        self._undo()
-        self.db.execute(_END)
-        return int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
+        steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
+        if self.fact(how) is None:
+            with self._writing():
+                # A process that has the ledger open may have written since it was opened here.
+                self._seq, self._link = last_link(self.db)
+                steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
+                self._bind(how, str(steps))
+        return steps
 
     def _undo(self) -> None:
         """Before every write: take back one that did not come to its end."""
@@ -129,6 +246,13 @@ class LedgerFile:
         if found is None:
             raise VerificationFailed(f"the ledger lacks step {step}; it was cut or edited")
         return bytes(found[0])
+
+    def time(self, step: int) -> float:
+        """When a step was recorded."""
+        found = self.db.execute("SELECT time FROM steps WHERE step = ?", (step,)).fetchone()
+        if found is None:
+            raise VerificationFailed(f"the ledger lacks step {step}; it was cut or edited")
+        return float(found[0])
 
     @property
     def summarised(self) -> int:
@@ -161,9 +285,7 @@ class LedgerFile:
 
         One of more steps, which another process may have written just now, stays.
         """
-        self._undo()
-        try:
-            self.db.execute("BEGIN IMMEDIATE")
+        with self._writing():
             covered = self.summarised
             if covered <= released:
                 new = np.flatnonzero(seen.last >= covered)
@@ -172,11 +294,32 @@ class LedgerFile:
                 self.db.execute(
                     "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(released),)
                 )
-            self.db.execute("COMMIT")
-        except BaseException:
-            self._undo()
-            raise
+
+    def fold(self) -> None:
+        """Bring everything into the one file, so that a lost -wal file loses nothing of it."""
+        self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Let go of the file as it is; nothing is written."""
-        self.db.close()
+        """Let go of the file as it is; only digests that wait are written."""
+        try:
+            self.flush()
+        finally:
+            self.db.close()
+
+
+def late_digests(log: Iterator[Event]) -> dict[int, bytes]:
+    """Digests that came after their row, by step."""
+    found: dict[int, bytes] = {}
+    for event in log:
+        for step, digest in json.loads(event.body).items():
+            found[int(step)] = bytes.fromhex(digest)
+    return found
+
+
+def _check_format(db: sqlite3.Connection, path: Path | None) -> None:
+    columns = {row[1] for row in db.execute("PRAGMA table_info(steps)")}
+    if columns and "link" not in columns:
+        raise InvalidInput(
+            f"{path} was written by noshuffle 0.1, whose rows have no digests; go on with that "
+            "version, or begin a new run from its model"
+        )

@@ -1,9 +1,21 @@
-"""The tables of the ledger's file, and reading them without trust (`ledger_file` writes them).
+"""The tables of the ledger's file, their hash chain, and reading them without trust.
 
-    steps   step, time, batch and state fingerprints, number of units, who they were
+    steps   step, life, time, batch fingerprint, digest of the clipped sum, who took part; where a
+            device was not waited for, the digest of the step before (`late`)
+    log     everything else that happened: facts, starts of a process (lives), digests that came
+            at the end, replays, steps passed over, checkpoints, files, the seal
     units   per unit: first step (of its block), last step, count; a summary that is brought up to
             date at checkpoints and recomputed from `steps` by `verify`
-    meta    plan hash, key fingerprint, unit, how units are identified
+    meta    the facts of the log by name, and how many steps the summary covers
+
+Rows of `steps` and `log` are numbered by one sequence, and each holds the hash of itself and of the
+row before it (SHA-256),
+
+    link_0 = H(""),      link_i = H(link_{i−1} ‖ kind ‖ fields),
+
+so a row that was changed, cut out or put in between breaks every later link, and a cut at the end
+disagrees with the link that statement.json and the checkpoints name. Whoever rewrites all of it can
+make new links; only a signature (`seal`) shows that.
 
 Who took part is kept as compressed differences of 64-bit integers: a batch in natural order takes
 some thirty bytes.
@@ -16,8 +28,10 @@ array([                 -5,                   7, 4611686018427387904])
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import sqlite3
+import struct
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -32,30 +46,75 @@ from noshuffle.release.units import Ids
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
-    step INTEGER PRIMARY KEY, time REAL NOT NULL, batch BLOB NOT NULL, state BLOB NOT NULL,
-    units INTEGER NOT NULL, ids BLOB NOT NULL);
+    step INTEGER PRIMARY KEY, seq INTEGER NOT NULL, life INTEGER NOT NULL, time REAL NOT NULL,
+    batch BLOB NOT NULL, digest BLOB NOT NULL, late BLOB NOT NULL, units INTEGER NOT NULL,
+    ids BLOB NOT NULL, link BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS log (
+    seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, time REAL NOT NULL, body BLOB NOT NULL,
+    link BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS units (
     unit INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL,
     count INTEGER NOT NULL);
 """
+#: The form of these tables; a ledger of another form cannot be continued.
+FORMAT = "2"
+#: The link before the first row.
+START = hashlib.sha256(b"").digest()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One released step; `claimed_units` is the number written next to the list."""
+    """One released step; `claimed_units` is the number written next to the list.
+
+    `digest` is empty where it came later (as `late` of the next row, or in the log) or never.
+    """
 
     step: int
     time: float
     batch: bytes
-    state: bytes
+    digest: bytes
     claimed_units: int
     units: Ids
+    life: int = 0
+    late: bytes = b""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of the log."""
+
+    seq: int
+    kind: str
+    time: float
+    body: bytes
+
+
+def linked(before: bytes, kind: bytes, head: bytes, *fields: bytes) -> bytes:
+    """The link of a row; lengths go in too, or fields could move into each other."""
+    hasher = hashlib.sha256(before)
+    hasher.update(kind + head)
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return hasher.digest()
+
+
+def step_link(
+    before: bytes, step: int, life: int, time: float, count: int, *fields: bytes
+) -> bytes:
+    """The link of a step with its batch, digest, late digest and encoded units."""
+    return linked(before, b"step", struct.pack("<qqdq", step, life, time, count), *fields)
+
+
+def event_link(before: bytes, kind: str, time: float, body: bytes) -> bytes:
+    """The link of a row of the log."""
+    return linked(before, b"log:" + kind.encode(), struct.pack("<d", time), body)
 
 
 def encode_units(units: Ids) -> bytes:
     """Compressed differences; they wrap around, and back, exactly."""
     data = units.astype("<i8", copy=False).tobytes()
-    return _remembered(data) if len(units) <= _SHORT else _packed(data)
+    return _cached(data) if len(units) <= _SHORT else _packed(data)
 
 
 def _packed(data: bytes) -> bytes:
@@ -65,9 +124,9 @@ def _packed(data: bytes) -> bytes:
     return zlib.compress(steps.tobytes(), 1)
 
 
-#: The same batches come in every epoch; those of some hundred steps are remembered, if short.
+#: The same batches come in every epoch; those of some hundred steps are cached, if short.
 _SHORT = 2048
-_remembered = lru_cache(maxsize=512)(_packed)
+_cached = lru_cache(maxsize=512)(_packed)
 
 
 def decode_units(blob: bytes) -> Ids:
@@ -82,16 +141,66 @@ def decode_units(blob: bytes) -> Ids:
 def read_rows(db: sqlite3.Connection, *, start: int = 0) -> Iterator[Row]:
     """Released steps in order."""
     cursor = db.execute(
-        "SELECT step, time, batch, state, units, ids FROM steps WHERE step >= ? ORDER BY step",
+        "SELECT step, time, batch, digest, units, ids, life, late FROM steps WHERE step >= ? "
+        "ORDER BY step",
         (start,),
     )
-    for step, when, batch, state, count, blob in cursor:
-        yield Row(step, when, batch, state, count, decode_units(blob))
+    for step, when, batch, digest, count, blob, life, late in cursor:
+        yield Row(step, when, batch, digest, count, decode_units(blob), life, late)
+
+
+def read_log(db: sqlite3.Connection, kind: str | None = None) -> Iterator[Event]:
+    """Rows of the log in order, or those of one kind."""
+    query, given = "SELECT seq, kind, time, body FROM log ", ()
+    if kind is not None:
+        query, given = query + "WHERE kind = ? ", (kind,)  # type: ignore[assignment]
+    for seq, own, when, body in db.execute(query + "ORDER BY seq", given):
+        yield Event(seq, own, when, bytes(body))
 
 
 def read_units(db: sqlite3.Connection) -> list[tuple[int, int, int, int]]:
     """The summary per unit: (unit, first, last, count), in order."""
     return db.execute("SELECT unit, first, last, count FROM units ORDER BY unit").fetchall()
+
+
+def last_link(db: sqlite3.Connection) -> tuple[int, bytes]:
+    """Number and link of the newest row of both tables; (0, START) where there is none."""
+    found = [
+        db.execute(f"SELECT seq, link FROM {table} ORDER BY seq DESC LIMIT 1").fetchone()
+        for table in ("steps", "log")
+    ]
+    newest = max((row for row in found if row is not None), default=(0, START))
+    return int(newest[0]), bytes(newest[1])
+
+
+def broken_link(db: sqlite3.Connection) -> str | None:
+    """The first place where the chain does not hold, in words; None where all of it does."""
+    steps = db.execute(
+        "SELECT seq, link, step, life, time, units, batch, digest, late, ids FROM steps "
+        "ORDER BY seq"
+    )
+    log = db.execute("SELECT seq, link, kind, time, body FROM log ORDER BY seq")
+    step, event = steps.fetchone(), log.fetchone()
+    expected, link = 1, START
+    while step is not None or event is not None:
+        is_step = event is None or (step is not None and step[0] < event[0])
+        row = step if is_step else event
+        where = f"the row of step {row[2]}" if is_step else f"row {row[0]} of the log ({row[2]})"
+        if row[0] != expected:
+            return f"row {expected} of the ledger is missing, or another stands twice"
+        try:
+            if is_step:
+                link = step_link(link, *row[2:6], *map(bytes, row[6:]))
+                step = steps.fetchone()
+            else:
+                link = event_link(link, row[2], row[3], bytes(row[4]))
+                event = log.fetchone()
+        except (TypeError, ValueError, AttributeError, struct.error):
+            return f"{where} holds values of the wrong kind"
+        if link != bytes(row[1]):
+            return f"{where} was changed, or a row before it"
+        expected += 1
+    return None
 
 
 class Evidence:
@@ -104,29 +213,33 @@ class Evidence:
         log = path.with_name(path.name + "-wal")
         is_settled = not log.exists() or log.stat().st_size == 0
         try:
-            self._db = _open(path, "immutable=1" if is_settled else "mode=ro")
+            self.db = _open(path, "immutable=1" if is_settled else "mode=ro")
         except sqlite3.OperationalError:
             # A folder that may not be written to, with a log that was not yet folded in.
             self._copy = tempfile.TemporaryDirectory()
             for file in (path, log):
                 shutil.copyfile(file, Path(self._copy.name) / file.name)
-            self._db = _open(Path(self._copy.name) / path.name, "mode=rw")
+            self.db = _open(Path(self._copy.name) / path.name, "mode=rw")
 
     def facts(self) -> dict[str, str]:
         """Everything in `meta`."""
-        return {str(k): str(v) for k, v in self._db.execute("SELECT name, value FROM meta")}
+        return {str(k): str(v) for k, v in self.db.execute("SELECT name, value FROM meta")}
 
     def rows(self, *, start: int = 0) -> Iterator[Row]:
         """Released steps in order."""
-        return read_rows(self._db, start=start)
+        return read_rows(self.db, start=start)
+
+    def log(self, kind: str | None = None) -> Iterator[Event]:
+        """Rows of the log in order, or those of one kind."""
+        return read_log(self.db, kind)
 
     def saved_units(self) -> tuple[int, list[tuple[int, int, int, int]]]:
         """How many steps the summary covers, and the summary."""
-        return int(self.facts().get("summarised", 0)), read_units(self._db)
+        return int(self.facts().get("summarised", 0)), read_units(self.db)
 
     def close(self) -> None:
         """Let go of the file."""
-        self._db.close()
+        self.db.close()
         if self._copy is not None:
             self._copy.cleanup()
 

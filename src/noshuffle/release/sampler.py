@@ -18,8 +18,7 @@ samplers iterate over index arrays from `start` on, as torch's `batch_sampler` d
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,12 +28,8 @@ from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.participation import FixedSize, Participation, Poisson
 from noshuffle.release.units import Ids
 
-KEY_BYTES = 32
-
-
-def new_sampling_key() -> bytes:
-    """A fresh secret for the draws, independent of the noise key."""
-    return os.urandom(KEY_BYTES)
+#: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
+SamplingKey = bytes | Callable[[int], bytes]
 
 
 def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
@@ -79,7 +74,7 @@ class PoissonSampler(Sampler):
 
     participation: Poisson
     population: int
-    key: bytes = field(repr=False)
+    key: SamplingKey = field(repr=False)
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -105,7 +100,7 @@ class FixedSizeSampler(Sampler):
     """
 
     participation: FixedSize
-    key: bytes = field(repr=False)
+    key: SamplingKey = field(repr=False)
     start: int = 0
 
     @property
@@ -125,7 +120,7 @@ class FixedSizeSampler(Sampler):
 
 
 def make_sampler(
-    participation: Participation, *, key: bytes, population: int | None = None
+    participation: Participation, *, key: SamplingKey, population: int | None = None
 ) -> Sampler:
     """The sampler that a plan's participation asks for."""
     if isinstance(participation, FixedSize):
@@ -143,10 +138,11 @@ def make_sampler(
     )
 
 
-def _words(key: bytes, step: int, count: int) -> NDArray[np.uint64]:
+def _words(key: SamplingKey, step: int, count: int) -> NDArray[np.uint64]:
     """`count` random 64-bit words of the step's own ChaCha20 stream (counter 0, nonce = step)."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only where it samples
 
+    key = key if isinstance(key, bytes) else key(step)
     nonce = (0).to_bytes(8, "little") + step.to_bytes(8, "little")
     cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")

@@ -21,27 +21,11 @@ from typing import Any
 from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput, whole
 from noshuffle.plan import Plan
-from noshuffle.release.ledger import FINGERPRINTS_ONLY
 from noshuffle.statement import PrivacyStatement
 
-#: What a ledger records that a statement has to mention.
-FACTS = ("test_key", "identified_by", "unchanged_loop", "adaptive_clip", "public_order")
-
-TEST_SEED = (
-    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
-)
-UNCHANGED_LOOP = (
-    "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
-)
 ADAPTIVE_CLIP = (
     "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "
     "part of the stated ε, paid for by more noise on the gradients."
-)
-
-
-PUBLIC_ORDER = (
-    "Which user takes part at which step is public: the participation was read off the order of "
-    "the user ids."
 )
 
 
@@ -70,22 +54,6 @@ class Ancestor:
 def gaussian_sum(mus: Sequence[float]) -> float:
     """GDP parameter of several Gaussian mechanisms on the same data."""
     return math.sqrt(math.fsum(mu * mu for mu in mus))
-
-
-def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
-    """The sentences that recorded facts add to a statement."""
-    notes = []
-    if facts.get("test_key") == "yes":
-        notes.append(TEST_SEED)
-    if facts.get("identified_by") == "fingerprints":
-        notes.append(FINGERPRINTS_ONLY)
-    if facts.get("unchanged_loop") == "yes":
-        notes.append(UNCHANGED_LOOP)
-    if facts.get("adaptive_clip") == "yes":
-        notes.append(ADAPTIVE_CLIP)
-    if facts.get("public_order") == "yes":
-        notes.append(PUBLIC_ORDER)
-    return tuple(notes)
 
 
 def spent(

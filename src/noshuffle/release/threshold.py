@@ -30,8 +30,8 @@ from noshuffle.clipping.adaptive import (
     update,
 )
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import Source
 from noshuffle.plan import Plan
+from noshuffle.release.keys import KeyRing
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.tree import Tree
@@ -77,7 +77,7 @@ class AdaptiveThreshold(Threshold):
 
     is_adaptive = True
 
-    def __init__(self, config: QuantileClip, plan: Plan, source: Source) -> None:
+    def __init__(self, config: QuantileClip, plan: Plan, ring: KeyRing) -> None:
         self._every = changes_every(plan.strategy)
         if not self._every:
             raise Unsupported(
@@ -86,7 +86,7 @@ class AdaptiveThreshold(Threshold):
                 "with restarts"
             )
         self.config = config
-        self._source = source
+        self._ring = ring
         self._state = start(config)
 
     @property
@@ -119,7 +119,8 @@ class AdaptiveThreshold(Threshold):
         give it back to the last bit.
         """
         count = sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)
-        noisy = self._source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
+        source = self._ring.source_of_step(step)
+        noisy = source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
         may_change = (step + 1) % self._every == 0
         self._state = update(self._state, noisy, config=self.config, may_change=may_change)
 
@@ -149,8 +150,8 @@ def _ratio(plan: Plan) -> float:
     return math.sqrt(plan.sensitivity.squared / plan.participation.most)
 
 
-def threshold_for(clip: Clip | QuantileClip, plan: Plan, source: Source) -> Threshold:
+def threshold_for(clip: Clip | QuantileClip, plan: Plan, ring: KeyRing) -> Threshold:
     """A constant clip, or one that follows a quantile."""
     if isinstance(clip, QuantileClip):
-        return AdaptiveThreshold(clip, plan, source)
+        return AdaptiveThreshold(clip, plan, ring)
     return Threshold(clip)

@@ -63,6 +63,16 @@ def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def kind_of_ids(ids: Any) -> str:
+    """ "integers" or "names"; "" for none at all. What is neither, `as_ids` refuses."""
+    if isinstance(ids, Tensor):
+        return "integers" if len(ids.shape) == 0 or len(ids) else ""
+    if isinstance(ids, np.ndarray):
+        return ("names" if ids.dtype.kind in "US" else "integers") if ids.size else ""
+    first = next(iter(ids), None) if isinstance(ids, Iterable) else ids
+    return "" if first is None else "names" if isinstance(first, str | bytes) else "integers"
+
+
 def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     """Unit ids from a tensor, an array, or a list of integers or names."""
     if isinstance(ids, Tensor):

@@ -2,153 +2,162 @@
 
 Everything is recomputed from the evidence, and every disagreement is one sentence:
 
-    plan        canonical, and its hash is the one that ledger and statement were written under
-    ledger      steps 0, 1, 2, … without a gap, at most the planned number; every unit of every
-                step admitted by the participation; the summary per unit equal to the steps; the
-                print of a federated round, and the unit that stands for a batch without ids
-    statement   equal, field by field, to the one that plan, ledger and ancestors give
+    plan          canonical, and its hash is the one that ledger and statement were written under
+    ledger        hash chain whole from its first row; steps 0, 1, 2, … without a gap, at most the
+                  planned number; every unit of every step admitted by the participation; the
+                  summary per unit equal to the steps; facts equal to those in the chain; noise
+                  scale = noise multiplier × clip norm
+    keys          where they still are: secret draws, users of rounds, lives (`seal.by_keys`);
+                  where they are gone: what was checked before they were destroyed
+    checkpoints   files equal to their digests in the ledger; noise state of this plan
+    files         equal to their digests in the ledger (config, metrics, report, …)
+    statement     equal, field by field, to the one that plan, ledger and ancestors give, and about
+                  a row that the ledger has
 
-It reads and never writes; no model, data or device is needed. Secret draws, and the prints of
-federated rounds, are checked where the key is still there. The print of a batch needs its data and
-that of a state its parameters: these two are for a replay, and are not worked out again here.
+It reads and never writes; no model, data or device is needed. The fingerprint of a batch and the
+digest of a sum need the data: they are for a replay, and are not worked out again here.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
+import torch
 
-from noshuffle.errors import NoshuffleError, VerificationFailed
+from noshuffle.errors import NoshuffleError
+from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.plan import Plan
-from noshuffle.release import guard
-from noshuffle.release.facts import ROUND_PRINTS, round_print
-from noshuffle.release.files import read_json
-from noshuffle.release.fingerprint import secret_of
+from noshuffle.release import checkpoint, guard
+from noshuffle.release.facts import notes_of
+from noshuffle.release.files import file_digest, read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence, Row
-from noshuffle.release.sampler import make_sampler
-from noshuffle.release.spending import notes_of, spent
+from noshuffle.release.ledger import described
+from noshuffle.release.ledger_file import late_digests
+from noshuffle.release.ledger_tables import Evidence, Row, broken_link
+from noshuffle.release.opening import known_steps
+from noshuffle.release.seal import by_keys, signature_failure
+from noshuffle.release.spending import spent
 from noshuffle.release.units import UnitTable, name_to_id
+from noshuffle.release.verdict import Verdict
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What does not hold (nothing: verified), and what was found."""
+@dataclass
+class _Found:
+    """What is collected on the way."""
 
-    path: str
-    failures: tuple[str, ...]
-    released: int = 0
-    planned: int = 0
-    epsilon: float | None = None
-    delta: float | None = None
-    unchecked: tuple[str, ...] = ()
-
-    @property
-    def is_verified(self) -> bool:
-        return not self.failures
-
-    def words(self) -> str:
-        """VERIFIED, or what is wrong, line by line."""
-        if self.is_verified:
-            lines = [
-                f"VERIFIED: {self.released} of {self.planned} planned steps, "
-                f"ε = {self.epsilon:.6g} at δ = {self.delta:g}"
-            ]
-        else:
-            lines = [f"NOT VERIFIED: {self.path}", *(f"  - {f}" for f in self.failures)]
-        return "\n".join([*lines, *(f"  (not checked: {u})" for u in self.unchecked)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        finite = self.epsilon is not None and math.isfinite(self.epsilon)
-        return {
-            "verified": self.is_verified,
-            "path": self.path,
-            "failures": list(self.failures),
-            "unchecked": list(self.unchecked),
-            "released_steps": self.released,
-            "planned_steps": self.planned,
-            "epsilon": self.epsilon if finite else None,
-            "delta": self.delta,
-        }
-
-    def check(self) -> None:
-        """Raise if anything does not hold."""
-        if self.failures:
-            raise VerificationFailed(f"{self.path}: {self.failures[0]}")
+    run: RunFolder
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, str | None] = field(default_factory=dict)
+    lives: list[dict[str, Any]] = field(default_factory=list)
+    refuted: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
 
 
-def verify(path: str | Path) -> Verdict:
+def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict:
     """Recompute the guarantee of a run folder from its evidence.
 
-    Guarantees: a verdict without failures means that plan, ledger and statement agree, that no
-    recorded unit left its participation, and that ε is what the accountant gives for the recorded
-    steps. It cannot know what was never recorded.
+    Guarantees: nothing in the folder can be changed without an answer other than PROVED, except by
+    making ledger, files and statement anew together, which a signature shows (`public_key`). It
+    cannot know what was never recorded.
     """
     run = RunFolder(path)
     try:
         plan = run.plan()
     except (NoshuffleError, OSError, UnicodeDecodeError) as error:
         return Verdict(str(path), (f"plan.json cannot be read: {error}",))
-    failures: list[str] = []
-    unchecked: list[str] = []
+    found = _Found(run, plan)
     if run.plan_file.read_bytes() != plan.to_json().encode():
-        failures.append("plan.json is not in canonical form: it was edited")
+        found.refuted.append("plan.json is not in canonical form: it was edited")
     try:
         evidence = Evidence(run.ledger_file)
     except (sqlite3.DatabaseError, OSError) as error:
-        return Verdict(str(path), (*failures, f"ledger.sqlite cannot be read: {error}"))
+        line = f"ledger.sqlite cannot be read: {error}"
+        return Verdict(str(path), (*found.refuted, line))
     try:
-        facts = evidence.facts()
-        failures += _plan_and_key(run, plan, facts)
-        rows = list(evidence.rows())
-        failures += _steps(plan, rows)
-        failures += _participation(run, plan, rows, facts, unchecked)
-        failures += _prints(run, rows, facts, unchecked)
-        failures += _summary(plan, rows, evidence)
-    except (sqlite3.DatabaseError, ValueError) as error:  # a corrupt blob, a missing table
-        failures.append(f"ledger.sqlite is damaged: {error}")
-        return Verdict(str(path), tuple(failures))
+        is_signed = _ledger(found, evidence, public_key)
+    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError) as error:
+        found.refuted.append(f"ledger.sqlite is damaged: {error}")
+        return Verdict(str(path), tuple(found.refuted))
     finally:
         evidence.close()
-    released = min(len(rows), plan.steps)
-    try:
-        expected = spent(plan, released, ancestors=run.ancestors(), notes=notes_of(facts))
-        failures += _statement(run, plan, len(rows), expected.to_dict())
-    except (NoshuffleError, KeyError, TypeError, json.JSONDecodeError) as error:
-        return Verdict(str(path), (*failures, f"ancestors.json does not hold: {error}"))
+    _checkpoints(found)
+    statement = _statement(found)
     return Verdict(
         str(path),
-        tuple(failures),
-        len(rows),
+        tuple(dict.fromkeys(found.refuted)),
+        tuple(dict.fromkeys(found.unchecked)),
+        tuple(_not_private(found)),
+        tuple(found.checked),
+        is_signed,
+        len(found.rows),
         plan.steps,
-        expected.epsilon,
-        expected.delta,
-        tuple(unchecked),
+        len(found.lives),
+        statement[0],
+        statement[1],
     )
 
 
-def _plan_and_key(run: RunFolder, plan: Plan, facts: dict[str, str]) -> Iterator[str]:
-    if facts.get("plan") != plan.hash:
+def _ledger(found: _Found, evidence: Evidence, public_key: str | Path | None) -> bool:
+    """Everything that needs the ledger open; whether it is signed."""
+    broken = broken_link(evidence.db)
+    if broken is not None:
+        found.refuted.append(broken)
+    meta = evidence.facts()
+    found.rows = list(evidence.rows())
+    found.lives = [json.loads(event.body) for event in evidence.log("life")]
+    ends = [found.rows[i].time for i in (0, -1)] if found.rows else []
+    is_sampled = found.plan.participation.is_sampled
+    units = None if is_sampled else len(np.unique(_joined(found.rows)))
+    found.facts = described(meta, found.lives, ends=ends, units=units)
+    found.refuted += _facts(found, evidence, meta)
+    found.refuted += _steps(found)
+    found.refuted += _participation(found)
+    found.refuted += _summary(found, evidence)
+    found.refuted += _batches(found)
+    _keys(found, evidence)
+    _digests(found, evidence)
+    _saved(found, evidence)
+    found.refuted += _head(found, evidence)
+    return _signature(found, evidence, public_key)
+
+
+def _joined(rows: list[Row]) -> Any:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(row.units for row in rows)])
+
+
+def _facts(found: _Found, evidence: Evidence, meta: dict[str, str]) -> Iterator[str]:
+    plan = found.plan
+    chained = dict(json.loads(event.body) for event in evidence.log("fact"))
+    for name in sorted((meta.keys() | chained.keys()) - {"summarised"}):
+        if meta.get(name) != chained.get(name):
+            yield f"the ledger says {name} = {meta.get(name)}, its chain {chained.get(name)}"
+    if meta.get("plan") != plan.hash:
         yield "the ledger was written under another plan than plan.json"
-    if facts.get("unit") != plan.unit:
-        yield f"the ledger counts {facts.get('unit')}s, the plan protects one {plan.unit}"
-    if run.key_file.exists():
-        try:
-            if run.keys().source.fingerprint != facts.get("key"):
-                yield "the key is not the one that the ledger was written under"
-        except NoshuffleError as error:
-            yield f"the key cannot be read: {error}"
+    if meta.get("unit") != plan.unit:
+        yield f"the ledger counts {meta.get('unit')}s, the plan protects one {plan.unit}"
+    clip = re.fullmatch(r"Flat\((?:clip_norm=|norm=|c=)?([0-9.e+-]+)\)", meta.get("clip", ""))
+    if clip is not None and meta.get("adaptive_clip") == "no":
+        scale = plan.noise_multiplier * float(clip.group(1))
+        if not math.isclose(scale, float(meta.get("noise_scale", "nan")), rel_tol=1e-12):
+            yield (
+                f"the noise scale on record is {meta.get('noise_scale')}, the plan's noise "
+                f"multiplier times the clip norm is {scale!r}"
+            )
 
 
-def _steps(plan: Plan, rows: list[Row]) -> Iterator[str]:
+def _steps(found: _Found) -> Iterator[str]:
+    rows, plan = found.rows, found.plan
     wrong = next((i for i, row in enumerate(rows) if row.step != i), None)
     if wrong is not None:
         yield f"the ledger lacks step {wrong}"
@@ -158,26 +167,32 @@ def _steps(plan: Plan, rows: list[Row]) -> Iterator[str]:
         if row.claimed_units != len(row.units):
             yield f"step {row.step} claims {row.claimed_units} units and lists {len(row.units)}"
             return
+        if not 0 <= row.life < len(found.lives):
+            yield f"step {row.step} is of life {row.life}, the ledger has {len(found.lives)}"
+            return
+    if known_steps(found.run) > len(rows):
+        yield (
+            f"the ledger has {len(rows)} steps, checkpoints or statement.json know of "
+            f"{known_steps(found.run)}: rows were cut or lost"
+        )
 
 
-def _participation(
-    run: RunFolder, plan: Plan, rows: list[Row], facts: dict[str, str], unchecked: list[str]
-) -> Iterator[str]:
+def _participation(found: _Found) -> Iterator[str]:
     """Replay every step through the rules."""
-    if plan.participation.is_sampled:
-        yield from _draws(run, plan, rows, facts, unchecked)
+    rule = found.plan.participation
+    if rule.is_sampled:
         return
     table = UnitTable()
-    for row in rows:
+    for row in found.rows:
         if len(np.unique(row.units)) < len(row.units):
             yield f"step {row.step} lists a unit twice"
             return
         seen = table.look_up(row.units)
-        mask = guard.is_admitted(plan.participation, step=row.step, seen=seen)
+        mask = guard.is_admitted(rule, step=row.step, seen=seen)
         if not mask.all():
             i = int(np.flatnonzero(~mask)[0])
             reason = guard.why_not(
-                plan.participation,
+                rule,
                 step=row.step,
                 first=int(seen.first[i]),
                 last=int(seen.last[i]),
@@ -186,74 +201,23 @@ def _participation(
             unit = int(row.units[i])
             yield f"unit {unit} should not have taken part in step {row.step}: {reason}"
             return
-        anew = guard.starts_anew(plan.participation, step=row.step, seen=seen)
-        table.update(row.units, step=row.step, first=anew)
-
-
-def _draws(
-    run: RunFolder, plan: Plan, rows: list[Row], facts: dict[str, str], unchecked: list[str]
-) -> Iterator[str]:
-    if not run.key_file.exists():
-        unchecked.append("the secret draws, since the key is not in the folder")
-        return
-    population = facts.get("population")
-    if population is None:
-        if rows:
-            yield "the ledger does not name the population that was sampled from"
-        return
-    try:
-        sampler = make_sampler(
-            plan.participation, key=run.keys().sampling, population=int(population)
+        table.update(
+            row.units, step=row.step, first=guard.starts_anew(rule, step=row.step, seen=seen)
         )
-    except NoshuffleError as error:
-        yield f"the sampler cannot be rebuilt: {error}"
-        return
-    for row in rows:
-        if not np.array_equal(np.sort(row.units), sampler.draw(row.step)):
-            yield f"step {row.step} holds other units than the secret sampler drew"
-            return
 
 
-def _prints(
-    run: RunFolder, rows: list[Row], facts: dict[str, str], unchecked: list[str]
-) -> Iterator[str]:
-    """The prints of which everything is in the folder."""
-    if facts.get("identified_by") == "fingerprints":
-        for row in rows:  # none at all: the batch was dropped, and noise alone was released
-            if len(row.units) and row.units.tolist() != [name_to_id(row.batch)]:
-                yield f"step {row.step} lists another unit than its batch"
-                return
-    name, value = ROUND_PRINTS
-    if not rows or not facts.keys() & {name, "user_ids"}:
-        return  # not of a federated run
-    if not run.key_file.exists():
-        unchecked.append("the prints of the rounds, since the key is not in the folder")
-        return
-    if facts.get(name) != value and facts.get("user_ids") != "int":
-        unchecked.append("the prints of the rounds, which an earlier version of noshuffle wrote")
-        return
-    try:
-        secret = secret_of(run.keys().source.key)
-    except NoshuffleError:
-        return  # a failure already
-    for row in rows:
-        if row.batch != round_print(row.step, row.units, secret=secret):
-            yield f"round {row.step} lists other users than those it was opened for"
-            return
-
-
-def _summary(plan: Plan, rows: list[Row], evidence: Evidence) -> Iterator[str]:
+def _summary(found: _Found, evidence: Evidence) -> Iterator[str]:
     """The summary per unit must follow from the steps it covers."""
     covered, saved = evidence.saved_units()
-    if plan.participation.is_sampled:
+    rule = found.plan.participation
+    if rule.is_sampled:
         return
-    if covered > len(rows):
-        yield f"the summary of units covers {covered} steps, the ledger has {len(rows)}"
+    if covered > len(found.rows):
+        yield f"the summary of units covers {covered} steps, the ledger has {len(found.rows)}"
         return
     table = UnitTable()
-    for row in rows[:covered]:
-        seen = table.look_up(row.units)
-        anew = guard.starts_anew(plan.participation, step=row.step, seen=seen)
+    for row in found.rows[:covered]:
+        anew = guard.starts_anew(rule, step=row.step, seen=table.look_up(row.units))
         table.update(row.units, step=row.step, first=anew)
     ids, seen = table.all()
     expected = list(zip(*(a.tolist() for a in (ids, seen.first, seen.last, seen.count))))
@@ -261,37 +225,206 @@ def _summary(plan: Plan, rows: list[Row], evidence: Evidence) -> Iterator[str]:
         yield "the summary of units does not follow from the recorded steps"
 
 
+def _batches(found: _Found) -> Iterator[str]:
+    if found.facts.get("identified_by") == "fingerprints":
+        for row in found.rows:  # none at all: the batch was dropped, and noise alone was released
+            if len(row.units) and row.units.tolist() != [name_to_id(row.batch)]:
+                yield f"step {row.step} lists another unit than its batch"
+                return
+
+
+def _keys(found: _Found, evidence: Evidence) -> None:
+    """With the keys if they are there, else what was checked before they were destroyed."""
+    if found.run.key_file.exists():
+        try:
+            ring = found.run.ring()
+        except NoshuffleError as error:
+            found.refuted.append(f"the keys cannot be read: {error}")
+            return
+        failures, checked = by_keys(ring, found.plan, found.rows, found.facts, found.lives)
+        found.refuted += failures
+        found.checked += checked
+        return
+    seals = [json.loads(event.body) for event in evidence.log("seal")]
+    if seals:
+        found.checked += [
+            f"before the keys were destroyed: {line}" for line in seals[-1]["checked"]
+        ]
+    else:
+        found.unchecked.append(
+            "what needs the keys, which are not in the folder although the run was not sealed"
+        )
+
+
+def _digests(found: _Found, evidence: Evidence) -> None:
+    late = late_digests(evidence.log("digest"))
+    late.update({row.step - 1: row.late for row in found.rows if row.late})
+    skipped = {json.loads(event.body)["step"] for event in evidence.log("skip")}
+    missing = [
+        row.step
+        for row in found.rows
+        if not row.digest and row.step not in late and row.step not in skipped
+    ]
+    if missing:
+        found.unchecked.append(
+            f"what was released in step {missing[0]}"
+            + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
+            + ": no digest of the sum reached the ledger (a crash, or the run is not closed)"
+        )
+
+
+def _saved(found: _Found, evidence: Evidence) -> None:
+    """Files of checkpoints and of the folder against their digests in the ledger."""
+    newest: dict[int, dict[str, str]] = {}
+    for event in evidence.log("checkpoint"):
+        body = json.loads(event.body)
+        newest[int(body["step"])] = body["files"]
+    paths = {
+        int(path.name.rpartition("-")[2]): path for path in checkpoint.saved(found.run.checkpoints)
+    }
+    for step, path in paths.items():
+        if step not in newest:
+            found.refuted.append(f"the ledger does not know of the checkpoint {path.name}")
+            continue
+        have = {file.name: file_digest(file) for file in path.iterdir()}
+        for name in sorted(have.keys() | newest[step].keys()):
+            if have.get(name) != newest[step].get(name):
+                found.refuted.append(f"checkpoints/{path.name}/{name} is not what was saved")
+    if newest and max(newest) not in paths:
+        found.unchecked.append(f"the checkpoint of step {max(newest)}, which is not in the folder")
+    told: dict[str, list[Any]] = {}
+    for event in evidence.log("files"):
+        told = json.loads(event.body)["files"]
+    for name, (digest, size) in told.items():
+        if name == found.run.plan_file.name:
+            continue  # compared by itself
+        _file(found, found.run.path / name, digest, int(size))
+    for name in found.run.published():
+        if name not in told and name != found.run.plan_file.name:
+            found.unchecked.append(f"{name}, which the ledger does not know of")
+
+
+def _file(found: _Found, path: Path, digest: str, size: int) -> None:
+    if not path.exists():
+        found.unchecked.append(f"{path.name}, which is not in the folder any more")
+        return
+    if file_digest(path) == digest:
+        return
+    data = path.read_bytes()
+    if path.suffix == ".jsonl" and len(data) > size and _sha(data[:size]) == digest:
+        found.unchecked.append(f"lines of {path.name} that came after the last row of the ledger")
+    else:
+        found.refuted.append(f"{path.name} is not what the ledger says")
+
+
+def _sha(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+def _head(found: _Found, evidence: Evidence) -> Iterator[str]:
+    """The row that statement.json is about must be there."""
+    try:
+        record = read_json(found.run.statement_file)
+        rows, link = int(record["ledger_rows"]), str(record["ledger_link"])
+    except (OSError, json.JSONDecodeError, ValueError, KeyError, TypeError):
+        return  # said by `_statement`
+    if _links(evidence).get(rows, "") != link:
+        yield f"row {rows} of the ledger is not the one that statement.json was written after"
+
+
+def _links(evidence: Evidence) -> dict[int, str]:
+    both = "SELECT seq, link FROM steps UNION ALL SELECT seq, link FROM log"
+    return {int(seq): bytes(link).hex() for seq, link in evidence.db.execute(both)}
+
+
+def _signature(found: _Found, evidence: Evidence, public_key: str | Path | None) -> bool:
+    if not found.run.signature_file.exists():
+        if public_key is not None:
+            found.refuted.append("there is no signature.json in the folder")
+        return False
+    try:
+        wrong = signature_failure(found.run, found.plan, _links(evidence), public_key=public_key)
+    except (OSError, json.JSONDecodeError) as error:
+        wrong = f"signature.json cannot be read: {error}"
+    if wrong is not None:
+        found.refuted.append(wrong)
+        return False
+    if public_key is None:
+        found.unchecked.append("whose signature it is (give public_key=)")
+    return True
+
+
+def _checkpoints(found: _Found) -> None:
+    """The noise that a saved state goes on with must be that of the plan."""
+    saved = checkpoint.saved(found.run.checkpoints)
+    if not saved:
+        return
+    try:
+        state = torch.load(saved[-1] / "state.pt", map_location="cpu", weights_only=True)
+        noise = state.get("noise")
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        found.refuted.append(f"{saved[-1].name}/state.pt cannot be read ({type(error).__name__})")
+        return
+    if noise is None:
+        return
+    plan = found.plan
+    own = {
+        "recipe": recipe_name(plan.strategy.recipe(plan.steps)),
+        "scale": float(found.facts.get("noise_scale") or "nan"),
+        "horizon": plan.steps,
+    }
+    for name, value in own.items():
+        if noise.get(name) != value:
+            found.refuted.append(
+                f"{saved[-1].name} goes on with noise of another {name} than the plan's"
+            )
+
+
 #: What statement.json holds beside the statement itself.
-_BOOKKEEPING = ("plan_hash", "planned_steps", "released_steps")
+_BOOKKEEPING = ("plan_hash", "planned_steps", "released_steps", "ledger_rows", "ledger_link")
 #: What differs as a matter of course where it covers another number of steps.
-_BY_STEPS = ("assumptions", "epsilon", "mu", "rho", "sensitivity", "squared_sensitivity")
+_BY_STEPS = ("assumptions", "epsilon", "mu", "rho", "sensitivity", "squared_sensitivity", "exact")
 
 
-def _statement(
-    run: RunFolder, plan: Plan, released: int, expected: dict[str, Any]
-) -> Iterator[str]:
+def _statement(found: _Found) -> tuple[float | None, float | None]:
+    """Compare statement.json with the statement that the evidence gives; its ε and δ."""
+    run, plan, released = found.run, found.plan, len(found.rows)
+    try:
+        notes = notes_of(found.facts)
+        expected = spent(plan, released, ancestors=run.ancestors(), notes=notes)
+    except (NoshuffleError, OSError, ValueError, KeyError, TypeError) as error:
+        found.refuted.append(f"no statement follows from the evidence: {error}")
+        return None, None
     try:
         record = read_json(run.statement_file)
         told = {name: value for name, value in record.items() if name not in _BOOKKEEPING}
     except (OSError, json.JSONDecodeError, AttributeError, ValueError) as error:
-        yield f"statement.json cannot be read: {error}"
-        return
+        found.refuted.append(f"statement.json cannot be read: {error}")
+        return expected.epsilon, expected.delta
     if record.get("plan_hash") != plan.hash:
-        yield "statement.json was written under another plan"
-    if record.get("released_steps") != released:
-        yield (
+        found.refuted.append("statement.json was written under another plan")
+    if record.get("planned_steps") != plan.steps:
+        found.refuted.append(
+            f"statement.json speaks of {record.get('planned_steps')} planned steps"
+        )
+    behind = record.get("released_steps") != released
+    if behind:
+        found.refuted.append(
             f"statement.json covers {record.get('released_steps')} steps, the ledger has "
             f"{released}; resume the run to bring it up to date"
         )
-    if record.get("planned_steps") != plan.steps:
-        yield f"statement.json speaks of {record.get('planned_steps')} planned steps"
-    is_behind = record.get("released_steps") != released
-    for name in sorted(expected.keys() | told.keys()):
-        if is_behind and name in _BY_STEPS:
+    plain = json.loads(json.dumps(expected.to_dict()))
+    for name in sorted(plain.keys() | told.keys()):
+        if behind and name in _BY_STEPS:
             continue
-        says, is_so = told.get(name), expected.get(name)
-        if not _agree(says, is_so):
-            yield f"statement.json says {name} = {says}, the evidence says {is_so}"
+        if not _agree(told.get(name), plain.get(name)):
+            found.refuted.append(
+                f"statement.json says {name} = {told.get(name)}, the evidence says "
+                f"{plain.get(name)}"
+            )
+    return expected.epsilon, expected.delta
 
 
 def _agree(told: Any, expected: Any) -> bool:
@@ -299,3 +432,10 @@ def _agree(told: Any, expected: Any) -> bool:
     if isinstance(told, float) and isinstance(expected, float):
         return math.isclose(told, expected, rel_tol=1e-9, abs_tol=0.0)
     return bool(told == expected)
+
+
+def _not_private(found: _Found) -> Iterator[str]:
+    if found.facts.get("test_key") == "yes":
+        yield "the noise comes from a named test seed, which anybody can use to remove it"
+    if found.plan.noise_multiplier == 0:
+        yield "the plan has no noise"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.sampler import in_order
-from noshuffle.release.verify import Verdict, verify
+from noshuffle.release.verdict import Verdict
+from noshuffle.release.verify import verify
 from noshuffle.training.assemble import privatize
 from noshuffle.training.loop import fit_model
 from noshuffle.training.private import Private

@@ -25,13 +25,11 @@ from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.noise import Source
 from noshuffle.plan import Plan
-from noshuffle.release.facts import bind_facts, check_optimizer, keys_of, one_device
-from noshuffle.release.fingerprint import secret_of
+from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_location import open_ledger
-from noshuffle.release.threshold import threshold_for
+from noshuffle.release.release import Release
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.private import Private
 from noshuffle.training.step import Engine, Parts
@@ -53,6 +51,8 @@ def privatize(
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
     compile: bool | str = "auto",
+    on_replay: str = "auto",
+    initial: str = INITIAL,
     moved: bool = False,
 ) -> Private:
     """Bind a model, an optimizer and a plan.
@@ -71,7 +71,12 @@ def privatize(
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
-        moved: the promise that a run folder found at another place was moved there, not copied.
+        on_replay: what becomes of a step after the last checkpoint whose sum comes out otherwise
+            than the released one: "refuse" raises, "skip" passes it over (nothing is updated, its
+            charge stays); "auto" passes over on a GPU, where sums are not exact, else refuses.
+        initial: where the initial weights came from, in words for the statement; they must not
+            depend on the protected data.
+        moved: no longer needed; a copied folder goes on under keys of its own.
     """
     whole(batch_size=batch_size)
     one_of(("refuse", "drop"), on_violation=on_violation)
@@ -109,35 +114,29 @@ def privatize(
         )
     check_optimizer(optimizer, parameters)
     device = one_device(parameters)
-    bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
-    folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
-    keys = keys_of(folder, plan, source, device)
-    ledger = open_ledger(folder, plan, moved=moved)
-    bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)
-    threshold = threshold_for(bound_to, plan, keys.source)
-    noise = NoiseStream(
-        plan.strategy.recipe(plan.steps),
-        keys.source,
+    one_of(("auto", "refuse", "skip"), on_replay=on_replay)
+    release = Release.begin(
+        plan,
         {name: tuple(p.shape) for name, p in parameters.items()},
-        scale=threshold.noise_scale(plan, tuple(parameters)),
-        steps=plan.steps,
+        clip=clip if clip is not None else Flat(float(clip_norm)),  # type: ignore[arg-type]
+        divisor=batch_size,
         device=device,
+        run=run,
+        source=source,
+        facts={"initial": initial},
     )
     parts = Parts(
         model=inner,
         parameters=parameters,
         optimizer=optimizer,
         engine=engine if engine is not None else auto(inner),
-        threshold=threshold,
-        noise=noise,
-        ledger=ledger,
-        planned_batch=batch_size,
+        release=release,
         groups_users=plan.unit == "user",
         reduce=reduce,
         drop=on_violation == "drop",
-        secret=secret_of(keys.source.key),
+        skips_replays=on_replay == "skip" or (on_replay == "auto" and device.type == "cuda"),
     )
-    private = Private(model, plan, parts, keys=keys, run=folder, loss_reduction=loss_reduction)
+    private = Private(model, plan, parts, loss_reduction=loss_reduction)
     private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private

@@ -31,7 +31,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,15 @@ from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
-from noshuffle.release.facts import bind_facts, check_optimizer, keys_of, one_device
-from noshuffle.release.folder import Keys, RunFolder
+from noshuffle.release.facts import INITIAL, check_optimizer, one_device
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.keys import KeyRing
+from noshuffle.release.opening import Opened, Run, folder_of, open_run
+from noshuffle.release.release import Release
 from noshuffle.release.spending import Ancestor
-from noshuffle.release.threshold import threshold_for
 from noshuffle.training.group import shards
 from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.private import Elsewhere, GroupPrivate
@@ -78,6 +79,8 @@ def privatize_distributed(
     run: RunFolder | str | Path | None = None,
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
+    on_replay: str = "auto",
+    initial: str = INITIAL,
     moved: bool = False,
 ) -> GroupPrivate:
     """Bind a model, an optimizer and a plan on every rank of a process group.
@@ -101,6 +104,7 @@ def privatize_distributed(
         whole(batch_size=batch_size)
         one_of(("refuse", "drop"), on_violation=on_violation)
         one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
+        one_of(("auto", "refuse", "skip"), on_replay=on_replay)
         if block is not None:
             whole(block=block)
         if (clip_norm is None) == (clip is None):
@@ -129,7 +133,8 @@ def privatize_distributed(
             "loss_reduction": loss_reduction,
             "engine": type(engine).__name__,
             "run": run is not None,
-            "moved": moved,
+            "on_replay": on_replay,
+            "initial": initial,
             "device": one_device(parameters).type,
             "optimizer": type(optimizer).__name__,
             "optimizer settings": repr(fingerprint.settings_of(optimizer)),
@@ -144,33 +149,25 @@ def privatize_distributed(
     if is_sharded:
         shards.check_policies(inner, parameters)
     team.agree("the parameters", lambda: _digests(parameters))
-    bound_to = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
-    folder = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
+    bound = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
+    opened = _opened(plan, team, run=run, source=source, device=device)
+    made: list[Release] = []
 
-    def begin() -> tuple[Keys, tuple[Ancestor, ...]]:
-        keys = keys_of(folder, plan, source, device)
-        return keys, () if folder is None else folder.ancestors()
+    def build() -> None:
+        made.append(
+            Release(
+                plan,
+                opened,
+                {name: place.local for name, place in places.items()},
+                clip=bound,
+                divisor=batch_size,
+                device=device,
+                starts={name: place.start for name, place in places.items()},
+                facts={"initial": initial},
+            )
+        )
 
-    keys, ancestors = team.lead("the run folder", begin)
-    keys = replace(keys, source=keys.source.on(device))
-    if folder is not None and not team.is_lead:
-        folder = Elsewhere(folder.path, ancestors)
-    ledger = GroupLedger(folder, plan, team=team, moved=moved)
-
-    def bind() -> None:
-        bind_facts(ledger, plan, keys.source, clip=bound_to, batch_size=batch_size)
-
-    team.meet("the facts of the run", bind)
-    threshold = threshold_for(bound_to, plan, keys.source)
-    noise = NoiseStream(
-        plan.strategy.recipe(plan.steps),
-        keys.source,
-        {name: place.local for name, place in places.items()},
-        scale=threshold.noise_scale(plan, tuple(parameters)),
-        steps=plan.steps,
-        device=device,
-        starts={name: place.start for name, place in places.items()},
-    )
+    team.meet("the facts of the run", build)
     if engine is None:
         with shards.gathered(inner) if is_sharded else nullcontext():
             # Ranks with unlike free memory must not sum in unlike parts.
@@ -180,22 +177,42 @@ def privatize_distributed(
         parameters=parameters,
         optimizer=optimizer,
         engine=engine,
-        threshold=threshold,
-        noise=noise,
-        ledger=ledger,
-        planned_batch=batch_size,
+        release=made[0],
         groups_users=plan.unit == "user",
         reduce=reduce,
         drop=on_violation == "drop",
-        secret=fingerprint.secret_of(keys.source.key),
+        skips_replays=on_replay == "skip" or (on_replay == "auto" and device.type == "cuda"),
         team=team,
         places=places,
         block=block or -(-batch_size // BLOCKS),
         is_sharded=is_sharded,
     )
-    private = GroupPrivate(model, plan, parts, keys=keys, run=folder, loss_reduction=loss_reduction)
+    private = GroupPrivate(model, plan, parts, loss_reduction=loss_reduction)
     private.write_statement()
     return private
+
+
+def _opened(
+    plan: Plan, team: Team, *, run: Run, source: Source | None, device: torch.device
+) -> Opened:
+    """Rank 0 opens the run; the others hear of its keys and facts."""
+    here: list[Opened] = []
+
+    def begin() -> tuple[KeyRing, tuple[Ancestor, ...], dict[str, str | None], int]:
+        def make(path: Path | None) -> GroupLedger:
+            return GroupLedger(plan, team=team, path=path)
+
+        here.append(open_run(plan, run=run, source=source, device=device, make=make))
+        ledger = here[0].ledger
+        return here[0].ring, here[0].ancestors, ledger.facts(), ledger.released
+
+    ring, ancestors, facts, released = team.lead("the run folder", begin)
+    if here:
+        return here[0]
+    folder = folder_of(run)
+    ledger = GroupLedger.elsewhere(plan, team=team, facts=facts, released=released)
+    seen = None if folder is None else Elsewhere(folder.path, ancestors)
+    return Opened(seen, ledger, ring, plan.strategy.recipe(plan.steps), ancestors, None)
 
 
 def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

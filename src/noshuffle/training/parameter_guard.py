@@ -2,15 +2,17 @@
 
 A model can change under a run: a layer exchanged, `load_state_dict(assign=True)`, parameters frozen
 or unfrozen. Steps would then train objects that are not in the model any more, or release sums of
-others. `Held` knows every parameter by its place in the model and is asked before each step.
+others. `ParameterGuard` knows every parameter by its place in the model and is asked before each
+step.
 
 An optimizer can be stepped by somebody else: an old loop with `loss.backward(); optimizer.step()`
 trains on raw gradients, and the statement would know nothing of it. `guard` refuses that for as
 long as the run lives. State: the places; one hook on the optimizer.
 
 >>> from torch import nn
->>> model = nn.Sequential(nn.Linear(2, 2)); held = Held(model, dict(model.named_parameters()))
->>> held.check(); model[0] = nn.Linear(2, 2); held.check()
+>>> model = nn.Sequential(nn.Linear(2, 2))
+>>> guarded = ParameterGuard(model, dict(model.named_parameters()))
+>>> guarded.check(); model[0] = nn.Linear(2, 2); guarded.check()
 Traceback (most recent call last):
     ...
 noshuffle.errors.InvalidInput: parameter '0.weight' is no longer the one that was privatized; load \
@@ -34,7 +36,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 _MARK = "_is_in_private_step"
 
 
-class Held:
+class ParameterGuard:
     """The parameters of a run, and where each of them is in the model."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

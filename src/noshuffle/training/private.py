@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
@@ -39,13 +38,10 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint
-from noshuffle.release.folder import Keys, RunFolder
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.sampler import Sampler, make_sampler
-from noshuffle.release.spending import ADAPTIVE_CLIP, FACTS, notes_of, spent
+from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training import parameter_guard as held
+from noshuffle.training import parameter_guard, rng
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled.result import Pending
 from noshuffle.training.step import Outcome, Parts, Step
@@ -61,25 +57,25 @@ class Private(OneOwner):
         plan: Plan,
         parts: Parts,
         *,
-        keys: Keys,
-        run: RunFolder | None,
         loss_reduction: str,
     ) -> None:
         self.model = model
         self.plan = plan
-        self.run = run
+        self.run = parts.release.folder
         self._outcome: Outcome | Pending | None = None
         self._parts = parts
-        self._keys = keys
         self._loss_reduction = loss_reduction
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
-        self._let_go = held.guard(parts.optimizer, self)
+        self._let_go = parameter_guard.guard(parts.optimizer, self)
         self._index = 0
         self.compiled: Compiled | None = None
         self.not_compiled = ""
-        self.ancestors = run.ancestors() if run is not None else ()
+        self.ancestors = parts.release.ancestors
+        self._epoch_rng: tuple[int, dict[str, Any]] | None = None
+        self._is_closed = False
+        self._statement: PrivacyStatement | None = None
 
     @property
     def steps_done(self) -> int:
@@ -139,7 +135,7 @@ class Private(OneOwner):
         if self.compiled is not None:
             batch = cuttable(batch)
             quiet = self._engine_at_work
-            with held.at_work(self._parts.optimizer):
+            with parameter_guard.at_work(self._parts.optimizer):
                 step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
         if step is None:
             step = self._new_step()
@@ -169,7 +165,7 @@ class Private(OneOwner):
         if isinstance(step, Pending):
             self._outcome = step
         else:
-            with held.at_work(self._parts.optimizer):
+            with parameter_guard.at_work(self._parts.optimizer):
                 self._outcome = step.release()
         self._index += 1
         self.ledger.settle()  # a device is at work on the step meanwhile
@@ -197,23 +193,26 @@ class Private(OneOwner):
             )
         return self._optimizer
 
+    def skip(self) -> None:
+        """Pass over the next step, which was released before and cannot be repeated.
+
+        Its noise is drawn and thrown away, nothing is updated, its charge stays. For steps after
+        the last checkpoint whose data are gone, or whose sums do not come out the same again.
+        """
+        self._parts.release.skip()
+        self._outcome = None
+        self._index += 1
+
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a Poisson or fixed-size plan, from the current step on.
 
         It goes into a DataLoader as `batch_sampler`; pass its indices on as `ids`.
         """
-        sampler = make_sampler(
-            self.plan.participation, key=self._keys.sampling, population=population
-        )
-        self.ledger.bind("population", str(getattr(sampler, "population", "")))
-        sampler.start = self._index
-        self.ledger.sampler = sampler
-        return sampler
+        return self._parts.release.sampler(population)
 
     def statement(self) -> PrivacyStatement:
         """The guarantee of what was released so far, with all its assumptions."""
-        notes = notes_of({name: self.ledger.meta(name) for name in FACTS})
-        return spent(self.plan, self.steps_released, ancestors=self.ancestors, notes=notes)
+        return self._statement or self._parts.release.statement()
 
     @property
     def epsilon(self) -> float:
@@ -222,111 +221,87 @@ class Private(OneOwner):
 
     def epsilon_after(self, steps: int) -> float:
         """ε of the first `steps` steps of this run, and of the runs it was forked from."""
-        is_adaptive = self._parts.threshold.is_adaptive
-        if not self.ancestors and not is_adaptive:
-            return self.plan.epsilon_after(steps)
-        notes = (ADAPTIVE_CLIP,) if is_adaptive else ()
-        return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
+        return self._parts.release.epsilon_after(steps)
 
     def attach(self, **objects: Any) -> None:
         """Objects with `state_dict` (schedulers, averages) to be saved along, by name."""
         self._attached.update(objects)
 
+    def begin_epoch(self) -> None:
+        """A pass over the data begins: remember the random state that its loader starts from."""
+        self._epoch_rng = (self._index, rng.captured())
+
+    def return_to_epoch(self, step: int) -> None:
+        """Put back the random state that the pass of `step` began with, if it was saved.
+
+        A loader that is iterated anew then draws the same order and augmentations again.
+        """
+        if self._epoch_rng is not None and self._epoch_rng[0] == step:
+            rng.restore(self._epoch_rng[1])
+        else:
+            self.begin_epoch()
+
     def state_dict(self) -> dict[str, Any]:
-        """The whole state but the key."""
-        state: dict[str, Any] = {
-            "step": self._index,
-            "plan": self.plan.hash,
-            "key": self._keys.source.fingerprint,
-            "batch_size": self._parts.planned_batch,
-            "threshold": self._parts.threshold.state_dict(),
+        """The whole state but the keys."""
+        return {
+            **self._parts.release.state_dict(),
             "model": original(self.model).state_dict(),
             "optimizer": self._parts.optimizer.state_dict(),
-            "noise": self._parts.noise.state_dict(),
             "attached": {name: item.state_dict() for name, item in self._attached.items()},
-            "random": torch.get_rng_state(),
+            "random": rng.captured(),
+            "epoch_random": None if self._epoch_rng is None else list(self._epoch_rng),
         }
-        if torch.cuda.is_available():
-            state["random_cuda"] = torch.cuda.get_rng_state_all()
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken; another plan, key or clipping is refused.
 
-        Also sets torch's random state, which dropout draws from.
+        Also sets the random states of torch, NumPy and Python, which loaders draw from.
         """
-        own = {
-            "plan": self.plan.hash,
-            "key": self._keys.source.fingerprint,
-            "batch_size": self._parts.planned_batch,
-        }
-        for name, value in own.items():
-            if state.get(name) != value:
-                raise InvalidInput(
-                    f"this state was saved with {name} = {state.get(name)}, the run has {value}; "
-                    "build the run as it was, or fork it"
-                )
+        self._parts.release.check_state(state)
         if set(state["attached"]) != set(self._attached):
             raise InvalidInput(
                 f"this state was saved with attached objects {sorted(state['attached'])}, the run "
                 f"has {sorted(self._attached)}; attach the same ones"
             )
-        if int(state["step"]) > self.steps_released:
-            raise InvalidInput(
-                f"this state was taken after {state['step']} steps, the ledger knows of "
-                f"{self.steps_released}; give privatize the run folder that saw them"
-            )
         original(self.model).load_state_dict(state["model"])
         self._parts.optimizer.load_state_dict(state["optimizer"])
-        self._parts.noise.load_state_dict(state["noise"])
-        self._parts.threshold.load_state_dict(state["threshold"])
+        self._parts.release.load_state_dict(state)
         for name, item in self._attached.items():
             item.load_state_dict(state["attached"][name])
-        torch.set_rng_state(state["random"])
-        if torch.cuda.is_available() and "random_cuda" in state:
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        rng.restore(state["random"])
+        began = state.get("epoch_random")
+        self._epoch_rng = None if began is None else (int(began[0]), began[1])
         self._index = int(state["step"])
-        if isinstance(self.ledger.sampler, Sampler):
-            self.ledger.sampler.start = self._index
 
     def save(self) -> Path:
         """Write a checkpoint and the statement into the run folder."""
-        run = self._folder()
-        path = checkpoint.save(self.state_dict(), run.checkpoints)
-        self.ledger.tidy()
-        self.write_statement()
-        return path
+        return self._parts.release.save(self.state_dict())
 
     def resume(self) -> int:
         """Load the newest checkpoint, if there is one; returns the next step's index."""
-        run = self._folder()
-        found = checkpoint.saved(run.checkpoints)
-        if found:
-            self.load_state_dict(checkpoint.load(found[-1]))
-        run.forget_metrics_after(self._index)
+        state = self._parts.release.saved()
+        if state is not None:
+            self.load_state_dict(state)
+        self._parts.release.need_folder().forget_metrics_after(self._index)
         return self._index
 
-    def close(self) -> None:
-        """Bring the evidence up to date and let go of the ledger."""
-        self.write_statement()
-        self.ledger.close()
+    def close(self, *, keep_keys: bool = False) -> None:
+        """Bring the evidence up to date and let go of it. A finished run is sealed.
+
+        Sealing destroys the keys: nobody can take the noise off the model any more, and nothing
+        that a finished run needs is lost. `keep_keys` leaves them in the folder.
+        """
+        if not self._is_closed:
+            self._statement = self.statement()
+            self._parts.release.close_run(keep_keys=keep_keys)
+            self._end()
+
+    def _end(self) -> None:
         self._let_go()
         if self._listener is not None:
             self._listener.stop()
-
-    def _folder(self) -> RunFolder:
-        if self.run is None:
-            raise InvalidInput("there is no run folder; give privatize run='runs/NAME'")
-        return self.run
+        self._is_closed = True
 
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger, if there is a run folder."""
-        if self.run is not None:
-            self.run.write_statement(
-                {
-                    **self.statement().to_dict(),
-                    "plan_hash": self.plan.hash,
-                    "planned_steps": self.plan.steps,
-                    "released_steps": self.steps_released,
-                }
-            )
+        self._parts.release.write_statement()

@@ -1,14 +1,15 @@
 """One private step, as Algorithm 1 writes it.
 
-    admit    every unit is inside its participation, or nothing is computed        (guard)
+    admit    every unit is inside its participation, or nothing is computed        (release)
     clip     each unit's gradient to norm ζ, and sum them                          (clipping)
-    record   the step is in the ledger, on the disk, before anybody sees it        (ledger)
-    noise    add row t of z·ζ·C⁻¹Z                                                 (noise)
-    divide   by the planned batch size, whatever the realised one was
+    commit   the step is in the ledger, on the disk, with a digest of its sum      (release)
+    noise    add row t of z·ζ·C⁻¹Z, divide by the planned batch size               (release)
     update   any torch optimizer: post-processing                                  (optim)
 
 A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
-raw sum never leaves this file. State: the sum in the making, gone after `release`.
+raw sum never leaves this file. Random layers of the model draw from a generator that is set anew
+for every step and part, so that an honest replay has the same masks. State: the sum in the making,
+gone after `release`.
 
 A GPU works behind the host. So the fingerprint of a batch that lies there is begun in `add` and
 waited for in `release`. Units with ids are admitted before their gradient is computed, as ever; a
@@ -32,13 +33,13 @@ from torch import Tensor, nn
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size, take
-from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.noise import NoiseStream
+from noshuffle.errors import InvalidInput
 from noshuffle.release import fingerprint
-from noshuffle.release.ledger import Admission, Ledger
-from noshuffle.release.threshold import Threshold
-from noshuffle.release.units import Ids, as_ids
-from noshuffle.training.parameter_guard import Held
+from noshuffle.release.ledger import Admission
+from noshuffle.release.release import Release
+from noshuffle.release.units import Ids
+from noshuffle.training.parameter_guard import ParameterGuard
+from noshuffle.training.rng import seeded
 
 
 class Engine(Protocol):
@@ -65,21 +66,20 @@ class Parts:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     engine: Engine
-    threshold: Threshold
-    noise: NoiseStream
-    ledger: Ledger
-    planned_batch: int
+    release: Release
     groups_users: bool
     reduce: str
     drop: bool
-    secret: bytes
-    samples: fingerprint.Samples = field(
-        default_factory=fingerprint.Samples, kw_only=True, repr=False, compare=False
-    )
-    held: Held = field(init=False, repr=False, compare=False)
+    #: Whether a released step whose sum comes out otherwise is passed over instead of refused.
+    skips_replays: bool = False
+    guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.held = Held(self.model, self.parameters)
+        self.guard = ParameterGuard(self.model, self.parameters)
+        self.device = next(iter(self.parameters.values())).device
+        self.ledger, self.noise = self.release.ledger, self.release.noise
+        self.threshold, self.secret = self.release.threshold, self.release.secret
+        self.planned_batch = self.release.divisor
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Outcome:
     norms: Tensor
     bad: Tensor
     dropped: int
+    #: A released step that could not be repeated, and was passed over: nothing was updated.
+    is_skipped: bool = field(default=False, kw_only=True)
     #: The losses in ordinary memory, where they are there already.
     shown: Tensor | None = None
 
@@ -118,9 +120,8 @@ class Step:
 
     Guarantees: what `release` hands to the optimizer is (Σ_u clip(g_u) + noise of step t) divided
     by the planned constant, for the admitted units only. A unit with a NaN or infinite gradient
-    contributes zero; an empty batch releases noise alone. If anything fails before the ledger is
-    written, nothing was released; if something fails after it, the noise stream refuses to go on
-    and the run continues from its last checkpoint.
+    contributes zero; an empty batch releases noise alone. Of a step that was released before, the
+    same sum leaves again, or nothing.
     """
 
     def __init__(self, parts: Parts, *, index: int) -> None:
@@ -133,7 +134,6 @@ class Step:
         self._dropped = 0
         self._admission: Admission | None = None
         self._coming: Callable[[], bytes] | None = None
-        self._state = self._state_print()
 
     def add(
         self,
@@ -147,7 +147,7 @@ class Step:
         """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole.
 
         `data` is the part of the batch that is the same in every epoch, where not all of it is
-        (gradients that come along): epochs are compared by it, replays by everything.
+        (gradients that come along): epochs are compared by it.
         """
         batch = cuttable(batch)
         size = batch_size(batch)
@@ -155,12 +155,13 @@ class Step:
         self._settle()  # the part before was not the last one, whatever it said
         is_behind = is_last and data is None and self._may_be_known_later(batch, own)
         self._ids.append(own)
-        if is_behind:
-            self._coming = fingerprint.begin(batch, own, secret=self.parts.secret)
-        else:
-            self._print(batch, own, data=data)
+        if own is None and is_behind:
+            self._coming = fingerprint.begin(batch, None, secret=self.parts.secret)
+        elif own is None:
+            named = batch if data is None else data
+            self._prints.append(fingerprint.of_batch(named, None, secret=self.parts.secret))
         admission = None
-        if not is_behind or own is not None:
+        if own is not None or not is_behind:
             admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
         rows = np.arange(size) if admission is None else self._rows(admission, size)
@@ -173,22 +174,23 @@ class Step:
             units = torch.from_numpy(np.unique(own[rows], return_inverse=True)[1])
         for parameter in self.parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
-        part = self.parts.engine.clipped_sum(
-            self.parts.model,
-            loss_fn,
-            batch,
-            clip=self.parts.threshold.clip,
-            units=units,
-            reduce=self.parts.reduce,
-        )
-        self.parts.held.check_names(part.values)
+        with seeded(self.parts.release.seed(self.index, len(self._sums)), self.parts.device):
+            part = self.parts.engine.clipped_sum(
+                self.parts.model,
+                loss_fn,
+                batch,
+                clip=self.parts.threshold.clip,
+                units=units,
+                reduce=self.parts.reduce,
+            )
+        self.parts.guard.check_names(part.values)
         if self._sums:
             for name, value in self._sums[0].values.items():
                 value.add_(part.values[name])
         self._sums.append(part)
 
     def release(self) -> Outcome:
-        """Record, add noise, divide by the planned batch size, update."""
+        """Commit, add noise, divide by the planned batch size, update."""
         parts = self.parts
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
@@ -200,16 +202,23 @@ class Step:
         values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
-        parts.ledger.record(admission)
-        # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
-        norm = self._sums[0].bound if parts.threshold.is_adaptive else 1.0
-        if norm != 1.0:
-            _scale_(values, 1.0 / norm)
-        parts.noise.add_(values, times=norm / parts.planned_batch)
+        if not self._commit(admission, values):
+            return self._pass_over()
+        parts.release.add_noise_(values)
         self._give(values)
-        parts.threshold.learn(self._sums, step=self.index)
+        parts.release.learn(self._sums, step=self.index)
         parts.optimizer.step()
         return self._outcome()
+
+    def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
+        return self.parts.release.commit(admission, self.parts.release.digest(values))
+
+    def _pass_over(self) -> Outcome:
+        """A released step whose sum came out otherwise: nothing of it may leave."""
+        if not self.parts.skips_replays:
+            raise self.parts.release.refusal(self.index)
+        self.parts.release.skip()
+        return replace(self._outcome(), is_skipped=True)
 
     def _leave_out_(self, values: dict[str, Tensor]) -> None:
         """Nothing of the batch may be used: noise alone is released, and nothing is learned."""
@@ -238,19 +247,6 @@ class Step:
         for name, parameter in own.items():
             parameter.grad = values[name]
 
-    def _state_print(self) -> bytes:
-        own = self.parts.parameters.values()
-        return fingerprint.of_state(self._settings(), own, samples=self.parts.samples)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "clip": self.parts.threshold.settings(),
-            "batch_size": self.parts.planned_batch,
-            "reduce": self.parts.reduce,
-            "optimizer": type(self.parts.optimizer).__name__,
-            "groups": fingerprint.settings_of(self.parts.optimizer),
-        }
-
     def _own_ids(self, ids: Any, size: int) -> Ids | None:
         if ids is None:
             if self.parts.groups_users:
@@ -260,7 +256,7 @@ class Step:
             if any(other is not None for other in self._ids):
                 raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
             return None
-        own = as_ids(ids, secret=self.parts.secret).copy()  # theirs may hold the next part's soon
+        own = self.parts.release.identify(ids).copy()  # theirs may hold the next part's soon
         if len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
         for other in self._ids:
@@ -273,18 +269,6 @@ class Step:
                 )
         return own
 
-    def _print(
-        self, batch: tuple[Any, ...], own: Ids | None, *, data: tuple[Any, ...] | None
-    ) -> None:
-        """Take the fingerprint of one part."""
-        secret = self.parts.secret
-        self._prints.append(
-            fingerprint.of_batch(batch if data is None else data, own, secret=secret)
-        )
-        if data is not None:
-            everything = self._state + fingerprint.of_batch(batch, own, secret=secret)
-            self._state = hashlib.blake2b(everything, digest_size=fingerprint.SIZE).digest()
-
     def _may_be_known_later(self, batch: tuple[Any, ...], own: Ids | None) -> bool:
         """Whether the sum of a whole batch may be begun before its fingerprint is there."""
         is_fresh = self.index >= self.parts.ledger.released
@@ -294,13 +278,9 @@ class Step:
     def _settle(self) -> None:
         """Wait for a fingerprint that is on its way, and have leave for the batch with it."""
         if self._coming is not None:
-            name = self._coming()
-            if self._admission is not None:
-                self._admission = replace(self._admission, batch=name)
-            self._prints.append(name)
+            self._prints.append(self._coming())
             self._coming = None
-            if self._admission is None:
-                self._admission = self._admit(is_partial=False)
+            self._admission = self._admit(is_partial=False)
 
     def _admit(self, *, is_partial: bool) -> Admission:
         """Leave for everything that was added so far."""
@@ -309,13 +289,8 @@ class Step:
         batch = self._prints[0] if self._prints else b""
         if len(self._prints) > 1:
             batch = hashlib.blake2b(b"".join(self._prints), digest_size=fingerprint.SIZE).digest()
-        return self.parts.ledger.admit(
-            self.index,
-            ids,
-            batch,
-            state=self._state,
-            drop=self.parts.drop,
-            is_partial=is_partial,
+        return self.parts.release.admit(
+            self.index, ids, batch, drop=self.parts.drop, is_partial=is_partial
         )
 
     @staticmethod
@@ -343,13 +318,5 @@ def check_in_step(parts: Parts, index: int) -> None:
     """Raise if noise and steps, or the model and its run, have come apart, or nothing can learn."""
     if torch.is_inference_mode_enabled():
         raise InvalidInput("a private step needs gradients; take it outside torch.inference_mode()")
-    if parts.noise.step != index:
-        raise NoshuffleError(
-            f"step {index - 1 if parts.noise.step < index else index} failed half-way and its "
-            "noise is out of step; go on from the last checkpoint (private.resume)"
-        )
-    parts.held.check()
-
-
-def _scale_(values: dict[str, Tensor], factor: float) -> None:
-    torch._foreach_mul_(list(values.values()), factor)
+    parts.release.check_in_step(index)
+    parts.guard.check()

@@ -32,7 +32,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.release.units import as_ids
 from noshuffle.training.step import Parts, Step
 
 
@@ -195,7 +194,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "first (private.step takes an empty batch)"
             )
         self._parts.ledger.bind("unchanged_loop", "yes")
-        given = None if ids is None else as_ids(ids, secret=self._parts.secret)
+        given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
         at = 0
         with self._accumulate() as step:
             if not self._is_compared:

@@ -1,13 +1,13 @@
 """A private step of fixed shapes as three CUDA graphs over buffers that stay where they are.
 
-    digest    fingerprints of the batch and of the parameters    → 32 bytes a tensor to the host
-    sum       the same, then per-example gradients, clip, sum    → losses, then norms to the host
+    digest    fingerprints of a batch without ids                → 32 bytes a tensor to the host
+    sum       per-example gradients, clip, sum, digest of it     → losses, norms, 32 bytes
     release   add the noise, divide, update
 
-The host stages a batch (rows beyond it stay zero, with weight zero), replays `sum`, waits for the
-fingerprints alone, writes the ledger while the device is at work on the sum, and replays `release`;
-`digest` alone is for batches that must be known before their sum. Nothing here decides anything:
-order and guard are `compiled`'s.
+The host stages a batch (rows beyond it stay zero, with weight zero), replays `digest` where the
+batch has no ids, replays `sum`, writes the ledger while the device is at work on it, and replays
+`release`. The digest of the sum is read before the next one. Nothing here decides anything: order
+and guard are `compiled`'s.
 
 Without capture (`captures=False`, on any device) the same three functions are simply called; the
 tests hold everything but the capture itself that way.
@@ -59,7 +59,7 @@ def in_memory(value: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,))
 
 
-class Piece:
+class Captured:
     """A function without arguments, captured once and replayed, or simply called."""
 
     def __init__(self, do: Callable[[], None], *, captures: bool, pool: Any = None) -> None:
@@ -108,18 +108,20 @@ class Program:
         self.keep = torch.zeros(capacity, dtype=torch.bool, device=self.device)
         self._kept: tuple[int, bytes] = (0, b"")
         self._filled = 0
-        self._params = list(parts.parameters.values())
+        self._keys = keys
         groups = [[buffer] for buffer in self._buffers]
-        self._printer = Printer(keys, [*groups, [in_memory(p) for p in self._params]])
+        self._printer = Printer(keys, groups)
         self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._prints = self._host((len(groups) + 1, 4), torch.int64)
+        self._prints = self._host((len(groups), 4), torch.int64)
+        self._of_sum = self._host((4,), torch.int64)
         self._report = self._host((3, capacity), torch.float32)
         self._losses = self._host((capacity,), torch.float32)
         # The same memory as NumPy sees it; to ask for such a view takes longer than to read it.
-        self._told: tuple[NDArray[np.int64], Rows, Rows] = (
+        self._told: tuple[NDArray[np.int64], Rows, Rows, NDArray[np.int64]] = (
             self._prints.numpy(),
             self._report.numpy(),
             self._losses.numpy(),
+            self._of_sum.numpy(),
         )
         self._digested, self._shown, self._summed = (
             Signal(self.device, captures=captures) for _ in range(3)
@@ -127,10 +129,11 @@ class Program:
         self._is_shown = False
         self.sums: Sums | None = None
         self._grads: dict[nn.Parameter, Tensor] = {}
-        self._digest = Piece(self._do_digest, captures=False)
-        self._sum = Piece(lambda: None, captures=False)
-        self._sum_digests = False
-        self._release = Piece(lambda: None, captures=False)
+        self._digest = Captured(self._do_digest, captures=False)
+        self._sum = Captured(lambda: None, captures=False)
+        #: Whether the sum draws random numbers, so that each step must set the generator.
+        self.is_random = True
+        self._release = Captured(lambda: None, captures=False)
         self.update: Update | None = None
         self._held: list[Held] = []
 
@@ -146,23 +149,38 @@ class Program:
     # -- building ------------------------------------------------------------------------------
 
     def capture_digest(self) -> None:
-        """Ready the fingerprints, alone and in one graph with the sum, which must be ready."""
+        """Ready the fingerprints of the batch, and let the sum, which must be ready, end with its
+        digest."""
+        assert self.sums is not None
         self._do_digest()
-        self._digest = Piece(self._do_digest, captures=self.captures, pool=self._pool)
+        self._digest = Captured(self._do_digest, captures=self.captures, pool=self._pool)
         self._digested.reset()
         do_sum = self._sum.do
 
         def do() -> None:
-            self._do_digest()
             do_sum()
+            assert self.sums is not None
+            values = self.sums.values
+            printer = Printer(self._keys, [[in_memory(values[name]) for name in sorted(values)]])
+            self._kept_printer = printer  # its tables must stay where the graph reads them
+            self._of_sum.copy_(printer.run_()[0], non_blocking=True)
+            self._summed.raise_()
 
+        generator = torch.cuda.default_generators[self.device.index or 0] if self.captures else None
+        before = None if generator is None else generator.get_state()
         with repeatable():
-            self._sum = Piece(do, captures=self.captures, pool=self._pool)
-        self._sum_digests = True
+            self._sum = Captured(do, captures=self.captures, pool=self._pool)
+        if generator is not None and before is not None:
+            self._summed.reset()
+            self._sum()
+            torch.cuda.synchronize(self.device)
+            self.is_random = not torch.equal(generator.get_state(), before)
+        self._summed.reset()
+        self._shown.reset()
 
     def capture_sum(self, total: TotalFn) -> None:
         """Ready the clipped sum by one of its forms; a former one is forgotten."""
-        self._is_shown = self._sum_digests = False
+        self._is_shown = False
 
         def do() -> None:
             sums = total(self.batch, self.keep)
@@ -183,7 +201,7 @@ class Program:
                         do()
                 torch.cuda.current_stream(self.device).wait_stream(side)
                 torch.cuda.synchronize(self.device)
-            self._sum = Piece(do, captures=self.captures, pool=self._pool)
+            self._sum = Captured(do, captures=self.captures, pool=self._pool)
         self._shown.reset()
         self._summed.reset()
 
@@ -194,7 +212,7 @@ class Program:
         if self.captures:
             assert self.sums is not None
             self.parts.noise.prepare(self.sums.values, counts_itself=True)
-        self._release = Piece(self._do_release, captures=self.captures, pool=self._pool)
+        self._release = Captured(self._do_release, captures=self.captures, pool=self._pool)
         self._held = update.held()
 
     def show(self, losses: Tensor) -> None:
@@ -257,23 +275,25 @@ class Program:
                 buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)
 
     def digest(self) -> None:
-        """Start the fingerprints of what is staged, and of the parameters."""
+        """Start the fingerprints of what is staged."""
         self._digested.expect()
         self._digest()
 
-    def prints(self) -> tuple[list[bytes], bytes]:
-        """Digests of the tensors of the batch, and of the parameters; waits for them."""
+    def prints(self) -> list[bytes]:
+        """Digests of the tensors of the batch; waits for them."""
         self._digested.wait()
-        rows = self._told[0]
-        return [row.tobytes() for row in rows[:-1]], rows[-1].tobytes()
+        return [row.tobytes() for row in self._told[0]]
 
     def sum(self) -> None:
-        """Start the clipped sum of what is staged, and its fingerprints before it."""
+        """Start the clipped sum of what is staged."""
         self._shown.expect()
         self._summed.expect()
-        if self._sum_digests:
-            self._digested.expect()
         self._sum()
+
+    def sum_digest(self) -> bytes:
+        """The digest of the last sum, until the next one; waits for it."""
+        self._summed.wait()
+        return self._told[3].tobytes()
 
     def forget(self) -> None:
         """Make the sum zero: it may not be released."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,18 +43,43 @@ class Told(Protocol):
 
 
 @dataclass(frozen=True)
+class _Kept:
+    """A report that stays."""
+
+    rows: Rows
+
+    def report(self) -> Rows:
+        return self.rows
+
+    def losses(self) -> Rows:
+        first: Rows = self.rows[0]
+        return first
+
+
+@dataclass(frozen=True)
 class Pending:
     """What a step saw, still on its way from the device; good until the next step."""
 
     program: Told
     rows: Ids | slice
     dropped: int
+    is_skipped: bool = False
+
+    def kept(self) -> Pending:
+        """The same for good, whatever the next step writes; waits."""
+        return replace(self, program=_Kept(self.program.report().copy()))
 
     def read(self) -> Outcome:
         """Wait for it."""
         found = self.program.report()[:, self.rows].copy()
         losses, norms, bad = torch.from_numpy(found)
-        return Outcome(losses=losses, norms=norms, bad=bad != 0, dropped=self.dropped)
+        return Outcome(
+            losses=losses,
+            norms=norms,
+            bad=bad != 0,
+            dropped=self.dropped,
+            is_skipped=self.is_skipped,
+        )
 
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none); waits for it."""

@@ -1,17 +1,17 @@
 """The compiled private step: the same Algorithm 1 as `step`, on graphs that are replayed.
 
-    host      admit ids ─ stage ─ start digest ─ start sum ─ wait for digest ─ ledger ─ release
-    device                        digest  ────►  sum  ─────────────────────────────►  noise, update
+    host      admit ids ─ stage ─ start sum ─ ledger ─ release ─ … ─ digest of the sum, before the
+    device                        sum, its digest  ───►  noise, update                   next one
 
-The host writes the ledger while the device computes, and waits for 32 bytes a tensor instead of
-for the step. What stays as it is in `Step`: units are admitted before their gradient is computed,
-the row is durable before noise and update run, a replay needs the same batch and parameters.
+The host writes the ledger while the device computes, and waits for nothing of the step itself.
+What stays as it is in `Step`: units are admitted before their gradient is computed, the row is
+durable before noise and update run, a replay needs the same sum to the bit.
 
-Two differences. A batch without ids is its own unit, known by its content only, so its sum is begun
-while the fingerprint is on its way; if the ledger then refuses, the sum is made zero and nothing
-was released (with on_violation="drop" the order is the strict one). And the ledger holds the
-parameters too: the sum is the same to the last bit in every replay of a graph (tested when it is
-captured; if not, parameters are left out as they are in an eager run on a GPU).
+Two differences. The digest of a sum is read when the next step begins, and reaches the disk with
+its row: after a crash the last step is passed over, not repeated. And a batch without ids is its
+own unit, known by its content only, so its sum is begun while the fingerprint is on its way; if the
+ledger then refuses, the sum is made zero and nothing was released (with on_violation="drop" the
+order is the strict one).
 
 A smaller batch is padded with rows of weight zero; a larger one, or one of another kind than the
 few that were captured, takes the eager way and `fallbacks` says so. The sum has several forms
@@ -24,8 +24,6 @@ State: programs by kind of batch (`programs`), and the log `fallbacks`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -42,17 +40,14 @@ from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
-from noshuffle.release.ledger_tables import encode_units
-from noshuffle.release.units import as_ids
-from noshuffle.training.compiled.choice import FACT
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat
 from noshuffle.training.compiled.reason import why_not
 from noshuffle.training.compiled.result import Pending
 from noshuffle.training.compiled.update import Update, update_for
+from noshuffle.training.rng import seeded
 from noshuffle.training.step import Parts, check_in_step
 
-Hasher = hashlib.blake2b
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
 
@@ -62,7 +57,7 @@ def compiled_step(parts: Parts, plan: Plan, *, wanted: bool | str) -> tuple[Comp
     reason = why_not(parts, wanted=wanted)
     if reason:
         return None, reason
-    capacity = parts.planned_batch
+    capacity = int(parts.planned_batch)
     if plan.participation.is_sampled:
         # Draws vary around the planned size; six standard deviations leave one in 10⁸ outside.
         capacity += math.ceil(6.0 * math.sqrt(capacity))
@@ -85,8 +80,6 @@ class Compiled(Programs):
         self._fuse = fuse
         self._update: Update | None = None
         self._updates = 0
-        self._settings: tuple[Any, Hasher] = (None, hashlib.blake2b())
-        self._is_exact = True
 
     def step(
         self,
@@ -101,89 +94,74 @@ class Compiled(Programs):
 
         The model itself runs inside `at_work`, and only when something is captured.
         """
-        parts = self.parts
+        parts, release = self.parts, self.parts.release
         check_in_step(parts, index)
         leaves, spec = flat(batch)
         program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
-        own = None if ids is None else as_ids(ids, secret=parts.secret)
+        own = None if ids is None else release.identify(ids)
         if own is not None and len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
-        is_fresh = index >= parts.ledger.released
+        is_fresh = index >= release.released
         admission: Admission | None = None
-        if is_fresh and own is not None:
-            admission = parts.ledger.admit(index, own, b"", drop=parts.drop)
+        if own is not None:
+            admission = release.admit(index, own, drop=parts.drop)
         if program is None:
             program = self.find(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
         if program is None:
             return None
         keep = None if admission is None else _mask(admission, size)
         # Fingerprints are those of all rows; the ones left out are made zero after that.
-        is_early = (admission is not None or (is_fresh and not parts.drop)) and keep is None
+        is_early = admission is None and is_fresh and not parts.drop
+        release.ledger.collect_digests()  # of the last step, which lies where the next one will
+        is_released = False
         with self.at_home():
             program.stage(leaves, size)
             try:
-                if is_early:
-                    program.weigh(size, None)
-                    program.sum()
-                else:
+                if own is None:
                     program.digest()
+                if is_early or admission is not None:
+                    self._sum(program, size, keep, index)
                 # The device is at work from here on: what the sum does not need is done meanwhile.
                 if program.has_moved():
                     self._recapture(program)
-                if admission is not None:
-                    encode_units(admission.units)  # remembered
-                state_of = self._described().copy()
-                digests, params = program.prints()
-                name = fingerprint.of_batch(
-                    batch,
-                    own,
-                    secret=parts.secret,
-                    digests=digests,
-                    flat=(leaves, program.structure),
-                )
-                if self._is_exact:
-                    state_of.update(params)
-                state = state_of.digest()
-                if admission is not None:
-                    admission = named(admission, name, state)
-                else:
-                    admission = parts.ledger.admit(index, own, name, state=state, drop=parts.drop)
-                if not is_early:
+                if admission is None:
+                    name = fingerprint.of_batch(
+                        batch,
+                        None,
+                        secret=parts.secret,
+                        digests=program.prints(),
+                        flat=(leaves, program.structure),
+                    )
+                    admission = release.admit(index, None, name, drop=parts.drop)
                     keep = _mask(admission, size)
-                    program.weigh(size, keep)
-                    program.sum()
-                parts.ledger.record(admission)
-                program.release()
+                    if not is_early:
+                        self._sum(program, size, keep, index)
+                raw = program.sum_digest
+                is_released = release.commit(admission, lambda: release.finished(raw()))
+                if is_released:
+                    program.release()
+                elif not parts.skips_replays:
+                    raise release.refusal(index)
             except BaseException:
                 # The gradients that the last step gave out lie where the raw sum is now.
                 program.give_up()
                 raise
-        if keep is None:
-            return Pending(program, slice(size), 0)
-        rows = np.flatnonzero(keep)
-        return Pending(program, rows, size - len(rows))
+        rows = slice(size) if keep is None else np.flatnonzero(keep)
+        seen = Pending(program, rows, 0 if keep is None else size - len(rows), not is_released)  # type: ignore[arg-type]
+        if not is_released:
+            seen = seen.kept()
+            program.forget()
+            release.skip()
+        return seen
 
-    def _described(self) -> Hasher:
-        """Fingerprint of clip, divisor and optimizer settings, to be gone on with in a copy.
-
-        It is made again only when they change.
-        """
-        optimizer = self.parts.optimizer
-        now = [[v for k, v in g.items() if k != "params"] for g in optimizer.param_groups]
-        # A tensor may have changed in place, which no comparison of lists would see.
-        if any(isinstance(v, Tensor) for g in now for v in g) or now != self._settings[0]:
-            record = {
-                "clip": self.parts.threshold.settings(),
-                "batch_size": self.parts.planned_batch,
-                "reduce": self.parts.reduce,
-                "optimizer": type(optimizer).__name__,
-                "groups": fingerprint.settings_of(optimizer),
-                "program": self.parts.ledger.meta(FACT),
-            }
-            text = json.dumps(record, sort_keys=True, default=repr).encode()
-            hasher = hashlib.blake2b(text, digest_size=fingerprint.SIZE, person=b"ns-state")
-            self._settings = (now, hasher)
-        return self._settings[1]
+    def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
+        """Start the clipped sum of the rows that count."""
+        program.weigh(size, keep)
+        if program.is_random:
+            with seeded(self.parts.release.seed(index), self.device):
+                program.sum()
+        else:
+            program.sum()
 
     def reset(self) -> None:
         """Forget everything that was captured."""
@@ -204,7 +182,7 @@ class Compiled(Programs):
         made = self.capture(loss_fn, batch, size, fuse=self._fuse, finish=finish)
         if made is None:
             return None
-        program, name, self._is_exact = made
+        program, name, _ = made
         assert self._update is not None
         seconds = time.perf_counter() - began
         self.why = (
@@ -235,12 +213,6 @@ def _size(batch: tuple[Any, ...], leaves: Sequence[Any]) -> int:
     """Rows of a batch, one look at every tensor where they agree."""
     sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else batch_size(batch)
-
-
-def named(admission: Admission, batch: bytes, state: bytes) -> Admission:
-    """The same leave, with the fingerprints that were still missing."""
-    a = admission
-    return Admission(a.step, batch, state, a.identified_by, a.units, a.keep, a.is_empty)
 
 
 def _mask(admission: Admission, size: int) -> Mask | None:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
-from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.spending import Ancestor
 from noshuffle.release.units import Ids, as_ids
@@ -81,9 +80,9 @@ class GroupPrivate(Private):
         if self._parts.groups_users:
             if ids is None:
                 raise InvalidInput("a plan with unit='user' splits batches by user; pass ids=")
-            users = as_ids(ids, secret=self._parts.secret)
+            users = self._parts.release.identify(ids)
         if size is None:
-            size = len(as_ids(ids, secret=self._parts.secret)) if ids is not None else None
+            size = len(as_ids(ids)) if ids is not None else None
         if size is None or (users is not None and len(users) != size):
             raise InvalidInput("give the size of the whole batch, or the ids of all its rows")
         whole(at_least=0, size=size)
@@ -194,30 +193,24 @@ class GroupPrivate(Private):
 
     def save(self) -> Path:
         """Rank 0 writes a checkpoint and the statement; returns when they are there."""
-        run = self._folder()
         state = self.state_dict()
-
-        def write() -> Path:
-            path = checkpoint.save(state, run.checkpoints)
-            self.ledger.tidy()
-            self.write_statement()
-            return path
-
-        return self._parts.team.lead("a checkpoint", write)
+        return self._parts.team.lead("a checkpoint", lambda: self._parts.release.save(state))
 
     def resume(self) -> int:
         """Rank 0 reads the newest checkpoint, if there is one, and sends it to all."""
-        run = self._folder()
-
-        def read() -> dict[str, Any] | None:
-            found = checkpoint.saved(run.checkpoints)
-            return checkpoint.load(found[-1]) if found else None
-
-        state = self._parts.team.lead("the newest checkpoint", read)
+        release = self._parts.release
+        state = self._parts.team.lead("the newest checkpoint", release.saved)
         if state is not None:
             self._parts.team.meet("loading", lambda: self.load_state_dict(state))
-        run.forget_metrics_after(self._index)
+        release.need_folder().forget_metrics_after(self._index)
         return self._index
+
+    def close(self, *, keep_keys: bool = False) -> None:
+        """Rank 0 brings the evidence up to date, and seals a finished run."""
+        if self._parts.team.is_lead:
+            super().close(keep_keys=keep_keys)
+        else:
+            self._end()
 
 
 def _again(error: Exception) -> None:

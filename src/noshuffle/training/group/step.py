@@ -32,6 +32,7 @@ from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import fingerprint
+from noshuffle.release.ledger import Admission
 from noshuffle.release.units import Ids
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
@@ -61,7 +62,6 @@ class Brought:
     size: int
     ids: Ids | None
     prints: list[bytes]
-    state: bytes
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,12 @@ class GroupStep(Step):
         self.index = index
         self._fixed: FixedSum | None = None
         self._part = 0
-        self._bits = shards.samples(parts.parameters, parts.places, parts.team)
         # A rank whose noise fell out of step says so at the next meeting: the others are waiting.
         self._late: NoshuffleError | None = None
         try:
             super().__init__(parts, index=index)
         except NoshuffleError as error:
             self._late = error
-        self._bits = []
 
     def add(
         self,
@@ -126,7 +124,7 @@ class GroupStep(Step):
             blocks.extend(blocks_of(size, users, block=self.parts.block))
             prints = block_prints(batch, blocks, own, secret=self.parts.secret)
             order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
-            return Brought(size, None if own is None else own[order], prints, self._state)
+            return Brought(size, None if own is None else own[order], prints)
 
         told = team.meet(f"{tag}, last: {is_last}", bring)
         self._check(told)
@@ -144,13 +142,8 @@ class GroupStep(Step):
         self._part += 1
 
     def _check(self, told: list[Brought]) -> None:
-        """Refuse ranks that differ in state or in having ids, and users on several ranks."""
-        all_agree(
-            [
-                {"parameters or settings": b.state.hex(), "having ids": b.ids is not None}
-                for b in told
-            ]
-        )
+        """Refuse ranks that differ in having ids, and users on several ranks."""
+        all_agree([{"having ids": b.ids is not None} for b in told])
         if self.parts.groups_users:
             users = np.concatenate([np.unique(b.ids) for b in told if b.ids is not None])
             names, counts = np.unique(users, return_counts=True)
@@ -283,11 +276,18 @@ class GroupStep(Step):
             own = values[name].to(parameter.dtype)
             parameter.grad = shards.like(own, parameter.data)
 
-    def _state_print(self) -> bytes:
-        return fingerprint.of_state(self._settings(), self._bits)
-
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "block": self.parts.block}
+    def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
+        """Rank 0 writes the digest of the whole sum; a replay must be the same on every rank."""
+        release, team = self.parts.release, self.parts.team
+        of_sum = release.digest(values)
+        found = of_sum if isinstance(of_sum, bytes) else of_sum()
+        if self.parts.is_sharded:  # every rank has another part of it
+            told = team.meet(f"the digest of step {self.index}", lambda: found)
+            found = hashlib.blake2b(b"".join(told), digest_size=16).digest()
+        is_fine = release.commit(admission, found)
+        if admission.is_replay:
+            is_fine = all(team.meet(f"the replay of step {self.index}", lambda: is_fine))
+        return is_fine
 
 
 def _joined(figures: list[Figures]) -> Figures:

@@ -1,0 +1,181 @@
+"""The keys of a run: fresh ones at every start of a process, old ones only for old draws.
+
+    ring = ((step 0, row 0, key_0), (step s_1, row r_1, key_1), …)         one entry a life
+
+The noise of a run is a function of its keys and of the number of a draw. If one key served the run
+for ever, two continuations of one folder (a clone, a snapshot, a backup that was put back, a ledger
+that lost its newest rows) would put the same noise on different sums, and the difference would be
+free of noise. So every process that goes on with a run takes fresh entropy of the operating system
+for all draws that no released step has used; draws that were used keep their key, since trees,
+taps and banded inverses need them again. Two continuations then have independent noise: at worst a
+second release, which composes. The same holds for secret samples of batches.
+
+A key serves one ledger: a `Source` that is given goes into the first key together with fresh
+entropy, so that it may be given to several runs. Test sources stay as they are, for ever: their
+runs are reproducible, and their statements say NOT PRIVATE.
+
+State: none; a ring is a value, and `folder` keeps it in a file of mode 0600 until it is sealed.
+
+>>> ring = KeyRing.new()
+>>> later = ring.renewed(step=3, row=5)
+>>> [(life.step, life.row) for life in later.lives], later.name == ring.name
+([(0, 0), (3, 5)], True)
+>>> later.lives[0].noise == ring.lives[0].noise, later.lives[1].noise == ring.lives[0].noise
+(True, False)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from noshuffle.errors import InvalidInput
+from noshuffle.noise import Source, new_key
+
+FORMAT = "noshuffle-key/2"
+_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Life:
+    """The keys of one process, and from which step and draw on they are used."""
+
+    step: int
+    row: int
+    noise: bytes = field(repr=False)
+    sampling: bytes = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """A public name of these keys: recognises them, reveals nothing about them."""
+        return hashlib.blake2b(
+            self.sampling, key=self.noise, person=b"ns-life", digest_size=16
+        ).hexdigest()
+
+
+@dataclass(frozen=True)
+class KeyRing:
+    """All keys of a run. `secret` keys its fingerprints and digests, and never changes."""
+
+    secret: bytes = field(repr=False)
+    lives: tuple[Life, ...]
+    kind: str = "auto"
+    is_test: bool = False
+    given: str = ""
+
+    @staticmethod
+    def new(source: Source | None = None) -> KeyRing:
+        """The keys of a new run: of the operating system, or those of a test source.
+
+        Guarantees: two rings share a key only if both come from the same test source.
+        """
+        if source is None:
+            return KeyRing(os.urandom(_BYTES), (Life(0, 0, new_key(), os.urandom(_BYTES)),))
+        if not source.is_test:  # mixed with fresh entropy: the same source may serve other runs
+            mixed = hashlib.blake2b(os.urandom(_BYTES), key=source.key, digest_size=_BYTES).digest()
+            life = Life(0, 0, mixed, os.urandom(_BYTES))
+            return KeyRing(os.urandom(_BYTES), (life,), source.kind, False, source.fingerprint)
+        life = Life(0, 0, source.key, _derived(source.key, b"ns-sampling"))
+        secret = _derived(source.key, b"ns-secret")
+        return KeyRing(secret, (life,), source.kind, True, source.fingerprint)
+
+    @property
+    def name(self) -> str:
+        """A public name of the ring, the same in every life."""
+        return hashlib.blake2b(b"", key=self.secret, person=b"ns-ring", digest_size=16).hexdigest()
+
+    @property
+    def source(self) -> Source:
+        """The noise of the run: every draw under the key of its life."""
+        later: list[tuple[int, bytes]] = []
+        first = self.lives[0].noise
+        for life in self.lives[1:]:
+            if later and later[-1][0] == life.row:
+                later.pop()
+            if life.row:
+                later.append((life.row, life.noise))
+            else:
+                first = life.noise
+        extra: dict[str, Any] = {"later": tuple(later)} if later else {}
+        return Source(first, self.kind, self.is_test, **extra)
+
+    def of_step(self, step: int) -> Life:
+        """The keys that a step was, or will be, released under."""
+        return next(life for life in reversed(self.lives) if life.step <= step)
+
+    def source_of_step(self, step: int) -> Source:
+        """For numbers that are drawn once a step (counts): a source under the key of its life."""
+        return Source(self.of_step(step).noise, self.kind, self.is_test)
+
+    def sampling_key(self, step: int) -> bytes:
+        """The key of the secret draw of a step."""
+        return self.of_step(step).sampling
+
+    def renewed(self, *, step: int, row: int) -> KeyRing:
+        """The ring of the next process: fresh keys from this step and this draw on.
+
+        Guarantees: keys of steps before `step` and of draws before `row` stay. A test ring stays
+        as it is.
+        """
+        if self.is_test:
+            return self
+        kept = tuple(life for life in self.lives if life.step < step or life.row < row)
+        return replace(self, lives=(*kept, Life(step, row, new_key(), os.urandom(_BYTES))))
+
+    def on(self, kind: str) -> KeyRing:
+        """The same ring with its kind of generator decided."""
+        return replace(self, kind=kind)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "is_test": self.is_test,
+            "given": self.given,
+            "secret": self.secret.hex(),
+            "lives": [
+                {
+                    "step": life.step,
+                    "row": life.row,
+                    "noise": life.noise.hex(),
+                    "sampling": life.sampling.hex(),
+                }
+                for life in self.lives
+            ],
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> KeyRing:
+        """The ring that `to_dict` wrote; anything else is refused."""
+        try:
+            if record["format"] != FORMAT:
+                raise InvalidInput(f"expected a {FORMAT} record, got {record['format']!r}")
+            lives = tuple(
+                Life(
+                    int(life["step"]),
+                    int(life["row"]),
+                    bytes.fromhex(life["noise"]),
+                    bytes.fromhex(life["sampling"]),
+                )
+                for life in record["lives"]
+            )
+            if not lives or lives[0].step or lives[0].row:
+                raise ValueError("the first life must begin at step 0")
+            ring = KeyRing(
+                bytes.fromhex(record["secret"]),
+                lives,
+                str(record["kind"]),
+                bool(record["is_test"]),
+                str(record["given"]),
+            )
+            _ = ring.source  # checks the keys
+            return ring
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(f"not a {FORMAT} record ({error})") from None
+
+
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    return hashlib.blake2b(b"", key=key, person=purpose, digest_size=_BYTES).digest()

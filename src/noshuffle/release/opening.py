@@ -1,0 +1,169 @@
+"""Open a run: its folder, its ledger and its keys, each checked against the others.
+
+    new       keys on the disk → plan.json → ledger, life 0
+    again     plan equal, ledger no older than what the folder knows → fresh keys for all draws that
+              no released step has used (`keys`) → one more life in the ledger, then on the disk
+
+The ledger hears of new keys before the key file holds them, so a crash in between leaves a life
+that nobody uses, and keys that the ledger does not know of mean that its rows were lost. A ledger
+that knows of fewer steps than statement.json or a checkpoint was rolled back: it is refused, since
+its ε would be too small. A folder that was copied or restored goes on, under fresh keys.
+
+State: none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noshuffle.errors import InvalidInput, ReplayRefused
+from noshuffle.noise import Source
+from noshuffle.noise.step_plan import StepPlans, rows_used
+from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import FolderLock, take
+from noshuffle.release.keys import KeyRing
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.spending import Ancestor
+from noshuffle.strategies.recipe import Recipe
+from noshuffle.version import __version__
+
+Run = RunFolder | str | Path | None
+MakeLedger = Callable[[Path | None], Ledger]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that is ready to go on."""
+
+    folder: RunFolder | None
+    ledger: Ledger
+    ring: KeyRing
+    recipe: Recipe
+    ancestors: tuple[Ancestor, ...]
+    lock: FolderLock | None
+
+
+def folder_of(run: Run) -> RunFolder | None:
+    """A run folder, however it was given."""
+    return run if isinstance(run, RunFolder) or run is None else RunFolder(run)
+
+
+def open_run(
+    plan: Plan, *, run: Run, source: Source | None, device: torch.device, make: MakeLedger
+) -> Opened:
+    """Begin a run or come back to it; `make` opens its ledger at a file (None: in memory).
+
+    Guarantees: when this returns, all draws that no released step has used are under keys that no
+    other process has (test sources excepted), and these keys are on the disk, readable by their
+    owner only. Raises where plan, source or evidence contradict each other.
+    """
+    if source is not None and not isinstance(source, Source):
+        raise InvalidInput(
+            f"source must be a noshuffle.noise.Source, got {type(source).__name__}; leave it out "
+            "for a fresh key"
+        )
+    folder = folder_of(run)
+    recipe = plan.strategy.recipe(plan.steps)
+    kind = (source or Source(bytes(32))).on(device).kind
+    if folder is None:
+        ring, ledger = KeyRing.new(source).on(kind), make(None)
+        _begin_life(ledger, ring, None)
+        return Opened(None, ledger, ring, recipe, (), None)
+    is_new = not folder.is_started
+    if is_new:
+        ring = KeyRing.new(source).on(kind)
+        folder.begin(plan, ring)
+    lock = take(folder.path)
+    if not is_new:
+        _check_folder(folder, plan)
+        ring = _check_source(folder.ring(), folder, source)
+    ledger = make(_ledger_path(folder, plan))
+    try:
+        _check_ledger(folder, ledger, ring)
+        if not is_new:
+            row = rows_used(StepPlans.of(recipe), ledger.released)
+            ring = ring.renewed(step=ledger.released, row=row)
+        _begin_life(ledger, ring, folder.ledger_file)
+        if not is_new:
+            folder.write_ring(ring)
+    except BaseException:
+        ledger.let_go()
+        raise
+    return Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
+
+
+def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
+    ledger.begin_life(
+        keys=ring.lives[-1].name,
+        version=__version__,
+        torch=torch.__version__,
+        inode=None if file is None else file.stat().st_ino,
+    )
+
+
+def _check_folder(folder: RunFolder, plan: Plan) -> None:
+    if folder.plan() != plan:
+        raise InvalidInput(
+            f"{folder.path} holds a run with another plan; use a new folder, or that plan"
+        )
+
+
+def _check_source(ring: KeyRing, folder: RunFolder, source: Source | None) -> KeyRing:
+    if source is not None and source.fingerprint != ring.given:
+        raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
+    return ring
+
+
+def _ledger_path(folder: RunFolder, plan: Plan) -> Path:
+    """The ledger's file; that of a sampled plan, which lists secret draws, is for its owner."""
+    file = folder.ledger_file
+    if not file.exists() and known_steps(folder):
+        raise ReplayRefused(_behind(file))
+    if plan.participation.is_sampled:
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # its log gets the same mode
+        file.chmod(0o600)
+    return file
+
+
+def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
+    """The ledger knows at least what the rest of the folder knows."""
+    if ledger.released < known_steps(folder):
+        raise ReplayRefused(_behind(folder.ledger_file))
+    told = {life["keys"] for life in ledger.notes("life")}
+    unknown = [life for life in ring.lives if life.name not in told]
+    if unknown and (len(ring.lives) > 1 or ledger.released):
+        raise ReplayRefused(
+            f"{folder.ledger_file} does not know of keys that {folder.key_file} holds: it is "
+            "older than they are, and steps that it lacks may have been released; bring the "
+            "newer ledger back, or begin a new run from the model"
+        )
+
+
+def known_steps(folder: RunFolder) -> int:
+    """How many steps the folder knows of, its ledger left aside."""
+    saved = checkpoint.saved(folder.checkpoints)
+    steps = int(saved[-1].name.rpartition("-")[2]) if saved else 0
+    try:
+        record: Any = read_json(folder.statement_file)
+        told = record.get("released_steps", 0) if isinstance(record, dict) else 0
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return steps
+    return max(steps, told) if isinstance(told, int) else steps
+
+
+def _behind(file: Path) -> str:
+    return (
+        f"{file} is missing or older than the checkpoints and statement.json beside it (was "
+        f"{file.name}-wal left behind?); steps that it does not know of were released; bring it "
+        "back, or begin a new run from the model"
+    )

@@ -1,0 +1,439 @@
+"""Release: the one way out for a noisy number. It owns keys, noise, guard, ledger and clip bound.
+
+    admit    the units of a step, against the plan and all earlier steps           (guard, ledger)
+    sum      whoever drives this makes the clipped sum, however fast he can
+    commit   the row of the step is on the disk, with a keyed digest of the sum    (ledger)
+    noise    add row t of z·ζ·C⁻¹Z on the grid, divide by the planned constant     (noise)
+
+A driver (a training step, its CUDA graphs, many ranks, a federated server, a convex solver, K runs
+at once) never sees a key, never draws, and never writes a row. What was released is a fact of the
+ledger, not an inference from what went in: a step that was released before is released again only
+if its sum has the same digest, and that is written down too. Otherwise the step is passed over
+(`skip`): its noise is drawn and thrown away, nothing is published, its charge stays.
+
+A digest may follow its row (`Later`): a device need not be waited for. A step whose digest never
+reached the disk is not repeated, only passed over.
+
+State: the noise stream, the threshold, and the ledger's.
+
+>>> import torch
+>>> from noshuffle import Plan, SinglePass
+>>> plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=0.0)
+>>> release = Release.begin(plan, {"w": (2,)}, clip=Flat(1.0), divisor=4)
+>>> admission = release.admit(0, release.identify([7, 8]))
+>>> total = {"w": torch.tensor([0.6, 0.8])}
+>>> release.close(admission, total)
+>>> total["w"], release.released
+(tensor([0.1500, 0.2000]), 1)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import Clip, ClippedSum, Flat
+from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
+from noshuffle.noise import NoiseStream, Source
+from noshuffle.one_owner import OneOwner
+from noshuffle.plan import Plan
+from noshuffle.release import checkpoint, digest, digest_host
+from noshuffle.release.facts import bind_facts, notes_of
+from noshuffle.release.files import file_digest
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger import Admission, Ledger
+from noshuffle.release.opening import Opened, Run, open_run
+from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.spending import ADAPTIVE_CLIP, spent
+from noshuffle.release.threshold import Threshold, threshold_for
+from noshuffle.release.units import Ids, as_ids, kind_of_ids
+from noshuffle.statement import PrivacyStatement
+
+#: A digest that is there, or one to wait for.
+Later = bytes | Callable[[], bytes]
+
+
+class Release(OneOwner):
+    """The door of one run. Build it with `begin`.
+
+    Guarantees: what leaves by `close` is (sum + noise of step t) / divisor for units that the plan
+    admits, each clipped to the bound that the ledger names; its row is durable before its noise is
+    used; the same noise never lies under two different sums, whatever is repeated, copied, rolled
+    back or killed. If anything fails before the row is written, nothing was released; if something
+    fails after it, the noise stream refuses to go on and the run continues from its last
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        opened: Opened,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        clip: Clip | QuantileClip,
+        divisor: float,
+        device: torch.device,
+        starts: Mapping[str, int] | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.plan, self.divisor, self.folder = plan, divisor, opened.folder
+        self.ledger: Ledger = opened.ledger
+        self.ancestors = opened.ancestors
+        self._ring, self._lock = opened.ring, opened.lock
+        self.secret = opened.ring.secret
+        self.threshold: Threshold = threshold_for(clip, plan, opened.ring)
+        scale = self.threshold.noise_scale(plan, tuple(shapes))
+        bind_facts(
+            self.ledger,
+            plan,
+            self._ring,
+            clip=clip,
+            divisor=divisor,
+            noise_scale=scale,
+            more=facts or {},
+        )
+        self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
+        self.noise = NoiseStream(
+            opened.recipe,
+            self._ring.source,
+            shapes,
+            scale=scale,
+            steps=plan.steps,
+            device=device,
+            starts=starts,
+        )
+        self._kind_of_ids = self.ledger.meta("ids") or ""
+        if self.ledger.meta("rng_seed") is None:
+            self.ledger.bind("rng_seed", str(torch.initial_seed()))
+        self._rng_seed = self.ledger.meta("rng_seed")
+
+    @classmethod
+    def begin(
+        cls,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        clip: float | Clip | QuantileClip,
+        divisor: float = 1,
+        device: torch.device | str = "cpu",
+        run: Run = None,
+        source: Source | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> Release:
+        """Begin a run, or come back to the one in the folder `run`.
+
+        Arguments:
+            shapes: what is summed, by name.
+            clip: the bound on one unit's contribution to one step.
+            divisor: the planned constant that every noisy sum is divided by.
+            source: where noise comes from; keys of the operating system by default.
+            facts: further facts that the ledger is to hold; a different value later is refused.
+        """
+        device = torch.device(device)
+        bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
+
+        def make(path: Path | None) -> Ledger:
+            return Ledger(plan.participation, path=path, unit=plan.unit)
+
+        opened = open_run(plan, run=run, source=source, device=device, make=make)
+        try:
+            return cls(
+                plan, opened, shapes, clip=bound, divisor=divisor, device=device, facts=facts
+            )
+        except BaseException:
+            opened.ledger.let_go()
+            raise
+
+    # -- what there is -------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The next step of this process (smaller than `released` in a replay)."""
+        return self.noise.step
+
+    @property
+    def released(self) -> int:
+        """How many steps the ledger holds: what the statement covers."""
+        return self.ledger.released
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the noise comes from a named test seed."""
+        return self._ring.is_test
+
+    @property
+    def name(self) -> str:
+        """A public name of the run's keys."""
+        return self._ring.name
+
+    def seed(self, step: int, part: int = 0) -> int:
+        """For the random layers of a model in one part of a step: the same in every replay."""
+        data = f"{self._rng_seed} {step} {part}"
+        return int.from_bytes(hashlib.blake2b(data.encode(), digest_size=7).digest(), "little")
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def identify(self, ids: Any) -> Ids:
+        """Unit ids as numbers; a run takes integers in every step, or names in every step."""
+        kind = kind_of_ids(ids)
+        if kind and kind != self._kind_of_ids:
+            if self._kind_of_ids:
+                raise InvalidInput(
+                    f"this run told its units apart by {self._kind_of_ids}, and now {kind} came; "
+                    "5 and '5' would count as two units, so give the same kind in every step"
+                )
+            self.ledger.bind("ids", kind)
+            self._kind_of_ids = kind
+        return as_ids(ids, secret=self.secret)
+
+    def admit(
+        self,
+        step: int,
+        ids: Ids | None,
+        batch: bytes = b"",
+        *,
+        drop: bool = False,
+        is_partial: bool = False,
+    ) -> Admission:
+        """Leave to sum these units, before anything of them is computed; see `Ledger.admit`."""
+        return self.ledger.admit(step, ids, batch, drop=drop, is_partial=is_partial)
+
+    def digest(self, values: Mapping[str, Tensor]) -> Later:
+        """The keyed digest of a clipped sum: at once in ordinary memory, later on a device."""
+        group = [values[name] for name in sorted(values)]
+        if not group or group[0].device.type == "cpu":
+            return self.finished(digest_host.of_group(group, self.secret))
+        found = digest.begin_group(group, self.secret)
+        return lambda: self.finished(found())
+
+    def finished(self, raw: bytes) -> bytes:
+        """What the ledger holds of a digest: nobody without the secret learns anything from it."""
+        return hmac.digest(self.secret, b"ns-sum" + raw, "sha256")[:16]
+
+    def commit(self, admission: Admission, of_sum: Later) -> bool:
+        """Write the row of a step, or compare a repeated one with its row; then use the noise.
+
+        Returns False where a repeated sum differs from the released one: it must be passed over.
+
+        Guarantees: when this returns True, the row is durable, and the noise of the step lies
+        under this sum and no other.
+        """
+        if not admission.is_replay:
+            if isinstance(of_sum, bytes):
+                self.ledger.record(admission, of_sum)
+            else:
+                self.ledger.record(admission)
+                self.ledger.expect_digest(admission.step, of_sum)
+            return True
+        released = self.ledger.digest(admission.step)
+        found = of_sum if isinstance(of_sum, bytes) else of_sum()
+        if not released or not hmac.compare_digest(released, found):
+            return False
+        self.ledger.note("replay", step=admission.step)
+        return True
+
+    def open(self, admission: Admission) -> None:
+        """Write the row of a step whose sum does not exist yet (a federated round); see `close`."""
+        self.ledger.record(admission)
+
+    def close(
+        self, admission: Admission, values: dict[str, Tensor], *, is_open: bool = False
+    ) -> None:
+        """From the clipped sum to the private mean, in place: digest, row, noise, division.
+
+        `is_open`: the row was written by `open`; the digest follows it.
+
+        Guarantees: raises `ReplayRefused`, with the sum as it was, where a repeated step does not
+        have the released sum.
+        """
+        of_sum = self.digest(values)
+        if is_open:
+            self.ledger.expect_digest(admission.step, of_sum)
+        elif not self.commit(admission, of_sum):
+            raise self.refusal(admission.step)
+        self.add_noise_(values)
+
+    def add_noise_(self, values: dict[str, Tensor]) -> None:
+        """The noise of a committed step, and the division. A clip norm that moves keeps the noise
+        in its own units: sum/ζ + noise, then times ζ."""
+        norm = 1.0
+        if self.threshold.is_adaptive:
+            norm = self.threshold.clip.bound(tuple(values))
+            for value in values.values():
+                value.mul_(1.0 / norm)
+        self.noise.add_(values, times=norm / self.divisor)
+
+    def learn(self, sums: list[ClippedSum], *, step: int) -> None:
+        """Let a moving clip norm follow the noisy count of a step."""
+        self.threshold.learn(sums, step=step)
+
+    def refusal(self, step: int) -> ReplayRefused:
+        """Why a released step cannot be repeated."""
+        known = self.ledger.digest(step)
+        why = (
+            "its sum now differs from the one that was released"
+            if known
+            else "the digest of its sum did not reach the disk before the process ended"
+        )
+        return ReplayRefused(
+            f"step {step} was released before, and {why}; the same noise under another sum would "
+            "cancel in the difference; give it exactly what it had (data, order, model, loss), or "
+            "pass it over: private.skip(), or on_replay='skip'"
+        )
+
+    def skip(self) -> int:
+        """Pass over the next step, which the ledger holds already; returns its number.
+
+        Guarantees: its noise is drawn as it would have been (later rows depend on it) and thrown
+        away; nothing is published; the charge stays.
+        """
+        step = self.step
+        if step >= self.released:
+            raise InvalidInput(f"step {step} was not released, so there is nothing to pass over")
+        self.ledger.note("skip", step=step)
+        self.noise.add_({n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()})
+        return step
+
+    def check_in_step(self, index: int) -> None:
+        """Raise if noise and steps have come apart."""
+        if self.noise.step != index:
+            raise NoshuffleError(
+                f"step {index - 1 if self.noise.step < index else index} failed half-way and its "
+                "noise is out of step; go on from the last checkpoint (private.resume)"
+            )
+
+    # -- secret samples ------------------------------------------------------------------------
+
+    def sampler(self, population: int | None = None) -> Sampler:
+        """The secret sampler of a sampled plan, from the current step on."""
+        made = make_sampler(
+            self.plan.participation, key=self._ring.sampling_key, population=population
+        )
+        self.ledger.bind("population", str(getattr(made, "population", "")))
+        made.start = self.step
+        self.ledger.sampler = made
+        return made
+
+    # -- what was promised ---------------------------------------------------------------------
+
+    def statement(self) -> PrivacyStatement:
+        """The guarantee of what was released so far, with all its assumptions."""
+        notes = notes_of(self.ledger.facts())
+        return spent(self.plan, self.released, ancestors=self.ancestors, notes=notes)
+
+    def epsilon_after(self, steps: int) -> float:
+        """ε of the first `steps` steps of this run, and of the runs it was forked from."""
+        if not self.ancestors and not self.threshold.is_adaptive:
+            return self.plan.epsilon_after(steps)
+        notes = (ADAPTIVE_CLIP,) if self.threshold.is_adaptive else ()
+        return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
+
+    def write_statement(self) -> None:
+        """Bring statement.json up to date with the ledger, if there is a run folder."""
+        if self.folder is not None:
+            self.folder.write_statement(statement_record(self.plan, self.ledger, self.statement()))
+
+    # -- states --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, without its keys."""
+        return {
+            "step": self.step,
+            "plan": self.plan.hash,
+            "key": self.name,
+            "batch_size": self.divisor,
+            "threshold": self.threshold.state_dict(),
+            "noise": self.noise.state_dict(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another run, or one that knows of more steps than the ledger."""
+        own = {"plan": self.plan.hash, "key": self.name, "batch_size": self.divisor}
+        for name, value in own.items():
+            if state.get(name) != value:
+                raise InvalidInput(
+                    f"this state was saved with {name} = {state.get(name)}, the run has {value}; "
+                    "build the run as it was, or fork it"
+                )
+        if int(state["step"]) > self.released:
+            raise InvalidInput(
+                f"this state was taken after {state['step']} steps, the ledger knows of "
+                f"{self.released}; give privatize the run folder that saw them"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; another plan, key or clipping is refused."""
+        self.check_state(state)
+        self.noise.load_state_dict(state["noise"])
+        self.threshold.load_state_dict(dict(state["threshold"]))
+        if isinstance(self.ledger.sampler, Sampler):
+            self.ledger.sampler.start = self.step
+
+    def save(self, state: dict[str, Any]) -> Path:
+        """Write a checkpoint, note its digests in the ledger, and bring the statement up to date.
+
+        Guarantees: the ledger holds the digests of all steps that the checkpoint is made of before
+        it is there, and those of its files after it.
+        """
+        folder = self.need_folder()
+        self.ledger.flush()
+        path = checkpoint.save(state, folder.checkpoints)
+        files = {file.name: file_digest(file) for file in sorted(path.iterdir())}
+        self.ledger.note("checkpoint", step=int(state["step"]), files=files)
+        self.ledger.tidy()
+        self.write_statement()
+        self.note_files()
+        return path
+
+    def note_files(self) -> None:
+        """Note the digests of the folder's other files in the ledger."""
+        folder = self.need_folder()
+        self.ledger.note("files", files=folder.published())
+
+    def saved(self) -> dict[str, Any] | None:
+        """The newest checkpoint, if there is one."""
+        found = checkpoint.saved(self.need_folder().checkpoints)
+        return checkpoint.load(found[-1]) if found else None
+
+    def need_folder(self) -> RunFolder:
+        """The run folder, or one line that there is none."""
+        if self.folder is None:
+            raise InvalidInput("there is no run folder; give run='runs/NAME'")
+        return self.folder
+
+    def close_run(self, *, keep_keys: bool = False) -> None:
+        """Bring the evidence up to date and let go of it; a finished run is sealed.
+
+        `keep_keys` leaves the keys of a finished run in its folder.
+        """
+        self.ledger.settle()
+        if self.folder is not None:
+            self.ledger.flush()
+            self.write_statement()
+            self.note_files()
+        self.ledger.close()
+        self._lock = None
+        if self.folder is not None and self.released == self.plan.steps and not keep_keys:
+            from noshuffle.release.seal import seal
+
+            seal(self.folder)
+
+
+def statement_record(plan: Plan, ledger: Ledger, statement: PrivacyStatement) -> dict[str, Any]:
+    """statement.json: the statement, and which rows of which ledger it is about."""
+    seq, link = ledger.head
+    return {
+        **statement.to_dict(),
+        "plan_hash": plan.hash,
+        "planned_steps": plan.steps,
+        "released_steps": ledger.released,
+        "ledger_rows": seq,
+        "ledger_link": link.hex(),
+    }
