@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         SinglePass,
     )
     from noshuffle.plan import Plan
+    from noshuffle.release.private_sum import PrivateSum
     from noshuffle.release.verify import verify
     from noshuffle.statement import PrivacyStatement
     from noshuffle.training import Private, privatize
@@ -48,6 +49,7 @@ _HOMES = {
     "Poisson": "participation",
     "PrivacyStatement": "statement",
     "Private": "training",
+    "PrivateSum": "release.private_sum",
     "Restarted": "participation",
     "SinglePass": "participation",
     "privatize": "training",
@@ -65,6 +67,7 @@ __all__ = [
     "Poisson",
     "PrivacyStatement",
     "Private",
+    "PrivateSum",
     "Restarted",
     "SinglePass",
     "privatize",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import FINGERPRINTS_ONLY, Ledger
 from noshuffle.release.spending import ADAPTIVE_CLIP
 from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
 ROUND_PRINTS = ("round_prints", "of the units in order")
@@ -178,3 +180,16 @@ def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:
     In order of their numbers, as the ledger lists them, so that `verify` can work it out again.
     """
     return of_batch(("federated", step), np.sort(units), secret=secret)
+
+
+def statement_record(plan: Plan, ledger: Ledger, statement: PrivacyStatement) -> dict[str, Any]:
+    """statement.json: the statement, and which rows of which ledger it is about."""
+    seq, link = ledger.head
+    return {
+        **statement.to_dict(),
+        "plan_hash": plan.hash,
+        "planned_steps": plan.steps,
+        "released_steps": ledger.released,
+        "ledger_rows": seq,
+        "ledger_link": link.hex(),
+    }

@@ -45,12 +45,13 @@ from noshuffle.noise import NoiseStream, Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, digest, digest_host
-from noshuffle.release.facts import bind_facts, notes_of
+from noshuffle.release.facts import bind_facts, notes_of, statement_record
 from noshuffle.release.files import file_digest
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.opening import Opened, Run, open_run
 from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.seal import seal
 from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.threshold import Threshold, threshold_for
 from noshuffle.release.units import Ids, as_ids, kind_of_ids
@@ -421,19 +422,4 @@ class Release(OneOwner):
         self.ledger.close()
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
-            from noshuffle.release.seal import seal
-
             seal(self.folder)
-
-
-def statement_record(plan: Plan, ledger: Ledger, statement: PrivacyStatement) -> dict[str, Any]:
-    """statement.json: the statement, and which rows of which ledger it is about."""
-    seq, link = ledger.head
-    return {
-        **statement.to_dict(),
-        "plan_hash": plan.hash,
-        "planned_steps": plan.steps,
-        "released_steps": ledger.released,
-        "ledger_rows": seq,
-        "ledger_link": link.hex(),
-    }

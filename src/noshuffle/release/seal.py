@@ -27,7 +27,7 @@ import torch
 from noshuffle.errors import InvalidInput, NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.facts import ROUND_PRINTS, notes_of, round_print
+from noshuffle.release.facts import ROUND_PRINTS, notes_of, round_print, statement_record
 from noshuffle.release.files import file_digest, read_json, write_bytes, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
@@ -141,8 +141,6 @@ def _rounds(ring: KeyRing, rows: list[Row], facts: dict[str, str | None]) -> Ite
 
 def write_statement(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """statement.json from plan, ledger and ancestors alone."""
-    from noshuffle.release.release import statement_record
-
     notes = notes_of(ledger.facts())
     said = spent(plan, ledger.released, ancestors=folder.ancestors(), notes=notes)
     folder.write_statement(statement_record(plan, ledger, said))

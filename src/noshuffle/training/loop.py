@@ -4,8 +4,10 @@
 
 Batches come from a DataLoader, a generator, a list or `TensorBatches`; several epochs need
 something that can be iterated again. With a run folder the loop first loads the newest checkpoint
-and goes on behind it: steps that were already released are replayed from the same batches, which
-the ledger checks, so the result is bit for bit that of a run that was never stopped.
+and goes on behind it: steps that were already released are replayed from the same batches, and
+leave again only with the same sums. The random state that a loader started its epoch with is put
+back, so that order and augmentations come out the same. Steps that were not released yet get noise
+under fresh keys (with a test source, the noise they would have had).
 
 `metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
 gradient, and what `evaluate` returns (on public or held-out data). The loss of a batch is raw data
@@ -92,7 +94,10 @@ def fit_model(
         )
     measured = private.steps_done
     for epoch in range(private.steps_done // length if length else 0, total):
-        for item in starting_at(batches, _skip(private, batches, epoch * length)):
+        behind = _skip(private, batches, epoch * length)
+        # A loader that is iterated anew draws order and augmentations from the generators.
+        private.return_to_epoch(private.steps_done - behind)
+        for item in starting_at(batches, behind):
             if private.steps_done >= private.plan.steps:
                 break
             batch = as_batch(item)

@@ -1,0 +1,314 @@
+"""PrivateSum: private running sums of numbers, the object that DP-FTRL is made of.
+
+    increment_t = Σ_units clip(g_t) + (z·ζ·C⁻¹Z)_t,          total_t = Σ_{s ≤ t} increment_s
+
+Give the contributions g_t of a step, one row per unit (numbers, arrays, tensors, or tensors by
+name); get the private increment and the private running total. Each unit is clipped here to norm ζ,
+over all its tensors together. The noise is correlated over time so that totals stay accurate: their
+error grows like log n with a tree or a BLT, and like √n with independent noise (Kairouz et al.
+2021; Denisov et al. 2022). Every total is released: look at all of them, whenever you like.
+
+State: the totals, and that of `Release`; with a run folder a killed stream goes on from its last
+saved step (steps after it are replayed, and leave again only if their sums are the same).
+
+>>> from noshuffle import Plan, SinglePass
+>>> plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=0.0)
+>>> sums = PrivateSum(plan, clip=1.0)
+>>> round(sums.add([0.5, 3.0], ids=[7, 8]), 6)          # the 3.0 of unit 8 counts as 1.0
+1.5
+>>> sums.add([0.25], ids=[9]), round(sums.total, 6), sums.step
+(0.25, 1.75, 2)
+>>> sums.add([1.0], ids=[7])
+Traceback (most recent call last):
+    ...
+noshuffle.errors.ParticipationViolation: unit 7 may not take part in step 2: it already took \
+part in step 0 and the plan allows one step; keep the order of the plan, or use on_violation='drop'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.clipping import Flat
+from noshuffle.errors import InvalidInput, one_of, positive
+from noshuffle.noise import Source
+from noshuffle.one_owner import OneOwner
+from noshuffle.plan import Plan
+from noshuffle.release import fingerprint
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.release import Release
+from noshuffle.release.sampler import Sampler
+from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies.error import error
+
+#: The name of a sum that was given none.
+VALUE = "value"
+
+
+class PrivateSum(OneOwner):
+    """Private running sums under a plan.
+
+    Arguments:
+        plan: participation, mechanism and noise; `Plan.fit` makes one.
+        clip: ζ, the bound on the norm of what one unit adds in one step.
+        shape: of one contribution: () for a number, (d,) for a vector, or a mapping from names to
+            shapes. None takes it from the first step.
+        ids are needed where units may come more than once or be told apart (see `add`).
+        on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
+        on_replay: "refuse" or "skip" a step after the last save whose sum comes out otherwise.
+        run: a folder for ledger, checkpoints and statement; None keeps them in memory.
+        source: where noise comes from; keys of the operating system by default.
+        device: where sums are kept.
+
+    Guarantees: what `add` returns, and all totals, are covered by `statement()`. A contribution
+    with NaN or infinity counts as zero. Answers lie on a public grid of about 2⁻¹⁰ of the noise.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        clip: float,
+        shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        on_violation: str = "refuse",
+        on_replay: str = "refuse",
+        run: RunFolder | str | Path | None = None,
+        source: Source | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        positive(clip=clip)
+        one_of(("refuse", "drop"), on_violation=on_violation)
+        one_of(("refuse", "skip"), on_replay=on_replay)
+        self.plan, self.clip = plan, float(clip)
+        self._drop, self._skips = on_violation == "drop", on_replay == "skip"
+        self._begin: dict[str, Any] = {"run": run, "source": source, "device": device}
+        self._device = torch.device(device)
+        self._release: Release | None = None
+        self._totals: dict[str, Tensor] = {}
+        self._is_named = isinstance(shape, Mapping)
+        self._kind = "tensor"
+        self._errors: Any = None
+        if shape is not None:
+            self._open({VALUE: shape} if not isinstance(shape, Mapping) else shape)
+
+    def _open(self, shapes: Mapping[str, Sequence[int]]) -> Release:
+        shapes = {name: tuple(int(n) for n in own) for name, own in shapes.items()}
+        self._release = release = Release.begin(
+            self.plan, shapes, clip=Flat(self.clip), **self._begin
+        )
+        self._totals = {
+            name: torch.zeros(own, dtype=torch.float64, device=self._device)
+            for name, own in shapes.items()
+        }
+        if release.folder is not None and (state := release.saved()) is not None:
+            release.load_state_dict(state)
+            self._totals = {n: state["model"][n].to(self._device) for n in self._totals}
+        return release
+
+    @property
+    def release(self) -> Release:
+        """The door that the sums leave by."""
+        if self._release is None:
+            raise InvalidInput("give shape=, or add the first step; nothing is known of the sums")
+        return self._release
+
+    @property
+    def step(self) -> int:
+        """Index of the next step; smaller than `released` while a resumed stream is replayed."""
+        return 0 if self._release is None else self._release.step
+
+    @property
+    def released(self) -> int:
+        """How many steps the ledger holds."""
+        return 0 if self._release is None else self._release.released
+
+    @property
+    def ledger(self) -> Ledger:
+        """The evidence."""
+        return self.release.ledger
+
+    @property
+    def total(self) -> Any:
+        """The private sum of all steps so far, as it was given (a number, an array, tensors)."""
+        return self._given(self._totals)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the noise in one coordinate of the total; without the clipping."""
+        return self.deviation_after(self.step)
+
+    def deviation_after(self, steps: int) -> float:
+        """The same after `steps` steps."""
+        if not steps:
+            return 0.0
+        if self._errors is None:
+            self._errors = error(self.plan.strategy, self.plan.steps).per_step
+        return float(self._errors[steps - 1]) * self.plan.noise_multiplier * self.clip
+
+    def add(self, contributions: Any, *, ids: Any = None) -> Any:
+        """Take the contributions of the next step, one row per unit; the private increment.
+
+        `ids` names the unit of every row. Without ids the rows of a step are told apart from those
+        of other steps by their content as a whole, a weaker check that the statement names. Of a
+        plan with unit="user", rows of one user are added up before they are clipped. An empty step
+        releases noise alone. Returns what it was given: a number for numbers, an array for arrays,
+        tensors for tensors.
+        """
+        self.check_owner()
+        rows, kind = _rows(contributions)
+        if self._release is None:
+            self._is_named = isinstance(contributions, Mapping)
+            self._open({name: tuple(own.shape[1:]) for name, own in rows.items()})
+        self._kind = kind
+        release, step = self.release, self.step
+        self._check(rows)
+        size = len(next(iter(rows.values())))
+        own = None
+        if ids is not None:
+            own = release.identify(ids)
+            if len(own) != size:
+                raise InvalidInput(f"ids must name each of the {size} rows, got {len(own)}")
+        elif self.plan.unit == "user":
+            raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
+        name = b""
+        if own is None:
+            tensors = tuple(rows[key] for key in sorted(rows))
+            name = fingerprint.of_batch(tensors, None, secret=release.secret)
+        admission = release.admit(step, own, name, drop=self._drop)
+        keep = torch.ones(size, dtype=torch.bool)
+        if admission.is_empty:
+            keep.zero_()
+        elif admission.keep is not None:
+            keep = torch.from_numpy(admission.keep)
+        groups = own if self.plan.unit == "user" else None
+        values = self._clipped(rows, keep, groups)
+        if not release.commit(admission, release.digest(values)):
+            if not self._skips:
+                raise release.refusal(step)
+            release.skip()
+            return self._given({key: torch.zeros_like(v) for key, v in values.items()})
+        release.add_noise_(values)
+        for key, value in values.items():
+            self._totals[key] += value
+        return self._given(values)
+
+    def _check(self, rows: dict[str, Tensor]) -> None:
+        wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
+        found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
+        if wanted != found:
+            raise InvalidInput(
+                f"every contribution must have the shape {wanted}, got {found}; give one row per "
+                "unit"
+            )
+
+    def _clipped(self, rows: dict[str, Tensor], keep: Tensor, groups: Any) -> dict[str, Tensor]:
+        """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
+        flat = torch.cat(
+            [own.to(self._device, torch.float64).reshape(len(own), -1) for own in rows.values()],
+            dim=1,
+        )[keep.to(self._device)]
+        if groups is not None and len(flat):
+            _, whose = np.unique(groups[keep.numpy()], return_inverse=True)
+            index = torch.from_numpy(whose).to(self._device)
+            flat = flat.new_zeros(int(index.max()) + 1, flat.shape[1]).index_add_(0, index, flat)
+        total = clipped_rows(flat, self.clip).sum(0)
+        sizes = [own.numel() for own in self._totals.values()]
+        parts = torch.split(total, sizes)
+        return {
+            name: part.reshape(own.shape).clone()
+            for (name, own), part in zip(self._totals.items(), parts)
+        }
+
+    def _given(self, values: Mapping[str, Tensor]) -> Any:
+        """In the form in which contributions came."""
+        if self._is_named:
+            return {name: self._one(value) for name, value in values.items()}
+        return self._one(values[VALUE])
+
+    def _one(self, value: Tensor) -> Any:
+        value = value.detach().clone()
+        if self._kind == "tensor":
+            return value
+        array = value.cpu().numpy()
+        return float(array) if self._kind == "number" and not array.ndim else array
+
+    def sampler(self, population: int | None = None) -> Sampler:
+        """The secret sampler of a sampled plan; pass its indices on as `ids`."""
+        return self.release.sampler(population)
+
+    def statement(self) -> PrivacyStatement:
+        """The guarantee of everything released so far, with all its assumptions."""
+        return self.release.statement()
+
+    @property
+    def epsilon(self) -> float:
+        """ε so far; `statement()` says what it means."""
+        return self.release.epsilon_after(self.released)
+
+    def save(self) -> Path:
+        """Write a checkpoint and the statement into the run folder."""
+        return self.release.save({**self.release.state_dict(), "model": dict(self._totals)})
+
+    def skip(self) -> None:
+        """Pass over the next step, which was released before and cannot be repeated."""
+        self.release.skip()
+
+    def close(self, *, keep_keys: bool = False) -> None:
+        """Save, bring the evidence up to date, let go of it; a finished stream is sealed."""
+        if self.release.folder is not None:
+            self.save()
+        self.release.close_run(keep_keys=keep_keys)
+
+
+def clipped_rows(rows: Tensor, clip: float) -> Tensor:
+    """Rows scaled to norm at most `clip`; a row with NaN or infinity becomes zero."""
+    largest = rows.abs().amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
+    is_fine = torch.isfinite(largest)
+    rows = torch.where(is_fine, rows, torch.zeros_like(rows))
+    # Divided by the largest entry first: squares of huge entries would overflow.
+    unit = torch.where(is_fine & (largest > 0), largest, torch.ones_like(largest))
+    norms = (rows / unit).square().sum(1, keepdim=True).sqrt() * unit
+    shrink = clip * (1.0 - 2.0**-40)  # room for the rounding of this very product
+    return rows * torch.clamp(shrink / norms.clamp_min(math.ulp(0.0)), max=1.0)
+
+
+def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
+    """Contributions as tensors by name, and in what form they came."""
+    if isinstance(given, Mapping):
+        if not given:
+            raise InvalidInput("contributions by name must hold at least one name, got none")
+        parts = {str(name): _tensor(value) for name, value in given.items()}
+        sizes = {name: len(value) for name, (value, _) in parts.items()}
+        if len(set(sizes.values())) > 1:
+            raise InvalidInput(f"every name must have one row per unit, got {sizes}")
+        return {name: value for name, (value, _) in parts.items()}, next(iter(parts.values()))[1]
+    value, kind = _tensor(given)
+    return {VALUE: value}, kind
+
+
+def _tensor(value: Any) -> tuple[Tensor, str]:
+    kind = "tensor" if isinstance(value, Tensor) else "array"
+    if not isinstance(value, Tensor):
+        if not isinstance(value, np.ndarray):
+            kind = "number"
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise InvalidInput(f"contributions must be one row per unit, got {error}") from None
+        if array.dtype.kind not in "fiub":
+            raise InvalidInput(
+                f"contributions must be real numbers, got {array.dtype}; give one row per unit"
+            )
+        value = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+    if value.is_complex() or value.dim() == 0:
+        what = "complex numbers" if value.is_complex() else "a single number"
+        raise InvalidInput(f"contributions must be one real row per unit, got {what}; use [value]")
+    return value.detach(), kind
