@@ -40,8 +40,8 @@ from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported
+from noshuffle.noise import LazyNoise, NoiseStream, Source, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, digest, digest_host
@@ -110,6 +110,7 @@ class Release(OneOwner):
             device=device,
             starts=starts,
         )
+        self._tables: dict[str, LazyNoise] = {}
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             self.ledger.bind("rng_seed", str(torch.initial_seed()))
@@ -206,9 +207,12 @@ class Release(OneOwner):
         """Leave to sum these units, before anything of them is computed; see `Ledger.admit`."""
         return self.ledger.admit(step, ids, batch, drop=drop, is_partial=is_partial)
 
-    def digest(self, values: Mapping[str, Tensor]) -> Later:
-        """The keyed digest of a clipped sum: at once in ordinary memory, later on a device."""
-        group = [values[name] for name in sorted(values)]
+    def digest(self, values: Mapping[str, Tensor], also: Sequence[Tensor] = ()) -> Later:
+        """The keyed digest of a clipped sum: at once in ordinary memory, later on a device.
+
+        `also`: what else the noise of the step goes onto (a count, rows of a sparse table).
+        """
+        group = [*(values[name] for name in sorted(values)), *also]
         if not group or group[0].device.type == "cpu":
             return self.finished(digest_host.of_group(group, self.secret))
         found = digest.begin_group(group, self.secret)
@@ -245,16 +249,21 @@ class Release(OneOwner):
         self.ledger.record(admission)
 
     def close(
-        self, admission: Admission, values: dict[str, Tensor], *, is_open: bool = False
+        self,
+        admission: Admission,
+        values: dict[str, Tensor],
+        *,
+        also: Sequence[Tensor] = (),
+        is_open: bool = False,
     ) -> None:
         """From the clipped sum to the private mean, in place: digest, row, noise, division.
 
-        `is_open`: the row was written by `open`; the digest follows it.
+        `also`: see `digest`. `is_open`: the row was written by `open`; the digest follows it.
 
         Guarantees: raises `ReplayRefused`, with the sum as it was, where a repeated step does not
         have the released sum.
         """
-        of_sum = self.digest(values)
+        of_sum = self.digest(values, also)
         if is_open:
             self.ledger.expect_digest(admission.step, of_sum)
         elif not self.commit(admission, of_sum):
@@ -270,6 +279,13 @@ class Release(OneOwner):
             for value in values.values():
                 value.mul_(1.0 / norm)
         self.noise.add_(values, times=norm / self.divisor)
+
+    def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
+        """What a moving clip norm learns of a step, for its digest."""
+        count = self.threshold.count(sums)
+        if count is None:
+            return []
+        return [torch.tensor([count], dtype=torch.float64, device=self._device)]
 
     def learn(self, sums: list[ClippedSum], *, step: int) -> None:
         """Let a moving clip norm follow the noisy count of a step."""
@@ -289,6 +305,30 @@ class Release(OneOwner):
             "pass it over: private.skip(), or on_replay='skip'"
         )
 
+    def table(self, name: str, shape: Sequence[int], *, rates: Sequence[float] = ()) -> LazyNoise:
+        """The lazy noise of one sparse table of this run (`noise.lazy`), for `SparseSGD`.
+
+        Clip the rows of a table together with everything else, and give `close` the rows and their
+        sums as `also`. A table cannot pass over a step: the noise of steps that a row sat out
+        comes together, and would show a sum that was released with it before.
+        """
+        if self.threshold.is_adaptive:
+            raise Unsupported("a sparse table needs a constant clip norm, this run's moves")
+        if name in self._tables or name in self._shapes:
+            raise InvalidInput(f"{name!r} has noise already; give every table a name of its own")
+        made = lazy_noise(
+            self.plan.strategy.recipe(self.plan.steps),
+            self._ring.source,
+            tuple(shape),
+            scale=self.noise.scale,
+            steps=self.plan.steps,
+            name=name,
+            rates=tuple(rates),
+            device=self._device,
+        )
+        self._tables[name] = made
+        return made
+
     def skip(self) -> int:
         """Pass over the next step, which the ledger holds already; returns its number.
 
@@ -298,6 +338,11 @@ class Release(OneOwner):
         step = self.step
         if step >= self.released:
             raise InvalidInput(f"step {step} was not released, so there is nothing to pass over")
+        if self._tables:
+            raise Unsupported(
+                f"step {step} was released with a sparse table, which cannot pass over a step; "
+                "repeat it exactly, or fork the run"
+            )
         self.ledger.note("skip", step=step)
         self.noise.add_({n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()})
         return step
@@ -352,6 +397,7 @@ class Release(OneOwner):
             "batch_size": self.divisor,
             "threshold": self.threshold.state_dict(),
             "noise": self.noise.state_dict(),
+            "tables": {name: own.state_dict() for name, own in self._tables.items()},
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -373,6 +419,8 @@ class Release(OneOwner):
         """Go on where `state` was taken; another plan, key or clipping is refused."""
         self.check_state(state)
         self.noise.load_state_dict(state["noise"])
+        for name, own in self._tables.items():
+            own.load_state_dict(state["tables"][name])
         self.threshold.load_state_dict(dict(state["threshold"]))
         if isinstance(self.ledger.sampler, Sampler):
             self.ledger.sampler.start = self.step

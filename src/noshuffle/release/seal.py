@@ -77,6 +77,19 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
     return checked
 
 
+def note_files(run: RunFolder | str | Path) -> None:
+    """Note the digests of a folder's files in its ledger, after a report was drawn, say."""
+    folder = run if isinstance(run, RunFolder) else RunFolder(run)
+    plan = folder.plan()
+    lock = take(folder.path)
+    ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
+    try:
+        ledger.note("files", files=folder.published())
+    finally:
+        ledger.close()
+        del lock
+
+
 def by_keys(
     ring: KeyRing,
     plan: Plan,

@@ -58,9 +58,9 @@ class Threshold:
         """Standard deviation of one row of noise."""
         return plan.noise_multiplier * self._clip.bound(names)
 
-    def settings(self) -> str:
-        """What the coming step is clipped by, in words that tell two settings apart."""
-        return repr(self._clip)
+    def count(self, clipped: list[ClippedSum]) -> float | None:
+        """The raw number that a step is about to be learned from; None for a constant."""
+        return None
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
@@ -108,8 +108,9 @@ class AdaptiveThreshold(Threshold):
         ratio = _ratio(plan)
         return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
 
-    def settings(self) -> str:
-        return f"{self.config!r} {self._state!r}"
+    def count(self, clipped: list[ClippedSum]) -> float:
+        """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
+        return float(sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped))
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
@@ -118,7 +119,7 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        count = sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)
+        count = self.count(clipped)
         source = self._ring.source_of_step(step)
         noisy = source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
         may_change = (step + 1) % self._every == 0

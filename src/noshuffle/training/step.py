@@ -153,7 +153,7 @@ class Step:
         size = batch_size(batch)
         own = self._own_ids(ids, size)
         self._settle()  # the part before was not the last one, whatever it said
-        is_behind = is_last and data is None and self._may_be_known_later(batch, own)
+        is_behind = is_last and data is None and own is None and self._may_be_known_later(batch)
         self._ids.append(own)
         if own is None and is_behind:
             self._coming = fingerprint.begin(batch, None, secret=self.parts.secret)
@@ -161,7 +161,7 @@ class Step:
             named = batch if data is None else data
             self._prints.append(fingerprint.of_batch(named, None, secret=self.parts.secret))
         admission = None
-        if own is not None or not is_behind:
+        if not is_behind:
             admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
         rows = np.arange(size) if admission is None else self._rows(admission, size)
@@ -211,7 +211,8 @@ class Step:
         return self._outcome()
 
     def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
-        return self.parts.release.commit(admission, self.parts.release.digest(values))
+        release = self.parts.release
+        return release.commit(admission, release.digest(values, release.counted(self._sums)))
 
     def _pass_over(self) -> Outcome:
         """A released step whose sum came out otherwise: nothing of it may leave."""
@@ -269,11 +270,11 @@ class Step:
                 )
         return own
 
-    def _may_be_known_later(self, batch: tuple[Any, ...], own: Ids | None) -> bool:
-        """Whether the sum of a whole batch may be begun before its fingerprint is there."""
+    def _may_be_known_later(self, batch: tuple[Any, ...]) -> bool:
+        """Whether the sum of a batch without ids may be begun before its fingerprint is there."""
         is_fresh = self.index >= self.parts.ledger.released
-        is_admitted_by_ids = own is not None or not self.parts.drop
-        return not self._ids and is_fresh and is_admitted_by_ids and fingerprint.is_elsewhere(batch)
+        is_whole = not self._ids and not self.parts.drop
+        return is_whole and is_fresh and fingerprint.is_elsewhere(batch)
 
     def _settle(self) -> None:
         """Wait for a fingerprint that is on its way, and have leave for the batch with it."""
