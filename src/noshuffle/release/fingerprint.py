@@ -45,8 +45,7 @@ def of_batch(
 ) -> bytes:
     """Fingerprint of a batch: structure, types, shapes, bytes, ids.
 
-    Tensors are digested where they lie (`digest`, and `digest_host` in ordinary memory, with
-    the same bits); `digests` gives the digests of all tensors where they are known already, `flat`
+    Tensors are digested where they lie (`digest`, and `digest_host` in ordinary memory); `digests` gives the digests of all tensors where they are known already, `flat`
     what `flattened` says of the batch, `words` what `_words` said of each leaf.
     """
     hasher = _keyed(secret).copy()
@@ -118,7 +117,7 @@ def _plain(value: Any) -> Any:
 
 def _digest(value: Tensor, secret: bytes) -> bytes:
     if value.device.type == "cpu":
-        return digest_host.of_tensor(value, secret)
+        return digest_host.of_group([value], secret)
     return digest.of_tensor(value, secret)
 
 

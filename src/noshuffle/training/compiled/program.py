@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
+from noshuffle.release import digest_host
 from noshuffle.release.digest import Keys, Printer
 from noshuffle.release.guard import Mask
 from noshuffle.training.compiled.result import Rows, Sums, TotalFn
@@ -131,6 +132,7 @@ class Program:
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._digest = Captured(self._do_digest, captures=False)
         self._sum = Captured(lambda: None, captures=False)
+        self._host_digest = b""
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
         self._release = Captured(lambda: None, captures=False)
@@ -160,10 +162,13 @@ class Program:
         def do() -> None:
             do_sum()
             assert self.sums is not None
-            values = self.sums.values
-            printer = Printer(self._keys, [[in_memory(values[name]) for name in sorted(values)]])
-            self._kept_printer = printer  # its tables must stay where the graph reads them
-            self._of_sum.copy_(printer.run_()[0], non_blocking=True)
+            values = [self.sums.values[name] for name in sorted(self.sums.values)]
+            if self.device.type == "cpu":
+                self._host_digest = digest_host.of_group(values, self.parts.secret)
+            else:
+                printer = Printer(self._keys, [[in_memory(value) for value in values]])
+                self._kept_printer = printer  # its tables must stay where the graph reads them
+                self._of_sum.copy_(printer.run_()[0], non_blocking=True)
             self._summed.raise_()
 
         generator = torch.cuda.default_generators[self.device.index or 0] if self.captures else None
@@ -293,7 +298,7 @@ class Program:
     def sum_digest(self) -> bytes:
         """The digest of the last sum, until the next one; waits for it."""
         self._summed.wait()
-        return self._told[3].tobytes()
+        return self._host_digest or self._told[3].tobytes()
 
     def forget(self) -> None:
         """Make the sum zero: it may not be released."""
