@@ -45,8 +45,9 @@ def of_batch(
 ) -> bytes:
     """Fingerprint of a batch: structure, types, shapes, bytes, ids.
 
-    Tensors are digested where they lie (`digest`, and `digest_host` in ordinary memory); `digests` gives the digests of all tensors where they are known already, `flat`
-    what `flattened` says of the batch, `words` what `_words` said of each leaf.
+    Tensors are digested where they lie (`digest`, and `digest_host` in ordinary memory).
+    `digests` gives the digests of all tensors where they are known already, `flat` what
+    `flattened` says of the batch, `words` what `_words` said of each leaf.
     """
     hasher = _keyed(secret).copy()
     leaves, structure = flattened(batch) if flat is None else flat

@@ -43,11 +43,10 @@ from noshuffle.errors import (
 from noshuffle.one_owner import OneOwner
 from noshuffle.participation import Participation, Restarted
 from noshuffle.release import guard
-from noshuffle.release.batch_cache import BatchCache
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger_file import LedgerFile
 from noshuffle.release.ledger_tables import Row
-from noshuffle.release.units import Ids, Seen, UnitTable, name_to_id
+from noshuffle.release.units import BatchCache, Ids, Seen, UnitTable, name_to_id
 
 FINGERPRINTS_ONLY = (
     "Participation was checked by batch fingerprints only: that no unit sits in two different "
@@ -95,6 +94,7 @@ class Ledger(OneOwner):
     ) -> None:
         self.participation = participation
         self.sampler = sampler
+        self._planned = participation.steps
         self._groups_users = unit == "user"
         self._file = LedgerFile(path)
         self.bind("unit", unit)
@@ -158,9 +158,9 @@ class Ledger(OneOwner):
         unless the plan's unit is a user, whose examples form one contribution.
         """
         self.check_owner()
-        if step >= self.participation.steps:
+        if step >= self._planned:
             raise HorizonExceeded(
-                f"step {step} (counted from 0) lies beyond the {self.participation.steps} planned "
+                f"step {step} (counted from 0) lies beyond the {self._planned} planned "
                 "steps; fit a longer plan for a new run"
             )
         if step > self._released:

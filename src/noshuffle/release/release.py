@@ -282,14 +282,15 @@ class Release(OneOwner):
 
     def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
         """What a moving clip norm learns of a step, for its digest."""
-        count = self.threshold.count(sums)
-        if count is None:
+        if not self.threshold.is_adaptive:
             return []
+        count = self.threshold.count(sums)
         return [torch.tensor([count], dtype=torch.float64, device=self._device)]
 
     def learn(self, sums: list[ClippedSum], *, step: int) -> None:
         """Let a moving clip norm follow the noisy count of a step."""
-        self.threshold.learn(sums, step=step)
+        if self.threshold.is_adaptive:
+            self.threshold.learn(sums, step=step)
 
     def refusal(self, step: int) -> ReplayRefused:
         """Why a released step cannot be repeated."""

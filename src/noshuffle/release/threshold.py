@@ -46,21 +46,19 @@ class Threshold:
     #: Whether sums are brought to units of the clip norm before noise is added.
     is_adaptive = False
 
-    def __init__(self, clip: Clip) -> None:
-        self._clip = clip
+    #: The clip in force.
+    clip: Clip
 
-    @property
-    def clip(self) -> Clip:
-        """The clip in force."""
-        return self._clip
+    def __init__(self, clip: Clip) -> None:
+        self.clip = clip
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """Standard deviation of one row of noise."""
-        return plan.noise_multiplier * self._clip.bound(names)
+        return plan.noise_multiplier * self.clip.bound(names)
 
-    def count(self, clipped: list[ClippedSum]) -> float | None:
-        """The raw number that a step is about to be learned from; None for a constant."""
-        return None
+    def count(self, clipped: list[ClippedSum]) -> float:
+        """The raw number that a step is about to be learned from; zero for a constant."""
+        return 0.0
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
@@ -87,11 +85,10 @@ class AdaptiveThreshold(Threshold):
             )
         self.config = config
         self._ring = ring
-        self._state = start(config)
+        self._set(start(config))
 
-    @property
-    def clip(self) -> Clip:
-        return Flat(self._state.threshold)
+    def _set(self, state: QuantileState) -> None:
+        self._state, self.clip = state, Flat(state.threshold)
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see the module."""
@@ -123,13 +120,13 @@ class AdaptiveThreshold(Threshold):
         source = self._ring.source_of_step(step)
         noisy = source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
         may_change = (step + 1) % self._every == 0
-        self._state = update(self._state, noisy, config=self.config, may_change=may_change)
+        self._set(update(self._state, noisy, config=self.config, may_change=may_change))
 
     def state_dict(self) -> dict[str, float]:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = QuantileState(float(state["threshold"]), float(state["estimate"]))
+        self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
 
 
 def changes_every(strategy: Strategy) -> int:

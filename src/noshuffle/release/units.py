@@ -100,6 +100,41 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     return np.asarray(ids, dtype=np.int64)
 
 
+#: Rows of batches that are remembered.
+_MOST_ROWS = 2**21
+
+
+class BatchCache:
+    """The units of batches that came before, in order, by the bytes of their ids.
+
+    To find the distinct units of a batch is a sort, and an epoch brings the same batches again.
+    Only batches in which every row counts; when they hold two million rows it starts anew.
+
+    >>> cache = BatchCache()
+    >>> cache.add(np.array([7, 3]).tobytes(), np.array([3, 7]))
+    >>> cache.get(np.array([7, 3]).tobytes())[0].tolist(), cache.get(b"")
+    ([3, 7], None)
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[bytes, tuple[Ids, bytes]] = {}
+        self._rows = 0
+
+    def get(self, ids: bytes) -> tuple[Ids, bytes] | None:
+        """Of the batch whose ids have these bytes."""
+        return self._batches.get(ids)
+
+    def add(self, ids: bytes, units: Ids) -> None:
+        """Remember a batch, and keep its units from being changed."""
+        rows = len(ids) // 8
+        if self._rows + rows > _MOST_ROWS:
+            self._batches, self._rows = {}, 0
+        units.flags.writeable = False
+        key = units.tobytes()
+        self._batches[ids] = (units, ids if key == ids else key)
+        self._rows += rows
+
+
 class UnitTable:
     """first, last, count per unit, looked up and updated a batch at a time.
 

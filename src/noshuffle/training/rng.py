@@ -29,7 +29,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """torch's generators of host and device as this seed sets them; then as they were before."""
     host = torch.default_generator
     before = host.get_state()
-    own = _generator(device)
+    own = None if device.type == "cpu" else _generator(device)
     before_device = None if own is None else own.get_state()
     host.manual_seed(seed)
     if own is not None:
