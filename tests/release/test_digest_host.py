@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from noshuffle import Plan, SinglePass
+from noshuffle.c_library import text_of
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import test_source
 from noshuffle.release import digest as device_print
@@ -130,10 +131,11 @@ def test_remembered_places_give_the_same_state() -> None:
 
 @needs_loop
 @pytest.mark.parametrize(
-    ("right", "wrong"), [("(s >> 32)", "(s >> 31)"), ("b * LANES + l", "b * LANES")]
+    ("right", "wrong"),
+    [("<< 32)) >> 32", "<< 32)) >> 31"), ("(b + j) * LANES + l", "(b + j) * LANES")],
 )
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
-    text = host_print._TEXT
+    text = text_of("digest.c")
     assert text.count(right) == 1
     built = host_print._build(text.replace(right, wrong))
     assert built is not None

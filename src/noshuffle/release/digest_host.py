@@ -2,9 +2,9 @@
 
     d[b, l] = (Σ_i k[l, i] · m[b, i]) >> 32            D[o] = Σ_b Σ_l κ[b, l, o] · d[b, l]
 
-modulo 2⁶⁴, as `digest` defines it. Two blocks are read at a time, so that each key is loaded
-once for both. All arithmetic is exact, so the digest is the same with and without a compiler, on a
-CPU and on a GPU, and for any number of threads. No state but the keys of the last few secrets.
+modulo 2⁶⁴, as `digest` defines it; `native/digest.c` says how it is computed. All arithmetic is
+exact, so the digest is the same with and without a compiler, on a CPU and on a GPU, and for any
+number of threads. No state but the keys of the last few secrets.
 
 >>> of_tensor(torch.arange(5.0), b"secret") == digest.of_tensor(torch.arange(5.0), b"secret")
 True
@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import build, together
+from noshuffle.c_library import build, text_of, together
 from noshuffle.release import digest
 from noshuffle.release.digest import BLOCK, LANES, Keys, width
 
@@ -27,53 +27,9 @@ _ALONE = 1 << 16
 #: Elements that a process digests by torch before it is worth a compiler's time; how many it has.
 _SOON, _seen = 1 << 20, [0]
 
-_TEXT = r"""
-#include <stdint.h>
 
-typedef struct {
-    int64_t next, words, size;  /* size: bytes of a word */
-    const void *data;
-    const uint64_t *first, *second;
-    uint64_t *out;
-} Job;
-
-/* blocks b and b + 1 of words of one type */
-#define PAIR(TYPE) \
-static void pair_##TYPE(const Job *job, int64_t b, uint64_t *own) { \
-    const TYPE *m = (const TYPE *)job->data + b * BLOCK; \
-    int64_t left = job->words - b * BLOCK; \
-    int64_t one = left < BLOCK ? left : BLOCK; \
-    int64_t two = left - BLOCK < 0 ? 0 : left - BLOCK < BLOCK ? left - BLOCK : BLOCK; \
-    for (int l = 0; l < LANES; l++) { \
-        const uint64_t *key = job->first + l * BLOCK; \
-        uint64_t s = 0, t = 0; \
-        for (int64_t i = 0; i < two; i++) { \
-            s += key[i] * (uint64_t)m[i]; \
-            t += key[i] * (uint64_t)m[BLOCK + i]; \
-        } \
-        for (int64_t i = two; i < one; i++) s += key[i] * (uint64_t)m[i]; \
-        const uint64_t *second = job->second + (b * LANES + l) * LANES; \
-        for (int o = 0; o < LANES; o++) own[o] += second[o] * (s >> 32); \
-        second += two > 0 ? LANES * LANES : 0; /* without a second block t is zero */ \
-        for (int o = 0; o < LANES; o++) own[o] += second[o] * (t >> 32); \
-    } \
-}
-PAIR(uint32_t) PAIR(uint16_t) PAIR(uint8_t)
-
-void digest(Job *job) {
-    uint64_t own[LANES] = {0};
-    int64_t b;
-    while ((b = 2 * __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) * BLOCK < job->words)
-        if (job->size == 4) pair_uint32_t(job, b, own);
-        else if (job->size == 2) pair_uint16_t(job, b, own);
-        else pair_uint8_t(job, b, own);
-    for (int o = 0; o < LANES; o++) __atomic_fetch_add(job->out + o, own[o], __ATOMIC_RELAXED);
-}
-"""
-
-
-class _Job(ctypes.Structure):
-    """A job as the C text declares it."""
+class DigestJob(ctypes.Structure):
+    """A job as `native/digest.c` declares it."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("next", "words", "size")),
@@ -104,7 +60,7 @@ def _digest(built: ctypes.CDLL, keys: Keys, flat: Tensor) -> bytes:
     out = (ctypes.c_uint64 * LANES)()
     places = (flat.data_ptr(), keys.first.data_ptr(), second.data_ptr(), ctypes.addressof(out))
     threads = torch.get_num_threads() if words >= _ALONE else 1
-    together(built.digest, _Job(0, words, size, *places), threads=threads)
+    together(built.digest, DigestJob(0, words, size, *places), threads=threads)
     return bytes(out)
 
 
@@ -119,12 +75,12 @@ def library() -> ctypes.CDLL | None:
 
     Guarantees: handed out only after it gave the digests of `digest.plain`.
     """
-    built = _build(_TEXT)
+    built = _build(text_of("digest.c"))
     return built if built is not None and _agrees(built) else None
 
 
 def _build(text: str) -> ctypes.CDLL | None:
-    built = build(f"#define BLOCK {BLOCK}\n#define LANES {LANES}\n{text}")
+    built = build(text)
     if built is not None:
         built.digest.argtypes, built.digest.restype = [ctypes.c_void_p], None
     return built
