@@ -1,10 +1,22 @@
-"""C text into a library for this very processor, and a team of threads to run it.
+"""C files into libraries for this very processor, kept for every process, and threads to run them.
 
 Torch runs one pass over memory per operation; some inner loops have fifty of them. Those are also
-written in C, built when they are first needed into a private temporary folder, and never kept
-(under a second, once a process). Whoever asks holds the result against its slow twin before using
-it, and goes on without it where nothing could be built. NOSHUFFLE_NATIVE=off in the environment
-switches all of it off.
+written in C (`native/*.c`), built when they are first needed, and kept under a name that says all
+that the result depends on:
+
+    name = BLAKE2b(C text, compiler and its version, flags, model and features of the processor)
+
+The folder is $NOSHUFFLE_CACHE, or noshuffle/ in the user's cache folder. A library runs with all
+rights of the process that loads it, so the folder must belong to this user, and nobody else may
+write there or exchange one of the folders above it; where that is not so, or nothing can be
+written, libraries are built in a private temporary folder and forgotten with the process. A file
+appears whole or not at all (built aside, flushed to the disk, renamed), so processes may build the
+same one at the same time.
+
+Whoever asks for a library compares it with its slow twin before using it, in every process, a kept
+one like a new one (some tens of milliseconds): what lies on a disk may rot, and the torch that it
+was compared with may have been replaced. Without a compiler there are only the slow forms;
+NOSHUFFLE_NATIVE=off in the environment asks for those.
 
 `together` runs a C function on several threads. After a parallel operation torch's own OpenMP
 threads keep their cores busy waiting for the next one, so a second set of threads would have to
@@ -13,14 +25,19 @@ Where it is not found, ordinary threads do.
 
 >>> build("int seven(void) { return 7; }", switch="off") is None
 True
+>>> "void aes_tile(" in text_of("aes.h")
+True
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -30,8 +47,17 @@ from typing import Any
 
 #: Every product and sum is rounded by itself: contraction would change bits.
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+#: The flag that asks for all that this processor has; some compilers for ARM know the second.
+_PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
 
+_SOURCES = Path(__file__).parent / "native"
 _PROCESS = os.getpid()
+
+
+def text_of(name: str) -> str:
+    """The text of a C file of this package, with its headers of this package written in."""
+    text = (_SOURCES / name).read_text(encoding="utf-8")
+    return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1]), text, flags=re.MULTILINE)
 
 
 def build(
@@ -42,18 +68,107 @@ def build(
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or switch.lower() in ("off", "0"):
         return None
-    with tempfile.TemporaryDirectory(prefix="noshuffle-", ignore_cleanup_errors=True) as folder:
-        source, target = Path(folder, "loops.c"), Path(folder, "loops.so")
-        source.write_text(text, encoding="utf-8")
-        files = ["-o", str(target), str(source), "-lm"]
-        for native in ("-march=native", "-mcpu=native"):  # some compilers for ARM know the second
-            command = [compiler, "-O3", "-shared", "-fPIC", native, *flags, *files]
-            try:
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
-                return ctypes.CDLL(str(target))
-            except (OSError, subprocess.SubprocessError):
-                continue
+    folder = cache_folder()
+    if folder is not None:
+        try:
+            return _kept(text, compiler, flags, folder)
+        except OSError:  # a full disk, a library of another system
+            pass
+    with tempfile.TemporaryDirectory(prefix="noshuffle-", ignore_cleanup_errors=True) as aside:
+        made = _compiled(text, compiler, flags, Path(aside))
+        return None if made is None else ctypes.CDLL(str(made))
+
+
+def _kept(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL | None:
+    """The library as it lies in the cache folder, built and put there if it does not."""
+    parts = (text, compiler, _version(compiler), *flags, *_PROCESSOR_FLAGS, _processor())
+    name = hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
+    kept = folder / f"{name}.so"
+    if kept.exists() and _is_safe(kept):
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError:
+            kept.unlink()  # damaged: build it again
+    with tempfile.TemporaryDirectory(
+        prefix="build-", dir=folder, ignore_cleanup_errors=True
+    ) as aside:
+        made = _compiled(text, compiler, flags, Path(aside))
+        if made is None:
+            return None
+        _flush(made)
+        made.replace(kept)
+        _flush(folder)
+    return ctypes.CDLL(str(kept))
+
+
+def _compiled(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> Path | None:
+    source, target = folder / "loops.c", folder / "loops.so"
+    source.write_text(text, encoding="utf-8")
+    files = ["-o", str(target), str(source), "-lm"]
+    for processor in _PROCESSOR_FLAGS:
+        command = [compiler, "-O3", "-shared", "-fPIC", processor, *flags, *files]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            return target
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return None
+
+
+def cache_folder() -> Path | None:
+    """The folder of kept libraries, made if need be; None where none is safe from others."""
+    named = os.environ.get("NOSHUFFLE_CACHE", "")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache"
+        folder = Path(named).expanduser() if named else Path(base, "noshuffle")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()
+        is_safe = _is_safe(folder) and all(
+            _is_safe(above, is_above=True) for above in folder.parents
+        )
+    except (OSError, RuntimeError):  # read-only, or a user without a home
         return None
+    return folder if is_safe else None
+
+
+def _is_safe(path: Path, *, is_above: bool = False) -> bool:
+    """Whether nobody but this user (or the administrator, above) can change or exchange it."""
+    if not hasattr(os, "geteuid"):
+        return False
+    found, owners = path.lstat(), {os.geteuid()} | ({0} if is_above else set())
+    is_shared = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if is_above and found.st_mode & stat.S_ISVTX:
+        is_shared = False  # as in /tmp: others may add to it, but not rename what is ours
+    return found.st_uid in owners and not is_shared and not stat.S_ISLNK(found.st_mode)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@lru_cache(maxsize=4)
+def _version(compiler: str) -> str:
+    """What the compiler says of itself."""
+    try:
+        said = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{Path(compiler).resolve()} {said.stdout!r}"
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """Model and features of all processors here, which `native` code may use."""
+    names = r"(vendor_id|cpu family|model|model name|stepping|flags|Features|CPU [a-z]+)\s*:.*"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return "\n".join(sorted({line for line in lines if re.fullmatch(names, line)}))
+    except OSError:
+        return repr(platform.uname())
 
 
 @lru_cache(maxsize=1)

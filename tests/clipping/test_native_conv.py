@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from noshuffle.c_library import text_of
 from noshuffle.clipping import native_conv
 from noshuffle.clipping.native_conv import Geometry, Gradients, has_room, is_fit
 from noshuffle.clipping.rules_conv import Convolution, convolution
@@ -196,7 +197,7 @@ def test_the_rule_is_the_same_with_and_without(
     [("own[k] * g[o", "own[k] * 1.01f * g[o"), ("place[r]", "place[0]"), ("job->factors[b]", "1")],
 )
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
-    text = native_conv.TEXT
+    text = text_of("convolution.c")
     assert text.count(right) == 1
     built = native_conv._build(text.replace(right, wrong))
     assert built is not None
@@ -254,7 +255,7 @@ def test_the_bias_of_a_convolution(is_compiled: bool, monkeypatch: pytest.Monkey
 def test_vectors_of_every_processor_give_the_gradients(without: tuple[str, ...]) -> None:
     """Sixteen, eight and four numbers at a time; a processor lacks what the text is not told of."""
     lines = "".join(f"#undef {name}\n" for name in without)
-    built = native_conv._build(lines + native_conv.TEXT)
+    built = native_conv._build(lines + text_of("convolution.c"))
     assert built is not None
     assert native_conv._agrees(built)
     torch.manual_seed(4)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from noshuffle.c_library import text_of
 from noshuffle.clipping import Flat, Ghost, PerLayer, native_rows, rowwise
 from noshuffle.clipping.forms import Dense, Form, Outer
 from noshuffle.clipping.native_rows import Matrix, Weighing, matrix, squares, weighted
@@ -264,7 +265,7 @@ def test_the_bound_holds_for_one_unit(always: None) -> None:
     ],
 )
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
-    text = native_rows._TEXT
+    text = text_of("rows.c")
     assert text.count(right) == 1
     built = native_rows._build(text.replace(right, wrong))
     assert built is not None

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from noshuffle.c_library import text_of
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import Source, native, native_check, new_key, test_source
+from noshuffle.noise import Source, native, new_key, test_source
 from noshuffle.noise.constants import COSINE, LOG, SINE, TILE
 from noshuffle.noise.gaussian import LARGEST, normals_in_torch_
 from noshuffle.noise.loops import normals_
@@ -244,13 +245,13 @@ def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
 
     if shutil.which("cc") is None or os.environ.get("NOSHUFFLE_NATIVE"):
         pytest.skip("no C compiler, or switched off")
-    text = native.text()
+    text = text_of("noise.c")
     assert text.count(right) == 1
     good, bad = (native.build_loops(t) for t in (text, text.replace(right, wrong)))
     assert good is not None
-    assert native_check.agrees(good)
+    assert native.agrees(good)
     assert bad is not None
-    assert not native_check.agrees(bad)
+    assert not native.agrees(bad)
     assert native.build_loops("not C") is None
 
 
@@ -325,13 +326,13 @@ def test_the_c_loops_do_not_need_fused_instructions() -> None:
 
     if shutil.which("cc") is None or os.environ.get("NOSHUFFLE_NATIVE"):
         pytest.skip("no C compiler, or switched off")
-    lines = native.text().splitlines()
+    lines = text_of("noise.c").splitlines()
     found = [i for i, line in enumerate(lines) if line.startswith("#if") and "FMA" in line]
     assert len(found) == 1
     lines[found[0]] = "#if 0"
     built = native.build_loops("\n".join(lines) + "\n")
     assert built is not None
-    assert native_check.agrees(built)
+    assert native.agrees(built)
 
 
 def test_keys() -> None:

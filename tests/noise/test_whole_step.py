@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle.noise import NoiseStream, native, native_check, test_source, whole_step_check
+from noshuffle.c_library import text_of
+from noshuffle.noise import NoiseStream, native, test_source, whole_step
 from noshuffle.noise.aes import AesWords
 from noshuffle.noise.constants import TILE
 from noshuffle.noise.layout import Layout
@@ -20,7 +21,7 @@ from noshuffle.noise.whole_step import WholeStep
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
 needs_loop = pytest.mark.skipif(
-    not whole_step_check.is_ready(),
+    not whole_step.is_ready(),
     reason="no C compiler or no AES instructions: there is one form only",
 )
 LOWER = np.tril(np.random.default_rng(0).normal(size=(8, 8)))
@@ -133,20 +134,20 @@ MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platfo
 @needs_loop
 @pytest.mark.parametrize(("right", "wrong"), SLIPS.get(MACHINE, []))
 def test_a_wrong_cipher_is_not_used(right: str, wrong: str) -> None:
-    text = native.text()
+    text = text_of("noise.c")
     assert text.count(right) >= 1
     built = native.build_loops(text.replace(right, wrong))
     assert built is not None
-    assert not native_check.knows_aes(built)
+    assert not native.knows_aes(built)
 
 
 @needs_loop
 @pytest.mark.parametrize("without", ["", "__AVX512BW__", "__VAES__"])
 def test_blocks_of_every_processor_are_those_of_the_standard(without: str) -> None:
     """Four, two and one at a time; a processor lacks what the text is not told of."""
-    built = native.build_loops((f"#undef {without}\n" if without else "") + native.text())
+    built = native.build_loops((f"#undef {without}\n" if without else "") + text_of("noise.c"))
     assert built is not None
-    assert native_check.knows_aes(built)
+    assert native.knows_aes(built)
 
 
 @needs_loop
@@ -192,6 +193,6 @@ def test_a_loop_that_steps_wrongly_is_not_used(wrong: str, monkeypatch: pytest.M
         if len(place):
             place[:1] = torch.nextafter(place[:1], torch.tensor(9.0))
 
-    assert whole_step_check._does_steps.__wrapped__()
+    assert whole_step._does_steps.__wrapped__()
     monkeypatch.setattr(WholeStep, "add_", altered)
-    assert not whole_step_check._does_steps.__wrapped__()
+    assert not whole_step._does_steps.__wrapped__()

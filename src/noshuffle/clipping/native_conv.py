@@ -10,9 +10,9 @@ outer products is summed up in registers; G_b itself stays in a cache too and is
     squares   Σ_{o,k} G_b[o, k]²  for every example b
     total     Σ_b f_b G_b         examples in eight slices, each in order, added up in order
 
-so the bits do not depend on the number of threads. Built at run time where there is a compiler,
-and used only after it agreed with torch's own gradient; `rules_conv` has the torch form, which is
-its twin in the tests. No state.
+so the bits do not depend on the number of threads. `native/convolution.c` is built where there is a
+compiler, and used only after it agreed with torch's own gradient; `rules_conv` has the torch form,
+which is its twin in the tests. No state.
 
 >>> library() is library()
 True
@@ -31,9 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import build, together
-from noshuffle.clipping.native_conv_text import ROOM, SLICES, TEXT
+from noshuffle.c_library import build, text_of, together
 
+#: Slices that the examples of a total are cut into, and numbers of windows that are written at a
+#: time (64 KiB), as in `native/convolution.c`.
+SLICES, SCRATCH = 8, 1 << 14
 #: Numbers in a vector, to which windows are padded.
 LANE = 16
 #: Numbers of gradients that are kept between norm and sum: 2 MiB.
@@ -44,15 +46,15 @@ LEAST = 1 << 20
 LARGEST, WIDEST = 1 << 17, 4096
 
 
-class _Job(ctypes.Structure):
-    """A job as the C text declares it."""
+class ConvJob(ctypes.Structure):
+    """A job as `native/convolution.c` declares it."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("next", "examples", "frames", "groups")),
         *((name, ctypes.c_int64) for name in ("positions", "outputs", "width", "runs", "run")),
         *((name, ctypes.c_int64) for name in ("step", "example", "group")),
         *((name, ctypes.c_void_p) for name in ("place", "offset", "x", "g", "factors")),
-        *((name, ctypes.c_void_p) for name in ("squares", "total", "room")),
+        *((name, ctypes.c_void_p) for name in ("squares", "total", "scratch")),
         *((name, ctypes.c_int64) for name in ("taken", "keep", "padded", "lines", "line")),
         *((name, ctypes.c_void_p) for name in ("into", "channels")),
     )
@@ -109,8 +111,8 @@ def _lines(shape: tuple[int, ...], sides: Sides) -> Any:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What the loops must know of a convolution but the numbers: `_Job` from `examples` on."""
+class ConvTables:
+    """What the loops must know of a convolution but the numbers: `ConvJob` from `examples` on."""
 
     outputs: int
     width: int
@@ -123,7 +125,9 @@ class _Plan:
 
 
 @lru_cache(maxsize=64)
-def _plan(shape: torch.Size, sent: torch.Size, size: int, how: Geometry, sides: Sides) -> _Plan:
+def _conv_tables(
+    shape: torch.Size, sent: torch.Size, size: int, how: Geometry, sides: Sides
+) -> ConvTables:
     """From the shapes of x and g; x lies as one block."""
     own = (shape[1] // how.groups, *shape[2:])
     inner = (own[0], *bordered(own[1:], sides))
@@ -138,14 +142,14 @@ def _plan(shape: torch.Size, sent: torch.Size, size: int, how: Geometry, sides: 
         *(place.ctypes.data, offset.ctypes.data),
     )
     border = (math.prod(inner), 0 if into is None else len(into), own[-1])
-    return _Plan(outputs, width, window, place, offset, into, border, head)
+    return ConvTables(outputs, width, window, place, offset, into, border, head)
 
 
 class Gradients:
     """Per-example gradients of one convolution: x [B·frames, C, *space], g its output's.
 
     x is padded already, or `sides` says how many zeros go before and after each axis; then each
-    example gets its border in the cache, which must have room (`has_room`).
+    example gets its border in the cache, which must be large enough (`has_room`).
 
     Guarantees: `squares` and `total` are sums of products in float32, at most a vector's worth of
     partial sums each, the same bits for any number of threads.
@@ -164,8 +168,8 @@ class Gradients:
         self._built = library() if built is None else built
         self._size, self._how = size, how
         self._x, self._g = x.contiguous(), g.contiguous()
-        self._plan = plan = _plan(x.shape, g.shape, size, how, sides)
-        self._job = _Job(0, *plan.head, self._x.data_ptr(), self._g.data_ptr())
+        self._plan = plan = _conv_tables(x.shape, g.shape, size, how, sides)
+        self._job = ConvJob(0, *plan.head, self._x.data_ptr(), self._g.data_ptr())
         if plan.into is not None:
             self._job.padded, self._job.lines, self._job.line = plan.border
             self._job.into = plan.into.ctypes.data
@@ -176,13 +180,13 @@ class Gradients:
     @property
     def is_small(self) -> bool:
         """Whether the windows of an example fit the cache; else torch's own total is faster."""
-        return len(self._plan.place) * self._plan.width <= ROOM
+        return len(self._plan.place) * self._plan.width <= SCRATCH
 
     def squares(self) -> Tensor:
         """Squared norm of the gradient of every example, [B], float64."""
         threads, job, plan = torch.get_num_threads(), self._job, self._plan
-        room = torch.empty((threads, plan.outputs * plan.width), dtype=torch.float32)
-        job.room, job.taken, job.keep = room.data_ptr(), 0, 0
+        scratch = torch.empty((threads, plan.outputs * plan.width), dtype=torch.float32)
+        job.scratch, job.taken, job.keep = scratch.data_ptr(), 0, 0
         return self._measure(threads)
 
     @property
@@ -196,10 +200,10 @@ class Gradients:
         """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
         plan = self._plan
         shape = (self._size, self._how.groups * plan.outputs, plan.width)
-        room = torch.empty(shape, dtype=torch.float32)
-        self._job.room, self._job.keep = room.data_ptr(), 1
+        scratch = torch.empty(shape, dtype=torch.float32)
+        self._job.scratch, self._job.keep = scratch.data_ptr(), 1
         self._measure(torch.get_num_threads())
-        return self._shaped(room)
+        return self._shaped(scratch)
 
     def _measure(self, threads: int) -> Tensor:
         job, many = self._job, self._how.groups * self._plan.outputs
@@ -232,7 +236,7 @@ class Gradients:
 
 def has_room(x: Tensor, how: Geometry, sides: Sides) -> bool:
     """Whether an example of one group fits the cache with its border."""
-    return x.shape[1] // how.groups * math.prod(bordered(x.shape[2:], sides)) <= ROOM
+    return x.shape[1] // how.groups * math.prod(bordered(x.shape[2:], sides)) <= SCRATCH
 
 
 def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
@@ -261,14 +265,12 @@ def library() -> ctypes.CDLL | None:
 
     Guarantees: handed out only after they agreed with torch's own gradients of a convolution.
     """
-    built = _build(TEXT)
+    built = _build(text_of("convolution.c"))
     return built if built is not None and _agrees(built) else None
 
 
 def _build(text: str) -> ctypes.CDLL | None:
-    built = build(
-        f"#define SLICES {SLICES}\n#define ROOM {ROOM}\n{text}", flags=("-fno-math-errno",)
-    )
+    built = build(text, flags=("-fno-math-errno",))
     for name in ("squares", "total") if built is not None else ():
         loop = getattr(built, name)
         loop.argtypes, loop.restype = [ctypes.c_void_p], None

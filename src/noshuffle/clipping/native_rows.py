@@ -25,101 +25,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import build, together
+from noshuffle.c_library import build, text_of, together
 
 #: Numbers in all matrices of a step below which torch's operations are not worth a compiler's time.
 LEAST = 1 << 16
 #: Numbers below which a second thread costs more than it saves.
 _ALONE = 1 << 15
-#: Slices that the rows of a matrix are cut into, and the widest that is summed up.
+#: Slices that the rows of a matrix are cut into (as in `native/rows.c`), and the widest summed up.
 _SLICES, WIDEST = 8, 1 << 16
 
-_TEXT = r"""
-#include <stdint.h>
 
-typedef struct {
-    int64_t rows, width, span, other;  /* other: width of y */
-    const float *x, *y;                /* y may be missing, and so may each of the results */
-    double *squares, *slices;          /* 2 x rows; SLICES x width */
-    float *scaled, *sums;              /* rows x width; width */
-} Matrix;
-typedef struct {
-    int64_t next, count;
-    const Matrix *matrices;
-    const double *factors;
-} Job;
-
-#define EACH_SLICE(DO) \
-    for (int64_t at; (at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) \
-            < job->count * SLICES; ) { \
-        const Matrix *m = job->matrices + at / SLICES; \
-        int64_t slice = at % SLICES, width = m->width; \
-        int64_t begin = m->rows * slice / SLICES, end = m->rows * (slice + 1) / SLICES; \
-        DO \
-    }
-
-static double square(const float *restrict x, int64_t width) {
-    double part[32] = {0};
-    int64_t j = 0;
-    for (; j + 32 <= width; j += 32)
-        for (int i = 0; i < 32; i++) part[i] += (double)x[j + i] * (double)x[j + i];
-    for (int i = 0; j < width; i++, j++) part[i] += (double)x[j] * (double)x[j];
-    for (int half = 16; half; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
-}
-
-void squares(Job *job) {
-    EACH_SLICE(
-        for (int64_t r = begin; r < end; r++) {
-            double own = m->squares[r] = square(m->x + r * width, width);
-            if (m->y) m->squares[m->rows + r] = own * square(m->y + r * m->other, m->other);
-        })
-}
-
-static void keep(float *restrict out, const float *restrict x, float f, int64_t width) {
-    for (int64_t j = 0; j < width; j++) out[j] = x[j] * f;
-}
-static void sum(double *restrict into, const float *restrict x, float f, int64_t width) {
-    for (int64_t j = 0; j < width; j++) into[j] += (double)x[j] * (double)f;
-}
-static void both(double *restrict into, float *restrict out, const float *restrict x, float f,
-                 int64_t width) {
-    for (int64_t j = 0; j < width; j++) {
-        out[j] = x[j] * f;
-        into[j] += (double)x[j] * (double)f;
-    }
-}
-
-void weighted(Job *job) {
-    EACH_SLICE(
-        double *into = m->sums ? m->slices + slice * width : 0;
-        for (int64_t j = 0; into && j < width; j++) into[j] = 0;
-        for (int64_t r = begin; r < end; r++) {
-            const float *x = m->x + r * width;
-            float f = (float)job->factors[r / m->span];
-            if (into && m->scaled) both(into, m->scaled + r * width, x, f, width);
-            else if (into) sum(into, x, f, width);
-            else keep(m->scaled + r * width, x, f, width);
-        })
-}
-
-/* the slices, in order; for one thread */
-void gather(Job *job) {
-    for (int64_t k = 0; k < job->count; k++) {
-        const Matrix *m = job->matrices + k;
-        for (int64_t j = 0; m->sums && j < m->width; j++) {
-            double all = 0;
-            for (int s = 0; s < SLICES; s++) all += m->slices[s * m->width + j];
-            m->sums[j] = (float)all;
-        }
-    }
-}
-"""
-
-
-class _Job(ctypes.Structure):
-    """A job as the C text declares it."""
+class RowsJob(ctypes.Structure):
+    """A job as `native/rows.c` declares it."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("next", "count")),
@@ -216,7 +133,7 @@ def _run(
     factors: Tensor | None = None,
 ) -> None:
     rows = array("q", table)
-    job = _Job(0, len(table) // 10, rows.buffer_info()[0])
+    job = RowsJob(0, len(table) // 10, rows.buffer_info()[0])
     if factors is not None:
         job.factors = factors.data_ptr()
     together(getattr(built, name), job, threads=torch.get_num_threads() if size >= _ALONE else 1)
@@ -230,12 +147,12 @@ def library() -> ctypes.CDLL | None:
 
     Guarantees: handed out only after they agreed with torch.
     """
-    built = _build(_TEXT)
+    built = _build(text_of("rows.c"))
     return built if built is not None and _agrees(built) else None
 
 
 def _build(text: str) -> ctypes.CDLL | None:
-    built = build(f"#define SLICES {_SLICES}\n{text}")
+    built = build(text)
     for name in ("squares", "weighted", "gather") if built is not None else ():
         loop = getattr(built, name)
         loop.argtypes, loop.restype = [ctypes.c_void_p], None

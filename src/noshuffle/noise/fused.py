@@ -52,7 +52,7 @@ def is_ready(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ProgramTables:
     """For one choice of tensor types: the regions, and per type which program works on which."""
 
     regions: Tensor
@@ -99,7 +99,7 @@ class Fused:
         self._places = torch.tensor(where, dtype=torch.int64, device=self._device)
         self._tape: Tape | None = None
         self._next = -1
-        self._plans: dict[tuple[torch.dtype, ...], _Plan] = {}
+        self._programs: dict[tuple[torch.dtype, ...], ProgramTables] = {}
         self._addresses: tuple[int, ...] = ()
         self._targets = self._zeros(max(1, len(self._names)), torch.int64)
         self._spare: tuple[Tensor, Tensor] | None = None
@@ -114,14 +114,14 @@ class Fused:
         key = tuple(targets[name].dtype for name in self._names)
         if not is_capturing:
             self._seek(step=step, count=1)
-        elif key not in self._plans or self._spare is None:
+        elif key not in self._programs or self._spare is None:
             raise Unsupported("call prepare() with tensors of the same types before each capture")
-        plan = self._plans.get(key) or self._planned(key)
+        tables = self._programs.get(key) or self._planned(key)
         found = tuple(targets[name].data_ptr() for name in self._names)
         where = self._captured_table(found) if is_capturing else self._table_of(found)
         self._clock.add_(self._counter if is_capturing else self._one_step)
-        for dtype, owners in plan.owners:
-            self._launch(plan, dtype, owners, where, programs=len(owners))
+        for dtype, owners in tables.owners:
+            self._launch(tables, dtype, owners, where, programs=len(owners))
 
     def prepare(self, targets: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
         """Build the tables and compile the kernel for tensors like these; adds nothing.
@@ -131,9 +131,9 @@ class Fused:
         """
         self._counter = self._one_step if counts_itself else self._one_replay
         key = tuple(targets[name].dtype for name in self._names)
-        plan = self._plans.get(key) or self._planned(key)
-        for dtype, owners in plan.owners:
-            self._launch(plan, dtype, owners, self._targets, programs=0)
+        tables = self._programs.get(key) or self._planned(key)
+        for dtype, owners in tables.owners:
+            self._launch(tables, dtype, owners, self._targets, programs=0)
         if self._spare is None and self._device.type == "cuda":
             pinned = torch.zeros(len(self._targets), dtype=torch.int64, pin_memory=True)
             self._spare = (pinned, torch.zeros_like(self._targets))
@@ -176,7 +176,7 @@ class Fused:
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _planned(self, key: tuple[torch.dtype, ...]) -> _Plan:
+    def _planned(self, key: tuple[torch.dtype, ...]) -> ProgramTables:
         """Share the regions of each type out among programs of `tiles` tiles."""
         table, owners = self._table.copy(), []
         for dtype in dict.fromkeys(key):
@@ -187,8 +187,8 @@ class Fused:
             owner = np.repeat(index, programs).astype(np.int32)
             owners.append((dtype, torch.from_numpy(owner).to(self._device)))
         regions = torch.from_numpy(table).to(self._device)
-        self._plans[key] = _Plan(regions, tuple(owners))
-        return self._plans[key]
+        self._programs[key] = ProgramTables(regions, tuple(owners))
+        return self._programs[key]
 
     def _table_of(self, addresses: tuple[int, ...]) -> Tensor:
         """The table of addresses, written again only when tensors have moved."""
@@ -211,7 +211,13 @@ class Fused:
         return table
 
     def _launch(
-        self, plan: _Plan, dtype: torch.dtype, owners: Tensor, where: Tensor, *, programs: int
+        self,
+        tables: ProgramTables,
+        dtype: torch.dtype,
+        owners: Tensor,
+        where: Tensor,
+        *,
+        programs: int,
     ) -> None:
         kernel: Any = triton_kernels.move
         is_nvidia = self._device.type == "cuda" and torch.version.hip is None
@@ -220,7 +226,7 @@ class Fused:
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             kernel[(programs,)](
                 owners,
-                plan.regions,
+                tables.regions,
                 where,
                 self._words,
                 self._offsets,
@@ -265,7 +271,7 @@ def _regions(
     layout: Layout, source: Source
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]:
     """Per tensor that is not empty: numel, elements of its first tile that come before it, tiles,
-    first tile in the buffers, first block, key (2), tag (2), first program (set by the plan).
+    first tile in the buffers, first block, key (2), tag (2), first program (set by `_planned`).
     """
     first: dict[str, tuple[int, int]] = {}
     tiles: dict[str, int] = {}

@@ -41,7 +41,7 @@ from noshuffle.errors import (
     non_negative,
     whole,
 )
-from noshuffle.noise import fused, native, whole_step_check
+from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.fused import Fused
@@ -130,7 +130,7 @@ class NoiseStream(OneOwner):
         source = self._source
         if not isinstance(source, Source) or source.kind != "aes":
             return None
-        if self._device.type != "cpu" or not whole_step_check.is_ready():
+        if self._device.type != "cpu" or not whole_step.is_ready():
             return None
         return WholeStep(self._layout, source=source, state=self._state, workers=self._workers)
 

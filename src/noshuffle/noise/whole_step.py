@@ -5,17 +5,25 @@
 tile by tile, so that the numbers live in the first-level cache from the cipher to the value; the
 memory traffic of a step is the values and the buffers, once. The bits are those of the chunk by
 chunk form (`chunk_step`), its slow twin and its stand-in where there is no compiler, no AES in
-hardware, or a value of another type (`whole_step_check` compares them before the first use).
+hardware, or a value of another type.
 Values are all float32 or all float64, noise and buffers float32. Pieces are handed out to threads
 as they come.
 
+Before the first use in a process (`is_ready`) a few steps of a mechanism with decaying buffers, of
+one without buffers and of a tree are made in both forms, on tensors that do not end where a tile
+does; values and buffers must come out equal, bit for bit.
+
 State: round keys, for every name one schedule a key of the ring, and the table of pieces.
+
+>>> is_ready() <= native.has_aes()                # never without AES that was itself found right
+True
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,12 +32,14 @@ from torch import Tensor
 
 from noshuffle.c_library import together
 from noshuffle.noise import native
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.chunk_step import ChunkStep
+from noshuffle.noise.constants import CPU_CHUNK, TILE
 from noshuffle.noise.correlate import dense
 from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.source import Source
-from noshuffle.noise.step_plan import StepPlan
+from noshuffle.noise.source import Source, test_source
+from noshuffle.noise.step_plan import StepPlan, StepPlans
+from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe
 
 #: Bytes of the round keys of AES-256.
 _SCHEDULE = 240
@@ -91,7 +101,7 @@ class WholeStep:
         places = np.array([values[name].data_ptr() for name in self._names], dtype=np.uint64)
         decays = (ctypes.c_float * buffers)(*move.decays) if move.decays else None
         inner, outer = dense(move.inner, buffers, 1.0), dense(move.outer, buffers, scale)
-        step = _Step(
+        job = NoiseJob(
             *(0, len(self._pieces), self._state.stride(0), self._pieces.ctypes.data),
             *(places.ctypes.data, rows.ctypes.data),
             *(None if keys is None else keys.ctypes.data, weights.ctypes.data),
@@ -99,11 +109,11 @@ class WholeStep:
             *(len(rows), buffers, move.store, move.gain * scale),
             *(grid_of(move, scale=scale), times, is_double, times),
         )
-        together(self._library.add_noise, step, threads=self._workers)
+        together(self._library.add_noise, job, threads=self._workers)
 
 
-class _Step(ctypes.Structure):
-    """One step as `native_text` declares it."""
+class NoiseJob(ctypes.Structure):
+    """One step as `native/noise.c` declares it."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("next", "count", "stride")),
@@ -117,3 +127,53 @@ class _Step(ctypes.Structure):
 
 def _address(numbers: ctypes.Array[ctypes.c_float] | None) -> int | None:
     return None if numbers is None else ctypes.addressof(numbers)
+
+
+#: Every kind of move: decays with taps and gains, no buffers, stores and outer buffers.
+RECIPES: tuple[Recipe, ...] = (
+    Buffered(
+        (0.9, 0.5), (-0.2, -0.1), ((0, 1.0), (1, 0.3)), (1.0, 1.2, 0.7), draw_scale=(1.5,) * 3
+    ),
+    FeedForward((1.0, -0.5), scale=(1.0, 1.2, 0.7)),
+    Forest("honaker", 3),
+)
+SHAPES, SCALE, TIMES = {"w": (2 * (TILE + 9),), "b": (3,)}, 0.3, (1.0, 1 / 7, 1.0)
+
+
+def is_ready() -> bool:
+    """Whether this machine can do a whole step of AES noise in C.
+
+    Guarantees: only after the cipher gave the answer of its standard (`native.has_aes`), and after
+    some whole steps were found equal to the chunk by chunk form, bit for bit.
+    """
+    return native.has_aes() and _does_steps()
+
+
+@lru_cache(maxsize=1)
+def _does_steps() -> bool:
+    """Whether the whole step in C leaves the values and buffers that the chunks do."""
+    cases = [(recipe, kind) for recipe in RECIPES for kind in (torch.float32, torch.float64)]
+    return all(torch.equal(_left(*case, False), _left(*case, True)) for case in cases)
+
+
+def _left(recipe: Recipe, kind: torch.dtype, is_whole: bool) -> Tensor:
+    """Values and buffers after three steps, end to end."""
+    moves, source = StepPlans.of(recipe), test_source(seed="native", kind="aes")
+    layout = Layout.of(SHAPES, chunk_tiles=CPU_CHUNK)
+    # Types and device are named, since the defaults may be others.
+    shape = (moves.buffers, layout.tiles, TILE)
+    state = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    start = torch.linspace(-1.0, 1.0, SHAPES["w"][0], dtype=kind, device="cpu")
+    values = {"w": start.clone(), "b": start[:3].clone()}
+    if is_whole:
+        whole = WholeStep(layout, source=source, state=state, workers=1)
+        for step, times in enumerate(TIMES):
+            whole.add_(values, move=moves.at(step), scale=SCALE, times=times)
+    else:
+        chunks = ChunkStep(layout, source=source, state=state, workers=1)
+        for step, times in enumerate(TIMES):
+            chunks.add_(values, move=moves.at(step), scale=SCALE)
+            for value in values.values():
+                value.mul_(times)
+    kept = [piece for pieces in layout.views(state).values() for piece in pieces]
+    return torch.cat([part.flatten() for part in (*values.values(), *kept)])

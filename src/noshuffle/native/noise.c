@@ -1,47 +1,22 @@
-"""The inner loops of the noise in C; `native` builds them, `native_check` compares with the twins.
+/* The inner loops of the noise.
 
-Operation by operation what `gaussian.normals_in_torch_`, `philox.philox`, `aes.AesWords`,
-`correlate.correlate_in_torch_` and `grid` say: only integer operations and +, −, ×, √ and
-multiply-adds, each exactly rounded. `add_noise` runs them one after the other on a tile of 1024
-numbers at a time, so that nothing but the buffers and the values leaves the first-level cache:
+   Operation by operation what gaussian.normals_in_torch_, philox.philox, aes.AesWords,
+   correlate.correlate_in_torch_ and grid say: only integer operations and +, -, x, roots and
+   multiply-adds, each exactly rounded (contraction is switched off). add_noise runs them one after
+   the other on a tile of 1024 numbers at a time, so that nothing but the buffers and the values
+   leaves the first-level cache:
 
-    words = AES(key, row · block)     u = Σ w·normals(words)     y = correlate(u)
-    value ← grid(value + y) · times
+       words = AES(key, row . block)     u = sum of w normals(words)     y = correlate(u)
+       value <- grid(value + y) times
 
-Threads that are given the same step take its pieces from one counter as they come. The AES part
-(`native_aes_text`) is there on processors with AES instructions only; elsewhere the words come from
-the `cryptography` package.
-
->>> "add_noise" in text() and "#define TILE 1024" in text()
-True
-"""
-
-from __future__ import annotations
-
-from noshuffle.noise import native_aes_text
-from noshuffle.noise.constants import (
-    ANGLE_DIGITS,
-    BASE,
-    COSINE,
-    HALF,
-    LN2,
-    LOG,
-    MIDDLE_DIGIT,
-    RADIUS_DIGITS,
-    SCATTER,
-    SHIFT_DIGITS,
-    SHIFT_ONES,
-    SINE,
-    SPREAD,
-    TILE,
-)
-
-_LOOPS = r"""
+   Threads that are given the same step take its pieces from one counter as they come. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
-#include <math.h>
 
-/* a b + c rounded once; see `gaussian` for why float64 has room for all of it */
+#include "noise_constants.h"
+
+/* a b + c rounded once; see gaussian.py for why float64 has room for all of it */
 static inline float fused(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return fmaf(a, b, c);
@@ -91,9 +66,10 @@ void normals(const int32_t *restrict words, float *restrict out, int64_t tiles, 
 /* columns: five rows of `tiles` numbers: first block, key (2), tag (2) */
 void philox(int32_t *restrict words, const int64_t *restrict columns, int64_t tiles, uint32_t row) {
     for (int64_t tile = 0; tile < tiles; tile++, words += TILE) {
-        uint32_t first = columns[tile], key0 = columns[tiles + tile];
-        uint32_t key1 = columns[2 * tiles + tile];
-        uint32_t tag0 = columns[3 * tiles + tile], tag1 = columns[4 * tiles + tile];
+        uint32_t first = (uint32_t)columns[tile], key0 = (uint32_t)columns[tiles + tile];
+        uint32_t key1 = (uint32_t)columns[2 * tiles + tile];
+        uint32_t tag0 = (uint32_t)columns[3 * tiles + tile];
+        uint32_t tag1 = (uint32_t)columns[4 * tiles + tile];
         for (int b = 0; b < TILE / 4; b++) {
             uint32_t x0 = first + b, x1 = row, x2 = tag0, x3 = tag1, k0 = key0, k1 = key1;
 #pragma GCC unroll 10
@@ -106,10 +82,10 @@ void philox(int32_t *restrict words, const int64_t *restrict columns, int64_t ti
                 k0 += 0x9E3779B9u;
                 k1 += 0xBB67AE85u;
             }
-            words[b] = x0;
-            words[TILE / 4 + b] = x1;
-            words[TILE / 2 + b] = x2;
-            words[3 * TILE / 4 + b] = x3;
+            words[b] = (int32_t)x0;
+            words[TILE / 4 + b] = (int32_t)x1;
+            words[TILE / 2 + b] = (int32_t)x2;
+            words[3 * TILE / 4 + b] = (int32_t)x3;
         }
     }
 }
@@ -168,10 +144,8 @@ void NAME(TYPE *restrict value, const float *restrict noise, const int32_t *rest
 }
 ON_GRID(on_grid, float, 0x1.8p23f)
 ON_GRID(on_grid_double, double, 0x1.8p52)
-"""
 
-_STEP = r"""
-#define SCHEDULE 240                   /* bytes of the round keys of AES-256 */
+#include "aes.h"
 
 /* tiles of one stream: where they lie in the stream, in the buffers, and in a value; the round keys
    of its name, one schedule after the other */
@@ -192,28 +166,31 @@ typedef struct {
     float gain, grid, times;
     int is_double;                     /* what all values are */
     double factor;                     /* times, for them */
-} Step;
+} NoiseJob;
 
 /* numbers [first, last) of a tile, which begins at `value` */
 #define RELEASE(NAME, TYPE, GRID) \
 static inline void NAME(TYPE *value, const float *noise, const int32_t *words, int64_t first, \
                         int64_t last, float step, TYPE times) { \
-    TYPE part[TILE] __attribute__((aligned(64))); \
-    const int is_whole = first == 0 && last == TILE; \
-    if (!is_whole) memcpy(part + first, value + first, (last - first) * sizeof *part); \
-    GRID(is_whole ? value : part, noise, words, step, times); \
-    if (!is_whole) memcpy(value + first, part + first, (last - first) * sizeof *part); \
+    if (first == 0 && last == TILE) { \
+        GRID(value, noise, words, step, times); \
+        return; \
+    } \
+    TYPE part[TILE] __attribute__((aligned(64))) = {0}; \
+    memcpy(part + first, value + first, (last - first) * sizeof *part); \
+    GRID(part, noise, words, step, times); \
+    memcpy(value + first, part + first, (last - first) * sizeof *part); \
 }
 RELEASE(release, float, on_grid)
 RELEASE(release_double, double, on_grid_double)
 
-void add_noise(Step *step) {
+void add_noise(NoiseJob *job) {
     int32_t words[TILE] __attribute__((aligned(64)));
     float u[TILE] __attribute__((aligned(64))), y[TILE] __attribute__((aligned(64)));
-    const Step s = *step;
-    float *own[s.buffers + 2];
+    const NoiseJob s = *job;
+    float *soon[s.buffers + 2]; /* the buffers of a tile, then its values, for the prefetch */
     int64_t p;
-    while ((p = __atomic_fetch_add(&step->next, 1, __ATOMIC_RELAXED)) < s.count) {
+    while ((p = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < s.count) {
         const Piece piece = s.pieces[p];
         for (int64_t t = 0; t < piece.tiles; t++) {
             /* element e of the value is element lead + e - begin of the piece */
@@ -221,17 +198,17 @@ void add_noise(Step *step) {
             int64_t last = piece.end - from < TILE ? piece.end - from : TILE;
             float *value = s.values[piece.value] + (s.is_double ? 2 * from : from);
             for (int b = 0; b < s.buffers; b++)
-                own[b] = s.state + b * s.stride + (piece.flat + t) * TILE;
-            own[s.buffers] = value, own[s.buffers + 1] = value + TILE;
+                soon[b] = s.state + b * s.stride + (piece.flat + t) * TILE;
+            soon[s.buffers] = value, soon[s.buffers + 1] = value + TILE;
             for (int d = 0; d < s.draws; d++) {
                 const char *schedule = piece.schedules + (s.keys ? SCHEDULE * s.keys[d] : 0);
-                keystream(words, schedule, s.rows[d], (piece.tile + t) * (TILE / 4), own,
+                keystream(words, schedule, s.rows[d], (piece.tile + t) * (TILE / 4), soon,
                           d ? 0 : s.buffers + 1 + s.is_double);
                 normals(words, u, 1, s.weights[d], d > 0);
             }
             const float *noise = u;
             if (s.buffers) {
-                correlate(y, u, own, s.buffers, s.inner, s.decays, s.outer, s.store, s.gain, 1);
+                correlate(y, u, soon, s.buffers, s.inner, s.decays, s.outer, s.store, s.gain, 1);
                 noise = y;
             }
             /* the words are those of the last draw, the newest */
@@ -241,18 +218,3 @@ void add_noise(Step *step) {
         }
     }
 }
-"""
-
-
-def text() -> str:
-    """The whole C text, constants included."""
-    names = {"LN2": LN2, "SPREAD": SPREAD, "BASE": BASE}
-    for name, series in (("SINE", SINE), ("COSINE", COSINE), ("LOG", LOG)):
-        names |= {f"{name}{i}": c for i, c in enumerate(series)}
-    lines = [f"#define {name} {value.hex()}f" for name, value in names.items()]
-    integers = {"TILE": TILE, "HALF": HALF}
-    integers |= {"RADIUS_DIGITS": RADIUS_DIGITS, "ANGLE_DIGITS": ANGLE_DIGITS}
-    integers |= {"MIDDLE_DIGIT": MIDDLE_DIGIT, "SCATTER": SCATTER}
-    integers |= {"SHIFT_DIGITS": SHIFT_DIGITS, "SHIFT_ONES": SHIFT_ONES}
-    lines += [f"#define {name} {value}" for name, value in integers.items()]
-    return "\n".join(lines) + _LOOPS + native_aes_text.TEXT + _STEP

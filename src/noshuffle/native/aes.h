@@ -1,19 +1,21 @@
-"""AES-256 in counter mode in C, by the AES instructions of x86 and 64-bit ARM processors.
+/* AES-256 in counter mode by the AES instructions of x86 and 64-bit ARM processors.
 
-    words[4i … 4i + 3] = AES(key, row · (block + i))                      (FIPS 197, SP 800-38A)
+       words[4i .. 4i + 3] = AES(key, row . (block + i))             (FIPS 197, SP 800-38A)
 
-`aes_schedule` expands a key, `aes_tile` fills a tile of 1024 words, in blocks of four, two or one,
-whatever the processor takes. `keystream` does the same for `add_noise` and asks for memory on its
-way. Where a processor has no such instructions, or the compiler does not know them, `aes_ready`
-says so. `native_check` compares what comes out with the example of the standard before any use.
+   aes_schedule expands a key, aes_tile fills a tile of 1024 words, in blocks of four, two or one,
+   whatever the processor takes. keystream does the same for add_noise and asks for memory on its
+   way. Where a processor has no such instructions, or the compiler does not know them, aes_ready
+   says so. native.py compares what comes out with the example of the standard before any use. */
+#ifndef NOSHUFFLE_AES_H
+#define NOSHUFFLE_AES_H
 
->>> "void aes_tile" in TEXT and "vaeseq_u8" in TEXT
-True
-"""
+#include <stdint.h>
+#include <string.h>
 
-from __future__ import annotations
+#include "noise_constants.h"
 
-TEXT = r"""
+#define SCHEDULE 240                   /* bytes of the round keys of AES-256 */
+
 /* a part of the lines of memory that a tile will meet at the end of its long computation */
 static inline void ask(float *const *soon, int many, int part, int parts) {
     int lines = TILE / 16 / parts;
@@ -142,12 +144,16 @@ static inline void keystream(int32_t *words, const void *schedule, uint64_t row,
 }
 #else
 int aes_ready(void) { return 0; }
-void aes_schedule(const void *key, void *schedule) {}
+void aes_schedule(const void *key, void *schedule) { (void)key, (void)schedule; }
 static inline void keystream(int32_t *words, const void *schedule, uint64_t row, uint64_t block,
-                             float *const *soon, int many) {}
+                             float *const *soon, int many) {
+    (void)words, (void)schedule, (void)row, (void)block;
+    ask(soon, many, 0, 1);
+}
 #endif
 
 void aes_tile(int32_t *words, const void *schedule, uint64_t row, uint64_t block) {
     keystream(words, schedule, row, block, 0, 0);
 }
-"""
+
+#endif

@@ -1,27 +1,17 @@
-"""The C text of `native_conv`: gradients of a convolution, one example and group at a time.
+/* Gradients of a convolution, one example and group at a time.
 
-`cut` writes the windows of some positions into the first-level cache, `outer` adds up
+   cut writes the windows of some positions into the first-level cache, outer adds up
 
-    into[o, k] += Σ_rows g[o, row] · windows[row, k]
+       into[o, k] += sum over rows of g[o, row] windows[row, k]
 
-in registers, eight outputs by 32 places of the kernel at a time. `squares` gives each example to
-whichever thread comes, `total` each slice of the examples; neither result depends on which. While
-g is at hand, `squares` also sums it up by channel: the gradient of the bias.
-
->>> "void squares" in TEXT and "void total" in TEXT
-True
-"""
-
-from __future__ import annotations
-
-#: Slices that the examples of a total are cut into.
-SLICES = 8
-#: Numbers of windows that are written at a time: 64 KiB.
-ROOM = 1 << 14
-
-TEXT = r"""
+   in registers, eight outputs by 32 places of the kernel at a time. squares gives each example to
+   whichever thread comes, total each slice of the examples; neither result depends on which. While
+   g is at hand, squares also sums it up by channel: the gradient of the bias. */
 #include <stdint.h>
 #include <string.h>
+
+#define SLICES 8                       /* that the examples of a total are cut into */
+#define SCRATCH (1 << 14)              /* numbers of windows that are written at a time: 64 KiB */
 
 /* A vector of this processor, and the block of sums that its registers hold: outputs by vectors. */
 #if defined(__AVX512F__)
@@ -46,12 +36,12 @@ typedef struct {
     const int64_t *place, *offset;     /* of every position; of every run of the kernel */
     const float *x, *g, *factors;
     double *squares;
-    float *total, *room;               /* slices, or threads × outputs × width */
-    int64_t taken, keep;               /* rooms handed out; or every example has one and keeps it */
+    float *total, *scratch;            /* slices, or threads x outputs x width */
+    int64_t taken, keep;               /* scratches handed out; or one for every example, kept */
     int64_t padded, lines, line;       /* numbers of x with a border (0: it has none), rows of x */
     const int64_t *into;               /* where each row goes inside the border */
     float *channels;                   /* examples x channels: sums of g; may be missing */
-} Job;
+} ConvJob;
 
 /* into[o, k] += sum over rows of g[o, row] windows[row, k], for `os` outputs and `ks` vectors; with
    `found` instead, the squares of those sums are added to it and nothing is written */
@@ -82,7 +72,7 @@ static inline __attribute__((always_inline)) void block(
     else block(OS, VECTORS / 2, at, found, own, windows + k, rows, length, width); \
     o += OS
 
-static void outer(const Job *job, float *into, double *found, const float *g,
+static void outer(const ConvJob *job, float *into, double *found, const float *g,
                   const float *windows, int64_t rows) {
     int64_t width = job->width, length = job->positions;
     for (int64_t k = 0; k < width; k += WIDE)
@@ -102,7 +92,7 @@ static void outer(const Job *job, float *into, double *found, const float *g,
         for (int64_t j = 0; j < RUN; j++) \
             windows[i * RUN + j] = at[job->offset[i] + j * STEP] * factor;
 
-static void cut(const Job *job, float *restrict windows, const float *restrict x,
+static void cut(const ConvJob *job, float *restrict windows, const float *restrict x,
                 const int64_t *place, int64_t rows, float factor) {
     int64_t run = job->run, step = job->step, used = job->runs * run;
     for (int64_t r = 0; r < rows; r++, windows += job->width) {
@@ -116,20 +106,20 @@ static void cut(const Job *job, float *restrict windows, const float *restrict x
     }
 }
 
-/* into += factor × the gradient of one frame and group, or found += its squares */
-static void add(const Job *job, float *into, double *found, int64_t frame, int64_t group,
+/* into += factor times the gradient of one frame and group, or found += its squares */
+static void add(const ConvJob *job, float *into, double *found, int64_t frame, int64_t group,
                 float factor) {
-    float windows[ROOM] __attribute__((aligned(64)));
+    float windows[SCRATCH] __attribute__((aligned(64)));
     const float *x = job->x + frame * job->example + group * job->group;
     const float *g = job->g + (frame * job->groups + group) * job->outputs * job->positions;
-    float bordered[ROOM] __attribute__((aligned(64)));
+    float bordered[SCRATCH] __attribute__((aligned(64)));
     if (job->padded) {
-        memset(bordered, 0, job->padded * sizeof *bordered);
+        memset(bordered, 0, (size_t)job->padded * sizeof *bordered);
         for (int64_t r = 0; r < job->lines; r++)
             memcpy(bordered + job->into[r], x + r * job->line, job->line * sizeof *x);
         x = bordered;
     }
-    int64_t most = ROOM / job->width;
+    int64_t most = SCRATCH / job->width;
     for (int64_t l = 0; l < job->positions; l += most) {
         int64_t rows = job->positions - l < most ? job->positions - l : most;
         cut(job, windows, x, job->place + l, rows, factor);
@@ -138,29 +128,29 @@ static void add(const Job *job, float *into, double *found, int64_t frame, int64
 }
 
 /* the sum of g over frames and positions, for every channel of one example */
-static void channels(const Job *job, int64_t b) {
+static void channels(const ConvJob *job, int64_t b) {
     int64_t many = job->groups * job->outputs, length = job->positions;
     for (int64_t o = 0; o < many; o++) {
         double part[16] = {0}, all = 0;
         for (int64_t f = 0; f < job->frames; f++) {
             const float *g = job->g + ((b * job->frames + f) * many + o) * length;
             int64_t l = 0;
-            for (; l + 16 <= length; l += 16) for (int i = 0; i < 16; i++) part[i] += g[l + i];
-            for (; l < length; l++) all += g[l];
+            for (; l + 16 <= length; l += 16) for (int i = 0; i < 16; i++) part[i] += (double)g[l + i];
+            for (; l < length; l++) all += (double)g[l];
         }
         for (int i = 0; i < 16; i++) all += part[i];
         job->channels[b * many + o] = (float)all;
     }
 }
 
-void squares(Job *job) {
+void squares(ConvJob *job) {
     int64_t size = job->outputs * job->width, b;
-    int64_t room = job->keep ? 0 : __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
-    int is_once = !job->keep && job->frames == 1 && job->positions <= ROOM / job->width;
+    int64_t mine = job->keep ? 0 : __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+    int is_once = !job->keep && job->frames == 1 && job->positions <= SCRATCH / job->width;
     while ((b = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->examples) {
         double found[16] = {0}, all = 0;
         for (int64_t group = 0; group < job->groups; group++) {
-            float *into = job->room + size * (job->keep ? b * job->groups + group : room);
+            float *into = job->scratch + size * (job->keep ? b * job->groups + group : mine);
             if (is_once) {
                 add(job, into, found, b, group, 1.0f);
                 continue;
@@ -169,7 +159,7 @@ void squares(Job *job) {
             for (int64_t f = 0; f < job->frames; f++)
                 add(job, into, 0, b * job->frames + f, group, 1.0f);
             for (int64_t i = 0; i < size; i += 16)
-                for (int j = 0; j < 16; j++) found[j] += (double)into[i + j] * into[i + j];
+                for (int j = 0; j < 16; j++) found[j] += (double)into[i + j] * (double)into[i + j];
         }
         for (int i = 0; i < 16; i++) all += found[i];
         job->squares[b] = all;
@@ -177,7 +167,7 @@ void squares(Job *job) {
     }
 }
 
-void total(Job *job) {
+void total(ConvJob *job) {
     int64_t size = job->outputs * job->width, slice;
     while ((slice = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < SLICES) {
         int64_t end = job->examples * (slice + 1) / SLICES;
@@ -188,4 +178,3 @@ void total(Job *job) {
                         b * job->frames + f, group, job->factors[b]);
     }
 }
-"""
