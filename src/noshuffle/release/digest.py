@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.device_copy import DeviceCopy
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import digest_kernel as kernel
 
 LANES, BLOCK = 4, 2048
@@ -46,6 +46,8 @@ _MASKS = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 #: Blocks that the plain version takes at a time: 8 MiB of products a lane.
 _CHUNK = 512
+#: Looks at a digest that has not come before the host lets the device tell.
+_PATIENCE = 2**22
 
 
 class Keys:
@@ -150,13 +152,17 @@ class Printer:
             )
             self._launches.append((size, whose, where))
 
-    def run_(self) -> Tensor:
-        """[groups, 4] int64: the digests of what the tensors hold now."""
+    def run_(self, *, onto: bool = False) -> Tensor:
+        """[groups, 4] int64: the digests of what the tensors hold now.
+
+        `onto` adds to what is there, which must be zero.
+        """
         if not self._launches:
             for row, group in zip(self.out, self._groups):
                 row.copy_(plain(self._keys, group))
             return self.out
-        self.out.zero_()
+        if not onto:
+            self.out.zero_()
         for size, owners, table in self._launches:
             launch: Any = kernel.digest
             with torch.cuda.device(self._keys.device):
@@ -171,6 +177,56 @@ class Printer:
                     num_warps=4,
                 )
         return self.out
+
+
+class DigestRing:
+    """Digests on their way from a device: published inside a graph, read some steps later.
+
+    The host need not wait for one before it starts the next. State: the digest in the making, its
+    number, and the last `SLOTS` of them in memory that both can reach.
+    """
+
+    SLOTS = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tick = torch.zeros(1, dtype=torch.int64, device=device)
+        # A line of 64 bytes for each, on a border of 64.
+        spare = torch.zeros(self.SLOTS * 8 + 8, dtype=torch.int64, pin_memory=True)
+        first = -spare.data_ptr() // 8 % 8
+        self._ring = spare[first : first + self.SLOTS * 8].view(self.SLOTS, 8)
+        self._seen = self._ring.numpy()
+        self._expected = 0
+
+    def publish_(self, printer: Printer) -> None:
+        """Digest what the printer holds and hand it over; this is what a graph holds."""
+        total = printer.run_(onto=True)
+        launch: Any = kernel.publish
+        with torch.cuda.device(self._device):
+            launch[(1,)](total, self._tick, self._ring.data_ptr(), SLOTS=self.SLOTS, num_warps=1)
+
+    def expect(self) -> int:
+        """The host starts a graph that publishes; the number of its digest."""
+        self._expected += 1
+        return self._expected
+
+    def read(self, number: int) -> bytes:
+        """Wait for a digest by its number, at most `SLOTS` after it was started."""
+        row, looks = self._seen[number % self.SLOTS], 0
+        while row[4] != number:
+            looks += 1
+            if looks == _PATIENCE:
+                torch.cuda.synchronize(self._device)
+                if row[4] != number:
+                    raise NoshuffleError("the device lost a step; go on from the last checkpoint")
+        return bytes(row[:4].tobytes())
+
+    def reset(self) -> None:
+        """Start anew; whatever was on its way is lost."""
+        self._tick.zero_()
+        torch.cuda.synchronize(self._device)
+        self._ring.fill_(-1)
+        self._expected = 0
 
 
 def _unsigned(size: int) -> Any:

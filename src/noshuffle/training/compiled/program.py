@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
 from noshuffle.release import digest_host
-from noshuffle.release.digest import Keys, Printer
+from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
 from noshuffle.training.compiled.result import Rows, Sums, TotalFn
 from noshuffle.training.compiled.signal import Signal
@@ -114,25 +114,27 @@ class Program:
         self._printer = Printer(keys, groups)
         self._pool = torch.cuda.graph_pool_handle() if captures else None
         self._prints = self._host((len(groups), 4), torch.int64)
-        self._of_sum = self._host((4,), torch.int64)
         self._report = self._host((3, capacity), torch.float32)
         self._losses = self._host((capacity,), torch.float32)
         # The same memory as NumPy sees it; to ask for such a view takes longer than to read it.
-        self._told: tuple[NDArray[np.int64], Rows, Rows, NDArray[np.int64]] = (
+        self._told: tuple[NDArray[np.int64], Rows, Rows] = (
             self._prints.numpy(),
             self._report.numpy(),
             self._losses.numpy(),
-            self._of_sum.numpy(),
         )
         self._digested, self._shown, self._summed = (
             Signal(self.device, captures=captures) for _ in range(3)
         )
+        self._ring = DigestRing(self.device) if captures else None
+        self._number = 0
         self._is_shown = False
         self.sums: Sums | None = None
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._digest = Captured(self._do_digest, captures=False)
         self._sum = Captured(lambda: None, captures=False)
         self._host_digest = b""
+        self._printers: list[Printer] = []
+        self._both = Captured(lambda: None, captures=False)
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
         self._release = Captured(lambda: None, captures=False)
@@ -163,25 +165,30 @@ class Program:
             do_sum()
             assert self.sums is not None
             values = [self.sums.values[name] for name in sorted(self.sums.values)]
-            if self.device.type == "cpu":
+            if self._ring is None:
                 self._host_digest = digest_host.of_group(values, self.parts.secret)
             else:
                 printer = Printer(self._keys, [[in_memory(value) for value in values]])
-                self._kept_printer = printer  # its tables must stay where the graph reads them
-                self._of_sum.copy_(printer.run_()[0], non_blocking=True)
-            self._summed.raise_()
+                self._printers.append(printer)  # its tables stay where the graph reads them
+                self._ring.publish_(printer)
+
+        def both() -> None:
+            self._do_digest()
+            do()
 
         generator = torch.cuda.default_generators[self.device.index or 0] if self.captures else None
         before = None if generator is None else generator.get_state()
         with repeatable():
             self._sum = Captured(do, captures=self.captures, pool=self._pool)
+            self._both = Captured(both, captures=self.captures, pool=self._pool)
         if generator is not None and before is not None:
-            self._summed.reset()
             self._sum()
             torch.cuda.synchronize(self.device)
             self.is_random = not torch.equal(generator.get_state(), before)
-        self._summed.reset()
-        self._shown.reset()
+        for signal in (self._digested, self._shown, self._summed):
+            signal.reset()
+        if self._ring is not None:
+            self._ring.reset()
 
     def capture_sum(self, total: TotalFn) -> None:
         """Ready the clipped sum by one of its forms; a former one is forgotten."""
@@ -289,16 +296,22 @@ class Program:
         self._digested.wait()
         return [row.tobytes() for row in self._told[0]]
 
-    def sum(self) -> None:
-        """Start the clipped sum of what is staged."""
+    def sum(self, *, with_prints: bool = False) -> None:
+        """Start the clipped sum of what is staged, and the fingerprints of the batch before it."""
         self._shown.expect()
         self._summed.expect()
-        self._sum()
+        if self._ring is not None:
+            self._number = self._ring.expect()
+        if with_prints:
+            self._digested.expect()
+            self._both()
+        else:
+            self._sum()
 
-    def sum_digest(self) -> bytes:
-        """The digest of the last sum, until the next one; waits for it."""
-        self._summed.wait()
-        return self._host_digest or self._told[3].tobytes()
+    def sum_digest(self) -> Callable[[], bytes]:
+        """The digest of the last sum, to be waited for within the next few steps."""
+        ring, number, here = self._ring, self._number, self._host_digest
+        return (lambda: here) if ring is None else (lambda: ring.read(number))
 
     def forget(self) -> None:
         """Make the sum zero: it may not be released."""
@@ -313,6 +326,8 @@ class Program:
         self.forget()
         for signal in (self._digested, self._shown, self._summed):
             signal.reset()
+        if self._ring is not None:
+            self._ring.reset()
 
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""

@@ -1,16 +1,16 @@
 """The compiled private step: the same Algorithm 1 as `step`, on graphs that are replayed.
 
-    host      admit ids ─ stage ─ start sum ─ ledger ─ release ─ … ─ digest of the sum, before the
-    device                        sum, its digest  ───►  noise, update                   next one
+    host      admit ids ─ stage ─ start sum ─ ledger, digest of the last sum ─ release
+    device                        sum, its digest  ──────────────────────────►  noise, update
 
 The host writes the ledger while the device computes, and waits for nothing of the step itself.
 What stays as it is in `Step`: units are admitted before their gradient is computed, the row is
 durable before noise and update run, a replay needs the same sum to the bit.
 
-Two differences. The digest of a sum is read when the next step begins, and reaches the disk with
-its row: after a crash the last step is passed over, not repeated. And a batch without ids is its
-own unit, known by its content only, so its sum is begun while the fingerprint is on its way; if the
-ledger then refuses, the sum is made zero and nothing was released (with on_violation="drop" the
+Two differences. The digest of a sum is read when the next one is under way, and reaches the disk
+with its row: after a crash the last step is passed over, not repeated. And a batch without ids is
+its own unit, known by its content only, so its sum is begun while the fingerprint is on its way; if
+the ledger then refuses, the sum is made zero and nothing was released (with on_violation="drop" the
 order is the strict one).
 
 A smaller batch is padded with rows of weight zero; a larger one, or one of another kind than the
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
@@ -112,15 +112,14 @@ class Compiled(Programs):
         keep = None if admission is None else _mask(admission, size)
         # Fingerprints are those of all rows; the ones left out are made zero after that.
         is_early = admission is None and is_fresh and not parts.drop
-        release.ledger.collect_digests()  # of the last step, which lies where the next one will
         is_released = False
         with self.at_home():
             program.stage(leaves, size)
             try:
-                if own is None:
-                    program.digest()
                 if is_early or admission is not None:
-                    self._sum(program, size, keep, index)
+                    self._sum(program, size, keep, index, with_prints=is_early)
+                else:
+                    program.digest()
                 # The device is at work from here on: what the sum does not need is done meanwhile.
                 if program.has_moved():
                     self._recapture(program)
@@ -136,13 +135,15 @@ class Compiled(Programs):
                     keep = _mask(admission, size)
                     if not is_early:
                         self._sum(program, size, keep, index)
-                raw = program.sum_digest
+                raw = program.sum_digest()
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
+                with suppress(NoshuffleError):
+                    release.ledger.collect_digests()  # of steps before, which are about to be lost
                 # The gradients that the last step gave out lie where the raw sum is now.
                 program.give_up()
                 raise
@@ -154,14 +155,22 @@ class Compiled(Programs):
             release.skip()
         return seen
 
-    def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
+    def _sum(
+        self,
+        program: Program,
+        size: int,
+        keep: Mask | None,
+        index: int,
+        *,
+        with_prints: bool = False,
+    ) -> None:
         """Start the clipped sum of the rows that count."""
         program.weigh(size, keep)
         if program.is_random:
             with seeded(self.parts.release.seed(index), self.device):
-                program.sum()
+                program.sum(with_prints=with_prints)
         else:
-            program.sum()
+            program.sum(with_prints=with_prints)
 
     def reset(self) -> None:
         """Forget everything that was captured."""
