@@ -196,7 +196,7 @@ class DigestRing:
         first = -spare.data_ptr() // 8 % 4
         self._ring = spare[first : first + self.SLOTS * 4].view(self.SLOTS, 4)
         self._seen = self._ring.numpy()
-        self._expected = 0
+        self.expected = 0
 
     def publish_(self, printer: Printer) -> None:
         """Digest what the printer holds and hand it over; this is what a graph holds."""
@@ -207,8 +207,8 @@ class DigestRing:
 
     def expect(self) -> int:
         """The host starts a graph that publishes; the number of its digest."""
-        self._expected += 1
-        return self._expected
+        self.expected += 1
+        return self.expected
 
     def read(self, number: int) -> bytes:
         """Wait for a digest by its number, at most `SLOTS` after it was started."""
@@ -226,7 +226,7 @@ class DigestRing:
         self._tick.zero_()
         torch.cuda.synchronize(self._device)
         self._ring.fill_(-1)
-        self._expected = 0
+        self.expected = 0
 
 
 def _unsigned(size: int) -> Any:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
-from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
@@ -116,10 +116,10 @@ class Compiled(Programs):
         with self.at_home():
             program.stage(leaves, size)
             try:
-                if is_early or admission is not None:
-                    self._sum(program, size, keep, index, with_prints=is_early)
-                else:
+                if own is None:
                     program.digest()
+                if is_early or admission is not None:
+                    self._sum(program, size, keep, index)
                 # The device is at work from here on: what the sum does not need is done meanwhile.
                 if program.has_moved():
                     self._recapture(program)
@@ -135,15 +135,14 @@ class Compiled(Programs):
                     keep = _mask(admission, size)
                     if not is_early:
                         self._sum(program, size, keep, index)
-                raw = program.sum_digest()
+                raw = program.sum_digest(is_now=admission.is_replay)
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
-                with suppress(NoshuffleError):
-                    release.ledger.collect_digests()  # of steps before, which are about to be lost
+                release.ledger.collect_digests(or_lose=True)  # what comes later is lost
                 # The gradients that the last step gave out lie where the raw sum is now.
                 program.give_up()
                 raise
@@ -155,22 +154,14 @@ class Compiled(Programs):
             release.skip()
         return seen
 
-    def _sum(
-        self,
-        program: Program,
-        size: int,
-        keep: Mask | None,
-        index: int,
-        *,
-        with_prints: bool = False,
-    ) -> None:
+    def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
         """Start the clipped sum of the rows that count."""
         program.weigh(size, keep)
         if program.is_random:
             with seeded(self.parts.release.seed(index), self.device):
-                program.sum(with_prints=with_prints)
+                program.sum()
         else:
-            program.sum(with_prints=with_prints)
+            program.sum()
 
     def reset(self) -> None:
         """Forget everything that was captured."""
