@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from noshuffle import Epochs, MinSeparation, ModelLoss, Plan, SinglePass, privatize, verify
+from noshuffle import MinSeparation, ModelLoss, Plan, SinglePass, privatize, verify
 from noshuffle.accounting import calibrate, composition, fourier, mechanisms, renyi
 from noshuffle.clipping import validate
 from noshuffle.comparison import compare
@@ -46,7 +46,7 @@ from noshuffle.federated.simulate import in_random_order, in_stream_order
 from noshuffle.federated.tasks import load_task
 from noshuffle.federated.timer import Timer
 from noshuffle.optim import FTRL, box
-from noshuffle.participation import from_dict, prefix_of
+from noshuffle.participation import from_dict
 from noshuffle.strategies import (
     banded,
     blt,
@@ -121,7 +121,6 @@ def regressed(kind: Any = PrivateLogisticRegression, **more: Any) -> Any:
 any_: Any = object()
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # participation, plan, strategies
-    "prefix of": (lambda: prefix_of(Epochs(2, 4), None), "steps must be a whole number"),
     "record": (lambda: from_dict(None), "participation must be dict, got NoneType"),
     "record, a field short": (lambda: from_dict({"kind": "single-pass"}), "cannot be read"),
     "plan of a number": (lambda: Plan.fit(3, noise_multiplier=1.0), "noshuffle's Participation"),

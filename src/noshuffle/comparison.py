@@ -20,12 +20,12 @@ from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, instance
 from noshuffle.participation import Participation
 from noshuffle.plan import Plan
 from noshuffle.strategies import Workload, error
-from noshuffle.strategies.fit import MECHANISMS
+from noshuffle.strategies.mechanisms import MECHANISMS
 from noshuffle.strategies.workload import checked_workload
 
 
 @dataclass(frozen=True)
-class Row:
+class MechanismRow:
     """One mechanism at its own noise; errors are in units of the clip norm."""
 
     name: str
@@ -80,14 +80,14 @@ def compare(
     workload: Workload | None = None,
     max_buffers: int | None = None,
     progress: Callable[[str], None] | None = None,
-) -> list[Row]:
+) -> list[MechanismRow]:
     """Rows sorted by rms error, the best first; mechanisms that do not apply are left out."""
     instance_of(Participation, participation=participation)
     workload = checked_workload(workload)
     if max_buffers is not None:
         whole(at_least=0, max_buffers=max_buffers)
-    wanted = MECHANISMS if mechanism == "all" else (mechanism,)
-    rows: list[Row] = []
+    wanted = tuple(MECHANISMS) if mechanism == "all" else (mechanism,)
+    rows: list[MechanismRow] = []
     refusals: list[NoshuffleError] = []
     for name in wanted:
         if progress is not None:
@@ -114,7 +114,9 @@ def compare(
             refusals.append(refusal)
             continue
         z = plan.noise_multiplier
-        rows.append(Row(name, plan, plan.epsilon(), z * felt.rms, z * felt.max, buffers, seconds))
+        rows.append(
+            MechanismRow(name, plan, plan.epsilon(), z * felt.rms, z * felt.max, buffers, seconds)
+        )
     if progress is not None:
         progress("")
     if not rows:

@@ -64,6 +64,11 @@ def sentences(
     return tuple(out)
 
 
+def so_far(released: int, steps: int) -> str:
+    """What a statement of an unfinished run adds."""
+    return f"So far {released} of {steps} planned steps were released."
+
+
 def _order(part: Participation) -> str:
     words = part.words()
     words = words[0].upper() + words[1:]

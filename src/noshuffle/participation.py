@@ -23,10 +23,10 @@ noise (DP-SGD) is accounted under them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, unit_rate, whole
+from noshuffle.errors import InvalidInput, instance_of, one_of, unit_rate, whole
 
 
 class Participation:
@@ -43,6 +43,10 @@ class Participation:
     @property
     def most(self) -> int:
         """The largest number of steps one unit can take part in."""
+        return self.most_within(self.steps)
+
+    def most_within(self, steps: int) -> int:
+        """The same, of the first `steps` steps."""
         raise NotImplementedError
 
     def words(self) -> str:
@@ -64,9 +68,8 @@ class SinglePass(Participation):
     def __post_init__(self) -> None:
         whole(steps=self.steps)
 
-    @property
-    def most(self) -> int:
-        return 1
+    def most_within(self, steps: int) -> int:
+        return min(1, steps)
 
     def words(self) -> str:
         return f"each unit takes part in at most one of {self.steps} steps"
@@ -88,9 +91,8 @@ class Epochs(Participation):
     def steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
-    @property
-    def most(self) -> int:
-        return self.epochs
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)
 
     def words(self) -> str:
         return (
@@ -115,9 +117,8 @@ class MinSeparation(Participation):
             max_participations=self.max_participations,
         )
 
-    @property
-    def most(self) -> int:
-        return min(self.max_participations, math.ceil(self.steps / self.separation))
+    def most_within(self, steps: int) -> int:
+        return min(self.max_participations, math.ceil(steps / self.separation))
 
     def words(self) -> str:
         return (
@@ -149,20 +150,21 @@ class Restarted(Participation):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Length of every block; only the last may be shorter."""
-        full, rest = divmod(self.steps, self.every)
+        return self._blocks_of(self.steps)
+
+    def _blocks_of(self, steps: int) -> tuple[int, ...]:
+        full, rest = divmod(steps, self.every)
         return (self.every,) * full + ((rest,) if rest else ())
 
-    @property
-    def most(self) -> int:
-        if isinstance(self.participation, Epochs):
-            b = self.participation.steps_per_epoch
-            return sum(math.ceil(length / b) for length in self.blocks)
-        if isinstance(self.participation, MinSeparation):
-            # The order may change between blocks, so no separation holds across their ends.
-            gap = self.participation.separation
-            room = sum(math.ceil(length / gap) for length in self.blocks)
-            return min(self.participation.max_participations, room)
-        return 1
+    def most_within(self, steps: int) -> int:
+        """The order may change between blocks, so no distance holds across their ends."""
+        base, lengths = self.participation, self._blocks_of(steps)
+        if isinstance(base, Epochs):
+            return sum(math.ceil(length / base.steps_per_epoch) for length in lengths)
+        if isinstance(base, MinSeparation):
+            fitting = sum(math.ceil(length / base.separation) for length in lengths)
+            return min(base.max_participations, fitting)
+        return min(1, steps)
 
     def words(self) -> str:
         return f"{self.participation.words()}; the order may change after every {self.every} steps"
@@ -188,9 +190,8 @@ class Poisson(Participation):
         whole(steps=self.steps)
         unit_rate(rate=self.rate)
 
-    @property
-    def most(self) -> int:
-        return self.steps
+    def most_within(self, steps: int) -> int:
+        return steps
 
     def words(self) -> str:
         return (
@@ -220,32 +221,14 @@ class FixedSize(Participation):
     def rate(self) -> float:
         return self.batch / self.population
 
-    @property
-    def most(self) -> int:
-        return self.steps
+    def most_within(self, steps: int) -> int:
+        return steps
 
     def words(self) -> str:
         return (
             f"each of {self.steps} steps is a secret uniform random subset of {self.batch} out of "
             f"{self.population} units, without replacement"
         )
-
-
-def prefix_of(part: Participation, steps: int) -> Participation:
-    """A participation of at least `steps` steps that covers the first `steps` steps of a run.
-
-    >>> prefix_of(Epochs(epochs=20, steps_per_epoch=240), 250)
-    Epochs(epochs=2, steps_per_epoch=240)
-    """
-    whole(steps=steps)
-    if isinstance(part, Epochs):
-        return Epochs(math.ceil(steps / part.steps_per_epoch), part.steps_per_epoch)
-    if isinstance(part, Restarted):
-        inner = prefix_of(part.participation, steps)
-        return Restarted(inner, part.every)  # type: ignore[arg-type]
-    if isinstance(part, MinSeparation | SinglePass | Poisson | FixedSize):
-        return replace(part, steps=steps)
-    raise Unsupported(f"no prefix is defined for {type(part).__name__}")
 
 
 _KINDS: dict[str, type[Participation]] = {

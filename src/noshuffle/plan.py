@@ -2,6 +2,9 @@
 
     participation + strategy → sensitivity S → μ = S / z → ε(δ)
 
+S of the first t steps is that of the first t rows of noise that the whole run uses, so a stopped
+run, a fork and one user are accounted by the same function (`strategies.prefix_sensitivity`).
+
 z is the noise multiplier: every entry of Z has standard deviation z·ζ, where ζ is the clip norm.
 Without sampling the whole run is exactly one Gaussian mechanism with parameter μ, so ε comes from
 the exact curve (Balle & Wang 2018). With Poisson or fixed-size sampling and independent noise it
@@ -10,7 +13,9 @@ it out doubles S.
 
 >>> from noshuffle.participation import SinglePass
 >>> plan = Plan.fit(SinglePass(steps=1600), mechanism="tree", noise_multiplier=1.13, delta=1e-6)
->>> round(plan.statement().epsilon, 2)
+>>> round(plan.statement().epsilon, 2), round(plan.epsilon_after(100), 2)
+(15.93, 12.19)
+>>> round(replace(plan, tree_accounting="nodes").epsilon(), 2)      # as published
 17.67
 >>> Plan.from_json(plan.to_json()) == plan
 True
@@ -21,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,12 +43,15 @@ from noshuffle.errors import (
     positive,
     whole,
 )
-from noshuffle.guarantee import sentences
-from noshuffle.participation import FixedSize, Participation, Poisson, prefix_of
+from noshuffle.guarantee import sentences, so_far
+from noshuffle.participation import FixedSize, Participation, Poisson
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
-from noshuffle.strategies.sensitivity import Sensitivity
+from noshuffle.strategies.own import check_own
+from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
+from noshuffle.strategies.tree import Tree
+from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
 from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
@@ -59,6 +67,10 @@ class Plan:
     Guarantees: `statement()` holds for every adaptively chosen sequence of contributions with norm
     at most the clip norm, in any order that the participation allows. A noise multiplier of zero
     is accepted (for tests of the arithmetic) and states an infinite ε.
+
+    `tree_accounting` is for trees alone: "tight" (the default) charges for the noise that a tree
+    releases, "nodes" for every node that a unit touches, which is never less and gives the figures
+    of the literature. Plans that were written before there was a choice are read as "nodes".
     """
 
     participation: Participation
@@ -68,6 +80,7 @@ class Plan:
     neighbours: str = ""
     unit: str = "example"
     accountant: str = ""
+    tree_accounting: str = ""
 
     def __post_init__(self) -> None:
         instance_of(Participation, participation=self.participation)
@@ -92,6 +105,10 @@ class Plan:
         one_of(NEIGHBOURS, neighbours=self.neighbours)
         one_of(ACCOUNTANTS, accountant=self.accountant)
         one_of(UNITS, unit=self.unit)
+        if not self.tree_accounting or not isinstance(self.strategy, Tree):
+            object.__setattr__(self, "tree_accounting", "tight")
+        one_of(TREE_ACCOUNTINGS, tree_accounting=self.tree_accounting)
+        check_own(self.strategy, self.steps)
         self._refuse_what_is_not_proved()
 
     def _refuse_what_is_not_proved(self) -> None:
@@ -99,16 +116,16 @@ class Plan:
             if self.neighbours == "add-remove":
                 raise Unsupported(
                     "batches of a fixed size are accounted for replace-one (or zero-out) "
-                    "neighbours, not add-remove; use --neighbours replace-one or Poisson sampling"
+                    'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
                 )
             if self.accountant != "rdp":
                 raise Unsupported(
                     "batches of a fixed size have only the rdp accountant, got "
-                    f"{self.accountant!r}; use --accountant rdp"
+                    f'{self.accountant!r}; use accountant="rdp"'
                 )
         if isinstance(self.participation, Poisson) and self.accountant == "exact":
             raise Unsupported(
-                "Poisson sampling has no closed form; use --accountant fourier (tight) or rdp"
+                'Poisson sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
             )
         if (
             isinstance(self.participation, Poisson)
@@ -117,12 +134,12 @@ class Plan:
         ):
             raise Unsupported(
                 "replace-one neighbours under Poisson sampling have only the fourier accountant; "
-                "use --accountant fourier"
+                'use accountant="fourier"'
             )
         if not self.participation.is_sampled and self.accountant == "fourier":
             raise Unsupported(
                 "without sampling the run is one Gaussian mechanism and the exact curve is tight; "
-                "use --accountant exact (or rdp to compare with older papers)"
+                'use accountant="exact" (or "rdp" to compare with older papers)'
             )
         _ = self.sensitivity  # refuses correlated noise under sampling, and horizons too short
 
@@ -138,6 +155,7 @@ class Plan:
         neighbours: str = "",
         unit: str = "example",
         accountant: str = "",
+        tree_accounting: str = "",
         workload: Workload | None = None,
         max_buffers: int | None = None,
         **options: Any,
@@ -158,6 +176,8 @@ class Plan:
         elif mechanism == "best":
             strategy = best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
         else:
+            if tree_accounting:
+                options["tree_accounting"] = tree_accounting
             strategy = fit_strategy(mechanism, participation, workload=workload, **options).strategy
         common: dict[str, Any] = {
             "participation": participation,
@@ -166,6 +186,7 @@ class Plan:
             "neighbours": neighbours,
             "unit": unit,
             "accountant": accountant,
+            "tree_accounting": tree_accounting,
         }
         if noise_multiplier is not None:
             return cls(noise_multiplier=noise_multiplier, **common)
@@ -178,80 +199,120 @@ class Plan:
     @cached_property
     def sensitivity(self) -> Sensitivity:
         """S in units of the clip norm for zero-out neighbours (per step when sampled)."""
-        return strategies.sensitivity(self.strategy, self.participation)
+        return prefix_sensitivity(
+            self.strategy, self.participation, self.steps, tree_accounting=self.tree_accounting
+        )
+
+    def sensitivity_after(
+        self, steps: int, *, participation: Participation | None = None
+    ) -> Sensitivity:
+        """S of the first `steps` steps; of fewer patterns where a `participation` is given.
+
+        Guarantees: never below the truth for any pattern that both the participation and the plan
+        allow, and never above S of the whole run, which covers its beginning. The participation
+        has the plan's number of steps.
+        """
+        whole(at_least=0, at_most=self.steps, steps=steps)
+        part = self.participation if participation is None else participation
+        if part.steps != self.steps:
+            raise InvalidInput(f"participation must have {self.steps} steps, got {part.steps}")
+        if steps == 0:
+            return Sensitivity(0.0, 0.0, exact=True)
+        if steps == self.steps and part == self.participation:
+            return self.sensitivity
+        cache: dict[tuple[int, Participation], Sensitivity] = self.__dict__.setdefault(
+            "_prefixes", {}
+        )
+        if (steps, part) not in cache:
+            cache[steps, part] = self._measured(steps, part)
+        return cache[steps, part]
+
+    def _measured(self, steps: int, part: Participation) -> Sensitivity:
+        covered = replace(
+            self.sensitivity, exact=False, notes="upper bound: the whole run's sensitivity"
+        )
+        try:
+            found = prefix_sensitivity(
+                self.strategy, part, steps, tree_accounting=self.tree_accounting
+            )
+        except Unsupported:  # nothing is proved for this part: the whole run covers it
+            return covered
+        return found if found.squared <= covered.squared else covered
 
     @property
     def multiplier_of_sensitivity(self) -> float:
         """Two when a unit is replaced by another, one when it is zeroed out, added or removed."""
         return 2.0 if self.neighbours == "replace-one" else 1.0
 
-    def mu(self) -> float | None:
-        """The GDP parameter of the whole run; None under sampling, where there is none."""
+    def mu(self, steps: int | None = None) -> float | None:
+        """The GDP parameter of the first `steps` steps, or of the run; None under sampling."""
         if self.participation.is_sampled:
             return None
-        shift = self.sensitivity.value * self.multiplier_of_sensitivity
+        return self._mu(self.sensitivity_after(self.steps if steps is None else steps))
+
+    def _mu(self, reach: Sensitivity) -> float:
+        shift = reach.value * self.multiplier_of_sensitivity
+        if not shift:
+            return 0.0
         return shift / self.noise_multiplier if self.noise_multiplier else math.inf
 
     def epsilon(self) -> float:
         """ε of the whole run at the plan's δ."""
-        return _epsilon(self)
+        return self.epsilon_after(self.steps)
 
-    def epsilon_after(self, steps: int) -> float:
-        """ε spent by the first `steps` steps (rounded up to whole epochs; never too small)."""
+    def epsilon_after(self, steps: int, *, participation: Participation | None = None) -> float:
+        """ε spent by the first `steps` steps, for the plan's units or for those of a narrower
+        `participation` (see `sensitivity_after`)."""
         whole(at_least=0, at_most=self.steps, steps=steps)
         if steps == 0:
             return 0.0
-        if steps == self.steps:
-            return self.epsilon()
-        return self._epsilon_of_prefix(prefix_of(self.participation, steps))
-
-    def _epsilon_of_prefix(self, prefix: Participation) -> float:
-        cache: dict[Participation, float] = self.__dict__.setdefault("_prefixes", {})
-        if prefix not in cache:
-            try:
-                part = Plan(**{**self._decisions(), "participation": prefix})
-                cache[prefix] = min(part.epsilon(), self.epsilon())
-            except Unsupported:  # a prefix without a closed form is covered by the whole run
-                cache[prefix] = self.epsilon()
-        return cache[prefix]
+        if self.participation.is_sampled:
+            cache: dict[int, float] = self.__dict__.setdefault("_sampled", {})
+            if steps not in cache:
+                cache[steps] = _sampled_epsilon(self, steps)
+            return cache[steps]
+        mu = self._mu(self.sensitivity_after(steps, participation=participation))
+        if mu == 0 or math.isinf(mu):
+            return mu
+        if self.accountant == "rdp":
+            return renyi.epsilon(noise_multiplier=1 / mu, delta=self.delta)
+        return gaussian.epsilon(mu=mu, delta=self.delta)
 
     def _decisions(self) -> dict[str, Any]:
-        return {
-            "participation": self.participation,
-            "strategy": self.strategy,
-            "noise_multiplier": self.noise_multiplier,
-            "delta": self.delta,
-            "neighbours": self.neighbours,
-            "unit": self.unit,
-            "accountant": self.accountant,
-        }
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def statement(self, *, notes: tuple[str, ...] = ()) -> PrivacyStatement:
-        """The guarantee with all its assumptions."""
-        mu = self.mu()
-        twice = self.multiplier_of_sensitivity
+    def statement(
+        self, *, steps: int | None = None, notes: tuple[str, ...] = ()
+    ) -> PrivacyStatement:
+        """The guarantee of the run, or of its first `steps` steps, with all its assumptions."""
+        steps = self.steps if steps is None else steps
+        mu, twice, reach = self.mu(steps), self.multiplier_of_sensitivity, self.sensitivity
+        if not self.participation.is_sampled:
+            reach = self.sensitivity_after(steps)
         assumptions = sentences(
             self.participation,
             unit=self.unit,
             neighbours=self.neighbours,
             noise_multiplier=self.noise_multiplier,
-            is_exact=self.sensitivity.exact,
+            is_exact=reach.exact,
             accountant=self.accountant,
         )
+        if steps < self.steps:
+            notes = (*notes, so_far(steps, self.steps))
         return PrivacyStatement(
-            epsilon=self.epsilon(),
+            epsilon=self.epsilon_after(steps),
             delta=self.delta,
             mu=mu,
             rho=None if mu is None else mu * mu / 2,
-            sensitivity=self.sensitivity.value * twice,
-            squared_sensitivity=self.sensitivity.squared * twice * twice,
+            sensitivity=reach.value * twice,
+            squared_sensitivity=reach.squared * twice * twice,
             noise_multiplier=self.noise_multiplier,
             unit=self.unit,
             neighbours=self.neighbours,
             participation=self.participation.words(),
             mechanism=self.strategy.words(),
             accountant=self.accountant,
-            exact=self.sensitivity.exact and self.accountant == "exact",
+            exact=reach.exact and self.accountant == "exact",
             assumptions=assumptions + notes,
         )
 
@@ -259,6 +320,8 @@ class Plan:
         record = self._decisions()
         record["participation"] = self.participation.to_dict()
         record["strategy"] = self.strategy.to_dict()
+        if not isinstance(self.strategy, Tree) or self.tree_accounting == "nodes":
+            del record["tree_accounting"]  # as before there was a choice: same text, same hash
         return {"format": FORMAT, **record}
 
     def to_json(self) -> str:
@@ -274,7 +337,7 @@ class Plan:
                 raise KeyError("format")
             record["participation"] = participations.from_dict(record["participation"])
             record["strategy"] = strategies.from_dict(record["strategy"])
-            return cls(**record)
+            return cls(**{"tree_accounting": "nodes", **record})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise InvalidInput(
                 f"not a {FORMAT} document ({error}); write it with to_json"
@@ -286,36 +349,19 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def _epsilon(plan: Plan) -> float:
+def _sampled_epsilon(plan: Plan, steps: int) -> float:
+    """ε of so many steps with a secret draw each."""
     z, part = plan.noise_multiplier, plan.participation
     if z == 0:
         return math.inf
-    if isinstance(part, Poisson):
-        if plan.accountant == "rdp":
-            return renyi.epsilon(
-                noise_multiplier=z, rate=part.rate, steps=part.steps, delta=plan.delta
-            )
-        direction = "replace" if plan.neighbours == "replace-one" else "both"
-        return fourier.epsilon(
-            noise_multiplier=z,
-            rate=part.rate,
-            steps=part.steps,
-            delta=plan.delta,
-            direction=direction,
-        )
-    if isinstance(part, FixedSize):
-        return renyi.epsilon(
-            noise_multiplier=z / 2,  # one swap moves the clipped sum by at most 2ζ
-            rate=part.rate,
-            steps=part.steps,
-            delta=plan.delta,
-            sampling="fixed",
-        )
-    mu = plan.mu()
-    assert mu is not None
+    assert isinstance(part, Poisson | FixedSize)
+    common: dict[str, Any] = {"rate": part.rate, "steps": steps, "delta": plan.delta}
+    if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
+        return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
     if plan.accountant == "rdp":
-        return renyi.epsilon(noise_multiplier=1 / mu, delta=plan.delta)
-    return gaussian.epsilon(mu=mu, delta=plan.delta)
+        return renyi.epsilon(noise_multiplier=z, **common)
+    direction = "replace" if plan.neighbours == "replace-one" else "both"
+    return fourier.epsilon(noise_multiplier=z, direction=direction, **common)
 
 
 def _calibrated(plan: Plan, epsilon: float | None) -> Plan:

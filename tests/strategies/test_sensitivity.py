@@ -22,14 +22,14 @@ from noshuffle.participation import (
     SinglePass,
 )
 from noshuffle.strategies import gram
-from noshuffle.strategies.sensitivity import (
+from noshuffle.strategies.sensitivity import sensitivity as measure
+from noshuffle.strategies.toeplitz_sensitivity import (
     envelope_bound,
     envelope_squared,
     lag_sizes,
     squared_columns,
     toeplitz_epochs,
 )
-from noshuffle.strategies.sensitivity import sensitivity as measure
 
 SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", Path(__file__).parents[3] / "shared"))
 ORACLES = SHARED / "oracles" / "accounting.json"

@@ -55,7 +55,7 @@ DIRECTIONS = ("both", "remove", "add", "replace")
 
 
 @dataclass(frozen=True)
-class Release:
+class PoissonRelease:
     """`steps` equal steps, each on a Poisson sample of rate `rate`."""
 
     noise_multiplier: float
@@ -92,7 +92,7 @@ class MixtureRelease:
 class Composed:
     """Several releases, adaptively composed: a value that answers questions about ε and δ."""
 
-    releases: tuple[Release | MixtureRelease, ...]
+    releases: tuple[PoissonRelease | MixtureRelease, ...]
     direction: str = "both"
     grid: float | None = None
 
@@ -101,14 +101,17 @@ class Composed:
         if self.grid is not None:
             positive(grid=self.grid)
         if not self.releases:
-            raise InvalidInput("releases must hold at least one Release, got none")
+            raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
-            if not isinstance(release, Release | MixtureRelease):
+            if not isinstance(release, PoissonRelease | MixtureRelease):
                 raise InvalidInput(
-                    f"releases must be Release or MixtureRelease, got {type(release).__name__}"
+                    "releases must be PoissonRelease or MixtureRelease, got "
+                    f"{type(release).__name__}"
                 )
             if self.direction == "replace" and isinstance(release, MixtureRelease):
-                raise InvalidInput('direction "replace" is proved for Release only; use "both"')
+                raise InvalidInput(
+                    'direction "replace" is proved for PoissonRelease only; use "both"'
+                )
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
         """ε at δ.
@@ -151,9 +154,9 @@ class Composed:
         Steps at rate 1 are one Gaussian mechanism: their 1/σ² add up (times 4 if replaced).
         """
         inverse_variance = 0.0
-        sampled: dict[Release | MixtureRelease, int] = {}
+        sampled: dict[PoissonRelease | MixtureRelease, int] = {}
         for release in self.releases:
-            if isinstance(release, Release) and release.rate == 1:
+            if isinstance(release, PoissonRelease) and release.rate == 1:
                 inverse_variance += release.steps / release.noise_multiplier**2
             else:
                 key = _single(release)
@@ -162,20 +165,20 @@ class Composed:
         if not sampled:
             return mu, [[]]
         if inverse_variance > 0:
-            sampled[Release(1 / math.sqrt(inverse_variance), 1.0)] = 1
+            sampled[PoissonRelease(1 / math.sqrt(inverse_variance), 1.0)] = 1
         sides = ("remove", "add") if self.direction == "both" else (self.direction,)
         return mu, [[(_pair(r, side), n) for r, n in sampled.items()] for side in sides]
 
 
-def _single(release: Release | MixtureRelease) -> Release | MixtureRelease:
-    if isinstance(release, Release):
-        return Release(float(release.noise_multiplier), float(release.rate))
+def _single(release: PoissonRelease | MixtureRelease) -> PoissonRelease | MixtureRelease:
+    if isinstance(release, PoissonRelease):
+        return PoissonRelease(float(release.noise_multiplier), float(release.rate))
     return MixtureRelease(
         float(release.noise_multiplier), tuple(release.sensitivities), tuple(release.weights)
     )
 
 
-def _pair(release: Release | MixtureRelease, side: str) -> Pair:
+def _pair(release: PoissonRelease | MixtureRelease, side: str) -> Pair:
     if isinstance(release, MixtureRelease):
         remove, add = mixture_pairs(
             noise_multiplier=release.noise_multiplier,
@@ -188,20 +191,20 @@ def _pair(release: Release | MixtureRelease, side: str) -> Pair:
 
 
 def compose(
-    releases: Iterable[Release | MixtureRelease | Sequence[float]],
+    releases: Iterable[PoissonRelease | MixtureRelease | Sequence[float]],
     *,
     direction: str = "both",
     grid: float | None = None,
 ) -> Composed:
     """The composition of releases; plain (noise_multiplier, rate, steps) triples are welcome."""
-    records: list[Release | MixtureRelease] = []
+    records: list[PoissonRelease | MixtureRelease] = []
     instance_of(Iterable, releases=releases)
     for item in releases:
-        if isinstance(item, Release | MixtureRelease):
+        if isinstance(item, PoissonRelease | MixtureRelease):
             records.append(item)
         else:
             ((noise_multiplier, rate, steps),) = record_list(3, releases=[item])
-            records.append(Release(noise_multiplier, rate, steps))
+            records.append(PoissonRelease(noise_multiplier, rate, steps))
     return Composed(tuple(records), direction, grid)
 
 
@@ -216,7 +219,7 @@ def epsilon(
     bound: str = "upper",
 ) -> float:
     """ε at δ of `steps` Poisson-sampled Gaussian steps; see `Composed.epsilon` for guarantees."""
-    composed = Composed((Release(noise_multiplier, rate, steps),), direction, grid)
+    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), direction, grid)
     return composed.epsilon(delta=delta, bound=bound)
 
 
@@ -231,5 +234,5 @@ def delta(
     bound: str = "upper",
 ) -> float:
     """δ at ε of `steps` Poisson-sampled Gaussian steps; see `Composed.delta` for guarantees."""
-    composed = Composed((Release(noise_multiplier, rate, steps),), direction, grid)
+    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), direction, grid)
     return composed.delta(epsilon=epsilon, bound=bound)

@@ -20,6 +20,7 @@ from typing import Any
 
 from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput, whole
+from noshuffle.guarantee import so_far
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 
@@ -83,8 +84,18 @@ def spent(
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
         epsilon = gaussian.epsilon(mu=mu, delta=own.delta) if math.isfinite(mu) else math.inf
-        exact = all(part.exact for part in parts)
-        return replace(own, epsilon=epsilon, mu=mu, rho=mu * mu / 2, exact=exact)
+        shift = mu * own.noise_multiplier  # S of all of them, in units of this run's noise
+        if not math.isfinite(shift):  # a run without noise: no sensitivity says so
+            shift = own.sensitivity
+        return replace(
+            own,
+            epsilon=epsilon,
+            mu=mu,
+            rho=mu * mu / 2,
+            sensitivity=shift,
+            squared_sensitivity=shift * shift,
+            exact=all(part.exact for part in parts),
+        )
     return replace(
         own,
         epsilon=math.fsum(part.epsilon for part in parts),
@@ -96,27 +107,9 @@ def spent(
 
 
 def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:
-    """The plan's statement, lowered to what the first `released` steps cost."""
-    if released == plan.steps:
-        return plan.statement(notes=notes)
-    so_far = f"So far {released} of {plan.steps} planned steps were released."
-    whole_run = plan.statement(notes=(*notes, so_far))
-    if released and ADAPTIVE_CLIP in notes:
+    """The plan's statement for its first `released` steps."""
+    if 0 < released < plan.steps and ADAPTIVE_CLIP in notes:
         # The budget was split between counts and gradients for the participations of the whole
         # run; over a part of them the same split can cost more than the part of the plan does.
-        return whole_run
-    epsilon = plan.epsilon_after(released)
-    mu = whole_run.mu
-    if mu is None or not math.isfinite(mu) or epsilon >= whole_run.epsilon:
-        return replace(whole_run, epsilon=epsilon)
-    if plan.accountant == "exact":  # the exact curve can be read backwards
-        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta) if epsilon else 0.0
-    sensitivity = mu * plan.noise_multiplier
-    return replace(
-        whole_run,
-        epsilon=epsilon,
-        mu=mu,
-        rho=mu * mu / 2,
-        sensitivity=sensitivity,
-        squared_sensitivity=sensitivity**2,
-    )
+        return plan.statement(notes=(*notes, so_far(released, plan.steps)))
+    return plan.statement(steps=released, notes=notes)

@@ -22,7 +22,7 @@ from noshuffle.strategies import error, identity
 from noshuffle.strategies.fit import fit
 
 if TYPE_CHECKING:
-    from noshuffle.comparison import Row
+    from noshuffle.comparison import MechanismRow
 
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 
@@ -72,7 +72,7 @@ def _same_noise(plan: Plan, strategy: Any, z: float) -> float:
 
 
 def draw_plan(
-    path: Path, rows: Sequence[Row], *, population: int | None, batch_size: int | None
+    path: Path, rows: Sequence[MechanismRow], *, population: int | None, batch_size: int | None
 ) -> None:
     """Write both pictures into one file (PNG, SVG or PDF by its suffix)."""
     import matplotlib

@@ -2,9 +2,10 @@
 
     builders    identity, release_each, release_sums, tree, sqrt_toeplitz, banded, banded_inverse,
                 blt, two_sided, dense, column_normalized
-    measures    sensitivity(strategy, participation), error(strategy, steps, workload=…)
+    measures    sensitivity(strategy, participation), prefix_sensitivity(…, steps),
+                error(strategy, steps, workload=…)
     workloads   prefix, momentum, Workload
-    records     Strategy, from_dict
+    records     Strategy, from_dict; register makes one of your own known by name
 
 `sensitivity` and `error` are functions here; the modules of the same names stay importable
 (`from noshuffle.strategies.error import Error`).
@@ -18,8 +19,9 @@ from noshuffle.strategies.blt import blt
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.error import error
 from noshuffle.strategies.identity import identity, release_each, release_sums
+from noshuffle.strategies.mechanisms import register
 from noshuffle.strategies.registry import column_normalized, from_dict
-from noshuffle.strategies.sensitivity import sensitivity
+from noshuffle.strategies.sensitivity import prefix_sensitivity, sensitivity
 from noshuffle.strategies.toeplitz import banded, banded_inverse, sqrt_toeplitz
 from noshuffle.strategies.tree import tree
 from noshuffle.strategies.two_sided import two_sided
@@ -38,6 +40,8 @@ __all__ = [
     "identity",
     "momentum",
     "prefix",
+    "prefix_sensitivity",
+    "register",
     "release_each",
     "release_sums",
     "sensitivity",
@@ -47,7 +51,7 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
+class _StrategiesPackage(ModuleType):
     """Keeps `sensitivity` and `error` functions: a tool that loads the files of these names by path
     would otherwise put the modules in their place."""
 
@@ -56,4 +60,4 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _StrategiesPackage

@@ -44,7 +44,7 @@ FLAT = 1e-4
 COLUMN_BUDGET = 2_000_000
 
 
-class Layout(NamedTuple):
+class FitLayout(NamedTuple):
     """Steps, least distance between two participations, and how many there may be."""
 
     steps: int
@@ -52,15 +52,15 @@ class Layout(NamedTuple):
     most: int
 
 
-def layout(participation: Participation) -> Layout:
+def layout(participation: Participation) -> FitLayout:
     """The three numbers the fits need; sampled and restarted participations are refused."""
     if isinstance(participation, SinglePass):
-        return Layout(participation.steps, participation.steps, 1)
+        return FitLayout(participation.steps, participation.steps, 1)
     if isinstance(participation, Epochs):
         separation = participation.steps_per_epoch
-        return Layout(participation.steps, separation, participation.most)
+        return FitLayout(participation.steps, separation, participation.most)
     if isinstance(participation, MinSeparation):
-        return Layout(participation.steps, participation.separation, participation.most)
+        return FitLayout(participation.steps, participation.separation, participation.most)
     raise Unsupported(
         "strategies are fitted for SinglePass, Epochs or MinSeparation, got "
         f"{type(participation).__name__}; use identity there, or a tree for Restarted"
@@ -76,11 +76,17 @@ def coarser(workload: Workload, n: int, *, size: int) -> Workload:
 
 
 def cost(
-    strategy: Strategy, participation: Participation, *, workload: Workload, objective: str
+    strategy: Strategy,
+    participation: Participation,
+    *,
+    workload: Workload,
+    objective: str,
+    tree_accounting: str = "tight",
 ) -> float:
     """Error times sensitivity: what every fit reports and what fits are compared by."""
     found = error(strategy, participation.steps, workload=workload)
-    return float(getattr(found, objective)) * sensitivity(strategy, participation).value
+    reach = sensitivity(strategy, participation, tree_accounting=tree_accounting)
+    return float(getattr(found, objective)) * reach.value
 
 
 def error_form(n: int, *, workload: Workload, objective: str) -> ValueAndGradient:

@@ -17,6 +17,7 @@ complete without virtual steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted
 from noshuffle.strategies.fit_forms import cost, layout
@@ -36,6 +37,7 @@ def fit_tree(
     completion: bool | None = None,
     workload: Workload | None = None,
     objective: str = "rms",
+    tree_accounting: str = "tight",
 ) -> Fit:
     """The tree with the least error × sensitivity among what is left open.
 
@@ -48,7 +50,8 @@ def fit_tree(
     """
     workload = workload or prefix()
     options = list(_options(participation, variant, restart_every, completion))
-    value = cost(options[0], participation, workload=workload, objective=objective)
+    measure = partial(cost, participation=participation, tree_accounting=tree_accounting)
+    value = measure(options[0], workload=workload, objective=objective)
     first = Fit(options[0], value, converged=True, iterations=0, start=value)
     if len(options) == 1:
         return first
@@ -56,11 +59,8 @@ def fit_tree(
     own = is_quick or workload == prefix()
     ranked, by = (workload, objective) if own else (prefix(), "rms")
 
-    def rank(strategy: Tree) -> float:
-        return cost(strategy, participation, workload=ranked, objective=by)
-
-    found = min(options, key=rank)
-    reached = cost(found, participation, workload=workload, objective=objective)
+    found = min(options, key=partial(measure, workload=ranked, objective=by))
+    reached = measure(found, workload=workload, objective=objective)
     if reached > value:
         return first
     return Fit(found, reached, converged=True, iterations=len(options), start=value)

@@ -13,7 +13,8 @@ is plain data, one of
 
 with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty) and, in Buffered, a scale of
 every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `materialize` runs a
-recipe on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path.
+recipe on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path. `stream` runs
+it on given draws, all steps at once.
 
 >>> materialize(FeedForward(weights=(1.0, -1.0)), steps=3)
 array([[ 1.,  0.,  0.],
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.signal import lfilter
 
 Array = NDArray[np.float64]
 
@@ -122,6 +124,34 @@ def rows(recipe: Recipe, steps: int) -> int:
     return steps
 
 
+def stream(recipe: Recipe, draws: Array, *, steps: int) -> Array:
+    """The noise of the first `steps` steps from the rows of Z, by linear filters.
+
+    >>> stream(FeedForward(weights=(1.0, -1.0)), np.array([[2.0], [5.0]]), steps=2).ravel()
+    array([2., 3.])
+    """
+    if isinstance(recipe, Rows):
+        return np.asarray(recipe.matrix[:steps, :steps] @ draws[:steps])
+    if isinstance(recipe, Forest):
+        return _stream_forest(recipe, steps, draws)
+    z = draws[:steps]
+    if isinstance(recipe, FeedForward):
+        x = lfilter(recipe.weights, [1.0], z, axis=0)
+    elif isinstance(recipe, Recursive):
+        back = np.append(1.0, -np.asarray(recipe.weights[1:]))
+        x = lfilter(recipe.weights[:1], back, z, axis=0)
+    else:
+        if recipe.draw_scale:
+            z = z * np.asarray(recipe.draw_scale)[:steps, None]
+        u = np.zeros_like(z)
+        for lag, w in recipe.taps:
+            u[lag:] += w * z[: steps - lag] if lag < steps else 0.0
+        x = u.copy()
+        for decay, scale in zip(recipe.decays, recipe.scales):
+            x += scale * lfilter([0.0, 1.0], [1.0, -decay], u, axis=0)
+    return np.asarray(x * np.asarray(recipe.scale)[:steps, None] if recipe.scale else x)
+
+
 def materialize(recipe: Recipe, steps: int) -> Array:
     """C⁻¹ as an explicit steps × rows matrix, by running the recipe on unit vectors."""
     m = rows(recipe, steps)
@@ -131,7 +161,7 @@ def materialize(recipe: Recipe, steps: int) -> Array:
     if isinstance(recipe, Rows):
         return np.array(recipe.matrix[:steps, :steps])
     if isinstance(recipe, Forest):
-        return _materialize_forest(recipe, steps, draws)
+        return _stream_forest(recipe, steps, draws)
     if isinstance(recipe, Buffered) and recipe.draw_scale:
         draws *= np.asarray(recipe.draw_scale)[:m, None]
     past: list[Array] = []
@@ -151,7 +181,7 @@ def materialize(recipe: Recipe, steps: int) -> Array:
     return out
 
 
-def _materialize_forest(recipe: Forest, steps: int, draws: Array) -> Array:
+def _stream_forest(recipe: Forest, steps: int, draws: Array) -> Array:
     out = np.zeros((steps, draws.shape[1]))
     row = 0
     for start, real, full in forest_blocks(recipe):

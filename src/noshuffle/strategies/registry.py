@@ -50,20 +50,44 @@ BUILDERS: dict[str, Callable[..., Strategy]] = {
     "dense": dense,
 }
 
-_CLASSES: dict[str, type[Strategy]] = {
-    cls.name: cls
-    for cls in (
-        Identity,
-        ReleaseSums,
-        Tree,
-        SqrtToeplitz,
-        Banded,
-        BandedInverse,
-        Blt,
-        TwoSidedBlt,
-        Dense,
+_BUILT_IN: tuple[type[Strategy], ...] = (
+    Identity,
+    ReleaseSums,
+    Tree,
+    SqrtToeplitz,
+    Banded,
+    BandedInverse,
+    Blt,
+    TwoSidedBlt,
+    Dense,
+)
+
+_CLASSES: dict[str, type[Strategy]] = {cls.name: cls for cls in _BUILT_IN}
+
+
+def is_built_in(strategy: Strategy) -> bool:
+    """Whether the strategy is one of the library's own, not derived from one."""
+    return type(strategy) in _BUILT_IN
+
+
+def add_class(cls: type[Strategy]) -> None:
+    """Let `from_dict` read records of a strategy of one's own (`mechanisms.register`)."""
+    candidate: Any = cls
+    if not isinstance(candidate, type) or not issubclass(candidate, Strategy):
+        raise InvalidInput(f"register a class derived from Strategy, got {cls!r}")
+    if not hasattr(candidate, "__dataclass_fields__"):
+        raise InvalidInput(f"a strategy must be a frozen dataclass, got {cls.__name__}")
+    known = _CLASSES.get(cls.name)
+    is_again = known is not None and (known.__module__, known.__qualname__) == (
+        cls.__module__,
+        cls.__qualname__,
     )
-}
+    if not cls.name or (cls.name in {**BUILDERS, **_CLASSES} and not is_again):
+        raise InvalidInput(
+            f"a strategy of your own needs a name that is not taken, got {cls.name!r}; set the "
+            "class attribute `name`"
+        )
+    _CLASSES[cls.name] = cls
 
 
 def by_name(name: str, **options: Any) -> Strategy:
@@ -83,7 +107,10 @@ def from_dict(record: dict[str, Any]) -> Strategy:
     values = dict(record)
     name = values.pop("name", None)
     if name not in _CLASSES:
-        raise InvalidInput(f"strategy name must be one of {', '.join(_CLASSES)}; got {name!r}")
+        raise InvalidInput(
+            f"strategy name must be one of {', '.join(_CLASSES)}; got {name!r}; one of your own is "
+            "made known by noshuffle.strategies.register"
+        )
     cls = _CLASSES[name]
     known = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - known):

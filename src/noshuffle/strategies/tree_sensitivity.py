@@ -1,155 +1,274 @@
-"""Exact squared sensitivity of tree aggregation, as an integer.
+"""Squared sensitivity of tree aggregation: what is released, or every node that is touched.
 
-Every entry of CᵀC is ≥ 0, so equal contributions are worst and, over the allowed patterns π,
+    tight    max_π uᵀΣ⁻¹u of the released noise, by the closed forms of `tree_factor`
+    nodes    max_π Σ_nodes (participations inside)², larger, the figure of the literature
 
-    S² = max_π Σ_nodes (number of participations of π inside the node)²
+over the patterns π of the first `steps` steps, with the trees of the whole run. Both are sums over
+trees, and all entries are ≥ 0, so a unit that contributes equally everywhere is the worst.
 
-**Epochs, by counting.** The class j, j+b, j+2b, … has q₂ − q₁ + [j < r₂] − [j < r₁] members in
-[lo, hi) with hi = q₂b + r₂, lo = q₁b + r₁: a constant plus one bump in j. The bumps of all nodes
-are summed as a difference array; nodes repeat with period b, levels up to b need no squares. The
-work is about the number of epochs, whatever the number of steps.
+    SinglePass        the worst step
+    Epochs            the worst class j, j+b, j+2b, …, over all trees together
+    Restarted         every block of `every` steps by itself: the order changes between them
+    MinSeparation     a search (`tree_release_search`, `tree_search`)
 
-**MinSeparation, by a dynamic program** on dyadic blocks (`tree_search`). Node sets: Kairouz et al.
-2021, appendix D (arXiv 2103.00039).
+Where the tight value is out of reach (more than 2²² steps, or a unit that takes part very often at
+any distance) the node count is given instead, and labelled a bound.
 
->>> forest_squared_sensitivity(2000, separation=314, max_participations=6)
-79
->>> fixed_order_squared_sensitivity(100, 100)
-14349
+>>> from noshuffle.strategies.tree import tree
+>>> squared, why = tree_sensitivity(tree(), Epochs(20, 60), 1200)
+>>> round(squared, 3), why, tree_squared_sensitivity(tree(), Epochs(20, 60))
+(1189.867, '', 1420)
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
+from noshuffle.strategies.gram import ROUNDING
+from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
-from noshuffle.strategies.tree_search import Block, Integers, TreeSearch
+from noshuffle.strategies.tree_factor import Part, carry_of, energies
+from noshuffle.strategies.tree_nodes import (
+    best_class,
+    fixed_order_squared_sensitivity,
+    forest_squared_sensitivity,
+)
+from noshuffle.strategies.tree_release_search import ReleaseSearch, SearchTooLong
+from noshuffle.strategies.tree_search import Block, TreeSearch
+
+__all__ = [
+    "ACCOUNTINGS",
+    "fixed_order_squared_sensitivity",
+    "forest_squared_sensitivity",
+    "tree_sensitivity",
+    "tree_squared_sensitivity",
+]
+
+ACCOUNTINGS = ("tight", "nodes")
+
+#: Most steps whose tight value is computed: O(n log n) time, a few arrays of n numbers.
+TIGHT_STEPS = 2**22
+
+NODES = "upper bound: every node of the tree that a unit touches is counted, as in the literature"
+ENDS = "upper bound: separation across the end of a block is not made use of"
+
+Counts = NDArray[Any]
 
 
-def tree_squared_sensitivity(strategy: Tree, participation: Participation) -> int:
-    """S² of a tree strategy under a participation, for zero-out neighbours and clip norm one.
+class PatternLimits(NamedTuple):
+    """Distance and number of participations; `is_limited`: more would fit into the run."""
 
-    Guarantees: exact (every variant releases no more than the nodes counted here, and `full` has
-    the same CᵀC). Only `Restarted(MinSeparation)` is an upper value: it does not use that
-    participations on both sides of a block's end are separated. Sampled participations are
-    refused: sampling amplifies independent noise only.
+    separation: int
+    most: int
+    is_limited: bool
+
+    @classmethod
+    def of(cls, participation: MinSeparation | Restarted) -> PatternLimits:
+        """Of the whole run, so that the tables of a search serve every prefix."""
+        if isinstance(participation, Restarted):
+            base = participation.participation
+            assert isinstance(base, MinSeparation)
+            free = replace(base, max_participations=base.steps)
+            fitting = replace(participation, participation=free).most
+        else:
+            base = participation
+            fitting = replace(base, max_participations=base.steps).most
+        return cls(base.separation, participation.most, participation.most < fitting)
+
+
+class _Measure(Protocol):
+    """Largest squared sensitivity over the patterns of one kind, for the trees that are given."""
+
+    def by_class(self, trees: list[Part], b: int) -> float: ...
+
+    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts: ...
+
+
+@lru_cache(maxsize=4096)
+def tree_sensitivity(
+    strategy: Tree, participation: Participation, steps: int, *, accounting: str = "tight"
+) -> tuple[float, str]:
+    """S² of the first `steps` steps of a run, and why it is only a bound (empty where it is not).
+
+    Guarantees: never below the truth for zero-out neighbours and clip norm one. Sampled
+    participations are refused: sampling amplifies independent noise only.
     """
-    if isinstance(participation, Restarted):
-        return _restarted(strategy, participation)
-    if isinstance(participation, SinglePass):
-        _, _, leaves = next(strategy.blocks(participation.steps))  # no later tree is larger
-        return leaves.bit_length()  # leaf 0 is in [0, 2^h) for every 2^h <= leaves
-    if isinstance(participation, Epochs):
-        blocks = strategy.blocks(participation.steps)
-        return _best_class(blocks, participation.steps_per_epoch)
-    if isinstance(participation, MinSeparation):
-        search = TreeSearch.under(participation)
-        return int(search.best(list(strategy.blocks(participation.steps))).max())
-    raise Unsupported(
-        "a tree is accounted under SinglePass, Epochs, MinSeparation or Restarted, got "
-        f"{type(participation).__name__}; sampled participations need independent noise"
-    )
+    one_of(ACCOUNTINGS, tree_accounting=accounting)
+    _check(strategy, participation)
+    is_ended = (
+        isinstance(participation, Restarted) and participation.every < steps
+    ) and isinstance(participation.participation, MinSeparation)
+    tight = _tight(strategy, participation, steps)
+    if accounting == "tight" and tight is not None:
+        return tight, ENDS if is_ended else ""
+    counted = tree_squared_sensitivity(strategy, participation, steps)
+    is_reached = tight is not None and tight >= counted * (1 - ROUNDING)
+    return float(counted), "" if is_reached and not is_ended else NODES
 
 
-def forest_squared_sensitivity(
-    steps: int, *, separation: int, max_participations: int, nodes: str = "forest"
+def tree_squared_sensitivity(
+    strategy: Tree, participation: Participation, steps: int | None = None
 ) -> int:
-    """S² of one tree when participations are at least `separation` apart, at most so many.
-
-    `nodes`: "forest" (all that `steps` leaves complete), "completed" (virtual leaves up to a power
-    of two), "prefix" (no right children: what plain prefix sums read, nothing else released).
-    """
-    one_of(("forest", "completed", "prefix"), nodes=nodes)
-    promise = MinSeparation(steps, separation, max_participations)
-    steps = int(steps)
-    full = 1 << (steps - 1).bit_length() if nodes == "completed" else steps
-    search = TreeSearch.under(promise, skips_right=nodes == "prefix")
-    return int(search.best([(0, steps, full)]).max())
+    """The node count: S² if every node that the first `steps` steps read were released."""
+    _check(strategy, participation)
+    return int(_largest(_Nodes(strategy.variant), strategy, participation, steps))
 
 
-def fixed_order_squared_sensitivity(
-    epochs: int, steps_per_epoch: int, *, completion: bool = False
-) -> int:
-    """S² of one tree over epochs in the same order, optionally completed to a power of two."""
-    steps = int(Epochs(epochs, steps_per_epoch).steps)
-    full = 1 << (steps - 1).bit_length() if completion else steps
-    return _best_class([(0, steps, full)], steps_per_epoch)
+def _tight(strategy: Tree, participation: Participation, steps: int) -> float | None:
+    if steps > TIGHT_STEPS:
+        return None
+    try:
+        return float(_largest(_Released(strategy.variant), strategy, participation, steps))
+    except SearchTooLong:
+        return None
 
 
-def _restarted(strategy: Tree, participation: Restarted) -> int:
-    """Blocks of `every` steps are free of each other; all but the last look the same."""
-    steps, every, base = participation.steps, participation.every, participation.participation
-    if every < steps and (strategy.restart_every is None or every % strategy.restart_every):
+def _check(strategy: Tree, participation: Participation) -> None:
+    if not isinstance(participation, SinglePass | Epochs | MinSeparation | Restarted):
+        raise Unsupported(
+            "a tree is accounted under SinglePass, Epochs, MinSeparation or Restarted, got "
+            f"{type(participation).__name__}; sampled participations need independent noise"
+        )
+    if not isinstance(participation, Restarted):
+        return
+    every, own = participation.every, strategy.restart_every
+    if every < participation.steps and (own is None or every % own):
         raise InvalidInput(
             f"every must be a multiple of the tree's restart_every, got every={every} and "
-            f"restart_every={strategy.restart_every}; a new order needs a new tree"
+            f"restart_every={own}; a new order needs a new tree"
         )
-    if isinstance(base, SinglePass):
-        return tree_squared_sensitivity(strategy, base)
-    blocks = list(strategy.blocks(steps))
-    finished = (steps - 1) // every
-    first = [block for block in blocks if block[0] < every]
-    last = [(s - finished * every, r, f) for s, r, f in blocks if s >= finished * every]
-    if isinstance(base, Epochs):
-        b = base.steps_per_epoch
-        return finished * (_best_class(first, b) if finished else 0) + _best_class(last, b)
-    # base.most takes the separation to hold over the ends of blocks, which is not assumed here
-    fitting = sum(-(-length // base.separation) for length in participation.blocks)
-    most = min(base.max_participations, fitting)
-    search = TreeSearch(base.separation, most, is_limited=most < fitting)
-    total = np.asarray(search.best(last))
+
+
+def _in_use(strategy: Tree, horizon: int, steps: int) -> list[Part]:
+    """The trees that the first `steps` steps of a run of `horizon` steps read."""
+    length = min(strategy.restart_every or horizon, horizon)
+    finished = (steps - 1) // length
+    trees = []
     if finished:
-        gain = search.best(first)
+        _, real, full = next(strategy.blocks(horizon))  # all trees but the run's last are equal
+        trees = [Part(real, real, full)] * finished
+    start = finished * length
+    real = full = min(length, horizon - start)
+    if strategy.completion and start + real < horizon:
+        full = 1 << (real - 1).bit_length()
+    return [*trees, Part(steps - start, real, full)]
+
+
+def _largest(
+    measure: _Measure, strategy: Tree, participation: Participation, steps: int | None
+) -> float:
+    horizon = participation.steps
+    trees = _in_use(strategy, horizon, horizon if steps is None else steps)
+    if not isinstance(participation, Restarted):
+        return _over(measure, participation, trees)
+    base = participation.participation
+    if isinstance(base, SinglePass):
+        return _over(measure, base, trees)
+    size = -(-participation.every // (strategy.restart_every or horizon))
+    finished = (len(trees) - 1) // size
+    first, last = trees[:size], trees[finished * size :]
+    if isinstance(base, Epochs):
+        total = _over(measure, base, last)
+        return total + (finished * _over(measure, base, first) if finished else 0)
+    limits = PatternLimits.of(participation)
+    counts = measure.by_count(last, limits)
+    if finished:
+        gain = measure.by_count(first, limits)
         for bit in reversed(bin(finished)[2:]):
-            total = _convolve(total, gain, search.most) if bit == "1" else total
-            gain = _convolve(gain, gain, search.most)
-    return int(total.max())
+            counts = _convolve(counts, gain, limits.most) if bit == "1" else counts
+            gain = _convolve(gain, gain, limits.most)
+    return float(counts.max())
 
 
-def _convolve(left: Integers, right: Integers, most: int) -> Integers:
+def _over(measure: _Measure, part: Participation, trees: list[Part]) -> float:
+    """One order for all of these trees."""
+    if isinstance(part, SinglePass):  # no distance is long enough for a second participation
+        return max(measure.by_class([tree], tree.used) for tree in {trees[0], trees[-1]})
+    if isinstance(part, Epochs):
+        return measure.by_class(trees, part.steps_per_epoch)
+    assert isinstance(part, MinSeparation)
+    return float(measure.by_count(trees, PatternLimits.of(part)).max())
+
+
+class _Nodes:
+    """Every node that the steps in use read counts."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+
+    def _shape(self, tree: Part) -> tuple[int, int]:
+        """Real leaves and leaves of the nodes that were drawn: `full` reads later ones too."""
+        if tree.used == tree.real:
+            return tree.real, tree.full
+        return (tree.used, tree.full) if self.variant == "full" else (tree.used, tree.used)
+
+    def by_class(self, trees: list[Part], b: int) -> float:
+        starts = np.cumsum([0, *(tree.used for tree in trees[:-1])]).tolist()
+        return best_class(((s, *self._shape(tree)) for s, tree in zip(starts, trees)), b)
+
+    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts:
+        blocks: list[Block] = []
+        for tree in trees:
+            real, full = self._shape(tree)
+            blocks.append((0, real, 1 << (full - 1).bit_length() if full > real else full))
+        return _node_search(limits).best(blocks)
+
+
+class _Released:
+    """Only the noise of the steps in use counts."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+
+    def by_class(self, trees: list[Part], b: int) -> float:
+        total = np.zeros(b)
+        shifts = Counter[tuple[Part, int]]()
+        start = 0
+        for tree in trees:
+            shifts[tree, start % b] += 1
+            start += tree.used
+        found: dict[Part, Array] = {}
+        for (tree, shift), times in shifts.items():
+            if tree not in found:
+                found[tree] = energies(self.variant, tree, period=b)
+            at = (shift + np.arange(len(found[tree]))) % b
+            total[at] += times * found[tree]
+        return float(total.max())
+
+    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts:
+        if self.variant == "full":
+            if any(tree.used < tree.real for tree in trees):
+                raise SearchTooLong  # part of a least-squares tree: there is no search for it
+            return _Nodes("full").by_count(trees, limits)
+        if self.variant == "plain" and not any(tree.is_completed for tree in trees):
+            blocks = [(0, tree.used, tree.used) for tree in trees]
+            return _node_search(limits, skips_right=True).best(blocks)
+        return _release_search(limits, carry_of(self.variant)).best(trees)
+
+
+@lru_cache(maxsize=64)
+def _node_search(limits: PatternLimits, *, skips_right: bool = False) -> TreeSearch:
+    return TreeSearch(*limits, skips_right=skips_right)
+
+
+@lru_cache(maxsize=64)
+def _release_search(limits: PatternLimits, carry: float) -> ReleaseSearch:
+    return ReleaseSearch(*limits, carry=carry)
+
+
+def _convolve(left: Counts, right: Counts, most: int) -> Counts:
     """(max, +): the best value of every total count, the counts being split at will."""
-    out = np.full(min(len(left) + len(right) - 1, most + 1), -1, dtype=np.int64)
+    size = min(len(left) + len(right) - 1, most + 1)
+    out = np.full_like(left, -1, shape=size)
     for count, value in enumerate(left[: most + 1]):
         part = right[: len(out) - count]
         np.maximum(out[count : count + len(part)], value + part, out=out[count : count + len(part)])
     return out
-
-
-def _best_class(blocks: Iterable[Block], b: int) -> int:
-    """max over classes j of Σ_nodes (members of j, j+b, … inside)², the order never changing."""
-    base = 0
-    where: list[Integers] = []
-    bumps: list[Integers] = []
-    for (shift, real, full), times in Counter((s % b, r, f) for s, r, f in blocks).items():
-        for height in range(full.bit_length()):
-            width = 1 << height
-            reach = min(real, full // width * width)  # real steps inside complete nodes
-            if width <= b:  # at most one member per node: the squares add up to the members
-                ends, power = np.array([[0], [reach]], dtype=np.int64), 1
-                often = np.ones(1, dtype=np.int64)
-            else:
-                whole_nodes, period = reach // width, b // math.gcd(b, width)
-                index = np.arange(min(whole_nodes, period), dtype=np.int64)
-                ends = np.stack([index * width, index * width + width])
-                often, power = -(-(whole_nodes - index) // period), 2
-                if reach % width:  # the node that ends in virtual leaves
-                    ends = np.append(ends, [[whole_nodes * width], [reach]], axis=1)
-                    often = np.append(often, 1)
-            often = times * often
-            quotient, rest = np.divmod(shift + ends, b)
-            members = quotient[1] - quotient[0]
-            bump = ((members + np.sign(rest[1] - rest[0])) ** power - members**power) * often
-            base += int((members**power * often).sum())
-            where += [rest.min(axis=0), rest.max(axis=0)]
-            bumps += [bump, -bump]
-    position, bump = np.concatenate(where), np.concatenate(bumps)
-    order = np.argsort(position)
-    position, running = position[order], np.cumsum(bump[order])
-    is_end = np.append(position[1:] != position[:-1], True)  # all bumps of a class are in
-    return base + max(0, int(running[is_end].max()))
