@@ -23,7 +23,13 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import banded, blt, identity, sqrt_toeplitz, tree
 
 PLANS = [
-    Plan(participation=SinglePass(1600), strategy=tree(), noise_multiplier=1.13, delta=1e-6),
+    Plan(
+        participation=SinglePass(1600),
+        strategy=tree(),
+        noise_multiplier=1.13,
+        delta=1e-6,
+        tree_accounting="nodes",
+    ),
     Plan(participation=Epochs(4, 16), strategy=sqrt_toeplitz(bands=8), noise_multiplier=2.0),
     Plan(
         participation=MinSeparation(100, 20, 4),
@@ -74,6 +80,7 @@ def test_published_settings() -> None:
         participation=Restarted(Epochs(100, 100), 2000),
         strategy=tree(restart_every=2000, completion=True),
         noise_multiplier=46.3,
+        tree_accounting="nodes",
     )
     assert cifar.statement().squared_sensitivity == pytest.approx(4129, rel=1e-12)
     assert cifar.epsilon() == pytest.approx(6.4275284, abs=1e-6)

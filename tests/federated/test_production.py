@@ -21,6 +21,7 @@ def the_tree(accountant: str = "exact") -> Plan:
         delta=1e-10,
         unit="user",
         accountant=accountant,
+        tree_accounting="nodes",
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
-from noshuffle.participation import Epochs, MinSeparation, SinglePass
+from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import recipe as recipes
 from noshuffle.strategies.registry import BUILDERS, by_name
 from noshuffle.strategies.two_sided import two_sided
@@ -154,23 +154,30 @@ def min_separation_patterns(n, b, k):
             stack.extend((*p, t) for t in range(p[-1] + b, n))
 
 
-def allowed(participation):
+def allowed(participation, steps):
+    """Every pattern of the first `steps` steps."""
     if isinstance(participation, SinglePass):
-        return [(t,) for t in range(participation.steps)]
+        return [(t,) for t in range(steps)]
     if isinstance(participation, Epochs):
         b = participation.steps_per_epoch
-        return [tuple(range(j, participation.steps, b)) for j in range(b)]
-    return list(
-        min_separation_patterns(
-            participation.steps, participation.separation, participation.max_participations
-        )
-    )
+        return [tuple(range(j, steps, b)) for j in range(min(b, steps))]
+    if isinstance(participation, MinSeparation):
+        b, k = participation.separation, participation.max_participations
+        return list(min_separation_patterns(steps, b, k))
+    base, every = participation.participation, participation.every
+    blocks = [
+        [()] + [tuple(s + t for t in p) for p in allowed(base, min(every, steps - s))]
+        for s in range(0, steps, every)
+    ]
+    whole = [sum(parts, ()) for parts in itertools.product(*blocks)]
+    most = 1 if isinstance(base, SinglePass) else getattr(base, "max_participations", steps)
+    return [p for p in whole if 0 < len(p) <= most]
 
 
 def reached(X, pattern):
     """The largest sᵀXs over signs: what one unit certainly can do."""
     block = X[np.ix_(pattern, pattern)]
-    if np.all(block > -1e-14):
+    if np.all(block > -1e-14 * np.abs(block).max()):
         return block.sum()
     signs = (np.array((1, *s)) for s in itertools.product((1, -1), repeat=len(pattern) - 1))
     return max(s @ block @ s for s in signs)
@@ -188,23 +195,64 @@ PARTICIPATIONS = [
     MinSeparation(N, 4, 2),
     MinSeparation(11, 5, 9),
     MinSeparation(N, 40, 3),
+    Restarted(SinglePass(N), 5),
+    Restarted(Epochs(4, 3), 6),
+    Restarted(Epochs(2, 6), 4),
+    Restarted(MinSeparation(N, 2, 3), 6),
+    Restarted(MinSeparation(N, 3, 9), 5),
 ]
 
 
 @every_case
 @pytest.mark.parametrize("participation", PARTICIPATIONS, ids=str)
-def test_sensitivity_covers_every_pattern(name, participation):
-    strategy = CASES[name]
-    C = strategy.encoder(participation.steps)
-    X = C.T @ C
-    truth = max(reached(X, p) for p in allowed(participation))
-    got = st.sensitivity(strategy, participation)
-    assert got.squared >= truth * (1 - 1e-12)
-    assert got.value == pytest.approx(np.sqrt(got.squared), rel=1e-15)
-    if got.exact:
-        assert got.squared == pytest.approx(truth, rel=1e-11)
-    else:
-        assert X.min() < 0, "only sign changes make a short run inexact"
+def test_sensitivity_of_every_prefix_covers_every_pattern(name, participation):
+    """The twin: Σ = N·Nᵀ of the first t rows of the whole run, inverted; all patterns tried."""
+    strategy, n = CASES[name], participation.steps
+    every = getattr(strategy, "restart_every", None)
+    if isinstance(participation, Restarted) and not isinstance(
+        participation.participation, SinglePass
+    ):
+        is_plain = strategy == st.identity()
+        if not is_plain and (every is None or participation.every % every):
+            with pytest.raises(NoshuffleError):
+                st.sensitivity(strategy, participation)
+            return
+    rows = strategy.noising(n)
+    before = 0.0
+    for t in range(1, n + 1):
+        X = np.linalg.inv(rows[:t] @ rows[:t].T)
+        truth = max(reached(X, p) for p in allowed(participation, t))
+        got = st.prefix_sensitivity(strategy, participation, t)
+        assert got.squared >= truth * (1 - 1e-10)
+        assert got.value == pytest.approx(np.sqrt(got.squared), rel=1e-15)
+        if got.exact:
+            assert got.squared == pytest.approx(truth, rel=1e-10)
+            assert truth >= before * (1 - 1e-10), "a longer run never costs less"
+            before = truth
+        elif every is not None and isinstance(participation, Restarted):
+            assert "separation across the end" in got.notes or "every node" in got.notes
+        elif name.startswith("tree"):
+            assert "full" in name, "only parts of least-squares trees have no search"
+            assert isinstance(participation, MinSeparation)
+        else:
+            assert X.min() < 0, "only sign changes make a short run inexact"
+    assert st.sensitivity(strategy, participation) == st.prefix_sensitivity(
+        strategy, participation, n
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tree")])
+@pytest.mark.parametrize("participation", PARTICIPATIONS[:11], ids=str)
+def test_the_node_count_is_never_less(name, participation):
+    strategy, n = CASES[name], participation.steps
+    C = strategy.encoder(n)
+    counted = max(reached(C.T @ C, p) for p in allowed(participation, n))
+    for t in range(1, n + 1):
+        nodes = st.prefix_sensitivity(strategy, participation, t, tree_accounting="nodes")
+        tight = st.prefix_sensitivity(strategy, participation, t)
+        assert nodes.squared >= tight.squared * (1 - 1e-12)
+        assert not nodes.exact or nodes.squared == pytest.approx(tight.squared, rel=1e-12)
+    assert nodes.squared == pytest.approx(counted, rel=1e-12)
 
 
 @every_case

@@ -52,21 +52,26 @@ def test_momentum_and_the_max_objective(mechanism):
 
 
 def test_trees_choose_restart_and_completion():
-    found = fit("tree", Epochs(epochs=20, steps_per_epoch=240))
-    assert found.objective == pytest.approx(33.8, abs=0.05)
-    assert (found.strategy.restart_every, found.strategy.completion) == (480, True)
-    cifar = fit("tree", Epochs(epochs=20, steps_per_epoch=100))
-    assert cifar.objective == pytest.approx(31.1, abs=0.05)
-    assert cifar.strategy.restart_every == 200
-    assert fit("tree", SinglePass(1600)).objective == pytest.approx(5.7, abs=0.05)
+    mnist, cifar, nodes = Epochs(20, 240), Epochs(20, 100), {"tree_accounting": "nodes"}
+    for options, at_mnist, at_cifar, at_once in ((nodes, 33.8, 31.1, 5.7), ({}, 30.4, 28.6, 5.3)):
+        found = fit("tree", mnist, **options)
+        assert found.objective == pytest.approx(at_mnist, abs=0.05)
+        assert (found.strategy.restart_every, found.strategy.completion) == (480, True)
+        found = fit("tree", cifar, **options)
+        assert found.objective == pytest.approx(at_cifar, abs=0.05)
+        assert found.strategy.restart_every == 200
+        once = fit("tree", SinglePass(1600), **options).objective
+        assert once == pytest.approx(at_once, abs=0.05)
 
 
 def test_trees_are_compared_on_the_workload_they_are_for():
     rule, workload = MinSeparation(steps=1000, separation=100, max_participations=10), momentum(0.9)
     found = fit("tree", rule, workload=workload)
     assert found.strategy.restart_every == 256
-    assert found.objective == pytest.approx(143.438, rel=1e-5)
-    assert found.start == pytest.approx(154.990, rel=1e-5)
+    assert found.objective == pytest.approx(133.574, rel=1e-5)
+    nodes = fit("tree", rule, workload=workload, tree_accounting="nodes")
+    assert nodes.objective == pytest.approx(143.438, rel=1e-5)
+    assert nodes.start == pytest.approx(154.990, rel=1e-5)
     for every in (100, 200, 500, 128, 512):
         for completion in (False, True):
             other = fit("tree", rule, workload=workload, restart_every=every, completion=completion)

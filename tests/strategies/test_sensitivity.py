@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import noshuffle.strategies as st
-from noshuffle.errors import Unsupported
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
     Epochs,
     FixedSize,
@@ -230,13 +230,13 @@ def test_long_runs_fall_back_to_labelled_bounds(monkeypatch):
 def test_epochs_agree_with_the_explicit_matrix(seed):
     rng = np.random.default_rng(seed)
     epochs, b = int(rng.integers(1, 7)), int(rng.integers(1, 7))
-    n = epochs * b
+    n = max(1, epochs * b - int(rng.integers(0, b)))  # the last epoch may be a part of one
     c = rng.normal(size=n)
     c[0] = 2.0
     g = rng.uniform(0.3, 2.0, n)
     C = st.banded(c.tolist(), gains=tuple(g)).encoder(n)
-    upper, block = gram.worst_epoch(C.T @ C, epochs=epochs, steps_per_epoch=b)
-    fast, reached = toeplitz_epochs(c, g, epochs=epochs, steps_per_epoch=b)
+    upper, block = gram.worst_epoch(C.T @ C, steps_per_epoch=b)
+    fast, reached = toeplitz_epochs(c, g, steps_per_epoch=b)
     assert fast == pytest.approx(upper, rel=1e-12)
     assert reached == pytest.approx(max(gram.attained(block), block.sum()), rel=1e-11)
 
@@ -330,9 +330,14 @@ def test_restarted_single_pass_is_a_single_pass():
 
 def test_tree_values_known_from_the_literature():
     cifar = st.tree(restart_every=2000, completion=True)
-    got = st.sensitivity(cifar, Restarted(Epochs(100, 100), 2000))
-    assert (got.squared, got.exact) == (4129, True)
-    got = st.sensitivity(st.tree(), MinSeparation(2000, 314, 6))
-    assert (got.squared, got.exact) == (79, True)
+    nodes = {"tree_accounting": "nodes"}
+    got = st.sensitivity(cifar, Restarted(Epochs(100, 100), 2000), **nodes)
+    assert (got.squared, got.exact) == (4129, False)
+    got = st.sensitivity(st.tree(), MinSeparation(2000, 314, 6), **nodes)
+    assert (got.squared, got.exact) == (79, False)
+    got = st.sensitivity(st.tree("plain"), SinglePass(1600), **nodes)
+    assert (got.squared, got.exact) == (11, True)
+    with pytest.raises(InvalidInput, match="tree_accounting must be one of tight, nodes"):
+        st.sensitivity(st.tree(), SinglePass(4), tree_accounting="leaves")
     loose = st.sensitivity(st.tree(restart_every=50), Restarted(MinSeparation(200, 20, 4), 50))
     assert not loose.exact

@@ -78,10 +78,14 @@ def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -
 
 
 def normalized_error(
-    strategy: Strategy, participation: Participation, *, workload: Workload | None = None
+    strategy: Strategy,
+    participation: Participation,
+    *,
+    workload: Workload | None = None,
+    tree_accounting: str = "tight",
 ) -> NormalizedError:
     """Error times sensitivity: the figure by which mechanisms compare at equal privacy."""
-    reach = sensitivity(strategy, participation)
+    reach = sensitivity(strategy, participation, tree_accounting=tree_accounting)
     plain = error(strategy, participation.steps, workload=workload)
     return NormalizedError(
         max=plain.max * reach.value,

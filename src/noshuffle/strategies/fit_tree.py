@@ -11,7 +11,7 @@ complete without virtual steps.
 >>> from noshuffle.participation import Epochs
 >>> found = fit_tree(Epochs(epochs=20, steps_per_epoch=240))
 >>> found.strategy.restart_every, found.strategy.completion, round(found.objective, 1)
-(480, True, 33.8)
+(480, True, 30.4)
 """
 
 from __future__ import annotations

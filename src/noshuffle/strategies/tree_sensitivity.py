@@ -165,8 +165,8 @@ def _in_use(strategy: Tree, horizon: int, steps: int) -> list[Part]:
 def _largest(
     measure: _Measure, strategy: Tree, participation: Participation, steps: int | None
 ) -> float:
-    horizon = participation.steps
-    trees = _in_use(strategy, horizon, horizon if steps is None else steps)
+    horizon = int(participation.steps)
+    trees = _in_use(strategy, horizon, horizon if steps is None else int(steps))
     if not isinstance(participation, Restarted):
         return _over(measure, participation, trees)
     base = participation.participation
@@ -193,7 +193,7 @@ def _over(measure: _Measure, part: Participation, trees: list[Part]) -> float:
     if isinstance(part, SinglePass):  # no distance is long enough for a second participation
         return max(measure.by_class([tree], tree.used) for tree in {trees[0], trees[-1]})
     if isinstance(part, Epochs):
-        return measure.by_class(trees, part.steps_per_epoch)
+        return measure.by_class(trees, int(part.steps_per_epoch))
     assert isinstance(part, MinSeparation)
     return float(measure.by_count(trees, PatternLimits.of(part)).max())
 
@@ -267,7 +267,7 @@ def _release_search(limits: PatternLimits, carry: float) -> ReleaseSearch:
 def _convolve(left: Counts, right: Counts, most: int) -> Counts:
     """(max, +): the best value of every total count, the counts being split at will."""
     size = min(len(left) + len(right) - 1, most + 1)
-    out = np.full_like(left, -1, shape=size)
+    out = np.full(size, -1.0)  # whole numbers up to 2⁵³ stay exact
     for count, value in enumerate(left[: most + 1]):
         part = right[: len(out) - count]
         np.maximum(out[count : count + len(part)], value + part, out=out[count : count + len(part)])
