@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from noshuffle.participation import (
 )
 from noshuffle.plan import Plan
 from noshuffle.strategies import banded, blt, identity, sqrt_toeplitz, tree
+from noshuffle.strategies.tree import Tree
 
 PLANS = [
     Plan(
@@ -119,6 +122,98 @@ def test_epsilon_grows_with_the_steps_done() -> None:
     assert values[0] == 0
     assert values[-1] == plan.epsilon()
     assert all(a <= b for a, b in pairwise(values))
+
+
+@pytest.mark.parametrize(
+    ("participation", "strategy", "z", "steps", "fresh", "true"),
+    [
+        (Epochs(10, 10), tree(restart_every=10, completion=True), None, 10, 1.887, 1.933),
+        (Epochs(4, 5), tree(restart_every=5, completion=True), None, 5, 3.123, 3.360),
+        (SinglePass(1600), tree("full"), None, 1, 2.00, 2.652),
+        (MinSeparation(14, 4, 3), tree(restart_every=5, completion=True), 3.0, 5, 2.753, 4.1805),
+    ],
+    ids=["completion 10", "completion 5", "least squares", "separation"],
+)
+def test_a_stopped_tree_is_charged_for_the_rows_in_use(
+    participation: Participation,
+    strategy: Tree,
+    z: float | None,
+    steps: int,
+    fresh: float,
+    true: float,
+) -> None:
+    """Noise as version 0.1 gave it (ε = 8 by node counts); it stated `fresh` for the part."""
+    amount: dict[str, float] = {"epsilon": 8.0} if z is None else {"noise_multiplier": z}
+    old = Plan.fit(participation, mechanism=strategy, tree_accounting="nodes", **amount)  # type: ignore[arg-type]
+    again = replace(old, tree_accounting="tight")
+    assert again.epsilon_after(steps) == pytest.approx(true, abs=6e-4)
+    assert again.sensitivity_after(steps).exact
+    assert old.epsilon_after(steps) >= again.epsilon_after(steps)
+    short = {Epochs: Epochs(1, steps), MinSeparation: MinSeparation(steps, 4, 3)}
+    rule = short.get(type(participation), SinglePass(steps))
+    assert replace(old, participation=rule).epsilon() == pytest.approx(fresh, abs=6e-3)
+    rows = strategy.noising(participation.steps)[:steps]
+    X = np.linalg.inv(rows @ rows.T)
+    pattern = [0, 4] if isinstance(participation, MinSeparation) else [int(np.argmax(X.diagonal()))]
+    mu = math.sqrt(X[np.ix_(pattern, pattern)].sum()) / old.noise_multiplier
+    assert again.epsilon_after(steps) == pytest.approx(gaussian.epsilon(mu=mu, delta=1e-5))
+
+
+def test_default_trees_are_what_the_finding_was_about() -> None:
+    assert Plan.fit(Epochs(10, 10), mechanism="tree", epsilon=8.0).strategy == tree(
+        restart_every=10, completion=True
+    )
+    assert Plan.fit(Epochs(4, 5), mechanism="tree", epsilon=8.0).strategy == tree(
+        restart_every=5, completion=True
+    )
+
+
+def test_plans_from_before_the_choice_count_nodes() -> None:
+    """The text that version 0.1 wrote: the larger value, the same hash."""
+    text = (
+        '{"accountant":"exact","delta":1e-06,"format":"noshuffle-plan/1","neighbours":"zero-out",'
+        '"noise_multiplier":1.13,"participation":{"kind":"single-pass","steps":1600},'
+        '"strategy":{"name":"tree"},"unit":"example"}'
+    )
+    plan = Plan.from_json(text)
+    assert plan.to_json() == text
+    assert plan == PLANS[0]
+    assert plan.epsilon() == pytest.approx(17.666751, abs=1e-5)
+    tight = replace(plan, tree_accounting="tight")
+    assert json.loads(tight.to_json())["tree_accounting"] == "tight"
+    assert tight == replace(plan, tree_accounting="")
+    assert tight.epsilon() < plan.epsilon()
+    assert tight.statement().exact
+    assert not plan.statement().exact
+    other = Plan(
+        participation=SinglePass(4),
+        strategy=identity(),
+        noise_multiplier=1.0,
+        tree_accounting="nodes",
+    )
+    assert other.tree_accounting == "tight"  # no tree, no choice
+    assert "tree_accounting" not in json.loads(other.to_json())
+
+
+def test_parts_for_fewer_patterns() -> None:
+    plan = Plan(participation=Epochs(5, 20), strategy=tree(), noise_multiplier=5.0)
+    narrow = MinSeparation(100, 20, 1)
+    once = plan.sensitivity_after(60, participation=narrow)
+    rows = tree().noising(100)[:60]
+    assert once.squared == pytest.approx(np.linalg.inv(rows @ rows.T).diagonal().max())
+    assert plan.epsilon_after(60, participation=narrow) < plan.epsilon_after(60)
+    wide = plan.sensitivity_after(100, participation=MinSeparation(100, 1, 100))
+    assert wide.value == plan.sensitivity.value, "what the run is covered by"
+    assert not wide.exact
+    with pytest.raises(InvalidInput, match="must have 100 steps"):
+        plan.sensitivity_after(60, participation=SinglePass(60))
+
+
+def test_errors_speak_of_arguments() -> None:
+    with pytest.raises(Unsupported, match='use accountant="rdp"'):
+        Plan.fit(FixedSize(5, 2, 9), mechanism="identity", epsilon=1.0, accountant="exact")
+    with pytest.raises(Unsupported, match='use accountant="exact"'):
+        Plan.fit(SinglePass(5), mechanism="identity", epsilon=1.0, accountant="fourier")
 
 
 def test_best_is_the_least_error_within_the_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from noshuffle.accounting import gaussian
@@ -63,6 +64,27 @@ def test_forks_add_up():
     assert not both.exact
     with pytest.raises(InvalidInput, match="keep the unit"):
         spent(plan_of(unit="user"), 12, ancestors=ancestors)
+
+
+@pytest.mark.parametrize("released", [1, 3, 4, 5, 8, 11])
+def test_a_stopped_run_states_the_sensitivity_of_its_rows(released):
+    """Completion and least squares: the first rows are not those of a shorter run."""
+    for strategy in (tree(restart_every=4, completion=True), tree("full"), tree(restart_every=6)):
+        plan = Plan(
+            participation=Epochs(epochs=3, steps_per_epoch=4),
+            strategy=strategy,
+            noise_multiplier=3.0,
+        )
+        rows = strategy.noising(12)[:released]
+        X = np.linalg.inv(rows @ rows.T)
+        squared = max(X[j::4, j::4].sum() for j in range(4))
+        statement = spent(plan, released)
+        assert statement.exact
+        assert statement.squared_sensitivity == pytest.approx(squared, rel=1e-9)
+        assert statement.mu == pytest.approx(math.sqrt(squared) / 3.0, rel=1e-9)
+        fork = spent(plan, released, ancestors=[Ancestor(plan, released)])
+        assert fork.mu == pytest.approx(math.sqrt(2 * squared) / 3.0, rel=1e-9)
+        assert fork.squared_sensitivity == pytest.approx(2 * squared, rel=1e-9)
 
 
 def test_facts_become_sentences():

@@ -284,9 +284,11 @@ def register(
     `fit`, which gets a `FitRequest`, or as `cls()` where there is none. Every plan checks it
     against its encoder before it is used (`own`).
     """
+    name = getattr(cls, "name", "")
+    known = MECHANISMS.get(name)
+    if known is not None and not isinstance(known.fit, _OwnFit):
+        raise InvalidInput(f"a name that is not taken is needed, got {name!r}; choose another")
     add_class(cls)
-    if cls.name in MECHANISMS and not isinstance(MECHANISMS[cls.name].fit, _OwnFit):
-        raise InvalidInput(f"a mechanism is already called {cls.name!r}; choose another name")
     build = _OwnFit(cls, fit)
     MECHANISMS[cls.name] = Mechanism(
         cls.name, words or f"registered: {cls.__name__}", build, needs_horizon=needs_horizon
