@@ -27,6 +27,8 @@ from noshuffle.strategies.workload import Workload, prefix
 
 #: Longest run whose options are compared on a workload other than prefix sums.
 COMPARED_STEPS = 2**14
+#: Options under MinSeparation that are compared by their tight value.
+SEARCHED = 3
 
 
 def fit_tree(
@@ -59,6 +61,11 @@ def fit_tree(
     own = is_quick or workload == prefix()
     ranked, by = (workload, objective) if own else (prefix(), "rms")
 
+    if isinstance(participation, MinSeparation) and len(options) > SEARCHED:
+        # Searches take long: only what is best by the node count is searched for its tight value.
+        count = partial(cost, participation=participation, tree_accounting="nodes")
+        options.sort(key=partial(count, workload=ranked, objective=by))
+        options = options[:SEARCHED]
     found = min(options, key=partial(measure, workload=ranked, objective=by))
     reached = measure(found, workload=workload, objective=objective)
     if reached > value:

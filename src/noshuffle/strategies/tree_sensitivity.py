@@ -17,7 +17,7 @@ any distance) the node count is given instead, and labelled a bound.
 >>> from noshuffle.strategies.tree import tree
 >>> squared, why = tree_sensitivity(tree(), Epochs(20, 60), 1200)
 >>> round(squared, 3), why, tree_squared_sensitivity(tree(), Epochs(20, 60))
-(1189.867, '', 1420)
+(727.684, '', 758)
 """
 
 from __future__ import annotations
