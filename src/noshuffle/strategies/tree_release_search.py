@@ -30,8 +30,8 @@ from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree_factor import Part, root_variance
 
 #: Most pairs of ways that one join may look at, and most ways that it may keep.
-MOST_PAIRS = 1 << 20
-MOST_WAYS = 2000
+MOST_PAIRS = 1 << 19
+MOST_WAYS = 1500
 #: Values are rounded to multiples of this, so that equal ways are seen to be equal.
 _GRID = 2.0**-44
 

@@ -106,7 +106,12 @@ def tree_sensitivity(
     is_ended = (
         isinstance(participation, Restarted) and participation.every < steps
     ) and isinstance(participation.participation, MinSeparation)
-    tight = _tight(strategy, participation, steps)
+    has_formula = not isinstance(
+        getattr(participation, "participation", participation), MinSeparation
+    )
+    tight = None
+    if accounting == "tight" or has_formula or strategy.variant == "full":
+        tight = _tight(strategy, participation, steps)
     if accounting == "tight" and tight is not None:
         return tight, ENDS if is_ended else ""
     counted = tree_squared_sensitivity(strategy, participation, steps)
