@@ -103,20 +103,17 @@ def tree_sensitivity(
     """
     one_of(ACCOUNTINGS, tree_accounting=accounting)
     _check(strategy, participation)
-    is_ended = (
-        isinstance(participation, Restarted) and participation.every < steps
-    ) and isinstance(participation.participation, MinSeparation)
-    has_formula = not isinstance(
-        getattr(participation, "participation", participation), MinSeparation
-    )
+    base = participation.participation if isinstance(participation, Restarted) else participation
+    is_searched = isinstance(base, MinSeparation)
+    is_loose = is_searched and isinstance(participation, Restarted) and participation.every < steps
     tight = None
-    if accounting == "tight" or has_formula or strategy.variant == "full":
+    if accounting == "tight" or not is_searched:  # no search to label a node count
         tight = _tight(strategy, participation, steps)
     if accounting == "tight" and tight is not None:
-        return tight, ENDS if is_ended else ""
+        return tight, ENDS if is_loose else ""
     counted = tree_squared_sensitivity(strategy, participation, steps)
     is_reached = tight is not None and tight >= counted * (1 - ROUNDING)
-    return float(counted), "" if is_reached and not is_ended else NODES
+    return float(counted), "" if is_reached else NODES
 
 
 def tree_squared_sensitivity(
@@ -152,39 +149,39 @@ def _check(strategy: Tree, participation: Participation) -> None:
         )
 
 
-def _in_use(strategy: Tree, horizon: int, steps: int) -> list[Part]:
-    """The trees that the first `steps` steps of a run of `horizon` steps read."""
-    length = min(strategy.restart_every or horizon, horizon)
-    finished = (steps - 1) // length
-    trees = []
-    if finished:
-        _, real, full = next(strategy.blocks(horizon))  # all trees but the run's last are equal
-        trees = [Part(real, real, full)] * finished
-    start = finished * length
-    real = full = min(length, horizon - start)
-    if strategy.completion and start + real < horizon:
-        full = 1 << (real - 1).bit_length()
-    return [*trees, Part(steps - start, real, full)]
+def _in_use(strategy: Tree, horizon: int, steps: int) -> tuple[Part, int, Part]:
+    """What the first `steps` of `horizon` steps read: a finished tree, how many of them, the last.
+
+    All trees but the run's last are equal.
+    """
+    _, real, full = next(strategy.blocks(horizon))
+    finished = (steps - 1) // real
+    first, start = Part(real, real, full), finished * real
+    rest = horizon - start
+    last = first._replace(used=steps - start) if rest > real else Part(steps - start, rest, rest)
+    return first, finished, last
 
 
 def _largest(
     measure: _Measure, strategy: Tree, participation: Participation, steps: int | None
 ) -> float:
     horizon = int(participation.steps)
-    trees = _in_use(strategy, horizon, horizon if steps is None else int(steps))
+    tree, times, last = _in_use(strategy, horizon, horizon if steps is None else int(steps))
+    base = participation.participation if isinstance(participation, Restarted) else participation
+    if isinstance(base, SinglePass):
+        kinds = {tree, last} if times else {last}  # one participation meets one tree
+        return max(measure.by_class([kind], kind.used) for kind in kinds)
+    trees = [tree] * times + [last]
     if not isinstance(participation, Restarted):
         return _over(measure, participation, trees)
-    base = participation.participation
-    if isinstance(base, SinglePass):
-        return _over(measure, base, trees)
     size = -(-participation.every // (strategy.restart_every or horizon))
     finished = (len(trees) - 1) // size
-    first, last = trees[:size], trees[finished * size :]
+    first, rest = trees[:size], trees[finished * size :]
     if isinstance(base, Epochs):
-        total = _over(measure, base, last)
+        total = _over(measure, base, rest)
         return total + (finished * _over(measure, base, first) if finished else 0)
     limits = PatternLimits.of(participation)
-    counts = measure.by_count(last, limits)
+    counts = measure.by_count(rest, limits)
     if finished:
         gain = measure.by_count(first, limits)
         for bit in reversed(bin(finished)[2:]):
@@ -195,8 +192,6 @@ def _largest(
 
 def _over(measure: _Measure, part: Participation, trees: list[Part]) -> float:
     """One order for all of these trees."""
-    if isinstance(part, SinglePass):  # no distance is long enough for a second participation
-        return max(measure.by_class([tree], tree.used) for tree in {trees[0], trees[-1]})
     if isinstance(part, Epochs):
         return measure.by_class(trees, int(part.steps_per_epoch))
     assert isinstance(part, MinSeparation)
