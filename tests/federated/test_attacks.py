@@ -22,7 +22,6 @@ from noshuffle.clipping.clipped import COARSE_SLACK, SLACK
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.federated import Rounds, ServerOptimizer, clip_delta, statement_for
 from noshuffle.federated.clients import clip_flat
-from noshuffle.federated.many import _sources
 from noshuffle.federated.stack import slack_on
 from noshuffle.federated.timer import Timer, separation_from_times
 from noshuffle.noise import Source, new_key
@@ -30,6 +29,7 @@ from noshuffle.noise import test_source as a_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.release.verify import verify
 from noshuffle.strategies import tree
+from noshuffle.training.many.noise import sources_of
 
 USERS = [f"user {i}" for i in range(20)]
 
@@ -184,11 +184,10 @@ def test_products_that_keep_ten_bits_stay_below_the_clip_norm() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_mechanisms_of_a_study_share_no_draws() -> None:
+def test_runs_of_a_study_share_no_draws() -> None:
     given = Source(new_key())
-    sources = dict(_sources(given, ["blt", "tree", "identity"]))
-    assert sources["blt"] is given
-    assert len({s.key for s in sources.values()}) == 3
+    keys = [source.key for source in sources_of(given, runs=6)]
+    assert len({given.key, *keys}) == 7
 
 
 # One row of noise, two sums.

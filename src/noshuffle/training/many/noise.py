@@ -1,4 +1,4 @@
-"""The noise of K runs: each under a key of its own, all runs of one strategy in one pass.
+"""The noise of K runs, central or federated: each under its own key, one pass per strategy.
 
     sums_k ← u_k·(sums_k/u_k + row t of C_k⁻¹Z_k),        u_k = z_k·ζ_k
 
@@ -25,14 +25,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.errors import InvalidInput, instance_of
+from noshuffle.noise import NoiseStream, Source, new_key
 from noshuffle.strategies import Strategy
+from noshuffle.training.many.setting import wide
 
 
 def run_source(source: Source, *, run: int) -> Source:
     """The source of one run of a study."""
     return source.derived(f"run {run}".encode(), person=b"noshuffle:run")
+
+
+def sources_of(source: Source | Sequence[Source] | None, *, runs: int) -> tuple[Source, ...]:
+    """One source a run: those that were given, or derived from one."""
+    if source is None or isinstance(source, Source):
+        common = source or Source(key=new_key())
+        return tuple(run_source(common, run=k) for k in range(runs))
+    instance_of(Sequence, source=source)
+    if len(source) != runs:
+        raise InvalidInput(f"give one source for each of the {runs} runs, got {len(source)}")
+    for run, own in enumerate(source):
+        instance_of(Source, **{f"the source of run {run}": own})
+    return tuple(source)
 
 
 @dataclass(frozen=True)
@@ -117,11 +131,11 @@ class StudyNoise:
         if not self._streams:
             return
         for value in sums.values():
-            value.div_(self._column(value))
+            value.div_(wide(self._scale, value))
         for stream, values in self._views(sums):
             stream.add_(values)
         for value in sums.values():
-            value.mul_(self._column(value))
+            value.mul_(wide(self._scale, value))
 
     def prepare(self, sums: Mapping[str, Tensor]) -> None:
         """Make ready to capture `add_` on sums like these."""
@@ -138,6 +152,3 @@ class StudyNoise:
             (stream, {full: sums[name][run] for full, run, name in tensors})
             for stream, tensors in zip(self._streams, self._tensors)
         ]
-
-    def _column(self, like: Tensor) -> Tensor:
-        return self._scale.to(like.dtype).reshape(-1, *[1] * (like.dim() - 1))

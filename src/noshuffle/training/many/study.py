@@ -53,17 +53,16 @@ from noshuffle.errors import (
 from noshuffle.noise import Source
 from noshuffle.strategies import Strategy
 from noshuffle.training.many.graph import StudyGraph, kind_of
-from noshuffle.training.many.noise import StudyNoise
+from noshuffle.training.many.noise import StudyNoise, sources_of
 from noshuffle.training.many.setting import (
     Setting,
     check_settings,
     columns,
     joint_mu,
+    momentum_step,
     seeded,
-    sources_of,
     stack,
     strategies_of,
-    wide,
 )
 from noshuffle.training.many.sum import Network, clipped_sums, network_for
 
@@ -216,12 +215,14 @@ class Study:
         """Clip, sum, noise, update; mean losses of the rows that were kept and finite."""
         sums, losses = self._sum(batch, keep)
         self._noise.add_(sums)
-        rate = self._rate * self._factor
-        with torch.no_grad():
-            for name, value in self.params.items():
-                v = self._velocity[name]
-                v.mul_(wide(self._inertia, v)).add_(sums[name], alpha=1.0 / self._batch_size)
-                value.addcmul_(wide(rate, v), v, value=-1.0)
+        momentum_step(
+            self.params,
+            self._velocity,
+            sums,
+            rate=self._rate * self._factor,
+            momentum=self._inertia,
+            weight=1.0 / self._batch_size,
+        )
         seen = torch.isfinite(losses) & keep[:, None]
         return torch.where(seen, losses, 0.0).sum(0) / seen.sum(0)
 
