@@ -76,7 +76,7 @@ class RoundReport:
 
 
 @dataclass
-class _Open:
+class _OpenRound:
     cohort: Cohort
     clip_norm: float
     asked: frozenset[UserId]
@@ -102,7 +102,7 @@ class Rounds:
         self.server = server
         self._at_least = at_least
         self._save_every = save_every
-        self._open: _Open | None = None
+        self._open: _OpenRound | None = None
 
     @property
     def is_open(self) -> bool:
@@ -130,7 +130,7 @@ class Rounds:
             users = [_plain(names[i]) for i in places]
         clip_norm = server.clip_norm
         cohort = server.open(users)
-        self._open = _Open(cohort, clip_norm, frozenset(cohort.users))
+        self._open = _OpenRound(cohort, clip_norm, frozenset(cohort.users))
         return Invitation(cohort.step, cohort.users, server.parameters(), clip_norm)
 
     def _sampled(self, checked_in: Users) -> list[UserId]:
@@ -182,7 +182,7 @@ class Rounds:
 
     def _refusal(
         self,
-        now: _Open,
+        now: _OpenRound,
         user: object,
         delta: object,
         norm: object,
@@ -233,7 +233,7 @@ class Rounds:
             silent=tuple(user for user in now.cohort.users if user not in now.replies),
         )
 
-    def _sum(self, now: _Open) -> ClippedSum:
+    def _sum(self, now: _OpenRound) -> ClippedSum:
         """Unweighted, in order of user id, so that the bits do not depend on who came first.
 
         In double precision: in single, what one user adds would also change how the sums after it
@@ -262,7 +262,7 @@ class Rounds:
         self._open = None
         self.server.skip_unknown()
 
-    def _now(self) -> _Open:
+    def _now(self) -> _OpenRound:
         if self._open is None:
             raise InvalidInput("no round is open; begin one first")
         return self._open

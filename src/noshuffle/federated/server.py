@@ -72,6 +72,7 @@ from noshuffle.release.ledger_location import open_ledger
 from noshuffle.release.sampler import Sampler, make_sampler
 from noshuffle.release.spending import FACTS, notes_of, spent
 from noshuffle.release.threshold import threshold_for
+from noshuffle.release.user_identity import GIVEN, USER_IDENTITY
 from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -132,6 +133,8 @@ class ServerOptimizer(OneOwner):
         self._built = built_settings(self.optimizer)
         self._open: Cohort | None = None
         self._is_torn = False
+        #: How users are told apart, a fact of the ledger from round 0 on; drivers set it.
+        self.user_identity = GIVEN
         self.ancestors = self.run.ancestors() if self.run is not None else ()
 
     @property
@@ -210,6 +213,8 @@ class ServerOptimizer(OneOwner):
             raise ParticipationViolation(why_not(self.ledger, cohort.users, cohort.units)) from None
         if self.roster.kind:
             self.ledger.bind("user_ids", self.roster.kind)
+        if cohort.step == 0 or self.ledger.meta(USER_IDENTITY) is not None:
+            self.ledger.bind(USER_IDENTITY, self.user_identity)  # version 0.1 did not write it
         self.ledger.record(admission)
 
     def step(
