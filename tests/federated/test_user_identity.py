@@ -82,20 +82,7 @@ def test_a_fact_that_was_changed_is_found(tmp_path: Path) -> None:
     rounds.close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         db.execute("UPDATE meta SET value = ? WHERE name = 'user_identity'", (REGISTERED,))
-    assert verify(tmp_path).failures != ()
-
-
-def test_a_ledger_without_the_fact_is_left_as_it_is(tmp_path: Path) -> None:
-    """Version 0.1 did not write it; nobody knows what was done then."""
-    rounds = a_run(None)
-    ledger = rounds.server.ledger
-    bind = ledger.bind
-    ledger.bind = lambda name, value: None if name == "user_identity" else bind(name, value)  # type: ignore[method-assign]
-    assert rounds.begin(["ada"]) is not None
-    rounds.finish()
-    ledger.bind = bind  # type: ignore[method-assign]
-    assert rounds.begin(["bob"]) is not None
-    assert ledger.meta("user_identity") is None
+    assert verify(tmp_path).refuted
 
 
 def test_every_way_has_a_sentence_of_its_own() -> None:
