@@ -24,12 +24,10 @@ from noshuffle.federated import Rounds, ServerOptimizer, clip_delta, statement_f
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.stack import slack_on
 from noshuffle.federated.timer import Timer, separation_from_times
-from noshuffle.noise import Source, new_key
 from noshuffle.noise import test_source as a_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.release.verify import verify
 from noshuffle.strategies import tree
-from noshuffle.training.many.noise import sources_of
 
 USERS = [f"user {i}" for i in range(20)]
 
@@ -182,12 +180,6 @@ def test_products_that_keep_ten_bits_stay_below_the_clip_norm() -> None:
         assert slack_on(torch.device("cpu")) == SLACK
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_runs_of_a_study_share_no_draws() -> None:
-    given = Source(new_key())
-    keys = [source.key for source in sources_of(given, runs=6)]
-    assert len({given.key, *keys}) == 7
 
 
 # One row of noise, two sums.

@@ -15,9 +15,9 @@ from torch.func import functional_call, grad, vmap
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate, stacked_lstm
+from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, stacked_lstm
 from noshuffle.federated.char_models import CharTransformer, build
-from noshuffle.federated.clients import NO_TARGET, clip_flat, cross_entropy, local_train
+from noshuffle.federated.clients import NO_TARGET, clip_delta, clip_flat, cross_entropy, local_train
 from noshuffle.federated.cohort import observed_participation
 from noshuffle.federated.many import (
     Setting,
@@ -32,7 +32,6 @@ from noshuffle.federated.tasks import FederatedTask, encode, windows
 from noshuffle.federated.vectorised import can_vectorise
 from noshuffle.noise import grid
 from noshuffle.noise import test_source as a_source
-from noshuffle.training.many.noise import run_source
 from noshuffle.training.models import CharLSTM
 
 USERS, LENGTH, CLASSES = 30, 6, 4
@@ -80,6 +79,31 @@ def a_plan(mechanism: str, noise: float) -> Plan:
     return Plan.fit(LIMITS, mechanism=mechanism, noise_multiplier=noise, unit="user")
 
 
+def one_run(model: nn.Module, plan: Plan, run: int, local: LocalTraining) -> dict[str, Any]:
+    """Run k of a study as a run by itself: the same server with tensors called "k/name"."""
+    task, order = a_task(), in_random_order(a_task().users, seed=1)
+    rounds = Rounds(
+        ServerOptimizer(
+            {f"{run}/{name}": p for name, p in model.named_parameters()},
+            plan,
+            clip=0.3,
+            cohort_size=5,
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.8, momentum=0.5),
+            source=a_source(seed=2),
+        )
+    )
+    named = lambda values: {name.partition("/")[2]: v for name, v in values.items()}  # noqa: E731
+    for step in range(plan.steps):
+        work = rounds.begin(order(step))
+        assert work is not None
+        for user in work.users:
+            delta = local_train(model, named(work.parameters), *task.client(user), local=local)
+            sent = clip_delta(delta, clip_norm=0.3).values
+            assert rounds.receive(user, {f"{run}/{n}": v for n, v in sent.items()}) is None
+        rounds.finish()
+    return named(rounds.server.parameters())
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("proximal", [0.0, 0.2])
 def test_a_stacked_run_equals_a_simulation(
@@ -119,16 +143,7 @@ def test_a_stacked_run_equals_a_simulation(
     for k, setting in enumerate(settings):
         torch.manual_seed(setting.seed)
         model = MODELS[kind]()
-        server = ServerOptimizer(
-            model,
-            plans[k // 2],
-            clip=0.3,
-            cohort_size=5,
-            optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.8, momentum=0.5),
-            source=run_source(a_source(seed=2), run=k),
-        )
-        own = replace(local, learning_rate=setting.client_rate)
-        alone = simulate(Rounds(server), model, task, local=own, check_ins=order).parameters
+        alone = one_run(model, plans[k // 2], k, replace(local, learning_rate=setting.client_rate))
         for name, value in alone.items():
             torch.testing.assert_close(stacked[name][k], value, rtol=1e-4, atol=1e-5)
         loss, accuracy = accuracies(model, stacked, task.x_test, task.y_test, at_once=50)

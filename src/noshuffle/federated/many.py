@@ -9,10 +9,10 @@ stack is one graph). Runs have their own noise, rates, clip norms, initial weigh
 cohorts; local steps and the schedule of server rates are shared. Cohorts come from outside, by the
 code that guards participation (`admitted_cohorts`) or that samples.
 
-Each run has the noise of its own key (`training.many.noise`), independent of the others'; a study
-as a whole shows many models of the same data, so it keeps no ledger and makes no statement. The
-slow twin is `simulate`: run k here equals one run there with the same cohorts and the key of run k,
-up to rounding (of noisy sums: to 2⁻¹⁰ of their noise).
+Each run has noise of its own (`training.many.release`), independent of the others'; a study as a
+whole shows many models of the same data, and makes no statement. The slow twin is the server of one
+run: under a test source run k here equals one run there with the same cohorts and with tensors
+called "k/name", up to rounding (of noisy sums: to 2⁻¹⁰ of their noise).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from noshuffle.federated.simulate import CheckIns
 from noshuffle.federated.stack import FlatRows, Stack, UserRows, gradient_fn
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import Source
-from noshuffle.participation import Participation
+from noshuffle.participation import Participation, SinglePass
+from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.strategies import Strategy
-from noshuffle.training.many.noise import StudyNoise, sources_of
+from noshuffle.training.many.release import StudyRelease
 from noshuffle.training.many.setting import check_schedule, momentum_step, seeded
 
 #: The places of a round's users, round by round.
@@ -99,7 +100,7 @@ def train_many(
     local: LocalTraining,
     learning_rates: Sequence[float] = (),
     horizon: int | None = None,
-    source: Source | Sequence[Source] | None = None,
+    source: Source | None = None,
     device: torch.device | str = "cpu",
     at_once: int = 2048,
     on_round: Callable[[int, dict[str, Tensor]], None] | None = None,
@@ -111,7 +112,7 @@ def train_many(
         cohorts, strategies: by the names that settings use.
         horizon: rounds that the strategies' noise is laid out for, if more than `rounds`.
         learning_rates: factors on the server rates, one a round (empty: constant).
-        source: a source from which each run gets a key, or one a run; fresh by default.
+        source: where noise comes from; fresh keys of the operating system by default.
         on_round: called with the number of rounds done and the stacked parameters.
     """
     whole(rounds=rounds, cohort_size=cohort_size, at_once=at_once)
@@ -131,19 +132,27 @@ def train_many(
         local=local,
         size=at_once,
     )
-    noise = StudyNoise(
-        sources_of(source, runs=len(settings)),
+    laid_out = {
+        name: Plan(
+            participation=SinglePass(horizon or rounds), strategy=strategies[name],
+            noise_multiplier=1.0, unit="user",
+        )
+        for name in {s.mechanism for s in settings}
+    }  # fmt: skip
+    release = StudyRelease(
+        [laid_out[s.mechanism] for s in settings],
         flat.shapes,
-        scales=[s.noise_multiplier * s.clip_norm for s in settings],
-        strategies=[strategies[s.mechanism] for s in settings],
-        steps=horizon or rounds,
+        multipliers=[s.noise_multiplier for s in settings],
+        clip_norms=[s.clip_norm for s in settings],
         device=theta.device,
+        source=source,
     )
     velocity = torch.zeros_like(theta)
     for t in range(rounds):
         slots = [(k, cohorts[s.cohorts][t]) for k, s in enumerate(settings)]
         total = stack.clipped_sums(slots)
-        noise.add_(flat.views(total))
+        release.open(release.admit())
+        release.add_(flat.views(total))
         momentum_step(
             {"theta": theta},
             {"theta": velocity},

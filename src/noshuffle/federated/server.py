@@ -231,7 +231,8 @@ class ServerOptimizer(OneOwner):
         values = {name: value.to(self.device) for name, value in values.items()}
         admission = self._claim(cohort)
         self._is_torn = True
-        self._release.close(admission, values, is_open=True)
+        counted = self._release.counted([given]) if isinstance(given, ClippedSum) else []
+        self._release.close(admission, values, also=counted, is_open=True)
         for name, parameter in self._parameters.items():
             parameter.grad = values[name].neg_().to(parameter.dtype)
         if isinstance(given, ClippedSum):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import Flat
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, non_negative, positive, whole
+from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, identity
 
@@ -110,9 +111,12 @@ def check_schedule(learning_rates: Sequence[float], *, steps: int) -> None:
         raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
 
 
-def strategies_of(settings: Sequence[Setting], strategy: Strategy | None) -> list[Strategy]:
-    """The strategy of every run."""
-    return [s.plan.strategy if s.plan is not None else strategy or identity() for s in settings]
+def plans_of(settings: Sequence[Setting], strategy: Strategy | None, *, steps: int) -> list[Plan]:
+    """What the noise of every run is laid out by; without a plan of its own, a single pass."""
+    plain = Plan(
+        participation=SinglePass(steps), strategy=strategy or identity(), noise_multiplier=1.0
+    )
+    return [setting.plan or plain for setting in settings]
 
 
 def columns(settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
