@@ -205,7 +205,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "study, setting": (lambda: study(runs=[None]), "the setting of run 0 must be noshuffle's"),
     "study, strategy": (lambda: study(strategy="tree"), "strategy must be noshuffle's Strategy"),
     "study, schedule": (lambda: study(learning_rates=3), "learning_rates must be a list"),
-    "study, source": (lambda: study(source=[None]), "the source of run 0 must be"),
+    "study, source": (lambda: study(source=[None]), "source must be a noshuffle.noise.Source"),
     "study, loss": (lambda: study(loss_fn=3), "loss_fn must be a function"),
     "study, run": (lambda: study().model(3), "run must be a whole number from 0 to 0, got 3"),
     "study, weights": (

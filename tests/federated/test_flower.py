@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,8 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 from noshuffle.participation import Participation
 from noshuffle.release.ledger import Ledger
+from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.user_identity import CLAIMED, REGISTERED, UNREGISTERED, user_note
 from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
@@ -42,7 +45,9 @@ from noshuffle.federated.flower import (
     Handshake,
     PrivateStrategy,
     PublicKeys,
+    UnregisteredKeys,
     client_app,
+    read_public_keys,
     task_client,
 )
 from noshuffle.federated.flower_identity import name_of_key
@@ -556,14 +561,14 @@ def test_public_keys_name_users_and_nobody_is_asked(lines: list[str]) -> None:
     ]
     grid = MemoryGrid({11: 0, 12: 1, 13: 2, 14: 3}, app=_echo_app())
     grid.keys = {11: pem[0], 12: pem[1], 13: b"\n" + pem[1].replace(b"\n", b"\r\n")}
-    identities = PublicKeys()
+    identities = PublicKeys(pem)
     users = identities.online(grid)
     assert users == {name_of_key(pem[0]): 11}
     assert any("node 14 is left out: the SuperLink knows no key" in x for x in lines)
     assert sum("2 nodes say that they are user" in x for x in lines) == 2
     grid.keys, grid.partitions = {21: pem[2], 22: pem[0]}, {21: 0, 22: 1}
     rounds = a_run()
-    strategy = PrivateStrategy(rounds, identities=PublicKeys(), wait=0.0)
+    strategy = PrivateStrategy(rounds, identities=PublicKeys(pem), wait=0.0)
     strategy.start(grid, num_rounds=3)
     assert {m.metadata.message_type for m in grid.sent} == {"train"}
     assert rounds.server.roster.kind == "str"
@@ -601,3 +606,195 @@ def test_ten_thousand_rounds_with_adversarial_check_ins() -> None:
         rounds.finish()
     assert max(count.values()) <= most
     assert sum(count.values()) == int(server.ledger.units()[1].count.sum())
+
+
+# How users are told apart: a fact of the ledger, and an assumption of the statement.
+
+ONCE = MinSeparation(4, 4, 1)
+
+
+def two_at_once(run: Path | None) -> Rounds:
+    server = ServerOptimizer(
+        {"w": torch.zeros(2)}, a_plan(ONCE, "identity"), clip=1.0, cohort_size=2, run=run,
+        source=a_source(seed=2), optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+    )  # fmt: skip
+    return Rounds(server)
+
+
+def fact(run: Path) -> str | None:
+    evidence = Evidence(run / "ledger.sqlite")
+    try:
+        return evidence.facts().get("user_identity")
+    finally:
+        evidence.close()
+
+
+def saved(run: Path) -> str:
+    return " ".join(json.loads((run / "statement.json").read_text())["assumptions"])
+
+
+def public_key() -> ec.EllipticCurvePublicKey:
+    return ec.generate_private_key(ec.SECP384R1()).public_key()
+
+
+def pem(key: ec.EllipticCurvePublicKey) -> bytes:
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_bytes(serialization.Encoding.PEM, form)
+
+
+def openssh(key: ec.EllipticCurvePublicKey) -> bytes:
+    form = serialization.PublicFormat.OpenSSH
+    return key.public_bytes(serialization.Encoding.OpenSSH, form)
+
+
+def constant_app() -> ClientApp:
+    """Every client's model moves by one, whoever it is."""
+
+    def train(message: Message, context: Context) -> Message:
+        old = message.content["arrays"].to_torch_state_dict()
+        new = ArrayRecord({name: value + 1.0 for name, value in old.items()})
+        return Message(RecordDict({"arrays": new}), reply_to=message)
+
+    return client_app(train)
+
+
+def run_on(grid: MemoryGrid, rounds: Rounds, identities: Any) -> None:
+    PrivateStrategy(rounds, identities=identities, wait=0.0).start(grid)
+
+
+def test_a_device_that_names_itself_anew_joins_every_round_and_the_statement_says_so(
+    tmp_path: Path,
+) -> None:
+    rounds = two_at_once(tmp_path)
+    for step in range(ONCE.steps):  # one device: a new node and a new name at each check-in
+        strategy = PrivateStrategy(rounds, wait=0.0)
+        strategy.start(MemoryGrid({100 + step: step}, app=constant_app()), num_rounds=step + 1)
+    assert rounds.server.round == ONCE.steps  # although a user takes part once
+    rounds.close()
+    assert fact(tmp_path) == CLAIMED
+    assert "names itself anew each time is counted as several users" in saved(tmp_path)
+    assert verify(tmp_path).failures == ()
+
+
+def test_keys_need_to_have_been_registered(tmp_path: Path, lines: list[str]) -> None:
+    """A SuperNode that nobody registered makes up a key at each start: it would be a new user."""
+    with pytest.raises(InvalidInput, match="needs the registered keys"):
+        PublicKeys()
+    known, restarted = public_key(), public_key()
+    rounds = two_at_once(tmp_path)
+    grid = MemoryGrid({11: 0, 12: 1}, app=constant_app())
+    grid.keys = {11: pem(known), 12: pem(restarted)}
+    run_on(grid, rounds, PublicKeys([openssh(known)]))
+    assert rounds.server.round == 1
+    assert [len(row.units) for row in rounds.server.ledger.rows()] == [1]
+    assert sum("node 12 is left out: its key" in x and "not registered" in x for x in lines) == 1
+    rounds.close()
+    assert fact(tmp_path) == REGISTERED
+    assert user_note(REGISTERED) in saved(tmp_path)
+
+
+def test_unregistered_keys_are_taken_by_name_only_and_the_statement_says_so(tmp_path: Path) -> None:
+    rounds = two_at_once(tmp_path)
+    for start in range(2):  # the same two people, restarted
+        grid = MemoryGrid({10 * start + 1: 0, 10 * start + 2: 1}, app=constant_app())
+        grid.keys = {node: pem(public_key()) for node in grid.partitions}
+        run_on(grid, rounds, UnregisteredKeys())
+    assert rounds.server.round == 2  # both took part twice
+    rounds.close()
+    assert fact(tmp_path) == UNREGISTERED
+    assert "restarted has a new key and is counted as another user" in saved(tmp_path)
+
+
+def test_keys_of_files(tmp_path: Path) -> None:
+    keys = [public_key() for _ in range(4)]
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    (folder / "a.pub").write_bytes(openssh(keys[0]) + b" somebody@somewhere\n")
+    (folder / "b.pub").write_bytes(pem(keys[1]))
+    (folder / "notes.txt").write_text("no key")
+    (tmp_path / "list").write_bytes(b"# ours\n\n" + openssh(keys[2]) + b"\n" + openssh(keys[3]))
+    (tmp_path / "blocks").write_bytes(pem(keys[2]) + pem(keys[3]))
+
+    def users(found: Iterable[bytes], given: Iterable[bytes]) -> int:
+        given = list(given)
+        grid = MemoryGrid(dict.fromkeys(range(1, len(given) + 1), 0))
+        grid.keys = dict(enumerate(given, start=1))
+        return len(PublicKeys(list(found)).online(grid))
+
+    assert users(read_public_keys(folder), map(pem, keys)) == 2
+    assert users(read_public_keys(str(tmp_path / "list")), map(pem, keys[2:])) == 2
+    assert users(read_public_keys(tmp_path / "blocks"), map(pem, keys[2:])) == 2
+    (folder / "c.pub").write_text("not a key")
+    with pytest.raises(InvalidInput, match="OpenSSH or PEM"):
+        read_public_keys(folder)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_public_keys(tmp_path / "nothing")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(InvalidInput, match="no public keys"):
+        read_public_keys(tmp_path / "empty")
+    with pytest.raises(InvalidInput, match="list of public keys"):
+        PublicKeys(pem(keys[0]))  # type: ignore[arg-type]
+
+
+def test_identities_of_an_app_say_where_they_come_from() -> None:
+    class Badges:
+        """Identities of an app's own, which say where they come from."""
+
+        user_identity = "badge numbers"
+
+        def online(self, grid: Any, *, again: bool = False) -> dict[int, int]:
+            return {7: 1}
+
+        def why_not(self, node: int, claimed: object) -> str | None:
+            return None
+
+    rounds = two_at_once(None)
+    run_on(MemoryGrid({1: 7}, app=constant_app()), rounds, Badges())
+    assert user_note("badge numbers") in rounds.server.statement().assumptions
+
+
+def superlink_says(message: Message) -> Message:
+    """What a SuperLink answers for a SuperNode that is gone: from node 1, to that message."""
+    reply = Message(Error(code=3, reason="Node unavailable"), reply_to=message)
+    reply.metadata.__dict__["_src_node_id"] = 1
+    return reply
+
+
+@pytest.mark.parametrize("gone", [11, 12])
+def test_the_log_names_the_user_whose_node_died(gone: int, lines: list[str]) -> None:
+    def corrupt(message: Message, reply: Message) -> list[Message]:
+        is_gone = message.metadata.dst_node_id == gone and message.metadata.message_type == "train"
+        return [superlink_says(message)] if is_gone else [reply]
+
+    reports: list[Any] = []
+    grid = MemoryGrid({11: 0, 12: 1}, app=constant_app(), corrupt=corrupt)
+    PrivateStrategy(two_at_once(None), wait=0.0, on_round=reports.append).start(grid, num_rounds=1)
+    user = {11: 0, 12: 1}[gone]
+    assert [x for x in lines if "sent no update" in x] == [
+        f"round 0: user {user} sent no update: 'Node unavailable'"
+    ]
+    assert reports[0].silent == (user,)
+
+
+def test_the_log_names_the_node_that_does_not_say_who_it_is(lines: list[str]) -> None:
+    def corrupt(message: Message, reply: Message) -> list[Message]:
+        return [superlink_says(message)] if message.metadata.dst_node_id == 12 else [reply]
+
+    grid = MemoryGrid({11: 0, 12: 1}, app=constant_app(), corrupt=corrupt)
+    assert Handshake().online(grid) == {0: 11}
+    assert any("node 12 does not say who it is" in line for line in lines)
+
+
+def test_an_error_about_a_message_that_nobody_sent_names_its_sender(lines: list[str]) -> None:
+    def corrupt(message: Message, reply: Message) -> list[Message]:
+        if message.metadata.message_type != "train":
+            return [reply]
+        other = Message(RecordDict({"c": ConfigRecord({"x": 1})}), 99, "train")
+        other.metadata.__dict__["_message_id"] = "unknown"
+        return [reply, superlink_says(other)]
+
+    rounds = two_at_once(None)
+    PrivateStrategy(rounds, wait=0.0).start(
+        MemoryGrid({11: 0, 12: 1}, app=constant_app(), corrupt=corrupt), num_rounds=1
+    )
+    assert any("round 0: node 1 sent no update" in line for line in lines)

@@ -162,7 +162,7 @@ def test_the_handshake_is_answered() -> None:
     reply = named(a_message(kind="query.noshuffle"), a_context(ward=7))
     assert dict(reply.content["identity"]) == {"user": "ward 7"}
     for bad in ("3", 1.5, True):
-        with pytest.raises(InvalidInput, match="whole number partition-id"):
+        with pytest.raises(InvalidInput, match="must be a whole number, got"):
             partition_of(a_context(**{"partition-id": bad}))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
-from noshuffle.federated.simulate import Progress, in_random_order
+from noshuffle.federated.simulate import RoundProgress, in_random_order
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 
@@ -84,7 +84,7 @@ def a_run(run: Path | None) -> Rounds:
 
 @pytest.mark.usefixtures("_ray")
 def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
-    task, seen = a_task(), list[Progress]()
+    task, seen = a_task(), list[RoundProgress]()
     order = in_random_order(task.users, seed=1)
     expected = simulate(a_run(None), a_model(), task, local=LOCAL, check_ins=order, vectorise=True)
     # One round here, the rest on Flower: the engine may change in the middle of a run.

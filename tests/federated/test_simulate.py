@@ -18,7 +18,8 @@ from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated import tasks as tasks_module
 from noshuffle.federated.clients import NO_TARGET
-from noshuffle.federated.simulate import Progress, evaluate, in_random_order, in_stream_order
+from noshuffle.federated.many import FederatedSetting, admitted_cohorts, train_many
+from noshuffle.federated.simulate import RoundProgress, evaluate, in_random_order, in_stream_order
 from noshuffle.federated.tasks import GERMAN, FederatedTask, encode, load_task, windows
 from noshuffle.noise import test_source as a_source
 from noshuffle.release.verify import verify
@@ -111,7 +112,7 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, vectorise: bool) -
 
 
 def test_it_learns_and_tells() -> None:
-    seen: list[Progress] = []
+    seen: list[RoundProgress] = []
     rounds = a_run(noise=0.05)
     result = go(rounds, progress=seen.append)
     task, model = a_task(), a_model()
@@ -246,3 +247,60 @@ def test_layers_that_learn_statistics_are_refused(norm: nn.Module) -> None:
     with pytest.raises(Unsupported, match=r"'1' .*keeps statistics of users' data"):
         server_of(nn.Sequential(nn.Flatten(), norm, nn.Linear(4, 2)))
     server_of(nn.Sequential(nn.Flatten(), norm.eval(), nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize("kind", ["image", "table"])
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_features_in_floating_point_reach_the_model_as_they_are(kind: str, vectorise: bool) -> None:
+    """They were scaled as pixels, or cut to whole numbers."""
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 2, 240)
+    x = torch.from_numpy(rng.normal(size=(240, 4)) * 0.3 + (2 * y - 1)[:, None] * 0.4).float()
+    labels, starts = torch.from_numpy(y), np.arange(31) * 6
+    task = FederatedTask(
+        "table", kind, tuple(range(30)), starts, x[:180], labels[:180], x[180:], labels[180:], 2
+    )
+    assert torch.equal(task.client(3)[0], x[18:24])
+    assert task.client(3)[1].dtype == torch.int64
+    rounds = a_run(noise=0.0)
+    result = simulate(
+        rounds, a_model(), task, local=LOCAL, vectorise=vectorise,
+        check_ins=in_random_order(task.users, seed=1),
+    )  # fmt: skip
+    assert evaluate(a_model(), result.parameters, task)[1] > 0.9
+    assert simulate_stacked(task) > 0.9
+
+
+def simulate_stacked(task: FederatedTask) -> float:
+    """The same task in a study of one run."""
+    one = FederatedSetting(
+        mechanism="blt", cohorts="all", noise_multiplier=0.0, server_rate=1.0, client_rate=0.5,
+        momentum=0.5,
+    )  # fmt: skip
+    order = in_random_order(task.users, seed=1)
+    rule = MinSeparation(12, 3, 3)
+    params = train_many(
+        a_model, task, [one], rounds=12, cohort_size=8,
+        cohorts={"all": admitted_cohorts(rule, task, size=8, check_ins=order)},
+        strategies={"blt": a_plan(0.3, 12).strategy},
+        local=LocalTraining(learning_rate=0.5, steps=2, batch_size=3),
+    )  # fmt: skip
+    return evaluate(a_model(), {name: value[0] for name, value in params.items()}, task)[1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "classes", "found"),
+    [
+        ([1.195, 0.5], 1, [1.195, 0.5]),  # a regression
+        ([2.0, 0.0], 1, [2.0, 0.0]),
+        ([0.25, 1.0], 2, [0.25, 1.0]),  # shares of a class
+        ([1.0, 0.0], 2, [1, 0]),  # numbers of classes, written as floating point
+    ],
+)
+def test_targets_keep_their_values(targets: list[float], classes: int, found: list[Any]) -> None:
+    x, y = torch.tensor([[-62.09], [0.3]], dtype=torch.float64), torch.tensor(targets)
+    task = FederatedTask("table", "table", (0, 1), np.arange(3), x, y, x, y, classes)
+    got = torch.cat([task.client(user)[1] for user in task.users])
+    assert got.tolist() == pytest.approx(found)
+    assert got.is_floating_point() == isinstance(found[0], float)
+    assert torch.equal(task.client(0)[0], x[:1])  # with its type

@@ -11,11 +11,20 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from noshuffle import MinSeparation, Plan
+from noshuffle.errors import one_of
 from noshuffle.federated import Rounds, ServerOptimizer
-from noshuffle.federated.flower import Handshake, PrivateStrategy, PublicKeys
+from noshuffle.federated.flower import (
+    Handshake,
+    PrivateStrategy,
+    PublicKeys,
+    UnregisteredKeys,
+    read_public_keys,
+)
+from noshuffle.federated.flower_identity import Identities
 from noshuffle.federated.flower_wire import to_tensors
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import evaluate
+from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source
 from noshuffle.training import RunFolder
 
@@ -51,6 +60,17 @@ def rounds_of(config: UserConfig, *, run: Path | None) -> Rounds:
     return Rounds(server, at_least=int(config["at-least"]))
 
 
+def identities_of(config: UserConfig, task: FederatedTask) -> Identities:
+    """How nodes become users; the statement of the run names it."""
+    way = str(config["identities"])
+    one_of(("partition-id", "public-key", "unregistered-key"), identities=way)
+    if way == "public-key":
+        return PublicKeys(read_public_keys(str(config["registered-keys"])))
+    if way == "unregistered-key":
+        return UnregisteredKeys()
+    return Handshake(kind=type(task.users[0]), known=task.users)
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
@@ -62,10 +82,7 @@ def main(grid: Grid, context: Context) -> None:
         more = {"model": model_name(task), "clients_per_round": config["cohort-size"]}
         folder.write_config({**record, **more, "kind": "federated"})  # for the report
     rounds = rounds_of(config, run=folder.path)
-    if config["identities"] == "public-key":
-        identities: Handshake | PublicKeys = PublicKeys()
-    else:
-        identities = Handshake(kind=type(task.users[0]), known=task.users)
+    identities = identities_of(config, task)
 
     def tell(report: RoundReport) -> None:
         # Counts of a single round are raw figures: for whoever runs the server, nobody else.

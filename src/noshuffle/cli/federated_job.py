@@ -23,7 +23,7 @@ from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.per_user import Spending, spending
 from noshuffle.federated.rounds import RoundReport
-from noshuffle.federated.simulate import Progress, evaluate
+from noshuffle.federated.simulate import RoundProgress, evaluate
 from noshuffle.federated.telemetry import need_flower
 from noshuffle.plan import Plan
 from noshuffle.report import write_report
@@ -137,7 +137,7 @@ def _train(job: Job, watch: Callable[[Seen], None] | None, is_stopped: Callable[
     glance = replace(job.task, x_test=job.task.x_test[::stride], y_test=job.task.y_test[::stride])
     first = server.round
 
-    def after(where: Progress) -> None:
+    def after(where: RoundProgress) -> None:
         job.set_rate()
         accuracy = None
         if where.round % every == 0 or where.round == where.of:
@@ -166,14 +166,14 @@ def _train(job: Job, watch: Callable[[Seen], None] | None, is_stopped: Callable[
     return result.is_complete
 
 
-def _on_flower(job: Job, after: Callable[[Progress], None]) -> bool:
+def _on_flower(job: Job, after: Callable[[RoundProgress], None]) -> bool:
     """The same rounds on Flower's simulation, whose server runs in a thread of its own."""
     from noshuffle.federated.flower_simulation import run_flower_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     broken: list[Exception] = []
 
-    def kept(where: Progress) -> None:
+    def kept(where: RoundProgress) -> None:
         try:
             after(where)
         except Exception as error:  # Flower would log it and raise one of its own

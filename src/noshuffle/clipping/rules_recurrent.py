@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from noshuffle.clipping import lstm
 from noshuffle.clipping.forms import Dense, Form, Outer
 from noshuffle.clipping.products import wide
 from noshuffle.clipping.rules import affine, rewrite
@@ -31,12 +32,6 @@ from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
     from noshuffle.clipping.tape import Tape
-
-
-def _lstm_step(u: Tensor, h: Tensor, c: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
-    i, f, g, o = (u + F.linear(h, weights[0])).chunk(4, -1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
 
 
 def _gru_step(u: Tensor, h: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
@@ -70,7 +65,7 @@ def _one_way(
         before.append(h)
         if layer.mode == "LSTM":
             assert c is not None
-            h, c = _lstm_step(u, h, c, (w_hh,))
+            h, c, _ = lstm.cell(u + F.linear(h, w_hh), c)
             if w_hr is not None:
                 raw.append(h)
                 h = F.linear(h, w_hr)
@@ -160,7 +155,7 @@ def cell(layer: Any, tape: Tape, x: Tensor, hx: Any = None) -> Any:
     reset = None
     out: Any
     if is_lstm:
-        out = _lstm_step(u, h, c, (layer.weight_hh,))
+        out = lstm.cell(u + F.linear(h, layer.weight_hh), c)[:2]
     elif is_gru:
         out, reset = _gru_step(u, h, (layer.weight_hh, b_hh))
     else:

@@ -2,7 +2,7 @@
 
 cohort      who is asked: check-ins, limits, limits counted afterwards
 clients     local training and clipping           vectorised  the same, many clients at once
-server      clipped sum → noise → new parameters  ground      what it stands on
+server      clipped sum → noise → new parameters  server_checks  what it refuses
 rounds      the protocol, crash-safe              per_user    ε of one user
 simulate    all of it in one process              tasks       data by user
 recurrent   LSTM layers that can be stacked       timer       a device that limits itself
@@ -69,7 +69,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-class _Package(ModuleType):
+class _FederatedModule(ModuleType):
     """`simulate` names a function and the file it is in; here it is always the function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -77,5 +77,5 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _FederatedModule
 be_quiet()  # before anything here imports Flower

@@ -17,11 +17,11 @@ functions of private data without noise. `evaluate_fn` of `start` evaluates the 
 on data that the server holds; keep those public, or held out from people outside the guarantee.
 
 What an app on Flower needs can be imported from here: the strategy, who is a user (`Handshake`,
-`PublicKeys`), and the client's half (`client_app`, `task_client`, `clip_mod`, `identify`, `Timer`).
-A client that is started anew for every message is up sooner with `flower_client`, which does
-without the server's half.
+`PublicKeys`, `UnregisteredKeys`), and the client's half (`client_app`, `task_client`, `clip_mod`,
+`identify`, `Timer`). A client that is started anew for every message is up sooner with
+`flower_client`, which does without the server's half.
 
-State: which node was asked for whom in the open round.
+State: which node was asked for whom in the open round, and the messages that asked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ from noshuffle.federated.flower_client import (
     partition_of,
     task_client,
 )
-from noshuffle.federated.flower_identity import Handshake, Identities, PublicKeys, tell
+from noshuffle.federated.flower_identity import (
+    Handshake,
+    Identities,
+    PublicKeys,
+    UnregisteredKeys,
+    read_public_keys,
+    tell,
+)
 from noshuffle.federated.flower_wire import (
     ARRAYS,
     CLIP_NORM,
@@ -57,6 +64,7 @@ from noshuffle.federated.flower_wire import (
     USER,
     WANTS_NORM,
     WHY,
+    asked_node,
     section,
     short,
     to_arrays,
@@ -65,6 +73,7 @@ from noshuffle.federated.flower_wire import (
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
 from noshuffle.federated.timer import Timer
+from noshuffle.release.user_identity import GIVEN, USER_IDENTITY
 
 __all__ = [
     "Handshake",
@@ -72,10 +81,12 @@ __all__ = [
     "PrivateStrategy",
     "PublicKeys",
     "Timer",
+    "UnregisteredKeys",
     "client_app",
     "clip_mod",
     "identify",
     "partition_of",
+    "read_public_keys",
     "task_client",
 ]
 
@@ -120,6 +131,7 @@ class PrivateStrategy(Strategy):
         self._poll = poll
         self._on_round = on_round
         self._asked: dict[int, UserId] = {}
+        self._sent: list[Message] = []
         self._timeout: float | None = None
 
     def start(
@@ -192,7 +204,8 @@ class PrivateStrategy(Strategy):
 
         Guarantees: when messages are returned, step and cohort are on the disk.
         """
-        self._asked = {}
+        self._asked, self._sent = {}, []
+        self.rounds.server.user_identity = getattr(self._identities, USER_IDENTITY, GIVEN)
         users = self._identities.online(grid)
         work = self._begin(users)
         end = time.monotonic() + self._wait
@@ -210,10 +223,11 @@ class PrivateStrategy(Strategy):
         content = RecordDict({ARRAYS: to_arrays(work.parameters), CONFIG: order})
         # Who comes back after the round is over need not train for nothing.
         ttl = None if self._timeout is None else self._timeout + CLOCKS
-        return [
+        self._sent = [
             Message(content, node, MessageType.TRAIN, group_id=str(server_round), ttl=ttl)
             for node in self._asked
         ]
+        return self._sent
 
     def _begin(self, users: dict[UserId, int]) -> Invitation | None:
         step = self.rounds.server.round
@@ -237,7 +251,7 @@ class PrivateStrategy(Strategy):
             if line is not None:
                 tell(line)
         report = self.rounds.finish()
-        self._asked = {}
+        self._asked, self._sent = {}, []
         # Rounds are counted from 0, as in the ledger and in every refusal; Flower's from 1.
         log(INFO, "round %i: asked %i, answered %i", report.step, report.asked, report.answered)
         if self._on_round is not None:
@@ -246,7 +260,7 @@ class PrivateStrategy(Strategy):
 
     def _take(self, reply: Message) -> str | None:
         """One reply: None if it is used, else why not."""
-        node = reply.metadata.src_node_id
+        node = asked_node(reply, self._sent)
         user = self._asked.get(node)
         where = f"round {self.rounds.server.round}"
         if reply.has_error():

@@ -62,12 +62,12 @@ PartsFn = Callable[[Context], Parts]
 
 
 def partition_of(context: Context) -> int:
-    """The partition id of a node: given by the simulation, or by --node-config."""
+    """The partition id in a node's configuration; a simulation gives one to every node."""
     found = context.node_config.get("partition-id")
     if not isinstance(found, int) or isinstance(found, bool):
         raise InvalidInput(
-            "this node has no whole number partition-id; start it with --node-config "
-            "'partition-id=0', or name users by another user_fn"
+            f"partition-id in this node's configuration must be a whole number, got {found!r}; "
+            "configure the node with one, or name users by another user_fn"
         )
     return found
 

@@ -1,14 +1,15 @@
 """Who is behind a Flower node: a stable user id for each node of this run.
 
 Node ids are new with every run (in a simulation) or with every start of a SuperNode (without
-registered keys), so no limit may be counted by them. Two ways to know a user:
+registered keys), so no limit may be counted by them. Three ways to know a user:
 
-    Handshake     ask the node; it answers with its partition id, or whatever the app's user_fn says
-    PublicKeys    read the node's key from the SuperLink; the node is not asked
+    Handshake          ask the node: its partition id, or whatever the app's user_fn says
+    PublicKeys         the node's key at the SuperLink, if it was registered; the node is not asked
+    UnregisteredKeys   the same for any key; only by this name, since a restart makes a new one
 
 A handshake believes the client, within bounds: one node has one id for the whole run, an id belongs
-to one node at a time. Keys are proved to the SuperLink with every request; they name the same user
-in the next run if SuperNodes are registered by key (`--enable-supernode-auth`).
+to one node at a time. Keys are proved to the SuperLink with every request. Which way it was is
+`user_identity`, a fact of the ledger and a sentence of the statement.
 
 Guarantees: `online` never gives two users one node, or one user two nodes. A claim to an id is
 refused while another node that has it is online; of several that come at once none is believed, as
@@ -21,11 +22,14 @@ State: which node said what, for one run of Flower.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from logging import WARNING
+from pathlib import Path
 from typing import Protocol
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
@@ -33,7 +37,16 @@ from flwr.serverapp import Grid
 
 from noshuffle.errors import InvalidInput, positive
 from noshuffle.federated.cohort import UserId
-from noshuffle.federated.flower_wire import ASK_IDENTITY, IDENTITY, USER, is_user_id, section, short
+from noshuffle.federated.flower_wire import (
+    ASK_IDENTITY,
+    IDENTITY,
+    USER,
+    asked_node,
+    is_user_id,
+    section,
+    short,
+)
+from noshuffle.release.user_identity import CLAIMED, REGISTERED, UNREGISTERED
 
 
 def tell(line: str) -> None:
@@ -42,7 +55,10 @@ def tell(line: str) -> None:
 
 
 class Identities(Protocol):
-    """The users behind the nodes that are online."""
+    """The users behind the nodes that are online.
+
+    `user_identity`, a string, says how they are told apart; without it, the caller vouches.
+    """
 
     def online(self, grid: Grid, *, again: bool = False) -> dict[UserId, int]:
         """User id → node id. `again` also asks those who did not answer before."""
@@ -94,7 +110,7 @@ class _Claims:
 
 
 class Handshake:
-    """Ask every node once who it is.
+    """Ask every node once who it is, and believe it; the statement of the run says so.
 
     Arguments:
         kind: int for partition ids, str for names; one kind per run.
@@ -102,6 +118,8 @@ class Handshake:
         timeout: seconds to wait for answers. Who is silent is asked again only when too few
             users are there.
     """
+
+    user_identity = CLAIMED
 
     def __init__(
         self,
@@ -135,7 +153,7 @@ class Handshake:
         messages = [Message(question, node, ASK_IDENTITY) for node in nodes]
         said: dict[int, UserId] = {}
         for reply in grid.send_and_receive(messages, timeout=self._timeout):
-            node = reply.metadata.src_node_id
+            node = asked_node(reply, messages)
             if node not in nodes:
                 continue
             if reply.has_error() or node in said:
@@ -161,32 +179,118 @@ class Handshake:
         return f"its node said that it is user {short(user)}, and now {short(claimed)}"
 
 
-class PublicKeys:
+class _NodeKeys:
     """Users are the keys that nodes prove to the SuperLink: 64 hexadecimal digits each."""
 
-    def __init__(self) -> None:
+    def __init__(self, registered: frozenset[str] | None) -> None:
+        self._registered = registered
         self._claims = _Claims()
 
     def online(self, grid: Grid, *, again: bool = False) -> dict[UserId, int]:
         nodes: set[int] = set()
         for info in grid.get_nodes():
-            nodes.add(info.node_id)
-            if info.node_id in self._claims.user_of or info.node_id in self._claims.barred:
+            node = info.node_id
+            nodes.add(node)
+            if node in self._claims.user_of or node in self._claims.barred:
                 continue
-            if info.public_key:
-                self._claims.user_of[info.node_id] = name_of_key(info.public_key)
+            user = name_of_key(info.public_key) if info.public_key else None
+            if user is None:
+                self._claims.bar(node, "the SuperLink knows no key of it")
+            elif self._registered is not None and user not in self._registered:
+                self._claims.bar(node, f"its key {user[:16]}… was not registered")
             else:
-                self._claims.bar(info.node_id, "the SuperLink knows no key of it")
+                self._claims.user_of[node] = user
         return self._claims.online(nodes)
 
     def why_not(self, node: int, claimed: object) -> str | None:
         return None  # what a client says about itself is not used
 
 
-def name_of_key(key: bytes) -> str:
-    """A user id from a public key. One key has one name, however it is written down."""
-    with suppress(ValueError):  # a simulation has random bytes in its place
-        key = serialization.load_pem_public_key(key).public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+class PublicKeys(_NodeKeys):
+    """Users are keys that were registered; a node with another key is left out.
+
+    A SuperLink that does not authenticate SuperNodes takes any key, and a SuperNode makes up a new
+    one at every start, so keys alone name nobody; a ServerApp is not told whether they are
+    authenticated (Flower 1.41). Hence the keys are given here.
+
+    Arguments:
+        registered: the public keys, in OpenSSH or PEM form; see `read_public_keys`.
+    """
+
+    user_identity = REGISTERED
+
+    def __init__(self, registered: Collection[bytes | str] = ()) -> None:
+        if isinstance(registered, bytes | str) or not isinstance(registered, Collection):
+            raise InvalidInput(
+                "registered must be a list of public keys, got "
+                f"{type(registered).__name__}; read_public_keys(path) makes one"
+            )
+        if not registered:
+            raise InvalidInput(
+                "PublicKeys needs the registered keys, PublicKeys(read_public_keys(folder)); to "
+                "take keys that nobody registered, use UnregisteredKeys()"
+            )
+        super().__init__(frozenset(name_of_key(_checked_key(key)) for key in registered))
+
+
+class UnregisteredKeys(_NodeKeys):
+    """Users are whatever keys nodes come with: a restarted SuperNode may be a new user.
+
+    For devices that keep their own limits (`Timer`), where the server recognises nobody. The
+    statement of the run says so.
+    """
+
+    user_identity = UNREGISTERED
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+def read_public_keys(path: str | Path) -> list[bytes]:
+    """The public keys in a file (one a line, or PEM blocks), or in all .pub files of a folder."""
+    if not str(path):
+        raise InvalidInput("path must name a file or folder of public keys, got ''")
+    path = Path(path).expanduser()
+    files = sorted(path.glob("*.pub")) if path.is_dir() else [path]
+    found: list[bytes] = []
+    for file in files:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"{file} cannot be read ({error.strerror}); give the keys") from None
+        blocks = re.findall(rb"-----BEGIN .*?-----END [^\n]*", text, flags=re.DOTALL)
+        lines = [line for line in map(bytes.strip, text.splitlines()) if line[:1] not in b"#"]
+        found += [_checked_key(key) for key in blocks or lines]
+    if not found:
+        raise InvalidInput(f"{path} holds no public keys; give a folder of .pub files, or a file")
+    return found
+
+
+def _checked_key(key: bytes | str) -> bytes:
+    """A key that can be read, in DER."""
+    given = key.encode() if isinstance(key, str) else key
+    found = _der_of(given) if isinstance(given, bytes) else None
+    if found is None:
+        raise InvalidInput(
+            f"a registered key must be a public key in OpenSSH or PEM form, got {key[:20]!r}…"
         )
-    return hashlib.sha256(key).hexdigest()
+    return found
+
+
+def _der_of(key: bytes) -> bytes | None:
+    """One key has one DER form, however it is written down; None if this is none."""
+    for load in (
+        serialization.load_pem_public_key,
+        serialization.load_ssh_public_key,
+        serialization.load_der_public_key,
+    ):
+        with suppress(ValueError, UnsupportedAlgorithm):
+            return load(key).public_bytes(
+                serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+            )
+    return None
+
+
+def name_of_key(key: bytes) -> str:
+    """A user id from a public key; a simulation has random bytes in its place."""
+    return hashlib.sha256(_der_of(key) or key).hexdigest()

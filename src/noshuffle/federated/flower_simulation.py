@@ -31,9 +31,10 @@ from noshuffle.federated.flower_client import Parts, task_client
 from noshuffle.federated.flower_identity import Handshake
 from noshuffle.federated.per_user import spending
 from noshuffle.federated.rounds import RoundReport, Rounds
-from noshuffle.federated.simulate import CheckIns, Progress, Simulation
+from noshuffle.federated.simulate import CheckIns, RoundProgress, Simulation
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.telemetry import need_flower
+from noshuffle.release.user_identity import SIMULATED
 
 
 def run_flower_simulation(
@@ -46,7 +47,7 @@ def run_flower_simulation(
     until: int | None = None,
     loss_fn: LossFn = cross_entropy,
     vectorise: bool | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[RoundProgress], None] | None = None,
     cpus_per_client: int = 1,
     timeout: float = 3600.0,
 ) -> Simulation:
@@ -67,11 +68,15 @@ def run_flower_simulation(
     def on_round(report: RoundReport) -> None:
         if progress is not None:
             epsilon = server.statement().epsilon
-            progress(Progress(server.round, last, report, epsilon, time.perf_counter() - begun))
+            progress(
+                RoundProgress(server.round, last, report, epsilon, time.perf_counter() - begun)
+            )
 
+    identities = Handshake(kind=type(task.users[0]), known=task.users, timeout=timeout)
+    identities.user_identity = SIMULATED
     strategy = PrivateStrategy(
         rounds,
-        identities=Handshake(kind=type(task.users[0]), known=task.users, timeout=timeout),
+        identities=identities,
         check_ins=check_ins,
         wait=0.0,
         on_round=on_round,
@@ -88,7 +93,7 @@ def run_flower_simulation(
     with tempfile.TemporaryDirectory(prefix="noshuffle-") as folder:
         path = Path(folder) / "parts"
         path.write_bytes(_packed((task, copy.deepcopy(model).cpu(), local, loss_fn)))
-        client = task_client(_Parts(str(path)), vectorise=vectorise)
+        client = task_client(_PartsFile(str(path)), vectorise=vectorise)
         _simulate(server_app, client, nodes=len(task), cpus=cpus_per_client)
     return Simulation(
         parameters=server.parameters(),
@@ -116,7 +121,7 @@ def _simulate(server_app: ServerApp, app: ClientApp, *, nodes: int, cpus: int) -
             os.environ["PYTHONPATH"] = before
 
 
-class _Parts:
+class _PartsFile:
     """The parts in a file: Ray sends the app along with every message, so it must be small."""
 
     def __init__(self, path: str) -> None:

@@ -9,15 +9,15 @@ stack is one graph). Runs have their own noise, rates, clip norms, initial weigh
 cohorts; local steps and the schedule of server rates are shared. Cohorts come from outside, by the
 code that guards participation (`admitted_cohorts`) or that samples.
 
-Each run has noise of its own, independent of the others'; a study as a whole shows many models of
-the same data, so it keeps no ledger and makes no statement. The slow twin is `simulate`: one run
-here equals one run there, with the same cohorts and key, up to rounding (of noisy sums: to 2⁻¹⁰ of
-their noise).
+Each run has noise of its own (`training.many.release`), independent of the others'; a study as a
+whole shows many models of the same data, and makes no statement. The slow twin is the server of one
+run: under a test source run k here equals one run there with the same cohorts and with tensors
+called "k/name", up to rounding (of noisy sums: to 2⁻¹⁰ of their noise).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,21 +33,22 @@ from noshuffle.federated.clients import NO_TARGET, LocalTraining
 from noshuffle.federated.cohort import draw_cohort
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.simulate import CheckIns
-from noshuffle.federated.stack import Flat, Stack, Users, gradient_fn
+from noshuffle.federated.stack import FlatRows, Stack, UserRows, gradient_fn
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.noise.source import Source, new_key
-from noshuffle.noise.stream import NoiseStream
-from noshuffle.participation import Participation
+from noshuffle.noise import Source
+from noshuffle.participation import Participation, SinglePass
+from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.strategies import Strategy
-from noshuffle.training.many.setting import seeded
+from noshuffle.training.many.release import StudyRelease
+from noshuffle.training.many.setting import check_schedule, momentum_step, seeded
 
 #: The places of a round's users, round by round.
 Cohorts = Sequence[NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class FederatedSetting:
     """What one of the runs has for itself; `mechanism` and `cohorts` are names."""
 
     mechanism: str
@@ -64,6 +65,9 @@ class Setting:
         positive(
             server_rate=self.server_rate, client_rate=self.client_rate, clip_norm=self.clip_norm
         )
+
+
+Setting = FederatedSetting  # its name in 0.1
 
 
 def admitted_cohorts(
@@ -87,7 +91,7 @@ def admitted_cohorts(
 def train_many(
     make_model: Callable[[], nn.Module],
     task: FederatedTask,
-    settings: Sequence[Setting],
+    settings: Sequence[FederatedSetting],
     *,
     cohorts: Mapping[str, Cohorts],
     strategies: Mapping[str, Strategy],
@@ -108,39 +112,55 @@ def train_many(
         cohorts, strategies: by the names that settings use.
         horizon: rounds that the strategies' noise is laid out for, if more than `rounds`.
         learning_rates: factors on the server rates, one a round (empty: constant).
+        source: where noise comes from; fresh keys of the operating system by default.
         on_round: called with the number of rounds done and the stacked parameters.
     """
     whole(rounds=rounds, cohort_size=cohort_size, at_once=at_once)
     _check(settings, cohorts, rounds=rounds, learning_rates=learning_rates)
     models = [seeded(make_model, setting.seed) for setting in settings]
-    flat = Flat.of(models[0])
+    flat = FlatRows.of(models[0])
     theta = torch.stack([flat.pack(dict(m.named_parameters())) for m in models]).to(device)
     columns = [[s.client_rate, s.clip_norm, s.server_rate, s.momentum] for s in settings]
-    client_rate, clip, rate, inertia = torch.tensor(columns, device=device).unbind(1)
+    client_rate, clip, rate, momentum = torch.tensor(columns, device=device).unbind(1)
     stack = Stack(
         gradient_fn(models[0]),
         flat,
-        Users.of(task, local=local, device=device),
+        UserRows.of(task, local=local, device=device),
         theta,
         client_rate=client_rate,
         clip_norm=clip,
         local=local,
         size=at_once,
     )
-    key = source or Source(key=new_key())
-    noise = [
-        _Noise.of(name, settings, flat, strategies[name], own, horizon or rounds, device)
-        for name, own in _sources(key, dict.fromkeys(s.mechanism for s in settings))
-    ]
+    laid_out = {
+        name: Plan(
+            participation=SinglePass(horizon or rounds), strategy=strategies[name],
+            noise_multiplier=1.0, unit="user",
+        )
+        for name in {s.mechanism for s in settings}
+    }  # fmt: skip
+    release = StudyRelease(
+        [laid_out[s.mechanism] for s in settings],
+        flat.shapes,
+        multipliers=[s.noise_multiplier for s in settings],
+        clip_norms=[s.clip_norm for s in settings],
+        device=theta.device,
+        source=source,
+    )
     velocity = torch.zeros_like(theta)
     for t in range(rounds):
         slots = [(k, cohorts[s.cohorts][t]) for k, s in enumerate(settings)]
         total = stack.clipped_sums(slots)
-        for part in noise:
-            part.add_(total)
-        velocity.mul_(inertia[:, None]).sub_(total, alpha=1.0 / cohort_size)
-        factor = learning_rates[t] if learning_rates else 1.0
-        theta.sub_(velocity * rate[:, None], alpha=factor)
+        release.open(release.admit())
+        release.add_(flat.views(total))
+        momentum_step(
+            {"theta": theta},
+            {"theta": velocity},
+            {"theta": total},
+            rate=rate * (learning_rates[t] if learning_rates else 1.0),
+            momentum=momentum,
+            weight=-1.0 / cohort_size,
+        )
         if on_round is not None:
             on_round(t + 1, flat.views(theta))
     return flat.views(theta)
@@ -184,59 +204,8 @@ def accuracies(
     return found[0] / found[2].clamp_min(1), found[1] / found[2].clamp_min(1)
 
 
-@dataclass(frozen=True)
-class _Noise:
-    """The runs of one mechanism, and the stream that makes their noise."""
-
-    rows: Tensor
-    scale: Tensor
-    stream: NoiseStream | None
-    flat: Flat
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        settings: Sequence[Setting],
-        flat: Flat,
-        strategy: Strategy,
-        source: Source,
-        steps: int,
-        device: torch.device | str,
-    ) -> _Noise:
-        """Runs without noise get no stream."""
-        chosen = [k for k, s in enumerate(settings) if s.mechanism == name and s.noise_multiplier]
-        scale = [settings[k].noise_multiplier * settings[k].clip_norm for k in chosen]
-        stream = None
-        if chosen:
-            shapes = {n: (len(chosen), *shape) for n, shape in flat.shapes.items()}
-            recipe = strategy.recipe(steps)
-            stream = NoiseStream(recipe, source, shapes, scale=1.0, steps=steps, device=device)
-        return cls(
-            torch.tensor(chosen, dtype=torch.int64, device=device),
-            torch.tensor(scale, dtype=torch.float32, device=device),
-            stream,
-            flat,
-        )
-
-    def add_(self, total: Tensor) -> None:
-        if self.stream is None:
-            return
-        # Each run in units of its own noise, so that what is added up is rounded to its grid.
-        own = total.index_select(0, self.rows).div_(self.scale[:, None])
-        noisy = {name: value.contiguous() for name, value in self.flat.views(own).items()}
-        self.stream.add_(noisy)
-        total.index_copy_(0, self.rows, self.flat.pack(noisy).mul_(self.scale[:, None]))
-
-
-def _sources(source: Source, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
-    """A key for each mechanism, so that no two runs share draws; the first has the one given."""
-    for i, name in enumerate(names):
-        yield name, source if i == 0 else source.derived(name.encode(), person=b"ns-many")
-
-
 def _check(
-    settings: Sequence[Setting],
+    settings: Sequence[FederatedSetting],
     cohorts: Mapping[str, Cohorts],
     *,
     rounds: int,
@@ -244,8 +213,7 @@ def _check(
 ) -> None:
     if not settings:
         raise InvalidInput("settings must hold at least one run, got none")
-    if learning_rates and len(learning_rates) < rounds:
-        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {rounds} rounds")
+    check_schedule(learning_rates, steps=rounds)
     for name in {s.cohorts for s in settings}:
         if len(cohorts[name]) < rounds:
             raise InvalidInput(f"cohorts {name!r} hold {len(cohorts[name])} of {rounds} rounds")

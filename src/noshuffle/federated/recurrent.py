@@ -1,12 +1,10 @@
 """LSTM layers that can be stacked over clients: the same numbers as torch's, written out in time.
 
-    (i, f, g, o)_t = (σ, σ, tanh, σ)(W x_t + U h_{t−1} + b)
-    c_t = f_t c_{t−1} + i_t g_t,      h_t = o_t tanh c_t
-
 torch's LSTM is one fused call per model, with no batched form under vmap. Here a step in time is a
-handful of operations for all clients together, and the way back is written by hand, so that the
-gradient of U is one product over all times instead of a sum of one product per time. Worth it on
-accelerators, where many small calls wait for each other; on a CPU the fused call is quicker.
+handful of operations for all clients together, and the way back is written by hand
+(`clipping.lstm`), so that the gradient of U is one product over all times instead of a sum of one
+product per time. Worth it on accelerators, where many small calls wait for each other; on a CPU the
+fused call is quicker.
 
 State: none; `unrolled` copies a model and keeps its parameter names.
 
@@ -24,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noshuffle.clipping import lstm
+
 
 class _Recurrence(torch.autograd.Function):
     """h from the projected inputs (batch, time, 4·hidden) and U (4·hidden, hidden)."""
@@ -32,24 +32,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(projected: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        steps, hidden = projected.shape[1], u.shape[1]
-        h = projected.new_zeros(projected.shape[0], hidden)
-        c = torch.zeros_like(h)
-        across = u.t()
-        states, cells, gates = [], [], []
-        for t in range(steps):
-            raw = projected[:, t] + h @ across
-            i, f, o = (
-                raw[:, :hidden].sigmoid(),
-                raw[:, hidden : 2 * hidden].sigmoid(),
-                raw[:, 3 * hidden :].sigmoid(),
-            )
-            g = raw[:, 2 * hidden : 3 * hidden].tanh()
-            c = f * c + i * g
-            h = o * c.tanh()
-            states.append(h)
-            cells.append(c)
-            gates.append(torch.cat([i, f, g, o], dim=1))
+        states, cells, gates = lstm.forward(projected.unbind(1), u)
         return torch.stack(states, 1), torch.stack(cells, 1), torch.stack(gates, 1)
 
     @staticmethod
@@ -60,27 +43,9 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         u, h, c, gates = ctx.saved_tensors
-        i, f, g, o = gates.chunk(4, dim=2)
-        before = torch.cat([torch.zeros_like(c[:, :1]), c[:, :-1]], dim=1)
-        bent = c.tanh()
-        # What one unit of dc (first three) or dh (last) does to the raw gates, at every time.
-        slopes = torch.cat(
-            [g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), bent * o * (1 - o)], dim=2
-        )
-        through = o * (1 - bent * bent)
-        dh_next = torch.zeros_like(h[:, 0])
-        dc_next = torch.zeros_like(dh_next)
-        found = []
-        for t in range(h.shape[1] - 1, -1, -1):
-            dh = grads[0][:, t] + dh_next
-            dc = dc_next + dh * through[:, t]
-            raw = slopes[:, t] * torch.cat([dc, dc, dc, dh], dim=1)
-            dh_next = raw @ u
-            dc_next = dc * f[:, t]
-            found.append(raw)
-        draw = torch.stack(found[::-1], 1)
-        earlier = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], dim=1)
-        return draw, draw.flatten(0, 1).t() @ earlier.flatten(0, 1)
+        found = lstm.backward(grads[0].unbind(1), u, lstm.back_of(c, gates, time=1))
+        draw = torch.stack(found, 1)
+        return draw, draw.flatten(0, 1).t() @ lstm.earlier(h, 1).flatten(0, 1)
 
 
 class UnrolledLSTM(nn.Module):

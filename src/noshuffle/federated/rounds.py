@@ -5,11 +5,12 @@
     finish   sum in order of user id, unweighted → noise, update → checkpoint
     resume   last checkpoint; rounds whose outcome is unknown are passed over
 
-The intent is the ledger row of the round: step (= row of noise) and cohort. The noise itself is a
-function of the key, which was durable before the first round. So a crash at any instant leaves one
-of two pictures: the checkpoint covers the last intent (nothing is lost, and going on is bit for bit
-the run that never stopped), or it does not, and the row is skipped: the model that came of it may
-or may not have been seen by somebody, so nothing else may ever be published under it.
+The intent is the ledger row of the round: step (= row of noise) and cohort. Its noise is a function
+of a key that is durable before the row is. So a crash at any instant leaves one of two pictures:
+the checkpoint covers the last intent and nothing is lost, or it does not, and the row is passed
+over: the model that came of it may or may not have been seen by somebody, so nothing else may ever
+be published under it. Rounds that were not begun get fresh keys at every start (`release.keys`);
+under a test source going on is, bit for bit, the run that never stopped.
 
 Any engine drives this: it brings check-ins, carries messages, and hands replies in.
 State: the open round with the replies so far, in memory only.
@@ -76,7 +77,7 @@ class RoundReport:
 
 
 @dataclass
-class _Open:
+class _OpenRound:
     cohort: Cohort
     clip_norm: float
     asked: frozenset[UserId]
@@ -102,7 +103,7 @@ class Rounds:
         self.server = server
         self._at_least = at_least
         self._save_every = save_every
-        self._open: _Open | None = None
+        self._open: _OpenRound | None = None
 
     @property
     def is_open(self) -> bool:
@@ -130,7 +131,7 @@ class Rounds:
             users = [_plain(names[i]) for i in places]
         clip_norm = server.clip_norm
         cohort = server.open(users)
-        self._open = _Open(cohort, clip_norm, frozenset(cohort.users))
+        self._open = _OpenRound(cohort, clip_norm, frozenset(cohort.users))
         return Invitation(cohort.step, cohort.users, server.parameters(), clip_norm)
 
     def _sampled(self, checked_in: Users) -> list[UserId]:
@@ -182,7 +183,7 @@ class Rounds:
 
     def _refusal(
         self,
-        now: _Open,
+        now: _OpenRound,
         user: object,
         delta: object,
         norm: object,
@@ -233,7 +234,7 @@ class Rounds:
             silent=tuple(user for user in now.cohort.users if user not in now.replies),
         )
 
-    def _sum(self, now: _Open) -> ClippedSum:
+    def _sum(self, now: _OpenRound) -> ClippedSum:
         """Unweighted, in order of user id, so that the bits do not depend on who came first.
 
         In double precision: in single, what one user adds would also change how the sums after it
@@ -262,7 +263,7 @@ class Rounds:
         self._open = None
         self.server.skip_unknown()
 
-    def _now(self) -> _Open:
+    def _now(self) -> _OpenRound:
         if self._open is None:
             raise InvalidInput("no round is open; begin one first")
         return self._open
@@ -272,31 +273,20 @@ class Rounds:
 
         Guarantees: a server that another one has overtaken writes nothing; its ε would be too low.
         """
-        folder, ledger = self._folder(), self.server.ledger
+        ledger = self.server.ledger
         if next(ledger.rows(start=ledger.released), None) is not None:
             raise ReplayRefused("another process has gone on with this run; stop this one")
-        checkpoint.save(self.server.state_dict(), folder.checkpoints)
-        ledger.summarise()
-        self.write_statement()
+        self.server.save()
 
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger."""
-        server = self.server
-        self._folder().write_statement(
-            {
-                **server.statement().to_dict(),
-                "plan_hash": server.plan.hash,
-                "planned_steps": server.plan.steps,
-                "released_steps": server.ledger.released,
-            }
-        )
+        self._folder()
+        self.server.write_statement()
 
     def resume(self) -> tuple[int, ...]:
         """Load the newest checkpoint and pass over what is unknown; the rounds passed over."""
         folder = self._folder()
-        found = checkpoint.saved(folder.checkpoints)
-        if found:
-            self.server.load_state_dict(checkpoint.load(found[-1]))
+        self.server.load()
         self._open = None
         skipped = self.server.skip_unknown()
         folder.forget_metrics_after(self.server.round)
@@ -304,13 +294,16 @@ class Rounds:
             self.save()
         return skipped
 
-    def close(self) -> None:
-        """Save, and let go of the ledger; an open round is given up."""
+    def close(self, *, keep_keys: bool = False) -> None:
+        """Save, and let go of the ledger; an open round is given up.
+
+        A finished run is sealed: its keys are destroyed, unless `keep_keys`.
+        """
         if self._open is not None:
             self.abandon()
         if self.server.run is not None:
             self.save()
-        self.server.close()
+        self.server.close(keep_keys=keep_keys)
 
     def _folder(self) -> RunFolder:
         if self.server.run is None:

@@ -4,8 +4,9 @@
 
 m is the planned cohort size, whoever answers: drop-outs only make the sum smaller. The optimizer
 is any of torch's (FTRL, SGD with momentum, Adam); it sees released values only, hence costs no
-privacy. Plan, noise stream, threshold, ledger and statement are those of central training; only
-the producer of the clipped sum differs (Kairouz et al. 2021, arXiv 2103.00039, section 5).
+privacy. Keys, noise, guard, ledger and statement are those of `release.Release`, as in central
+training; only the producer of the clipped sum differs (Kairouz et al. 2021, arXiv 2103.00039,
+section 5).
 
 A round has two halves. `open` charges the cohort: the step (which is the number of its noise row)
 and the users are durable in the ledger when it returns, and only then may work be sent. `step`
@@ -13,7 +14,7 @@ takes the sum and releases. A round that was opened and whose result is unknown 
 over by `skip_unknown`: its row of noise is drawn and thrown away, nothing is published, the charge
 stays. Publishing anything else under that row could cancel its noise against the first time.
 
-State: parameters, optimizer, noise buffers, threshold, step; the ledger keeps itself.
+State: parameters, optimizer, the open round, and what `Release` keeps.
 
 >>> from noshuffle import MinSeparation, Plan
 >>> from noshuffle.noise import test_source
@@ -52,26 +53,17 @@ from noshuffle.federated.server_checks import (
     check_state,
     checked_sum,
     own_parameters,
-    state_print,
     why_not,
 )
-from noshuffle.noise import NoiseStream, Source
+from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
-from noshuffle.release import fingerprint
-from noshuffle.release.facts import (
-    ROUND_PRINTS,
-    bind_facts,
-    check_optimizer,
-    keys_of,
-    round_print,
-)
+from noshuffle.release.facts import INITIAL, ROUND_PRINTS, check_optimizer, round_print
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.folder_lock import take
-from noshuffle.release.ledger_location import open_ledger
-from noshuffle.release.sampler import Sampler, make_sampler
-from noshuffle.release.spending import FACTS, notes_of, spent
-from noshuffle.release.threshold import threshold_for
+from noshuffle.release.ledger import Admission, Ledger
+from noshuffle.release.release import Release
+from noshuffle.release.sampler import Sampler
+from noshuffle.release.user_identity import GIVEN, USER_IDENTITY
 from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -86,9 +78,10 @@ class ServerOptimizer(OneOwner):
         clip: ζ, the bound on one user's delta, or a `QuantileClip` where the mechanism allows it.
         cohort_size: the planned number of users a round, by which every noisy sum is divided.
         optimizer_fn: makes the update rule from a list of parameters.
-        source: where noise comes from; a fresh key of the operating system by default.
-        run: a folder for key, ledger and statement; None keeps them in memory.
-        moved: the promise that a run folder found at another place was moved there, not copied.
+        source: where noise comes from; fresh keys of the operating system by default.
+        run: a folder for keys, ledger and statement; None keeps them in memory.
+        initial: where the initial parameters come from, for the statement; not from the users.
+        moved: without effect; a copied folder goes on under fresh keys.
     """
 
     def __init__(
@@ -101,43 +94,45 @@ class ServerOptimizer(OneOwner):
         optimizer_fn: OptimizerFn,
         source: Source | None = None,
         run: RunFolder | str | Path | None = None,
+        initial: str = INITIAL,
         moved: bool = False,
     ) -> None:
         check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
         self.plan = plan
         self.cohort_size = cohort_size
-        self.run = run if isinstance(run, RunFolder) or run is None else RunFolder(run)
         self._parameters = own_parameters(parameters)
         self.device = next(iter(self._parameters.values())).device
-        self._keys = keys_of(self.run, plan, source, self.device)
-        self._lock = None if self.run is None else take(self.run.path)
-        self.ledger = open_ledger(self.run, plan, moved=moved)
-        bound_to = clip if isinstance(clip, QuantileClip) else Flat(float(clip))
-        bind_facts(self.ledger, plan, self._keys.source, clip=bound_to, batch_size=cohort_size)
-        if not self.ledger.released:  # else another version may have written some of them
-            self.ledger.bind(*ROUND_PRINTS)
-        self._secret = fingerprint.secret_of(self._keys.source.key)
-        self.roster = Roster(secret=self._secret, kind=self.ledger.meta("user_ids") or "")
-        self._threshold = threshold_for(bound_to, plan, self._keys.source)
-        self._noise = NoiseStream(
-            plan.strategy.recipe(plan.steps),
-            self._keys.source,
-            self.shapes,
-            scale=self._threshold.noise_scale(plan, tuple(self._parameters)),
-            steps=plan.steps,
-            device=self.device,
-        )
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
         self._built = built_settings(self.optimizer)
-        self._open: Cohort | None = None
+        self._release = Release.begin(
+            plan,
+            self.shapes,
+            clip=clip if isinstance(clip, QuantileClip) else Flat(float(clip)),
+            divisor=cohort_size,
+            device=self.device,
+            run=run,
+            source=source,
+            facts=dict([ROUND_PRINTS, ("initial", initial)]),
+        )
+        self.run = self._release.folder
+        self.roster = Roster(secret=self._release.secret, kind=self.ledger.meta("user_ids") or "")
+        self._open: tuple[Cohort, Admission] | None = None
         self._is_torn = False
-        self.ancestors = self.run.ancestors() if self.run is not None else ()
+        #: How users are told apart, a fact of the ledger from round 0 on; drivers set it.
+        self.user_identity = GIVEN
+        self.ancestors = self._release.ancestors
+        self._statement: PrivacyStatement | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The evidence."""
+        return self._release.ledger
 
     @property
     def round(self) -> int:
         """Rows of noise used so far: the number of the next round."""
-        return self._noise.step
+        return self._release.step
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -147,12 +142,12 @@ class ServerOptimizer(OneOwner):
     @property
     def clip_norm(self) -> float:
         """ζ in force for the coming round."""
-        return self._threshold.clip.bound(tuple(self._parameters))
+        return self._release.threshold.clip.bound(tuple(self._parameters))
 
     @property
     def needs_norms(self) -> bool:
         """Whether the clip norm follows a quantile, for which `step` takes a `ClippedSum`."""
-        return self._threshold.is_adaptive
+        return self._release.threshold.is_adaptive
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the current parameters: released values, free to be sent to anybody."""
@@ -160,12 +155,7 @@ class ServerOptimizer(OneOwner):
 
     def sampler(self, population: int) -> Sampler:
         """The secret draws of a sampled plan (users are 0 … population − 1)."""
-        sampler = make_sampler(
-            self.plan.participation, key=self._keys.sampling, population=population
-        )
-        self.ledger.bind("population", str(population))
-        self.ledger.sampler = sampler
-        return sampler
+        return self._release.sampler(population)
 
     def open(self, users: Users) -> Cohort:
         """Charge a cohort for the next round; send work only after this has returned.
@@ -184,15 +174,16 @@ class ServerOptimizer(OneOwner):
         order = sorted(range(len(names)), key=names.__getitem__)
         units = units[order]
         cohort = Cohort(self.round, tuple(names[i] for i in order), units)
-        self._admit(cohort)
-        self._open = cohort
+        self._open = cohort, self._charge(cohort)
         return cohort
 
     def _check_ready(self) -> None:
         if self._is_torn:
             raise NoshuffleError("a round failed half-way; resume from the last checkpoint")
         if self._open is not None:
-            raise InvalidInput(f"round {self._open.step} is still open; finish or abandon it first")
+            raise InvalidInput(
+                f"round {self._open[0].step} is still open; finish or abandon it first"
+            )
         if self.round != self.ledger.released:
             raise InvalidInput(
                 f"the ledger knows of {self.ledger.released} rounds, this server is at "
@@ -200,17 +191,18 @@ class ServerOptimizer(OneOwner):
                 "skip_unknown()"
             )
 
-    def _admit(self, cohort: Cohort) -> None:
-        what = round_print(cohort.step, cohort.units, secret=self._secret)
-        settings = {"clip": self._threshold.settings(), "cohort_size": self.cohort_size}
-        state = state_print(settings, self.optimizer, self._parameters)
+    def _charge(self, cohort: Cohort) -> Admission:
+        release = self._release
+        what = round_print(cohort.step, cohort.units, secret=release.secret)
         try:
-            admission = self.ledger.admit(cohort.step, cohort.units, what, state=state)
+            admission = release.admit(cohort.step, cohort.units, what)
         except ParticipationViolation:
             raise ParticipationViolation(why_not(self.ledger, cohort.users, cohort.units)) from None
         if self.roster.kind:
             self.ledger.bind("user_ids", self.roster.kind)
-        self.ledger.record(admission)
+        self.ledger.bind(USER_IDENTITY, self.user_identity)
+        release.open(admission)
+        return admission
 
     def step(
         self,
@@ -228,7 +220,8 @@ class ServerOptimizer(OneOwner):
         After that exactly one row of noise is used, whatever the sum is; zero gives noise alone.
         """
         given = sum_of_clipped_deltas
-        cohort = self._open if cohort is None else cohort
+        if cohort is None and self._open is not None:
+            cohort = self._open[0]
         if cohort is None:
             raise InvalidInput("no round is open; open(users) one first, or give cohort=users")
         if self.needs_norms and not isinstance(given, ClippedSum):
@@ -236,32 +229,28 @@ class ServerOptimizer(OneOwner):
         users = len(cohort.users if isinstance(cohort, Cohort) else checked_users(cohort))
         values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
         values = {name: value.to(self.device) for name, value in values.items()}
-        opened = self._claim(cohort)
-        # A threshold that moves keeps the noise in its own units: sum/ζ + noise, then times ζ.
-        norm = self.clip_norm if self.needs_norms else 1.0
+        admission = self._claim(cohort)
         self._is_torn = True
-        if norm != 1.0:
-            for value in values.values():
-                value.mul_(1.0 / norm)
-        self._noise.add_(values, times=-norm / self.cohort_size)
+        counted = self._release.counted([given]) if isinstance(given, ClippedSum) else []
+        self._release.close(admission, values, also=counted, is_open=True)
         for name, parameter in self._parameters.items():
-            parameter.grad = values[name].to(parameter.dtype)
+            parameter.grad = values[name].neg_().to(parameter.dtype)
         if isinstance(given, ClippedSum):
-            self._threshold.learn([given], step=opened.step)
+            self._release.learn([given], step=admission.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._open, self._is_torn = None, False
         return self.parameters()
 
-    def _claim(self, cohort: Cohort | Users) -> Cohort:
+    def _claim(self, cohort: Cohort | Users) -> Admission:
         if not isinstance(cohort, Cohort):
-            return self.open(cohort)
-        if self._open is not cohort:
+            cohort = self.open(cohort)
+        if self._open is None or self._open[0] is not cohort:
             raise InvalidInput(
                 f"round {cohort.step} is not open (any more); a round is released once, by the "
                 "cohort that open() gave"
             )
-        return cohort
+        return self._open[1]
 
     def skip_unknown(self) -> tuple[int, ...]:
         """Pass over rounds that were charged and whose result is unknown; returns their numbers.
@@ -271,12 +260,7 @@ class ServerOptimizer(OneOwner):
         """
         if self._is_torn:
             raise NoshuffleError("a round failed half-way; resume from the last checkpoint")
-        rounds = tuple(range(self.round, self.ledger.released))
-        for number in rounds:
-            self.ledger.bind(f"skipped {number}", "yes")
-            self._noise.add_(
-                {n: torch.zeros(s, device=self.device) for n, s in self.shapes.items()}
-            )
+        rounds = tuple(self._release.skip() for _ in range(self.round, self.ledger.released))
         self._open = None
         return rounds
 
@@ -287,29 +271,18 @@ class ServerOptimizer(OneOwner):
         on: the noise makes room for the counts over all rounds, which a shorter run would divide
         differently.
         """
-        notes = notes_of({name: self.ledger.meta(name) for name in FACTS})
-        return spent(self.plan, self.ledger.released, ancestors=self.ancestors, notes=notes)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "plan": self.plan.hash,
-            "key": self._keys.source.fingerprint,
-            "cohort_size": self.cohort_size,
-        }
+        return self._statement or self._release.statement()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key, between rounds; goes into `release.checkpoint` as it is."""
         if self._is_torn or self._open is not None:
             raise InvalidInput("a state is taken between rounds; finish or abandon the open one")
         return {
-            **self._identity(),
-            "step": self.round,
-            "threshold": self._threshold.state_dict(),
+            **self._release.state_dict(),
             "model": self.parameters(),
             "rule": type(self.optimizer).__name__,
             "built": self._built,
             "optimizer": self.optimizer.state_dict(),
-            "noise": self._noise.state_dict(),
             "random": torch.get_rng_state(),
         }
 
@@ -320,29 +293,36 @@ class ServerOptimizer(OneOwner):
         Rounds that the ledger knows of beyond it must then be passed over with `skip_unknown`.
         """
         instance_of(Mapping, state=state)
-        for name, own in self._identity().items():
-            if state.get(name) != own:
-                raise InvalidInput(
-                    f"this state was saved with {name} = {state.get(name)}, the run has {own}; "
-                    "build the server as it was, or fork the run"
-                )
+        self._release.check_state(state)
         rule = type(self.optimizer).__name__
         check_state(state, self.shapes, rule=rule, built=self._built)
-        if int(state["step"]) > self.ledger.released:
-            raise InvalidInput(
-                f"this state was taken after {state['step']} rounds, the ledger knows of "
-                f"{self.ledger.released}; give the run folder that saw them"
-            )
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["model"][name])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self._noise.load_state_dict(state["noise"])
-        self._threshold.load_state_dict(state["threshold"])
+        self._release.load_state_dict(state)
         torch.set_rng_state(state["random"])
         self._open, self._is_torn = None, False
 
-    def close(self) -> None:
-        """Let go of the ledger and of the run folder, which another process may then go on with."""
-        self.ledger.close()
-        self._lock = None
+    def save(self) -> None:
+        """Checkpoint and statement into the run folder."""
+        self._release.save(self.state_dict())
+
+    def load(self) -> None:
+        """Go back to the newest checkpoint of the run folder, if there is one."""
+        state = self._release.saved()
+        if state is not None:
+            self.load_state_dict(state)
+
+    def write_statement(self) -> None:
+        """Bring statement.json up to date with the ledger, if there is a run folder."""
+        self._release.write_statement()
+
+    def close(self, *, keep_keys: bool = False) -> None:
+        """Let go of the ledger and of the run folder, which another process may then go on with.
+
+        A finished run is sealed: its keys are destroyed, unless `keep_keys`.
+        """
+        if self._statement is None:
+            self._statement = self._release.statement()
+            self._release.close_run(keep_keys=keep_keys)

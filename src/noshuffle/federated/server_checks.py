@@ -1,7 +1,4 @@
-"""What a server stands on: its own parameters, and why it refuses a sum, a state or a cohort.
-
-Keys and facts are bound as in central training (`release.facts`).
-"""
+"""A server's copies of its parameters, and why it refuses a sum, a state or a cohort."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from noshuffle.errors import InvalidInput, Unsupported, callables, instance_of, 
 from noshuffle.federated.cohort import UserId
 from noshuffle.plan import Plan
 from noshuffle.release import guard
-from noshuffle.release.fingerprint import of_state, settings_of
+from noshuffle.release.fingerprint import settings_of
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.threshold import COUNT
 from noshuffle.release.units import Ids, Seen
@@ -105,16 +102,6 @@ def checked_sum(
             "every delta, then sum"
         )
     return own
-
-
-def state_print(
-    settings: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-) -> bytes:
-    """What the update of a round is computed from besides its sum, for the ledger."""
-    rule = {"optimizer": type(optimizer).__name__, "groups": settings_of(optimizer)}
-    return of_state({**settings, **rule}, parameters.values())
 
 
 def built_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

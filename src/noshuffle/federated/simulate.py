@@ -5,7 +5,7 @@
 Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise; the
 protocol is `Rounds` either way, the one that a network engine drives too. On a CPU the arithmetic
 of every client is that of a client on its own machine (`flower_client.task_client`), bit for bit,
-whatever the company it is trained in.
+whichever other clients it is trained with.
 
 Everything that is random in a simulation (who checks in, who fails to answer) is a function of the
 round number, so a run that was stopped and resumed is the run that was not.
@@ -47,6 +47,7 @@ from noshuffle.federated.vectorised import (
     pack,
     takes_together,
 )
+from noshuffle.release.user_identity import SIMULATED
 from noshuffle.statement import PrivacyStatement
 
 #: Round number → the users that check in, in the order in which they come.
@@ -54,7 +55,7 @@ CheckIns = Callable[[int], Sequence[UserId]]
 
 
 @dataclass(frozen=True)
-class Progress:
+class RoundProgress:
     """One round of a simulation, as it is told to whoever watches."""
 
     round: int
@@ -62,6 +63,9 @@ class Progress:
     report: RoundReport
     epsilon: float
     seconds: float
+
+
+Progress = RoundProgress  # its name in 0.1
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def simulate(
     answers: Callable[[int, UserId], bool] | None = None,
     vectorise: bool | None = None,
     at_once: int = 50,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[RoundProgress], None] | None = None,
 ) -> Simulation:
     """Run rounds up to number `until` (the plan's last, if not given).
 
@@ -142,6 +146,7 @@ def simulate(
     server = rounds.server
     last = server.plan.steps if until is None else until
     whole(at_least=0, at_most=server.plan.steps, until=last)
+    server.user_identity = SIMULATED
     together = takes_together(model, device=server.device, vectorise=vectorise)
     model = unrolled(model) if together else model
     train = _together if together else _one_by_one
@@ -158,7 +163,9 @@ def simulate(
         done += 1
         if progress is not None:
             epsilon = server.statement().epsilon
-            progress(Progress(server.round, last, report, epsilon, time.perf_counter() - begin))
+            progress(
+                RoundProgress(server.round, last, report, epsilon, time.perf_counter() - begin)
+            )
     return Simulation(
         parameters=server.parameters(),
         rounds=done,

@@ -10,7 +10,7 @@ parameters once for each group. A round is cut into stacks of `size` slots, fill
 slots of weight zero; shapes never change, so on CUDA the work of a stack is captured once as a
 graph and replayed. The twin is `clients.local_train` followed by `clip_flat`.
 
->>> flat = Flat.of(nn.Linear(3, 2))
+>>> flat = FlatRows.of(nn.Linear(3, 2))
 >>> flat.size, flat.views(torch.zeros(4, flat.size))["weight"].shape
 (16, torch.Size([4, 2, 3]))
 """
@@ -44,7 +44,7 @@ _ALIGNED = 8  # floats
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatRows:
     """Where each named tensor lies in a flat row."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Flat:
     size: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Flat:
+    def of(cls, model: nn.Module) -> FlatRows:
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         starts, at = {}, 0
         for name, shape in shapes.items():
@@ -79,15 +79,18 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Users:
+class UserRows:
     """Everybody's rows as one padded array (users, rows, …), and how many are real."""
 
+    task: FederatedTask
     x: Tensor
     y: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, task: FederatedTask, *, local: LocalTraining, device: torch.device | str) -> Users:
+    def of(
+        cls, task: FederatedTask, *, local: LocalTraining, device: torch.device | str
+    ) -> UserRows:
         counts = np.diff(task.starts)
         most = int(counts.max())
         used = [piece.stop for piece in local.batches(most)]
@@ -96,7 +99,7 @@ class Users:
         places = np.minimum(task.starts[:-1, None] + rows, len(task.x) - 1)
         x, y = (part[torch.from_numpy(places)].to(device) for part in (task.x, task.y))
         found = torch.from_numpy(np.minimum(counts, most)).to(device)
-        return cls(x, y, found)
+        return cls(task, x, y, found)
 
 
 def gradient_fn(model: nn.Module) -> GradientFn:
@@ -139,8 +142,8 @@ class Stack:
     def __init__(
         self,
         gradients: GradientFn,
-        flat: Flat,
-        users: Users,
+        flat: FlatRows,
+        users: UserRows,
         theta: Tensor,
         *,
         client_rate: Tensor,
@@ -216,7 +219,7 @@ class Stack:
         for piece in self._local.batches(x.shape[1]):
             numbers = torch.arange(piece.start, piece.stop, device=self._device)
             weights = (numbers < count[:, None]).to(now.dtype)
-            xs, ys = x[:, piece].to(torch.int64), y[:, piece].to(torch.int64)
+            xs, ys = self._users.task.widen(x[:, piece], y[:, piece])
             found = self._gradients(shared or views, xs, ys, weights)
             shared = None
             step = rate * (weights.sum(1) > 0)

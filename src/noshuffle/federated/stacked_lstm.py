@@ -1,7 +1,7 @@
 """Gradients of many `CharLSTM` models at once, each with weights and text of its own, by hand.
 
     projected symbol  P = E Wᵀ + b            once per symbol of the alphabet, then looked up
-    cell              as in `recurrent`       one batched product and one fused cell a character
+    cell              as in `clipping.lstm`   one batched product and one fused cell a character
     loss of client u  Σ_i w_i mean_t CE_it / Σ_i w_i,      zero where Σ_i w_i = 0
 
 Clients stand in the first axis of every tensor. The gradient of a weight is one batched product
@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from noshuffle.clipping import lstm
 from noshuffle.federated.clients import NO_TARGET
 from noshuffle.training.models import CharLSTM
 
@@ -129,54 +130,34 @@ def _forward(
     table = torch.baddbmm(bias, embedding, params["lstm.weight_ih_l0"].transpose(1, 2))
     first = classes * torch.arange(groups, device=x.device).view(1, -1, 1)
     projected = nn.functional.embedding(x.permute(2, 0, 1) + first, table.flatten(0, 1))
-    h = c = table.new_zeros(groups, x.shape[1], u.shape[2])
-    across = u.transpose(1, 2)
-    states, cells, gates = [], [], []
-    for t in range(x.shape[2]):
-        h, c, gate = _cell(projected[t], torch.bmm(h, across), c)
-        states.append(h)
-        cells.append(c)
-        gates.append(gate)
-    return states, cells, gates
+    return lstm.forward(projected.unbind(0), u, step_fn=_fused_step if u.is_cuda else lstm.step)
 
 
-def _backward(
-    u: Tensor, dh: Tensor, cells: Sequence[Tensor], gates: Sequence[Tensor]
-) -> list[Tensor]:
+def _backward(u: Tensor, dh: Tensor, cells: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
     """Gradient of the raw gates at every time from that of the states (clients, time, …)."""
-    dh_next = dc = zero = torch.zeros_like(cells[0])
-    found = []
-    for t in range(len(cells) - 1, -1, -1):
+    by_time = [value.reshape(cells[0].shape) for value in dh.unbind(1)]
+    if u.is_cuda:
+        return lstm.backward(by_time, u, _fused_back(cells, gates))
+    return lstm.backward(by_time, u, lstm.back_of(torch.stack(cells), torch.stack(gates), time=0))
+
+
+def _fused_step(projected: Tensor, recurrent: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`lstm.step` as one kernel of torch."""
+    flat = (value.flatten(0, 1) for value in (projected, recurrent, c))
+    h, c_new, gates = (
+        value.view(*c.shape[:2], -1) for value in torch.ops.aten._thnn_fused_lstm_cell(*flat)
+    )
+    return h, c_new, gates
+
+
+def _fused_back(cells: Sequence[Tensor], gates: Sequence[Tensor]) -> lstm.BackFn:
+    """The way back through `_fused_step`, as one kernel of torch."""
+    zero = torch.zeros_like(cells[0])
+
+    def back(t: int, dh: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
         before = cells[t - 1] if t else zero
-        now = dh[:, t].reshape(zero.shape) + dh_next
-        raw, dc = _cell_back(now, dc, before, cells[t], gates[t])
-        found.append(raw)
-        dh_next = torch.bmm(raw, u)
-    return found[::-1]
-
-
-def _cell(projected: Tensor, recurrent: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if c.is_cuda:
-        new = torch.ops.aten._thnn_fused_lstm_cell(
-            projected.flatten(0, 1), recurrent.flatten(0, 1), c.flatten(0, 1)
-        )
-        h, c_new, gates = (value.view(*c.shape[:2], -1) for value in new)
-        return h, c_new, gates
-    i, f, g, o = (projected + recurrent).chunk(4, dim=2)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-    c = f * c + i * g
-    return o * c.tanh(), c, torch.cat([i, f, g, o], dim=2)
-
-
-def _cell_back(
-    dh: Tensor, dc: Tensor, before: Tensor, c: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor]:
-    if c.is_cuda:
-        flat = [value.flatten(0, 1) for value in (dh, dc, before, c, gates)]
+        flat = [value.flatten(0, 1) for value in (dh, dc, before, cells[t], gates[t])]
         raw, past, _ = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(*flat, False)
-        return raw.view(*c.shape[:2], -1), past.view(c.shape)
-    i, f, g, o = gates.chunk(4, dim=2)
-    bent = c.tanh()
-    dc = dc + dh * o * (1 - bent * bent)
-    raw = [dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g)]
-    return torch.cat([*raw, dh * bent * o * (1 - o)], dim=2), dc * f
+        return raw.view(*zero.shape[:2], -1), past.view(zero.shape)
+
+    return back

@@ -53,7 +53,9 @@ GERMAN = ENGLISH + "ÄÖÜäöüßẞſůàáâæçèéêëíîïñóôœúûÀ�
 
 @dataclass(frozen=True, eq=False)
 class FederatedTask:
-    """Examples by user. `x` holds symbols or pixels in a narrow type; `batch` widens them."""
+    """Examples by user. Symbols and pixels may lie in a narrow type, which `batch` widens; what is
+    floating point reaches the model as it is.
+    """
 
     name: str
     kind: str  # "text" or "image"
@@ -66,11 +68,16 @@ class FederatedTask:
     classes: int
     years: NDArray[np.int64] | None = None
     _place: dict[UserId, int] = field(init=False, repr=False)
+    _has_labels: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.users) + 1 or self.starts[-1] != len(self.x):
             raise InvalidInput(f"{self.name}: starts must give each user's first row, and the end")
         object.__setattr__(self, "_place", {user: i for i, user in enumerate(self.users)})
+        is_whole = not self.y.is_floating_point() or (
+            self.classes > 1 and bool((self.y == self.y.round()).all())
+        )
+        object.__setattr__(self, "_has_labels", is_whole)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -96,9 +103,14 @@ class FederatedTask:
         return self.widen(self.x[rows], self.y[rows])
 
     def widen(self, x: Tensor, y: Tensor) -> Batch:
-        """What a model takes: symbols as integers, pixels scaled to [−1, 1]."""
-        x = x.to(torch.float32) / 127.5 - 1 if self.kind == "image" else x.to(torch.int64)
-        return x, y.to(torch.int64)
+        """What a model takes: symbols and labels as integers, pixels 0 … 255 scaled to [−1, 1].
+
+        Features in floating point keep their values and their type, and so do targets, unless they
+        are whole numbers that stand for classes.
+        """
+        if not x.is_floating_point():
+            x = x.to(torch.float32) / 127.5 - 1 if self.kind == "image" else x.to(torch.int64)
+        return x, y.to(torch.int64) if self._has_labels else y
 
 
 def encode(text: str, *, alphabet: str) -> Symbols:

@@ -8,8 +8,8 @@ call. Batches are padded with rows of the same user at weight zero,
 so nothing of one user ever enters another's arithmetic, a NaN included. Results agree with
 `clients.trained` up to rounding.
 
-On a CPU they do not depend on the company: products of a stack of matrices are computed matrix by
-matrix, so a client's bits are those of its own shapes, and these follow from its own data
+On a CPU they do not depend on the other clients: products of a stack of matrices are computed
+matrix by matrix, so a client's bits are those of its own shapes, and these follow from its own data
 (`width`). A client that trains by itself (`trained_alone`) gets the bits that it has in any group.
 That needs two things: parameters are stacked from the first step on, although all clients still
 share them then, since one product for everybody would be cut into blocks by how many there are; and

@@ -26,6 +26,7 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import FINGERPRINTS_ONLY, Ledger
 from noshuffle.release.spending import ADAPTIVE_CLIP
 from noshuffle.release.units import Ids
+from noshuffle.release.user_identity import USER_IDENTITY, user_note
 from noshuffle.statement import PrivacyStatement
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
@@ -140,7 +141,10 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
         notes.append(ADAPTIVE_CLIP)
     if facts.get("public_order") == "yes":
         notes.append(PUBLIC_ORDER)
-    if facts.get("ids"):
+    identity = facts.get(USER_IDENTITY)
+    if identity is not None:
+        notes.append(user_note(identity))
+    elif facts.get("ids"):
         notes.append(f"Units were told apart by {facts['ids']}, as the caller gave them.")
     if facts.get("initial"):
         notes.append(

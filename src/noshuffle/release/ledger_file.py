@@ -165,9 +165,14 @@ class LedgerFile:
     def _append(self, kind: str, body: bytes) -> None:
         now = time.time()
         link = event_link(self._link, kind, now, body)
-        self.db.execute(
-            "INSERT INTO log VALUES (?, ?, ?, ?, ?)", (self._seq + 1, kind, now, body, link)
-        )
+        try:
+            self.db.execute(
+                "INSERT INTO log VALUES (?, ?, ?, ?, ?)", (self._seq + 1, kind, now, body, link)
+            )
+        except sqlite3.IntegrityError:
+            raise ReplayRefused(
+                "another process has gone on with this run; stop this one"
+            ) from None
         self._seq, self._link = self._seq + 1, link
 
     def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:

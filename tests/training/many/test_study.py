@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
-from noshuffle.noise import test_source
+from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.noise import Source, new_key, test_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.many import Setting, Study, accuracies, joint_mu, train_many
-from noshuffle.training.many.noise import RunSources, run_source
+from noshuffle.training.many.release import StudyRelease, _unit_noise, joint_multiplier
 
 
 def stacked_net() -> nn.Module:
@@ -81,10 +82,24 @@ def near(found: torch.Tensor, expected: torch.Tensor, *, cell: float) -> None:
     assert float(gaps.max()) < cell
 
 
-def alone(make, setting: Setting, source, schedule=(1.0, 1.0, 1.0)) -> nn.Module:
+class Named(nn.Module):
+    """A model whose tensors are called "k/name", as those of run k of a study are."""
+
+    def __init__(self, inner: nn.Module, run: int) -> None:
+        super().__init__()
+        self.__dict__["inner"] = inner
+        for name, child in inner.named_children():
+            self.add_module(f"{run}/{name}", child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def alone(make, setting: Setting, run: int, source, schedule=(1.0, 1.0, 1.0)) -> nn.Module:
     """One run by privatize: the slow twin."""
     torch.manual_seed(setting.seed)
-    model = make()
+    inner = make()
+    model = Named(inner, run)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=setting.learning_rate, momentum=setting.momentum
     )
@@ -96,7 +111,7 @@ def alone(make, setting: Setting, source, schedule=(1.0, 1.0, 1.0)) -> nn.Module
         for group in optimizer.param_groups:
             group["lr"] = setting.learning_rate * factor
         private.step(nn.CrossEntropyLoss(), x, y)
-    return model
+    return inner
 
 
 @pytest.mark.parametrize(("make", "form"), [(stacked_net, "stacked"), (Residual, "vmap")])
@@ -110,8 +125,7 @@ def test_a_study_equals_the_runs_of_privatize(make, form: str) -> None:
     x, y = data()
     right = study.accuracies(x, y, chunk=5)
     for k, setting in enumerate(SETTINGS):
-        assert study.source(k) == run_source(source, run=k)
-        model = alone(make, setting, study.source(k), schedule)
+        model = alone(make, setting, k, source, schedule)
         own = study.model(k)
         for name, p in model.named_parameters():
             near(study.params[name][k], p.detach(), cell=2e-4)
@@ -127,14 +141,17 @@ def test_a_run_does_not_depend_on_its_neighbours(make) -> None:
         Setting(noise_multiplier=z, learning_rate=0.1, clip_norm=0.7, seed=k)
         for k, z in enumerate((0.3, 1.1, 2.7))
     ]
-    source = test_source(seed=8)
     common = {"strategy": blt((0.8,), (0.2,)), "steps": 3, "batch_size": 4}
-    network, params = train_many(make, batches(), settings, source=source, **common)
-    for k, setting in enumerate(settings):
-        own = [run_source(source, run=k)]
-        _, single = train_many(make, batches(), [setting], source=own, **common)
-        for name, value in single.items():
-            near(params[name][k], value[0], cell=1e-3)
+    common["source"] = test_source(seed=8)
+    network, params = train_many(make, batches(), settings, **common)
+    for others in ([5.0, 0.1], [0.0, 0.0]):
+        changed = [
+            settings[0],
+            *(replace(s, noise_multiplier=z) for s, z in zip(settings[1:], others)),
+        ]
+        _, again = train_many(make, batches(), changed, **common)
+        for name, value in again.items():
+            near(params[name][0], value[0], cell=1e-3)
     assert accuracies(network, params, *data()).shape == (3,)
 
 
@@ -143,7 +160,7 @@ def test_noise_of_no_power_of_two_is_the_noise_of_privatize_up_to_the_grid() -> 
     study = Study(Residual, [setting], steps=3, batch_size=5, source=test_source(seed=1))
     for x, y, _ in batches():
         study.step(x, y)
-    model = alone(Residual, setting, study.source(0))
+    model = alone(Residual, setting, 0, test_source(seed=1))
     for name, p in model.named_parameters():
         gap = (study.params[name][0] - p.detach()).abs().max()
         assert float(gap) < 3 * 2 * 3.0 * 2**-10 / 5  # three steps, two grids
@@ -159,29 +176,106 @@ def test_runs_do_not_share_noise() -> None:
     assert torch.cat(alike).float().mean() < 0.05
 
 
-def test_two_runs_under_one_key_are_refused() -> None:
-    setting = Setting(noise_multiplier=1.0, learning_rate=1.0)
-    key = test_source(seed=1)
-    with pytest.raises(InvalidInput, match="one seed"):
-        Study(
-            *(stacked_net, [setting] * 2),
-            strategy=identity(),
-            steps=1,
-            batch_size=1,
-            source=[key, key],
-        )
-    with pytest.raises(InvalidInput, match="one seed"):  # other strategies, hence other streams
-        Study(stacked_net, SETTINGS[:2], steps=1, batch_size=1, source=[key, key])
+def test_runs_of_several_strategies_under_one_test_key_share_no_noise() -> None:
+    shapes, plans = {"w": (20_000,)}, [plan(identity(), 1.0), plan(tree(), 1.0)]
+    release = StudyRelease(
+        plans, shapes, multipliers=[1.0, 1.0], clip_norms=[1.0, 1.0],
+        device=torch.device("cpu"), source=test_source(seed=1),
+    )  # fmt: skip
+    release.open(release.admit())
+    sums = {"w": torch.zeros(2, 20_000)}
+    release.add_(sums)
+    assert abs(float(torch.corrcoef(sums["w"])[0, 1])) < 0.05  # 7 standard deviations
 
 
-def test_sources_of_runs_are_those_of_the_runs() -> None:
-    own = [test_source(seed=k, kind="aes") for k in range(2)]
-    both = RunSources.of(own)
-    assert both.seed("1/a.b/c") == own[1].seed("a.b/c")
-    assert both.is_test
-    assert both.fingerprint != RunSources.of(own[::-1]).fingerprint
-    keys = {run_source(own[0], run=k).key for k in range(50)}
-    assert len(keys) == 50
+def test_two_studies_with_one_source_share_no_noise() -> None:
+    """A key serves one ledger: fresh entropy goes into the first one."""
+    given, found = Source(new_key()), []
+    for _ in range(2):
+        release = StudyRelease(
+            [plan(identity(), 1.0)], {"w": (20_000,)}, multipliers=[1.0], clip_norms=[1.0],
+            device=torch.device("cpu"), source=given,
+        )  # fmt: skip
+        release.open(release.admit())
+        release.add_(sums := {"w": torch.zeros(1, 20_000)})
+        found.append(sums["w"][0])
+    assert abs(float(torch.corrcoef(torch.stack(found))[0, 1])) < 0.05  # 7 standard deviations
+
+
+@pytest.mark.parametrize("multipliers", [[0.3], [0.7, 1.9, 11.0], [1e-3, 5.0], [3.3] * 64])
+def test_noise_of_a_study_has_the_size_of_its_settings(multipliers: list[float]) -> None:
+    """20,000 normals: a deviation that is 5 % off is 10 standard deviations off."""
+    clips = [0.5 + k for k in range(len(multipliers))]
+    release = StudyRelease(
+        [plan(identity(), 1.0)] * len(clips), {"w": (20_000,)}, multipliers=multipliers,
+        clip_norms=clips, device=torch.device("cpu"),
+    )  # fmt: skip
+    release.open(release.admit())
+    release.add_(sums := {"w": torch.zeros(len(clips), 20_000)})
+    for k, (z, clip) in enumerate(zip(multipliers, clips)):
+        assert float(sums["w"][k].std()) == pytest.approx(z * clip, rel=0.05)
+    z, bound = _unit_noise(joint_multiplier(multipliers))
+    assert z * bound == 1.0
+    assert joint_multiplier(multipliers) * (1 - 1e-14) <= z <= joint_multiplier(multipliers)
+
+
+def test_statement_of_a_study() -> None:
+    """One strategy: exact, as one plan with less noise. Several: squares add up."""
+    x, y = data()
+    same = [replace(s, plan=plan(tree(), z)) for s, z in zip(SETTINGS, (2.0, 3.0, 6.0))]
+    other = [*same, replace(SETTINGS[0], plan=plan(identity(), 4.0))]
+    for settings in (same, other):
+        study = Study(stacked_net, settings, steps=3, batch_size=4)
+        for part in range(3):
+            rows = slice(4 * part, 4 * part + 4)
+            study.step(x[rows], y[rows], ids=range(12)[rows])
+        stated = study.statement()
+        expected = joint_mu(setting.plan for setting in settings)
+        assert stated.mu == pytest.approx(expected, rel=1e-9)
+        assert stated.exact == (settings is same)
+        assert any(f"showing {len(settings)} runs" in line for line in stated.assumptions)
+    assert not any("NOT PRIVATE" in line for line in stated.assumptions)
+    tested = Study(stacked_net, same, steps=3, batch_size=4, source=test_source(seed=1))
+    tested.step(x[:4], y[:4], ids=range(4))
+    assert any("NOT PRIVATE" in line for line in tested.statement().assumptions)
+    assert tested.statement().epsilon < stated.epsilon  # one of three steps
+
+
+def test_a_study_checks_participation() -> None:
+    x, y = data()
+    study = Study(stacked_net, [SETTINGS[0]], steps=3, batch_size=4)
+    study.step(x[:4], y[:4], ids=[0, 1, 2, 3])
+    before = {name: value.clone() for name, value in study.params.items()}
+    with pytest.raises(ParticipationViolation, match="unit 3"):
+        study.step(x[3:7], y[3:7], ids=[3, 4, 5, 6])
+    with pytest.raises(InvalidInput, match="one for each of 4 rows, 3 came"):
+        study.step(x[4:8], y[4:8], ids=[4, 5, 6])
+    with pytest.raises(InvalidInput, match="names came"):
+        study.step(x[4:8], y[4:8], ids=["4", "5", "6", "7"])
+    assert all(torch.equal(study.params[name], value) for name, value in before.items())
+    weights = torch.tensor([0.0, 1, 1, 1])  # who is left out did not take part
+    study.step(x[3:7], y[3:7], weights=weights, ids=[3, 4, 5, 6])
+    study.statement()
+    study.step(x[8:], y[8:])
+    with pytest.raises(InvalidInput, match="every step was given ids"):
+        study.statement()
+
+
+def test_what_has_no_statement() -> None:
+    x, y = data()
+    for settings, words in (([SETTINGS[0], SETTINGS[3]], "plan"), (SETTINGS[:1], "ids=")):
+        study = Study(stacked_net, settings, steps=3, batch_size=4)
+        study.step(x[:4], y[:4])
+        with pytest.raises(InvalidInput, match=words):
+            study.statement()
+    free = replace(SETTINGS[0], plan=plan(identity(), 0.0))
+    study = Study(stacked_net, [SETTINGS[0], free], steps=3, batch_size=4)
+    study.step(x[:4], y[:4], ids=range(4))
+    with pytest.raises(Unsupported, match="run 1 has no noise"):
+        study.statement()
+    study = Study(stacked_net, [SETTINGS[3]], steps=3, batch_size=4)
+    with pytest.raises(InvalidInput, match="give every setting a plan"):
+        study.step(x[:4], y[:4], ids=range(4))
 
 
 def test_padding_and_weights_leave_rows_out() -> None:
@@ -205,14 +299,15 @@ def test_an_empty_batch_releases_noise_alone() -> None:
     setting = Setting(plan=plan(tree(), 2.0), learning_rate=0.5, seed=1)
     study = Study(Residual, [setting], steps=3, batch_size=4, source=test_source(seed=1))
     torch.manual_seed(setting.seed)
-    model = Residual()
+    inner = Residual()
+    model = Named(inner, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    options = {"clip_norm": 1.0, "batch_size": 4, "source": study.source(0)}
+    options = {"clip_norm": 1.0, "batch_size": 4, "source": test_source(seed=1)}
     private = privatize(model, optimizer, setting.plan, **options)
     for part in (slice(0, 0), slice(0, 4), slice(0, 0)):
         study.step(x[part], y[part])
         private.step(nn.CrossEntropyLoss(), x[part], y[part], ids=torch.arange(12)[part])
-    for name, p in model.named_parameters():
+    for name, p in inner.named_parameters():
         near(study.params[name][0], p.detach(), cell=2e-3)
 
 
@@ -227,8 +322,8 @@ def test_the_staged_step_equals_the_eager_one(monkeypatch) -> None:
     common = {"strategy": tree(), "steps": 5, "batch_size": 4, "source": test_source(seed=1)}
     eager, staged = (Study(Residual, settings, **common) for _ in range(2))
     monkeypatch.setattr(staged, "_not_captured", "")
-    monkeypatch.setattr(staged._noise, "prepare", lambda sums: None)
-    monkeypatch.setattr(staged._noise, "announce", lambda: None)
+    monkeypatch.setattr(staged._release, "prepare", lambda sums: None)
+    monkeypatch.setattr(staged._release, "announce", lambda: None)
     for place, part in enumerate(parts):
         weights = torch.tensor([1.0, 0, 1, 1]) if place == 3 else None
         losses = [s.step(x[part], y[part], weights=weights) for s in (eager, staged)]
@@ -274,8 +369,8 @@ def test_refusals() -> None:
     noisy = Setting(noise_multiplier=1.0, learning_rate=1.0)
     with pytest.raises(InvalidInput, match="strategy="):
         Study(stacked_net, [noisy], steps=1, batch_size=2)
-    with pytest.raises(InvalidInput, match="each of the 1 runs"):
-        Study(stacked_net, [setting], steps=1, source=[], **common)
+    with pytest.raises(InvalidInput, match="source must be a noshuffle"):
+        Study(stacked_net, SETTINGS[:1], steps=1, batch_size=2, source=[])
     user = Plan(
         participation=MinSeparation(3, 1, 3),
         strategy=identity(),

@@ -15,7 +15,7 @@ each is one Gaussian mechanism and their noise is independent. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from noshuffle.clipping import Flat
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, non_negative, positive, whole
-from noshuffle.noise import Source, new_key
+from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, identity
-from noshuffle.training.many.noise import run_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +94,7 @@ def check_settings(
         raise InvalidInput("settings must hold at least one run, got none")
     if strategy is not None:
         instance_of(Strategy, strategy=strategy)
-    if learning_rates and len(learning_rates) < steps:
-        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
+    check_schedule(learning_rates, steps=steps)
     for run, setting in enumerate(settings):
         instance_of(Setting, **{f"the setting of run {run}": setting})
         if setting.plan is not None and setting.plan.steps < steps:
@@ -107,9 +105,18 @@ def check_settings(
             raise InvalidInput(f"run {run} has noise but no plan; give the study a strategy=")
 
 
-def strategies_of(settings: Sequence[Setting], strategy: Strategy | None) -> list[Strategy]:
-    """The strategy of every run."""
-    return [s.plan.strategy if s.plan is not None else strategy or identity() for s in settings]
+def check_schedule(learning_rates: Sequence[float], *, steps: int) -> None:
+    """Refuse a schedule of factors (empty: constant) that ends before the last step."""
+    if learning_rates and len(learning_rates) < steps:
+        raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
+
+
+def plans_of(settings: Sequence[Setting], strategy: Strategy | None, *, steps: int) -> list[Plan]:
+    """What the noise of every run is laid out by; without a plan of its own, a single pass."""
+    plain = Plan(
+        participation=SinglePass(steps), strategy=strategy or identity(), noise_multiplier=1.0
+    )
+    return [setting.plan or plain for setting in settings]
 
 
 def columns(settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,17 +131,21 @@ def wide(column: Tensor, like: Tensor) -> Tensor:
     return column.to(like.dtype).reshape(-1, *([1] * (like.dim() - 1)))
 
 
-def sources_of(source: Source | Sequence[Source] | None, *, runs: int) -> tuple[Source, ...]:
-    """One source a run: those that were given, or derived from one."""
-    if source is None or isinstance(source, Source):
-        common = source or Source(key=new_key())
-        return tuple(run_source(common, run=k) for k in range(runs))
-    instance_of(Sequence, source=source)
-    if len(source) != runs:
-        raise InvalidInput(f"give one source for each of the {runs} runs, got {len(source)}")
-    for run, own in enumerate(source):
-        instance_of(Source, **{f"the source of run {run}": own})
-    return tuple(source)
+@torch.no_grad()
+def momentum_step(
+    params: Mapping[str, Tensor],
+    velocity: Mapping[str, Tensor],
+    noisy: Mapping[str, Tensor],
+    *,
+    rate: Tensor,
+    momentum: Tensor,
+    weight: float,
+) -> None:
+    """v ← momentum·v + weight·noisy sum, θ ← θ − rate·v for every run, in place."""
+    for name, value in params.items():
+        v = velocity[name]
+        v.mul_(wide(momentum, v)).add_(noisy[name], alpha=weight)
+        value.addcmul_(wide(rate, v), v, value=-1.0)
 
 
 def seeded(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:

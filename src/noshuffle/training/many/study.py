@@ -9,10 +9,10 @@ The K models run side by side: `vmapped` for any model that vmap accepts, `stack
 allow the quicker form. On CUDA a step of all runs is one graph.
 
 Each run is private by itself with the noise of its own setting, if the rows come as its plan says:
-nothing here checks that. A study as a whole shows many models of the same data, which costs
-`joint_mu`. So a study keeps no ledger and makes no statement: it is for choosing, and what is to be
-released is trained with `privatize`. That is also the slow twin: run k of a study equals the run of
-`privatize` with `study.source(k)` to rounding.
+`ids` let the study check that. A study as a whole shows many models of the same data, which costs
+`joint_mu`; with ids, `statement()` says so in full. It cannot be resumed: what is to be kept is
+trained with `privatize`. That is also the slow twin: under a test source run k of a study equals
+the run of `privatize` whose tensors are called "k/name", to rounding (`release`).
 
 >>> from noshuffle.strategies import identity
 >>> x = torch.randn(64, 5); y = (x[:, 0] > 0).long()
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
@@ -51,19 +52,20 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.noise import Source
+from noshuffle.release.ledger import Admission
+from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
 from noshuffle.training.many.graph import StudyGraph, kind_of
-from noshuffle.training.many.noise import StudyNoise
+from noshuffle.training.many.release import StudyRelease
 from noshuffle.training.many.setting import (
     Setting,
     check_settings,
     columns,
     joint_mu,
+    momentum_step,
+    plans_of,
     seeded,
-    sources_of,
     stack,
-    strategies_of,
-    wide,
 )
 from noshuffle.training.many.sum import Network, clipped_sums, network_for
 
@@ -75,9 +77,10 @@ Batch = tuple[Tensor, Tensor, Tensor | None]
 class Study:
     """K runs in the making; `step` is one step of all of them.
 
-    Guarantees: what changes the parameters of run k is (Σ clip(g) + noise of its own key) divided
-    by the planned constant. A row with a NaN or infinite gradient contributes zero to that run.
-    Participation is not checked: the caller feeds rows as the plans say.
+    Guarantees: what changes the parameters of run k is (Σ clip(g) + noise of its own) divided by
+    the planned constant, and leaves through `release.Release`. A row with a NaN or infinite
+    gradient contributes zero to that run. With `ids`, participation is checked before anything is
+    computed; without them the caller feeds rows as the plans say, and there is no statement.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Study:
         strategy: Strategy | None = None,
         loss_fn: Criterion | ModelLoss | None = None,
         learning_rates: Sequence[float] = (),
-        source: Source | Sequence[Source] | None = None,
+        source: Source | None = None,
         device: torch.device | str = "cpu",
         capture: bool = True,
     ) -> None:
@@ -101,8 +104,7 @@ class Study:
         strategy: how noise is correlated for settings without a plan.
         loss_fn: a criterion or `ModelLoss`, as for `privatize`; cross-entropy by default.
         learning_rates: a schedule of factors, one a step (empty: constant).
-        source: a source from which each run gets a key, or one a run; fresh by default. A key
-            belongs to one study: the same noise on other data would give both away.
+        source: where noise comes from; fresh keys of the operating system by default.
         capture: whether a step on CUDA may be captured as a graph.
         """
         whole(steps=steps, batch_size=batch_size)
@@ -125,14 +127,13 @@ class Study:
         self._velocity = {name: torch.zeros_like(value) for name, value in self.params.items()}
         self._clip, self._rate, self._inertia = columns(self.settings, self._device)
         self._factor = torch.ones((), device=self._device)
-        self._sources = sources_of(source, runs=len(settings))
-        self._noise = StudyNoise(
-            self._sources,
+        self._release = StudyRelease(
+            plans_of(settings, strategy, steps=steps),
             {name: tuple(value.shape[1:]) for name, value in self.params.items()},
-            scales=[s.noise * s.clip_norm for s in settings],
-            strategies=strategies_of(settings, strategy),
-            steps=steps,
+            multipliers=[s.noise for s in settings],
+            clip_norms=[s.clip_norm for s in settings],
             device=self._device,
+            source=source,
         )
         self._networks: dict[Any, tuple[Network, str]] = {}
         self._network: Network | None = None
@@ -154,10 +155,11 @@ class Study:
             return f"{self._form}; one CUDA graph for up to {self._graph.capacity} rows"
         return f"{self._form}; {self._not_captured}"
 
-    def step(self, *batch: Any, weights: Tensor | None = None) -> Tensor:
+    def step(self, *batch: Any, weights: Tensor | None = None, ids: Any = None) -> Tensor:
         """One step of every run on the same batch; the mean loss of each (raw, not private).
 
-        Rows whose weight is 0 are left out (padding); all others count once.
+        Rows whose weight is 0 are left out (padding); all others count once. `ids` names the unit
+        of every row; the plans' participations are then checked.
         """
         if self.done >= self.steps:
             raise HorizonExceeded(f"the study was planned for {self.steps} steps, all are done")
@@ -168,6 +170,12 @@ class Study:
         keep = None if weights is None else weights != 0
         if keep is not None and keep.shape != (size,):
             raise InvalidInput(f"weights must be one number for each of the {size} rows")
+        if ids is not None and any(setting.plan is None for setting in self.settings):
+            raise InvalidInput("ids are checked against plans; give every setting a plan")
+        rows = None
+        if ids is not None:
+            rows = np.ones(size, dtype=bool) if keep is None else keep.cpu().numpy()
+        admissions = self._release.admit(ids, keep=rows)
         if self._rates:
             self._factor.fill_(self._rates[self.done])
         kind = kind_of(*tree_flatten(batch))
@@ -178,11 +186,12 @@ class Study:
             batch = tree_map(self._here, batch)
             if keep is None:
                 keep = torch.ones(size, dtype=torch.bool, device=self._device)
-            losses = self._work(batch, keep.to(self._device))
+            losses = self._work(batch, keep.to(self._device), admissions)
         else:
             with self._at_home():
                 graph.stage(batch, keep, size=size)
-                self._noise.announce()
+                self._release.open(admissions)
+                self._release.announce()
                 losses = graph.replay()
         self.done += 1
         return losses
@@ -196,10 +205,11 @@ class Study:
                 parameter.copy_(self.params[name][run])
         return made
 
-    def source(self, run: int) -> Source:
-        """Where the noise of one run comes from; as secret as the data."""
-        whole(at_least=0, at_most=self.runs - 1, run=run)
-        return self._sources[run]
+    def statement(self) -> PrivacyStatement:
+        """What showing all runs costs together; needs plans, and ids in every step."""
+        if any(setting.plan is None for setting in self.settings):
+            raise InvalidInput("a study states ε only if every setting has a plan")
+        return self._release.statement()
 
     def scores(self, x: Any) -> Tensor:
         """Outputs of every run in eval mode: (batch, runs, …)."""
@@ -212,16 +222,25 @@ class Study:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def _work(self, batch: tuple[Any, ...], keep: Tensor) -> Tensor:
-        """Clip, sum, noise, update; mean losses of the rows that were kept and finite."""
+    def _work(
+        self, batch: tuple[Any, ...], keep: Tensor, admissions: Sequence[Admission] | None = None
+    ) -> Tensor:
+        """Clip, sum, row, noise, update; mean losses of the rows that were kept and finite.
+
+        A graph holds no rows: theirs are written before it is replayed.
+        """
         sums, losses = self._sum(batch, keep)
-        self._noise.add_(sums)
-        rate = self._rate * self._factor
-        with torch.no_grad():
-            for name, value in self.params.items():
-                v = self._velocity[name]
-                v.mul_(wide(self._inertia, v)).add_(sums[name], alpha=1.0 / self._batch_size)
-                value.addcmul_(wide(rate, v), v, value=-1.0)
+        if admissions is not None:
+            self._release.open(admissions)
+        self._release.add_(sums)
+        momentum_step(
+            self.params,
+            self._velocity,
+            sums,
+            rate=self._rate * self._factor,
+            momentum=self._inertia,
+            weight=1.0 / self._batch_size,
+        )
         seen = torch.isfinite(losses) & keep[:, None]
         return torch.where(seen, losses, 0.0).sum(0) / seen.sum(0)
 
@@ -250,7 +269,7 @@ class Study:
             return "capture=False, eager"
         if self._device.type != "cuda":
             return f"on {self._device.type}, eager"
-        if not self._noise.can_be_captured:
+        if not self._release.can_be_captured:
             return "the noise is not fused (install triton and use philox), eager"
         return ""
 
@@ -278,7 +297,7 @@ class Study:
             graph = StudyGraph(batch, capacity=capacity, device=self._device)
             graph.stage(batch, None, size=size)
             keep = torch.ones(capacity, dtype=torch.bool, device=self._device)
-            self._noise.prepare(self._sum(graph.batch, keep)[0])
+            self._release.prepare(self._sum(graph.batch, keep)[0])
             graph.capture(lambda b, k: self._sum(b, k)[1], self._work)
         except Exception as error:
             line = " ".join(str(error).split())[:160]

@@ -30,7 +30,7 @@ from noshuffle.training.many.vmapped import Vmapped
 MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}
 
 
-class Form(Protocol):
+class SideBySide(Protocol):
     """K networks of one shape, run side by side with stacked parameters."""
 
     runs: int
@@ -48,7 +48,7 @@ class Form(Protocol):
         ...
 
 
-Network = Form | OneByOne
+Network = SideBySide | OneByOne
 
 
 def clipped_sums(
@@ -113,10 +113,10 @@ def network_for(
     except Unsupported as error:
         return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
 
-    def stacked() -> Form:
+    def stacked() -> SideBySide:
         return Stacked(models[0], runs=len(models), loss_fn=loss_fn)
 
-    def outer() -> Form:
+    def outer() -> SideBySide:
         known = general.linear_layers(batch)
         if not known:
             raise Unsupported("no linear layer is called once with one vector")
@@ -138,7 +138,7 @@ def network_for(
 
 
 def _agree(
-    quick: Form, general: Form, params: Mapping[str, Tensor], batch: tuple[Any, ...]
+    quick: SideBySide, general: SideBySide, params: Mapping[str, Tensor], batch: tuple[Any, ...]
 ) -> bool:
     """Whether two forms have the same gradients on these rows, up to rounding."""
     with torch.random.fork_rng():

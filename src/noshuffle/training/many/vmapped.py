@@ -45,7 +45,7 @@ from noshuffle.clipping.per_example import PerExample, _Bound
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Tape, rewritten
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.many.stacked import Dense, Gradients, Outer
+from noshuffle.training.many.stacked import DenseByRun, Gradients, OuterByRun
 
 
 class Vmapped:
@@ -125,12 +125,12 @@ class Vmapped:
             found_by_run = by_run(rest, probes, batch, own)
         # Examples first. Not by out_dims, which fails for what is the same in all runs.
         (grads, outer), (losses, given) = tree_map(lambda t: t.transpose(0, 1), found_by_run)
-        found: Gradients = {name: Dense(value) for name, value in grads.items()}
+        found: Gradients = {name: DenseByRun(value) for name, value in grads.items()}
         for name, g in outer.items():
             a = given[name]
-            found[f"{name}.weight"] = Outer(g, a[:, :1] if a.stride(1) == 0 else a)
+            found[f"{name}.weight"] = OuterByRun(g, a[:, :1] if a.stride(1) == 0 else a)
             if f"{name}.bias" in params:
-                found[f"{name}.bias"] = Dense(g)
+                found[f"{name}.bias"] = DenseByRun(g)
         return found, losses
 
     def check_memory(self, batch: tuple[Any, ...]) -> None:
