@@ -107,14 +107,14 @@ def draws(numbers: int) -> dict[str, Row]:
         workers = torch.get_num_threads() if has_loops else 1
         layout = Layout.of({"w": (numbers,)}, chunk_tiles=chunk_tiles)
         tiles = torch.empty(layout.tiles, TILE)
-        rooms = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
+        parts = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
         source = test_source(seed="benchmark", kind=kind)
         drawer = source.drawer(layout.chunks, device=out.device, workers=workers)
 
         def fill(worker: int, i: int) -> None:
-            drawer.draw_(rooms[i], chunk=i, row=1, weight=1.0, accumulate=False, worker=worker)
+            drawer.draw_(parts[i], chunk=i, row=1, weight=1.0, accumulate=False, worker=worker)
 
-        return lambda: share(fill, items=len(rooms), workers=workers)
+        return lambda: share(fill, items=len(parts), workers=workers)
 
     fills: dict[str, Callable[[], object]] = {
         "torch normal_": lambda: out.normal_(),
@@ -131,23 +131,23 @@ def draws(numbers: int) -> dict[str, Row]:
 
 def bytes_of(recipe: Recipe) -> float:
     """Bytes of one parameter that a step has to move, mean of the steps that are timed."""
-    moves = StepPlans.of(recipe)
-    return statistics.mean(moved(moves.at(step)) for step in range(FIRST, FIRST + LAPS))
+    plans = StepPlans.of(recipe)
+    return statistics.mean(moved(plans.at(step)) for step in range(FIRST, FIRST + LAPS))
 
 
 def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Row]:
     values = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    rooms = {name: torch.empty(shape) for name, shape in shapes.items()}
+    scratch = {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def plain() -> None:
         for _ in range(LAPS):
             for name, value in values.items():
-                value.add_(rooms[name].normal_(), alpha=0.1)
+                value.add_(scratch[name].normal_(), alpha=0.1)
 
     def copy() -> None:
         for _ in range(LAPS):
             for name, value in values.items():
-                rooms[name].copy_(value)
+                scratch[name].copy_(value)
 
     rows = {COPY: Row(copy, COPIED), "torch normal_ and add_, independent": Row(plain, 8)}
 

@@ -55,11 +55,11 @@ def fused_of(
     starts: dict[str, int] | None = None,
 ) -> Fused:
     """The kernel and its tables for tensors of these shapes."""
-    moves, source = StepPlans.of(recipe), test_source(seed="bench", kind="philox")
+    plans, source = StepPlans.of(recipe), test_source(seed="bench", kind="philox")
     layout = Layout.of(shapes, starts=starts, chunk_tiles=DEVICE_CHUNK)
-    state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
+    state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     return Fused(
-        moves,
+        plans,
         layout=layout,
         source=source,
         state=state,
@@ -91,10 +91,10 @@ def copy_ms(count: int) -> float:
     return median_ms(lambda: a.copy_(b))
 
 
-def moved(move: StepPlan) -> int:
+def moved(plan: StepPlan) -> int:
     """Bytes of one parameter that one step must read and write, float32 gradient included."""
-    reads = {b for b, _ in move.inner} | {b for b, _ in move.outer}
-    writes = len(move.decays) if move.decays else int(move.store >= 0)
+    reads = {b for b, _ in plan.inner} | {b for b, _ in plan.outer}
+    writes = len(plan.decays) if plan.decays else int(plan.store >= 0)
     return 8 + 4 * len(reads) + 4 * writes
 
 
@@ -108,8 +108,8 @@ def time_step(
     steps: int = 100_000,
 ) -> tuple[float, float, int]:
     """Milliseconds and bytes per parameter of a step (a tree: mean over 64 steps), and buffers."""
-    moves, shapes = StepPlans.of(recipe), {"w": (value.numel(),)}
-    horizon = moves.horizon or steps
+    plans, shapes = StepPlans.of(recipe), {"w": (value.numel(),)}
+    horizon = plans.horizon or steps
     fused = fused_of(recipe, shapes, steps=horizon, tiles=tiles, warps=warps)
     if isinstance(recipe, Forest):
         first = 1 if at is None else at
@@ -120,9 +120,9 @@ def time_step(
             fused.add_({"w": value}, step=step)
         end.record()
         torch.cuda.synchronize()
-        mean = statistics.mean(moved(moves.at(step)) for step in range(first, first + 64))
-        return begin.elapsed_time(end) / 64, mean, moves.buffers
+        mean = statistics.mean(moved(plans.at(step)) for step in range(first, first + 64))
+        return begin.elapsed_time(end) / 64, mean, plans.buffers
     first = min(2000, horizon // 2) if at is None else at  # by default past the lag of every tap
     step = iter(range(first, horizon))
     ms = median_ms(lambda: fused.add_({"w": value}, step=next(step)))
-    return ms, moved(moves.at(first)), moves.buffers
+    return ms, moved(plans.at(first)), plans.buffers

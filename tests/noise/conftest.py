@@ -157,7 +157,10 @@ def numpy_triton() -> Iterator[None]:
     """The noise kernels by the language above."""
     program = [0]
     with pytest.MonkeyPatch.context() as patch:
-        for module, kernels in ((triton_kernels, ["move"]), (lazy_kernels, ["normals", "advance"])):
+        for module, kernels in (
+            (triton_kernels, ["add_noise"]),
+            (lazy_kernels, ["normals", "advance"]),
+        ):
             patch.setattr(module, "tl", language(program))
             for kernel in kernels:
                 patch.setattr(module, kernel, Launcher(getattr(module, kernel), program))

@@ -110,6 +110,6 @@ def test_rows_are_read_in_the_documented_order() -> None:
     """Every draw of a forest is used by exactly the step that completes its node, and once."""
     for completion in (False, True):
         recipe = Forest("honaker", 50, 6, completion)
-        moves = StepPlans.of(recipe)
-        seen = [row for t in range(50) for row, _ in moves.at(t).draws]
+        plans = StepPlans.of(recipe)
+        seen = [row for t in range(50) for row, _ in plans.at(t).draws]
         assert seen == list(range(rows(recipe, 50)))

@@ -114,19 +114,19 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
     bare = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     layout = Layout.of({"w": (2 * TILE,)}, chunk_tiles=2)
     drawer = source.drawer(layout.chunks, device=torch.device("cpu"), workers=1)
-    moves = StepPlans.of(RECIPES[name])
+    plans = StepPlans.of(RECIPES[name])
     for t in range(12):
-        move = moves.at(t)
+        plan = plans.at(t)
         x, noise = torch.randn(TILE, generator=torch.Generator().manual_seed(t)), torch.zeros(TILE)
         got = x.clone()
         stream.add_({"w": got})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grid, "grid_step", lambda _: 0.0)
             bare.add_({"w": noise})
-        row = max(row for row, _ in move.draws)
+        row = max(row for row, _ in plan.draws)
         drawer.draw_(torch.empty(2, TILE), chunk=0, row=row, weight=1.0, accumulate=False, worker=0)
         words: NDArray[np.int32] = drawer.scratch[0].numpy()  # type: ignore[attr-defined]
-        step = grid_of(move, scale=0.37)
+        step = grid_of(plan, scale=0.37)
         for j in (0, 1, 255, 400, 723, 724, 725, 1000, TILE - 1):
             tile, element = divmod(start + j, TILE)
             u = coin_of(words[tile], element)
@@ -180,9 +180,9 @@ def test_what_is_not_finite_or_far_off_stays(scale: float) -> None:
 def test_the_newest_row_is_new() -> None:
     """The words that round a step must not have served another one's rounding or noise."""
     for recipe in RECIPES.values():
-        moves, seen = StepPlans.of(recipe), set[int]()
+        plans, seen = StepPlans.of(recipe), set[int]()
         for t in range(12):
-            rows = [row for row, _ in moves.at(t).draws]
+            rows = [row for row, _ in plans.at(t).draws]
             assert rows == sorted(set(rows))
             assert rows[-1] not in seen
             seen.update(rows)

@@ -101,8 +101,8 @@ def test_stream_equals_the_matrix_times_the_draws(name: str, kind: str, has_grid
         if not has_grid:
             patch.setattr(grid, "grid_step", lambda _: 0.0)
         released = run(stream_of(name, source=source, scale=scale), N)
-    moves = StepPlans.of(recipe)
-    steps = np.array([[grid.grid_of(moves.at(t), scale=scale)] for t in range(N)]) * has_grid
+    plans = StepPlans.of(recipe)
+    steps = np.array([[grid.grid_of(plans.at(t), scale=scale)] for t in range(N)]) * has_grid
     matrix = materialize(recipe, N)
     for tensor, shape in SHAPES.items():
         draws = []
@@ -367,7 +367,7 @@ def test_counters_on_the_device_are_set_anew_after_loading() -> None:
     later = stream.state_dict()  # one step is released: what a twin of this run may have saved
     fresh = NoiseStream(RECIPES["sums"], source, {"w": (5,)}, scale=1.0, steps=N)
     fresh._fused = Fused(
-        fresh._moves,
+        fresh._plans,
         layout=fresh._layout,
         source=source,
         state=fresh._state,

@@ -108,11 +108,11 @@ def twin_of(recipe: Recipe, ring: Sequence[int] = ()) -> NoiseStream:
 
 
 def fused_of(recipe: Recipe, ring: Sequence[int] = (), **settings: object) -> tuple[Fused, Tensor]:
-    moves, source = StepPlans.of(recipe), source_of(ring)
+    plans, source = StepPlans.of(recipe), source_of(ring)
     layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
-    state = torch.zeros((moves.buffers, layout.tiles, TILE), device=DEVICE)
+    state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     settings = {"scale": SCALE, "steps": N} | settings
-    fused = Fused(moves, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]
+    fused = Fused(plans, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]
     return fused, state
 
 
@@ -235,11 +235,11 @@ def test_replays_of_a_graph_are_the_steps(name: str, ring: tuple[int, ...]) -> N
 
 
 def test_a_tape_holds_the_moves_in_order() -> None:
-    moves = StepPlans.of(RECIPES["blt with taps and gains"])
-    tape = record_tape(moves, scale=SCALE, first=2, steps=N)
+    plans = StepPlans.of(RECIPES["blt with taps and gains"])
+    tape = record_tape(plans, scale=SCALE, first=2, steps=N)
     assert (tape.first, tape.count) == (2, N - 2)
     for i in range(tape.count):
-        expected = record(moves.at(2 + i), buffers=moves.buffers, scale=SCALE)
+        expected = record(plans.at(2 + i), buffers=plans.buffers, scale=SCALE)
         begin = tape.offsets[i]
         np.testing.assert_array_equal(tape.words[begin : begin + len(expected)], expected)
     for begin in tape.offsets[tape.count :]:
@@ -249,15 +249,15 @@ def test_a_tape_holds_the_moves_in_order() -> None:
 
 def test_a_tape_names_the_key_of_every_draw() -> None:
     """Only under a ring; without one the words are those of before."""
-    moves, source = StepPlans.of(RECIPES["blt with taps and gains"]), source_of((2, 5))
-    settings = {"buffers": moves.buffers, "scale": SCALE}
+    plans, source = StepPlans.of(RECIPES["blt with taps and gains"]), source_of((2, 5))
+    settings = {"buffers": plans.buffers, "scale": SCALE}
     for t in range(N):
-        plain = record(moves.at(t), **settings)  # type: ignore[arg-type]
-        long = record(moves.at(t), segment_fn=source.segment, **settings)  # type: ignore[arg-type]
+        plain = record(plans.at(t), **settings)  # type: ignore[arg-type]
+        long = record(plans.at(t), segment_fn=source.segment, **settings)  # type: ignore[arg-type]
         draws = plain[0]
         named = long[HEAD : HEAD + 3 * draws].reshape(-1, 3)
         np.testing.assert_array_equal(named[:, :2].ravel(), plain[HEAD : HEAD + 2 * draws])
-        assert named[:, 2].tolist() == [source.segment(row) for row, _ in moves.at(t).draws]
+        assert named[:, 2].tolist() == [source.segment(row) for row, _ in plans.at(t).draws]
         np.testing.assert_array_equal(long[:HEAD], plain[:HEAD])
         np.testing.assert_array_equal(long[HEAD + 3 * draws :], plain[HEAD + 2 * draws :])
 

@@ -5,14 +5,14 @@
 A chunk is some tiles of 1024 numbers that stay in the cache between drawing, correlating and adding
 (`layout`, `loops`, `grid`). It is the slow twin of the whole step in C (`whole_step`) and of the
 kernel (`fused`), with the same bits, and runs where neither of them does. Chunks are shared among a
-few threads. State: the buffers that it is given, and room to work in.
+few threads. State: the buffers that it is given, and scratch memory.
 
 >>> from noshuffle.noise.source import test_source
 >>> layout = Layout.of({"w": (3,)}, chunk_tiles=1)
 >>> state = torch.zeros(0, layout.tiles, TILE)                      # no buffers: independent noise
 >>> step = ChunkStep(layout, source=test_source(seed=1), state=state, workers=1)
 >>> value = torch.zeros(3)
->>> step.add_({"w": value}, move=StepPlan(draws=((0, 1.0),)), scale=0.5)
+>>> step.add_({"w": value}, plan=StepPlan(draws=((0, 1.0),)), scale=0.5)
 >>> bool(value.all()), bool((value % grid_of(StepPlan(draws=((0, 1.0),)), scale=0.5) == 0).all())
 (True, True)
 """
@@ -50,20 +50,20 @@ class ChunkStep:
             for c in self._chunks
         ]
         largest = max((c.tiles for c in self._chunks), default=0)
-        room = state.new_empty((self._workers, 3, largest, TILE))
-        # The rooms that chunks are worked on in, cut once: item i is always worker i mod workers.
-        self._rooms = []
+        scratch = state.new_empty((self._workers, 3, largest, TILE))
+        # The scratch that each chunk is worked on in: item i is always worker i mod workers.
+        self._scratch = []
         for i, c in enumerate(self._chunks):
-            y, u, coins = room[i % self._workers, :, : c.tiles].unbind()
+            y, u, coins = scratch[i % self._workers, :, : c.tiles].unbind()
             cuts = [slice(s.at, s.at + s.end - s.begin) for s in c.spans]
             parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
-            self._rooms.append((y, u, coins, parts))
+            self._scratch.append((y, u, coins, parts))
 
-    def add_(self, targets: Mapping[str, Tensor], *, move: StepPlan, scale: float) -> None:
-        """Add the noise of one move to flat tensors on the grid, and bring the buffers forward."""
+    def add_(self, targets: Mapping[str, Tensor], *, plan: StepPlan, scale: float) -> None:
+        """Add the noise of one step to flat tensors on the grid, and bring the buffers forward."""
         share(
             lambda worker, index: self._add_chunk(
-                targets, move=move, scale=scale, index=index, worker=worker
+                targets, plan=plan, scale=scale, index=index, worker=worker
             ),
             items=len(self._chunks),
             workers=self._workers,
@@ -73,21 +73,21 @@ class ChunkStep:
         self,
         targets: Mapping[str, Tensor],
         *,
-        move: StepPlan,
+        plan: StepPlan,
         scale: float,
         index: int,
         worker: int,
     ) -> None:
-        y, u, coins, parts = self._rooms[index]
-        step = grid_of(move, scale=scale)
+        y, u, coins, parts = self._scratch[index]
+        step = grid_of(plan, scale=scale)
         # Without buffers the weights can carry gain and scale, and u is the noise itself.
-        into, factor = (u, 1.0) if self._buffers else (y, move.gain * scale)
-        for i, (row, w) in enumerate(move.draws):
+        into, factor = (u, 1.0) if self._buffers else (y, plan.gain * scale)
+        for i, (row, w) in enumerate(plan.draws):
             self._drawer.draw_(
                 into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
             )
         if self._buffers:
-            correlate_(y, u=u, move=move, state=self._views[index], scale=scale)
+            correlate_(y, u=u, plan=plan, state=self._views[index], scale=scale)
         self._drawer.jitters_(coins, step=step, worker=worker)
         for span, (noise, jitters) in zip(self._chunks[index].spans, parts):
             target = targets[span.name]

@@ -8,8 +8,8 @@ loop and the torch form agree bit for bit on every machine. The buffers S are th
 
 >>> state = Buffers([torch.full((1, TILE), 3.0)])
 >>> y, u = torch.empty(1, TILE), torch.ones(1, TILE)
->>> move = StepPlan(draws=((0, 1.0),), inner=((0, 0.5),), gain=2.0, decays=(0.1,))
->>> correlate_in_torch_(y, u=u, move=move, state=state, scale=1.0)
+>>> plan = StepPlan(draws=((0, 1.0),), inner=((0, 0.5),), gain=2.0, decays=(0.1,))
+>>> correlate_in_torch_(y, u=u, plan=plan, state=state, scale=1.0)
 >>> y[0, 0].item(), round(state.tensors[0][0, 0].item(), 3)
 (5.0, 1.3)
 """
@@ -36,7 +36,7 @@ class Buffers:
 
 
 def correlate_in_torch_(
-    y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float
+    y: Tensor, *, u: Tensor, plan: StepPlan, state: Buffers, scale: float
 ) -> None:
     """Write scale times the noise of a step into `y` and bring the buffers forward.
 
@@ -45,33 +45,33 @@ def correlate_in_torch_(
     """
     buffers = state.tensors
     y.copy_(u)
-    for b, c in sorted(move.inner):
+    for b, c in sorted(plan.inner):
         y.add_(buffers[b] * c)
-    for b, theta in enumerate(move.decays):
+    for b, theta in enumerate(plan.decays):
         buffers[b].mul_(theta).add_(u)
-    if move.store >= 0:
-        buffers[move.store].copy_(y)
-    y.mul_(move.gain * scale)
-    for b, d in sorted(move.outer):
+    if plan.store >= 0:
+        buffers[plan.store].copy_(y)
+    y.mul_(plan.gain * scale)
+    for b, d in sorted(plan.outer):
         y.add_(buffers[b] * (d * scale))
 
 
 def correlate_in_c_(
-    library: ctypes.CDLL, y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float
+    library: ctypes.CDLL, y: Tensor, *, u: Tensor, plan: StepPlan, state: Buffers, scale: float
 ) -> None:
     """The same by the compiled loop."""
     count = len(state.tensors)
-    decays = (ctypes.c_float * count)(*move.decays) if move.decays else None
+    decays = (ctypes.c_float * count)(*plan.decays) if plan.decays else None
     library.correlate(
         y.data_ptr(),
         u.data_ptr(),
         state.addresses,
         count,
-        dense(move.inner, count, 1.0),
+        dense(plan.inner, count, 1.0),
         decays,
-        dense(move.outer, count, scale),
-        move.store,
-        move.gain * scale,
+        dense(plan.outer, count, scale),
+        plan.store,
+        plan.gain * scale,
         y.shape[0],
     )
 

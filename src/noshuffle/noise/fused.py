@@ -1,6 +1,6 @@
 """The noise of a step on a GPU by one kernel: the tables it reads, and its launch.
 
-    small tables on the device  ──►  one launch of `triton_kernels.move` per tensor type
+    small tables on the device  ──►  one launch of `triton_kernels.add_noise` per tensor type
 
 What the kernel needs to know of the step lies on a tape (`tape`), of which a counter on the device
 reads the next record; what it needs to know of the tensors lies in a table of regions (one per
@@ -35,7 +35,7 @@ from noshuffle.noise.layout import Layout
 from noshuffle.noise.philox import BLOCKS, address, split_seed
 from noshuffle.noise.source import Source
 from noshuffle.noise.step_plan import StepPlans
-from noshuffle.noise.tape import STEPS, WORDS, Tape, record_tape
+from noshuffle.noise.tape import STEPS, WORDS, StepTape, record_tape
 
 #: Tiles of one program where there are many of them; a small model has more use for more programs.
 TILES, MANY_TILES = 4, 2**14
@@ -69,7 +69,7 @@ class Fused:
 
     def __init__(
         self,
-        moves: StepPlans,
+        plans: StepPlans,
         *,
         layout: Layout,
         source: Source,
@@ -79,17 +79,17 @@ class Fused:
         tiles: int | None = None,
         warps: int = WARPS,
     ) -> None:
-        self._moves, self._scale, self._steps = moves, scale, steps
+        self._plans, self._scale, self._steps = plans, scale, steps
         self._device, self._state, self._warps = state.device, state, warps
         # Measured: a program with buffers to move is quickest when it owns one tile.
-        is_light = not moves.buffers and layout.tiles >= MANY_TILES
+        is_light = not plans.buffers and layout.tiles >= MANY_TILES
         self._tiles = tiles or (TILES if is_light else 1)
-        few = REGISTERS_OF_FEW if moves.buffers <= FEW else 0
-        self._registers = few if moves.buffers else REGISTERS
+        few = REGISTERS_OF_FEW if plans.buffers <= FEW else 0
+        self._registers = few if plans.buffers else REGISTERS
         self._table, self._names = _regions(layout, source)
         self._segment_fn = source.segment if source.later else None
         self._keys = _keys(self._names, source).to(self._device)
-        self._has_decays = bool(moves.buffers) and bool(moves.at(0).decays)
+        self._has_decays = bool(plans.buffers) and bool(plans.at(0).decays)
         self._words = self._zeros(WORDS, torch.int32)
         self._offsets = self._zeros(STEPS + 1, torch.int32)
         self._clock = self._zeros(2, torch.int32)
@@ -97,7 +97,7 @@ class Fused:
         self._one_replay = torch.tensor([1, 0], dtype=torch.int32, device=self._device)
         where = [state.data_ptr(), layout.tiles * TILE, self._keys.data_ptr(), source.segments]
         self._places = torch.tensor(where, dtype=torch.int64, device=self._device)
-        self._tape: Tape | None = None
+        self._tape: StepTape | None = None
         self._next = -1
         self._programs: dict[tuple[torch.dtype, ...], ProgramTables] = {}
         self._addresses: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class Fused:
         tape = self._tape
         if tape is None or not tape.first <= step <= step + count <= tape.first + tape.count:
             form: dict[str, Any] = {"scale": self._scale, "segment_fn": self._segment_fn}
-            tape = record_tape(self._moves, first=step, steps=self._steps, **form)
+            tape = record_tape(self._plans, first=step, steps=self._steps, **form)
             if count > tape.count:
                 raise InvalidInput(f"at most {tape.count} steps can be announced, got {count}")
             self._write(tape)
@@ -161,7 +161,7 @@ class Fused:
             self._clock.fill_(step - tape.first)
         self._next = step + count
 
-    def _write(self, tape: Tape) -> None:
+    def _write(self, tape: StepTape) -> None:
         if len(tape.words) > len(self._words):
             if self._captured:
                 raise Unsupported("a step needs a longer tape than the captured graph has")
@@ -219,7 +219,7 @@ class Fused:
         *,
         programs: int,
     ) -> None:
-        kernel: Any = triton_kernels.move
+        kernel: Any = triton_kernels.add_noise
         is_nvidia = self._device.type == "cuda" and torch.version.hip is None
         limit = {"maxnreg": self._registers} if is_nvidia and self._registers else {}
         # Triton launches on the current device, which need not be the one of these tensors.
@@ -235,8 +235,8 @@ class Fused:
                 self._places,
                 ELEMENT=_element(dtype),
                 TILES=self._tiles,
-                DECAYS=self._moves.buffers if self._has_decays else 0,
-                HAS_LISTS=bool(self._moves.buffers) and not self._has_decays,
+                DECAYS=self._plans.buffers if self._has_decays else 0,
+                HAS_LISTS=bool(self._plans.buffers) and not self._has_decays,
                 HAS_RING=self._segment_fn is not None,
                 ASSEMBLY=is_nvidia,
                 num_warps=self._warps,

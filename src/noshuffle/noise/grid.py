@@ -88,9 +88,9 @@ def grid_step(spread: float) -> float:
     return 2.0 ** min(max(math.frexp(spread)[1] - 1 - BITS, _LOWEST), _HIGHEST)
 
 
-def grid_of(move: StepPlan, *, scale: float) -> float:
+def grid_of(plan: StepPlan, *, scale: float) -> float:
     """g of one step, from the weight of its newest draw."""
-    return grid_step(abs(scale * move.gain * move.draws[-1][1]))
+    return grid_step(abs(scale * plan.gain * plan.draws[-1][1]))
 
 
 def grids_so_far(spreads: Iterable[float]) -> list[float]:

@@ -195,11 +195,11 @@ class LazyNoise(OneOwner):
                 f"row {row} already has the noise of step {step}; touch a row once a step, with "
                 "all its gradients summed"
             )
-        own = self._zeros(len(rows), self._width)
+        values = self._zeros(len(rows), self._width)
         if onto is not None:
             self.check_gradients(onto, rows=len(rows))
-            own.copy_(onto.reshape(own.shape)).mul_(self.rates[step] if self.rates else 1.0)
-        return self._advance_(rows, done, step, onto=own).view(len(rows), *self.shape[1:])
+            values.copy_(onto.reshape(values.shape)).mul_(self.rates[step] if self.rates else 1.0)
+        return self._advance_(rows, done, step, onto=values).view(len(rows), *self.shape[1:])
 
     @torch.no_grad()
     def flush_(self, step: int, *, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
@@ -311,19 +311,19 @@ class LazyNoise(OneOwner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the noise that wrote `state` stopped; refuses another noise's."""
-        for key, own in self._identity.items():
-            if key not in state or state[key] != own:
+        for key, expected in self._identity.items():
+            if key not in state or state[key] != expected:
                 raise InvalidInput(
                     f"the saved lazy noise has another {key} than this one; resume with the plan, "
                     "key and table of the run that was saved"
                 )
-        for key, own in (("buffers", self._state), ("done", self._done)):
+        for key, kept in (("buffers", self._state), ("done", self._done)):
             saved = state.get(key)
-            if not isinstance(saved, Tensor) or saved.dtype != own.dtype:
-                raise InvalidInput(f"the saved {key} must be a tensor of {own.dtype}")
-            if saved.shape != own.shape:
+            if not isinstance(saved, Tensor) or saved.dtype != kept.dtype:
+                raise InvalidInput(f"the saved {key} must be a tensor of {kept.dtype}")
+            if saved.shape != kept.shape:
                 raise InvalidInput(
-                    f"the saved {key} must have shape {tuple(own.shape)}, got {tuple(saved.shape)}"
+                    f"the saved {key} must have shape {tuple(kept.shape)}, got {tuple(saved.shape)}"
                 )
         saved = state["done"]
         if int(saved.min()) < 0 or int(saved.max()) > self.horizon:

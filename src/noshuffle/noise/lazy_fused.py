@@ -129,5 +129,5 @@ class FusedLazyNoise(LazyNoise):
         return rows
 
     def _rows_at_once(self) -> int:
-        """As in `LazyNoise`, with more room."""
+        """As in `LazyNoise`, more at a time."""
         return max(1, CHUNK // ((self.buffers + 2) * self._width))

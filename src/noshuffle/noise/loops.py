@@ -56,13 +56,13 @@ def normals_(out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: boo
         library.normals(words.data_ptr(), out.data_ptr(), out.shape[0], weight, accumulate)
 
 
-def correlate_(y: Tensor, *, u: Tensor, move: StepPlan, state: Buffers, scale: float) -> None:
+def correlate_(y: Tensor, *, u: Tensor, plan: StepPlan, state: Buffers, scale: float) -> None:
     """Write scale times the noise of a step into `y` and bring the buffers forward.
 
     `u` holds the drawn sum. A buffer that is stored to is not among the outer ones.
     """
     library = _library(y)
     if library is None:
-        correlate_in_torch_(y, u=u, move=move, state=state, scale=scale)
+        correlate_in_torch_(y, u=u, plan=plan, state=state, scale=scale)
     else:
-        correlate_in_c_(library, y, u=u, move=move, state=state, scale=scale)
+        correlate_in_c_(library, y, u=u, plan=plan, state=state, scale=scale)

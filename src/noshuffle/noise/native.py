@@ -36,11 +36,11 @@ from noshuffle.noise.philox import words_in_torch_
 from noshuffle.noise.step_plan import StepPlan
 
 #: The step that is tried: row, first block, key and tag of two tiles of Philox; the weights of
-#: what is drawn first, and the one of what is added to it; a move with everything that one can
+#: what is drawn first, and the one of what is added to it; a plan with everything that one can
 #: have, and its scale; the grid.
 ROW, COLUMNS = 11, ((0, 7 * TILE), (1, 2**32 - 1), (2, 5), (3, 2**31), (4, 0))
 WEIGHTS, MORE = (0.7, -1.9, 1.0), 0.1
-MOVE = StepPlan((), ((0, 0.3), (1, -0.7)), 1.3, ((1, 0.9),), store=0, decays=(0.6, 0.8))
+PLAN = StepPlan((), ((0, 0.3), (1, -0.7)), 1.3, ((1, 0.9),), store=0, decays=(0.6, 0.8))
 SCALE, GRID = 0.5, 0.25
 
 
@@ -91,14 +91,14 @@ def agrees(built: ctypes.CDLL) -> bool:
 
 
 def _in_torch() -> tuple[Tensor, ...]:
-    """Words, normals (two of them are now buffers), the noise of the move, and it on the grid."""
+    """Words, normals (two of them are now buffers), the noise of the plan, and it on the grid."""
     columns, words, z, y, value = _scratch()
     words_in_torch_(words, columns=columns.unsqueeze(-1), row=ROW)
     _put_extremes_(words)
     for out, weight in zip(z, WEIGHTS):
         normals_in_torch_(out, words=words, weight=weight)
         normals_in_torch_(out, words=words, weight=MORE, accumulate=True)
-    correlate_in_torch_(y, u=z[0], move=MOVE, state=Buffers([z[1], z[2]]), scale=SCALE)
+    correlate_in_torch_(y, u=z[0], plan=PLAN, state=Buffers([z[1], z[2]]), scale=SCALE)
     coins = torch.empty_like(y)
     jitters_(coins, words=words, step=GRID)
     add_on_grid_(value, y, jitters=coins, step=GRID)
@@ -113,7 +113,7 @@ def _in_c(built: ctypes.CDLL) -> tuple[Tensor, ...]:
     for out, weight in zip(z, WEIGHTS):
         built.normals(words.data_ptr(), out.data_ptr(), 2, weight, 0)
         built.normals(words.data_ptr(), out.data_ptr(), 2, MORE, 1)
-    correlate_in_c_(built, y, u=z[0], move=MOVE, state=Buffers([z[1], z[2]]), scale=SCALE)
+    correlate_in_c_(built, y, u=z[0], plan=PLAN, state=Buffers([z[1], z[2]]), scale=SCALE)
     for tile in range(2):  # this loop works on one tile, and makes the coins by itself
         places = (value[tile].data_ptr(), y[tile].data_ptr(), words[tile].data_ptr())
         built.on_grid(*places, GRID, 1.0)

@@ -59,7 +59,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepPlans:
-    """A recipe made ready to run: the longest horizon, the buffers, and the move of each step."""
+    """A recipe made ready to run: the longest horizon, the buffers, and the plan of each step."""
 
     horizon: int | None
     buffers: int
@@ -123,8 +123,8 @@ def _recursive(recipe: Recursive, t: int) -> StepPlan:
 
 
 def _buffered(recipe: Buffered, t: int) -> StepPlan:
-    own = recipe.draw_scale
-    draws = [(t - lag, w * _gain(own, t - lag)) for lag, w in recipe.taps if lag <= t and w]
+    scale = recipe.draw_scale
+    draws = [(t - lag, w * _gain(scale, t - lag)) for lag, w in recipe.taps if lag <= t and w]
     inner = tuple(enumerate(recipe.scales)) if t else ()
     return StepPlan(_drawn(draws), inner, _gain(recipe.scale, t), decays=recipe.decays)
 

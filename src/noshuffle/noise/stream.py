@@ -81,10 +81,10 @@ class NoiseStream(OneOwner):
     ) -> None:
         non_negative(scale=scale)
         whole(steps=steps)
-        self._moves = StepPlans.of(recipe)
-        if self._moves.horizon is not None and steps > self._moves.horizon:
+        self._plans = StepPlans.of(recipe)
+        if self._plans.horizon is not None and steps > self._plans.horizon:
             raise InvalidInput(
-                f"the recipe covers {self._moves.horizon} steps, steps={steps}; fit it again"
+                f"the recipe covers {self._plans.horizon} steps, steps={steps}; fit it again"
             )
         self.scale = float(scale)
         self.horizon = int(steps)
@@ -123,7 +123,7 @@ class NoiseStream(OneOwner):
         if not fused.is_ready(self._device):
             return None
         settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
-        return Fused(self._moves, layout=self._layout, source=source, state=self._state, **settings)
+        return Fused(self._plans, layout=self._layout, source=source, state=self._state, **settings)
 
     def _whole_step(self) -> WholeStep | None:
         """The step as one compiled loop, where there is one for this processor and source."""
@@ -152,12 +152,12 @@ class NoiseStream(OneOwner):
     @property
     def buffers(self) -> int:
         """Model-sized float32 tensors kept between steps."""
-        return self._moves.buffers
+        return self._plans.buffers
 
     def rows_used(self, step: int) -> int:
         """How many rows steps 0 … step−1 have drawn from: the first row for a fresh key."""
         whole(at_least=0, at_most=self.horizon, step=step)
-        return rows_used(self._moves, step)
+        return rows_used(self._plans, step)
 
     @torch.no_grad()
     def add_(self, values: Mapping[str, Tensor], *, times: float = 1.0) -> None:
@@ -179,8 +179,8 @@ class NoiseStream(OneOwner):
             self._check(values)
             self._is_broken = not is_captured
         if self._whole is not None and self._whole.fits(values):
-            move = self._moves.at(self._step)
-            self._whole.add_(values, move=move, scale=self.scale, times=times)
+            plan = self._plans.at(self._step)
+            self._whole.add_(values, plan=plan, scale=self.scale, times=times)
         else:
             self._add_noise(values)
             if times != 1.0:
@@ -202,7 +202,7 @@ class NoiseStream(OneOwner):
             self._fused.add_(targets, step=self._step)
         else:
             assert self._chunks is not None
-            self._chunks.add_(targets, move=self._moves.at(self._step), scale=self.scale)
+            self._chunks.add_(targets, plan=self._plans.at(self._step), scale=self.scale)
         for name, noisy in detours.items():
             values[name].copy_(noisy)
 
@@ -281,21 +281,20 @@ class NoiseStream(OneOwner):
 
         The keys of rows that `state` has not drawn from may differ: a run goes on under fresh ones.
         """
-        for key, own in self._identity.items():
-            if key not in state or state[key] != own:
+        for key, expected in self._identity.items():
+            if key not in state or state[key] != expected:
                 shown = "another" if key in ("shapes", "starts") else repr(state.get(key))
                 raise InvalidInput(
                     f"the saved noise state has {shown} {key}, this stream has "
-                    f"{'its own' if key in ('shapes', 'starts') else repr(own)}; "
+                    f"{'its own' if key in ('shapes', 'starts') else repr(expected)}; "
                     "resume with the plan and key of the run that was saved"
                 )
         whole(at_least=0, at_most=self.horizon, step=state["step"])
         check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
         views = self._layout.views(self._state) if self.buffers else {}
-        expected = set(views)
-        if set(state["buffers"]) != expected:
-            raise InvalidInput(f"the saved buffers must be those of {sorted(expected)}")
-        for name in expected:
+        if set(state["buffers"]) != set(views):
+            raise InvalidInput(f"the saved buffers must be those of {sorted(views)}")
+        for name in views:
             saved, shape = state["buffers"][name], (self.buffers, *self._layout.shapes[name])
             if saved.dtype != torch.float32 or tuple(saved.shape) != shape:
                 raise InvalidInput(
@@ -304,7 +303,7 @@ class NoiseStream(OneOwner):
                 )
         # The padding of a tile is never read by anyone, so it need not be restored.
         self._state.zero_()
-        for name in expected:
+        for name in views:
             at = 0
             flat = state["buffers"][name].reshape(self.buffers, -1)
             for piece in views[name]:

@@ -42,7 +42,7 @@ SegmentFn = Callable[[int], int] | None
 
 
 @dataclass(frozen=True)
-class Tape:
+class StepTape:
     """Records of the steps [first, first + count); entry `STEPS` of the offsets says NaN."""
 
     words: Words
@@ -51,29 +51,29 @@ class Tape:
     count: int
 
 
-def record(move: StepPlan, *, buffers: int, scale: float, segment_fn: SegmentFn = None) -> Words:
+def record(plan: StepPlan, *, buffers: int, scale: float, segment_fn: SegmentFn = None) -> Words:
     """The plan of one step as words; refuses rows beyond the counter of the generator."""
-    draws, inner, outer = len(move.draws), sorted(move.inner), sorted(move.outer)
-    rest = 2 * buffers if move.decays else 2 * (len(inner) + len(outer))
+    draws, inner, outer = len(plan.draws), sorted(plan.inner), sorted(plan.outer)
+    rest = 2 * buffers if plan.decays else 2 * (len(inner) + len(outer))
     entry = 2 if segment_fn is None else 3
     words = np.zeros(HEAD + entry * draws + rest, dtype=np.uint32)
     reals = words.view(np.float32)
-    words[:4] = draws, len(inner), len(outer), move.store % 2**32
-    reals[4:HEAD] = move.gain * scale, grid_of(move, scale=scale)
+    words[:4] = draws, len(inner), len(outer), plan.store % 2**32
+    reals[4:HEAD] = plan.gain * scale, grid_of(plan, scale=scale)
     # Without buffers the weights carry gain and scale.
-    factor = 1.0 if buffers else move.gain * scale
-    rows = [address(row=row, tile=0)[1] for row, _ in move.draws]
+    factor = 1.0 if buffers else plan.gain * scale
+    rows = [address(row=row, tile=0)[1] for row, _ in plan.draws]
     body, real = words[HEAD:], reals[HEAD:]
     drawn = entry * draws
     body[:drawn:entry] = rows
-    real[1:drawn:entry] = [weight * factor for _, weight in move.draws]
+    real[1:drawn:entry] = [weight * factor for _, weight in plan.draws]
     if segment_fn is not None:
         body[2:drawn:entry] = [segment_fn(row) for row in rows]
     body, real = body[drawn:], real[drawn:]
-    if move.decays:
+    if plan.decays:
         for b, weight in inner:
             real[2 * b] = weight
-        real[1::2] = move.decays
+        real[1::2] = plan.decays
         return words
     body[::2] = [b for b, _ in inner] + [b for b, _ in outer]
     real[1::2] = [c for _, c in inner] + [d * scale for _, d in outer]
@@ -91,18 +91,18 @@ def record_of_nothing(*, buffers: int, has_ring: bool = False) -> Words:
 
 
 def record_tape(
-    moves: StepPlans, *, scale: float, first: int, steps: int, segment_fn: SegmentFn = None
-) -> Tape:
+    plans: StepPlans, *, scale: float, first: int, steps: int, segment_fn: SegmentFn = None
+) -> StepTape:
     """The records from step `first` on, as many as fit and at most up to step `steps`."""
-    nothing = record_of_nothing(buffers=moves.buffers, has_ring=segment_fn is not None)
-    form: dict[str, Any] = {"buffers": moves.buffers, "scale": scale, "segment_fn": segment_fn}
+    nothing = record_of_nothing(buffers=plans.buffers, has_ring=segment_fn is not None)
+    form: dict[str, Any] = {"buffers": plans.buffers, "scale": scale, "segment_fn": segment_fn}
     offsets = np.zeros(STEPS + 1, dtype=np.int32)
     parts, used, count = [nothing], len(nothing), 0
     while count < min(STEPS, steps - first):
-        words = record(moves.at(first + count), **form)
+        words = record(plans.at(first + count), **form)
         if count and used + len(words) > WORDS:
             break
         offsets[count] = used
         parts.append(words)
         used, count = used + len(words), count + 1
-    return Tape(np.concatenate(parts), offsets, first, count)
+    return StepTape(np.concatenate(parts), offsets, first, count)

@@ -18,7 +18,7 @@ so the noise has the same bits as on a CPU. The compiler must not fuse products 
 State: none here. Tables, buffers and the step counter lie on the device; see `fused`. This module
 can be imported without Triton (so that tools can read it), but its functions cannot be launched.
 
->>> callable(move)
+>>> callable(add_noise)
 True
 """
 
@@ -220,7 +220,7 @@ def add(at, before, value, coin, step, is_inside):
 
 
 @jit
-def move(
+def add_noise(
     owners,  # int32, per program: the region that it works on
     regions,  # int64 × 10, per region: see `fused`
     targets,  # int64, per region: address of the tensor's first element

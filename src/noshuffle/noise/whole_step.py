@@ -87,27 +87,27 @@ class WholeStep:
         return is_known and all(value.is_contiguous() for value in values.values())
 
     def add_(
-        self, values: Mapping[str, Tensor], *, move: StepPlan, scale: float, times: float
+        self, values: Mapping[str, Tensor], *, plan: StepPlan, scale: float, times: float
     ) -> None:
-        """Add the noise of one move on the grid, bring the buffers forward, multiply by `times`."""
+        """Add the noise of one step on the grid, bring the buffers forward, multiply by `times`."""
         buffers = self._state.shape[0]
-        factor = 1.0 if buffers else move.gain * scale
+        factor = 1.0 if buffers else plan.gain * scale
         is_double = any(value.dtype is torch.float64 for value in values.values())
-        rows = np.array([row for row, _ in move.draws], dtype=np.uint64)
+        rows = np.array([row for row, _ in plan.draws], dtype=np.uint64)
         # Without a ring nobody has to say which key a draw takes.
         segment_fn = self._source.segment if self._source.later else None
-        keys = segment_fn and np.array([segment_fn(row) for row, _ in move.draws], dtype=np.int32)
-        weights = np.array([w * factor for _, w in move.draws], dtype=np.float32)
+        keys = segment_fn and np.array([segment_fn(row) for row, _ in plan.draws], dtype=np.int32)
+        weights = np.array([w * factor for _, w in plan.draws], dtype=np.float32)
         places = np.array([values[name].data_ptr() for name in self._names], dtype=np.uint64)
-        decays = (ctypes.c_float * buffers)(*move.decays) if move.decays else None
-        inner, outer = dense(move.inner, buffers, 1.0), dense(move.outer, buffers, scale)
+        decays = (ctypes.c_float * buffers)(*plan.decays) if plan.decays else None
+        inner, outer = dense(plan.inner, buffers, 1.0), dense(plan.outer, buffers, scale)
         job = NoiseJob(
             *(0, len(self._pieces), self._state.stride(0), self._pieces.ctypes.data),
             *(places.ctypes.data, rows.ctypes.data),
             *(None if keys is None else keys.ctypes.data, weights.ctypes.data),
             *(_address(inner), _address(decays), _address(outer), self._state.data_ptr()),
-            *(len(rows), buffers, move.store, move.gain * scale),
-            *(grid_of(move, scale=scale), times, is_double, times),
+            *(len(rows), buffers, plan.store, plan.gain * scale),
+            *(grid_of(plan, scale=scale), times, is_double, times),
         )
         together(self._library.add_noise, job, threads=self._workers)
 
@@ -129,7 +129,7 @@ def _address(numbers: ctypes.Array[ctypes.c_float] | None) -> int | None:
     return None if numbers is None else ctypes.addressof(numbers)
 
 
-#: Every kind of move: decays with taps and gains, no buffers, stores and outer buffers.
+#: Every kind of step: decays with taps and gains, no buffers, stores and outer buffers.
 RECIPES: tuple[Recipe, ...] = (
     Buffered(
         (0.9, 0.5), (-0.2, -0.1), ((0, 1.0), (1, 0.3)), (1.0, 1.2, 0.7), draw_scale=(1.5,) * 3
@@ -158,21 +158,21 @@ def _does_steps() -> bool:
 
 def _left(recipe: Recipe, kind: torch.dtype, is_whole: bool) -> Tensor:
     """Values and buffers after three steps, end to end."""
-    moves, source = StepPlans.of(recipe), test_source(seed="native", kind="aes")
+    plans, source = StepPlans.of(recipe), test_source(seed="native", kind="aes")
     layout = Layout.of(SHAPES, chunk_tiles=CPU_CHUNK)
     # Types and device are named, since the defaults may be others.
-    shape = (moves.buffers, layout.tiles, TILE)
+    shape = (plans.buffers, layout.tiles, TILE)
     state = torch.zeros(shape, dtype=torch.float32, device="cpu")
     start = torch.linspace(-1.0, 1.0, SHAPES["w"][0], dtype=kind, device="cpu")
     values = {"w": start.clone(), "b": start[:3].clone()}
     if is_whole:
         whole = WholeStep(layout, source=source, state=state, workers=1)
         for step, times in enumerate(TIMES):
-            whole.add_(values, move=moves.at(step), scale=SCALE, times=times)
+            whole.add_(values, plan=plans.at(step), scale=SCALE, times=times)
     else:
         chunks = ChunkStep(layout, source=source, state=state, workers=1)
         for step, times in enumerate(TIMES):
-            chunks.add_(values, move=moves.at(step), scale=SCALE)
+            chunks.add_(values, plan=plans.at(step), scale=SCALE)
             for value in values.values():
                 value.mul_(times)
     kept = [piece for pieces in layout.views(state).values() for piece in pieces]
