@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from noshuffle.cli import options as o
-
-Run = Annotated[Path, typer.Argument(help="a run folder, as train, federated and fit make")]
+from noshuffle.cli.from_record import argument, takes
+from noshuffle.cli.promise import Output, print_json
+from noshuffle.errors import InvalidInput
 
 
-def verify(run: Run, json: o.Json = False) -> int:
+@dataclass(frozen=True, kw_only=True)
+class FolderArgument:
+    """The folder that a command reads."""
+
+    run: Path = argument("a run folder, as train, federated and fit make")
+
+
+@takes(FolderArgument, Output)
+def verify(given: FolderArgument, output: Output) -> int:
     """Recompute the guarantee of a run from its folder: VERIFIED, or what does not hold.
 
     RUN is a run folder, as train, federated and fit make. Exit status 0: verified, 1: not.
     """
-    import json as encoder
-
-    from noshuffle.errors import InvalidInput
     from noshuffle.release.verify import verify as check
 
-    if not run.is_dir():
+    if not given.run.is_dir():
         raise InvalidInput(
-            f"{run} is not a folder; give a run folder, as train, federated and fit make"
+            f"{given.run} is not a folder; give a run folder, as train, federated and fit make"
         )
-    verdict = check(run)
-    if json:
-        print(encoder.dumps(verdict.to_dict(), indent=2, ensure_ascii=False))
+    verdict = check(given.run)
+    if output.json:
+        print_json(verdict.to_dict())
     else:
         print(verdict.words())
     return 0 if verdict.is_verified else 1
 
 
-def report(run: Run, json: o.Json = False) -> None:
+@takes(FolderArgument, Output)
+def report(given: FolderArgument, output: Output) -> None:
     """Draw report.html of a run again from its files.
 
     RUN is a run folder, as train, federated and fit make.
     """
-    import json as encoder
-
     from noshuffle.report import write_report
 
-    path = write_report(run)
-    print(encoder.dumps({"report": str(path)}) if json else f"report: {path}")
+    path = write_report(given.run)
+    if output.json:
+        print_json({"report": str(path)})
+    else:
+        print(f"report: {path}")

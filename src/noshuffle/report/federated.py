@@ -43,7 +43,7 @@ def figures(run: RunRecord) -> list[Figure]:
     if rows:
         found.append(
             (
-                draw.learning_curve(rows, run.baseline),
+                plots.learning_curve(rows, step="round", of="held-out users"),
                 "Accuracy on users who never took part, computed from the released models.",
             )
         )

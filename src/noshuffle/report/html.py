@@ -1,4 +1,10 @@
-"""report.html: one self-contained page with the pictures, the numbers and the statement."""
+"""report.html: one self-contained page with the pictures, the numbers and the statement.
+
+The page may be published. It is a function of the plan, of released values (the model, the noisy
+gradient, noisy scores), of settings, and of evaluations on held-out data, whose people it names
+beside the figure. No gradient norm, no loss of a training example and no figure of a model trained
+without noise is read from the folder, whatever lies there.
+"""
 
 from __future__ import annotations
 
@@ -82,12 +88,9 @@ def _cards(run: RunRecord) -> str:
         (f"{run.plan.delta:g}", "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
-    for value, label in (
-        (run.summary.get("test_accuracy"), "accuracy, private"),
-        (run.baseline, "accuracy, not private"),
-    ):
-        if isinstance(value, float):
-            cards.append((f"{100 * value:.1f} %", label))
+    accuracy = run.summary.get("test_accuracy")
+    if isinstance(accuracy, float):
+        cards.append((f"{100 * accuracy:.1f} %", "accuracy on held-out data"))
     if fit.is_fit(run):
         cards += fit.cards(run)
     return (
@@ -108,15 +111,17 @@ def _figures(run: RunRecord) -> str:
     drawn = "".join(
         f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
     )
-    return f"<h2>What happened</h2><div class='grid'>{drawn}</div>"
+    told = run.evaluation_words()
+    said = "" if told is None else f"<p class='lead'>{escape(told)}</p>"
+    return f"<h2>What happened</h2>{said}<div class='grid'>{drawn}</div>"
 
 
 def _own_figures(run: RunRecord) -> list[tuple[str, str]]:
     figures: list[tuple[str, str]] = []
-    if any("test_accuracy" in row for row in run.evaluations):
+    if any(row.get("test_accuracy") is not None for row in run.evaluations):
         figures.append(
             (
-                plots.learning_curve(run.evaluations, run.baseline),
+                plots.learning_curve(run.evaluations),
                 "Accuracy on held-out data, computed from the released model.",
             )
         )
@@ -130,15 +135,6 @@ def _own_figures(run: RunRecord) -> list[tuple[str, str]]:
             (
                 plots.noise_curve(series, batch_size=batch if isinstance(batch, int) else None),
                 "What the noise has added to the model's running sum: all mechanisms at this ε.",
-            )
-        )
-    norms, clip = run.summary.get("held_out_norms"), run.config.get("clip_norm")
-    if norms and isinstance(clip, int | float):
-        figures.append(
-            (
-                plots.norm_histogram(norms, float(clip)),
-                "Gradient norms of held-out examples under the final model. Norms of training "
-                "examples are private and are not kept.",
             )
         )
     return figures
