@@ -5,7 +5,9 @@ noshuffle plan      mechanisms side by side at equal privacy
 noshuffle train     train a model privately and keep the evidence
 noshuffle federated train over users that come when they like, each of them protected
 noshuffle fit       a private linear model from a table, in one pass
+noshuffle sum       private running totals of a table of numbers
 noshuffle verify    recompute the guarantee of a run from its folder
+noshuffle seal      destroy the keys of a run, and sign it
 noshuffle reproduce measured rates of the convex solvers beside the theory's
 noshuffle report    draw the report of a run again
 """

@@ -11,12 +11,13 @@ import typer
 from typer.core import TyperCommand
 
 from noshuffle.cli.epsilon import epsilon
-from noshuffle.cli.evidence import report, verify
+from noshuffle.cli.evidence import report, seal, verify
 from noshuffle.cli.federated import federated
 from noshuffle.cli.fit import fit
 from noshuffle.cli.mechanisms import PLACEHOLDER, mechanism_names
 from noshuffle.cli.plan import plan
 from noshuffle.cli.reproduce import reproduce
+from noshuffle.cli.sum import sum_
 from noshuffle.cli.train import train
 from noshuffle.cli.words import in_options, refuse
 from noshuffle.errors import NoshuffleError
@@ -74,5 +75,5 @@ def _one_line(command: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _command in (train, federated, fit, plan, epsilon, verify, report, reproduce):
-    app.command(cls=_LateHelp)(_one_line(_command))
+for _command in (train, federated, fit, sum_, plan, epsilon, verify, seal, report, reproduce):
+    app.command(_command.__name__.rstrip("_"), cls=_LateHelp)(_one_line(_command))

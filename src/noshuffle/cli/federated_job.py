@@ -27,6 +27,7 @@ from noshuffle.federated.per_user import spending
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import Progress, evaluate
 from noshuffle.federated.telemetry import need_flower
+from noshuffle.release.seal import seal
 from noshuffle.report import write_report
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
@@ -39,7 +40,7 @@ def run_job(
     settings: FederatedSettings,
     path: Path,
     *,
-    moved: bool = False,
+    keep_keys: bool = False,
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -47,14 +48,14 @@ def run_job(
     """Train (or resume) the run in `path`, write its evidence and its report.
 
     Raises `Stopped` after the round during which `is_stopped` came true; everything is saved then.
-    `moved` promises that a folder found at another place was moved there and not copied.
+    A finished run is sealed unless `keep_keys`.
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
     if settings.engine == "flower":
         need_flower()
     say("fitting the mechanism")
-    job, skipped = assemble(settings, path, moved=moved)
+    job, skipped = assemble(settings, path)
     if job.limits is not None:
         say(f"Limits: {job.limits.words()}; {job.limits.why}.")
     for number in skipped:
@@ -71,6 +72,8 @@ def run_job(
     finally:
         _let_go(job)
     write_report(path)
+    if job.server.round == job.server.plan.steps and not keep_keys:
+        seal(path)  # once more where closing did it, so that the ledger knows of the page
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")

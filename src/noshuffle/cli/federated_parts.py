@@ -197,9 +197,7 @@ def make_answers(
     return answers
 
 
-def assemble(
-    settings: FederatedSettings, path: Path | None, *, moved: bool = False
-) -> tuple[Job, tuple[int, ...]]:
+def assemble(settings: FederatedSettings, path: Path | None) -> tuple[Job, tuple[int, ...]]:
     """The job in that folder, begun or resumed, and the rounds that had to be passed over."""
     task = load(settings)
     model = make_model(settings, task)
@@ -218,7 +216,6 @@ def assemble(
         optimizer_fn=make_optimizer_fn(settings),
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
-        moved=moved,
     )
     if settings.amplified:
         server.sampler(len(task))

@@ -29,13 +29,6 @@ from noshuffle.training.batches import TensorBatches, in_order
 from noshuffle.training.loop import Callback, StepProgress
 
 
-class TrainResult(JobResult):
-    """What a training run ended with."""
-
-    def to_record(self) -> dict[str, Any]:
-        return {**super().to_record(), "steps": self.steps}
-
-
 def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
     """What one unit may do under these settings."""
     rows, batch = len(data), settings.batch_size
@@ -158,11 +151,11 @@ def run_job(
     settings: TrainSettings,
     path: Path,
     *,
-    moved: bool = False,
+    keep_keys: bool = False,
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> TrainResult:
+) -> JobResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
     Raises `Stopped` after the step during which `is_stopped` came true; everything is saved then.
@@ -187,7 +180,6 @@ def run_job(
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
         engine=PerExample() if data.kind == "image" else None,
-        moved=moved,
     )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
@@ -214,14 +206,14 @@ def run_job(
             "test_data": {**test, "is_public": data.is_test_public},
         }
     )
-    private.close()
+    write_report(path)  # before the ledger is closed, which then knows of the page
+    private.close(keep_keys=keep_keys)
     del lock  # another process may go on with the folder
-    write_report(path)
     baseline = None
     if settings.baseline:
         say("training once more without privacy, for comparison")
         baseline = _baseline(settings, data, plan.steps)
-    return TrainResult(
+    return JobResult(
         path=path,
         plan=plan,
         statement=statement,

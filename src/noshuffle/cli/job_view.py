@@ -6,6 +6,7 @@ SIGTERM) stops it after the step it is in, with everything saved; a second one s
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,12 @@ from rich.table import Table
 
 from noshuffle.cli.promise import print_json
 from noshuffle.cli.run_settings import RunOptions, RunSettings, check_device
+from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.seal import _private_key as read_private_key
+from noshuffle.release.seal import seal
 from noshuffle.statement import PrivacyStatement
 
 
@@ -91,13 +97,14 @@ class JobResult:
             "test_accuracy": self.accuracy,
             "baseline_accuracy": self.baseline,
             "seconds": self.seconds,
+            "steps": self.steps,
             "statement": self.statement.to_dict(),
         }
 
 
 Watch = Callable[[JobProgress], None]
 Say = Callable[[str], None]
-#: job(settings, path, moved=, watch=, say=, is_stopped=); raises `Stopped` where it was asked to.
+#: job(settings, path, keep_keys=, watch=, say=, is_stopped=); raises `Stopped` when asked to stop.
 JobFn = Callable[..., JobResult]
 
 
@@ -106,11 +113,18 @@ def run_and_tell(
 ) -> int:
     """Run the job with progress, then the closing table (or JSON); returns the exit status."""
     check_device(settings.device)
+    if run.sign is not None:
+        read_private_key(run.sign)  # refused before the work, not after it
     console = Console(stderr=True, quiet=run.json)
     try:
         with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
-            result = job(
-                settings, path, moved=run.moved, watch=watch, say=say, is_stopped=is_stopped
+            result = finished(path) or job(
+                settings,
+                path,
+                keep_keys=run.keep_keys,
+                watch=watch,
+                say=say,
+                is_stopped=is_stopped,
             )
     except (Stopped, KeyboardInterrupt):
         if not (path / "plan.json").is_file():
@@ -118,6 +132,8 @@ def run_and_tell(
         line = f"noshuffle: stopped; go on with noshuffle {kind} --resume {path}"
         print(line, file=sys.stderr)
         return 130
+    if run.sign is not None and result.steps == result.plan.steps:
+        seal(path, sign=run.sign)
     if run.json:
         print_json({**result.to_record(), "settings": settings.to_dict()})
         return 0
@@ -132,6 +148,35 @@ def run_and_tell(
         print(f"raw counts, for you alone: {path / 'operator.html'}")
     print(f"check the evidence: noshuffle verify {path}")
     return 0
+
+
+def finished(path: Path) -> JobResult | None:
+    """What a run that is sealed ended with, from its folder; None if there is something to do."""
+    folder = RunFolder(path)
+    if not folder.is_started or folder.key_file.exists():
+        return None
+    plan, said = folder.plan(), read_json(folder.statement_file)
+    steps = int(said["released_steps"])
+    if steps < plan.steps:
+        raise InvalidInput(
+            f"{path} was sealed after {steps} of {plan.steps} steps and cannot go on; start a new "
+            "run, or fork it"
+        )
+    names = PrivacyStatement.__dataclass_fields__
+    record = {name: value for name, value in said.items() if name in names}
+    record |= {"assumptions": tuple(record["assumptions"])}
+    record["epsilon"] = math.inf if record["epsilon"] is None else record["epsilon"]
+    scores = [row.get("test_accuracy") for row in folder.metrics()]
+    told = [score for score in scores if score is not None]
+    return JobResult(
+        path=path,
+        plan=plan,
+        statement=PrivacyStatement(**record),
+        steps=steps,
+        accuracy=told[-1] if told else math.nan,
+        baseline=None,
+        seconds=0.0,
+    )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ JSON_HELP = "print JSON and nothing else"
 DELTA_HELP = "δ, strictly between 0 and 1"
 NOISE_HELP = "noise standard deviation / clip norm of one contribution"
 TEST_SEED_HELP = "reproducible noise for tests: NOT PRIVATE"
+SIGN_HELP = "sign the sealed run with this Ed25519 private key (a PEM file)"
 FOLDER_HELP = "run folder (default runs/NAME-TIME)"
 
 

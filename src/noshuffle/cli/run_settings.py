@@ -21,6 +21,7 @@ from noshuffle.cli.promise import (
     FOLDER_HELP,
     JSON_HELP,
     NOISE_HELP,
+    SIGN_HELP,
     TEST_SEED_HELP,
 )
 from noshuffle.errors import InvalidInput, non_negative, open_unit, positive, whole
@@ -98,7 +99,17 @@ class RunOptions:
     json: bool = how(False, JSON_HELP, "--json")
     out: Path | None = folder(None, FOLDER_HELP)
     resume: Path | None = folder(None, "go on with the run in this folder; give it alone")
-    moved: bool = folder(False, "with --resume: the folder was moved, not copied", "--moved")
+    moved: bool = folder(
+        False, "not needed any more: a moved or copied folder goes on under fresh keys", "--moved"
+    )
+    keep_keys: bool = folder(
+        False, "do not destroy the keys when the run is finished", "--keep-keys"
+    )
+    sign: Path | None = folder(None, SIGN_HELP)
+
+    def __post_init__(self) -> None:
+        if self.keep_keys and self.sign is not None:
+            raise InvalidInput("--sign signs a sealed run; leave out --keep-keys")
 
     def settings_and_folder(
         self, kind: str, record: type[Made], given: dict[str, Any]
@@ -115,8 +126,7 @@ class RunOptions:
         if {"epsilon", "noise_multiplier"} & set(given):  # one that is typed replaces either
             stated = {k: v for k, v in stated.items() if k not in ("epsilon", "noise_multiplier")}
         settings = record.of({**stated, **given})
-        name = f"{settings.folder_name()}-{datetime.now():%Y%m%d-%H%M%S}"
-        out = self.out or Path("runs") / name
+        out = self.out or dated(settings.folder_name())
         check_new_folder(out)
         return settings, out
 
@@ -156,6 +166,11 @@ def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
     if "run_folder" in kept:  # a setting of the app in examples/federated
         raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
     return kept
+
+
+def dated(name: str) -> Path:
+    """Where a run goes that was not told where."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check_new_folder(out: Path) -> None:

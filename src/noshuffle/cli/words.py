@@ -22,6 +22,7 @@ def in_options(message: str, names: Iterable[str]) -> str:
         here = rf"(?<![-\w.]){re.escape(name)}"
         message = re.sub(rf"{here}=True\b", flag, message)
         message = re.sub(rf"{here}=(['\"]?)([-\w.:]+)\1", rf"{flag} \2", message)
+        message = re.sub(rf"{here}=(?![\w'\"])", flag, message)
         if "_" in name:  # no English word: it can only mean the argument
             message = re.sub(rf"{here}(?![-\w.])", flag, message)
         else:

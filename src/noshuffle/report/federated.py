@@ -34,6 +34,11 @@ def lead(run: RunRecord) -> str:
     )
 
 
+def cards(run: RunRecord) -> list[tuple[str, str]]:
+    """Nothing beyond what every page has."""
+    return []
+
+
 def figures(run: RunRecord) -> list[Figure]:
     """The pictures of the shared page with their captions."""
     from noshuffle.report import federated_plots as draw

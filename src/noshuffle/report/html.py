@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from noshuffle.report import federated, fit, plots
+from noshuffle.report import federated, fit, sums, trained
 from noshuffle.report.run import RunRecord, read_run
 
 _STYLE = """
@@ -33,6 +33,26 @@ table+p{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
 """
 
 
+class Teller(Protocol):
+    """What tells of one kind of run: a module with these three functions."""
+
+    def lead(self, run: RunRecord) -> str:
+        """What the run was, in one line."""
+
+    def cards(self, run: RunRecord) -> list[tuple[str, str]]:
+        """Numbers at the top of the page, with what they are."""
+
+    def figures(self, run: RunRecord) -> list[tuple[str, str]]:
+        """Pictures with their captions."""
+
+
+_TELLERS: dict[str, Teller] = {"federated": federated, "fit": fit, "sum": sums}
+
+
+def _teller(run: RunRecord) -> Teller:
+    return _TELLERS.get(str(run.config.get("kind")), trained)
+
+
 def write_report(path: Path) -> Path:
     """Draw the report of the run in that folder; the page replaces the old one in one move."""
     run = read_run(path)
@@ -50,7 +70,7 @@ def page(run: RunRecord) -> str:
     title = f"noshuffle run {run.name}"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class='lead'>{escape(_lead(run))}</p>",
+        f"<p class='lead'>{escape(_teller(run).lead(run))}</p>",
         _warnings(run),
         _cards(run),
         _figures(run),
@@ -63,16 +83,6 @@ def page(run: RunRecord) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
-
-
-def _lead(run: RunRecord) -> str:
-    if run.is_federated:
-        return federated.lead(run)
-    if fit.is_fit(run):
-        return fit.lead(run)
-    data = run.config.get("data", "own data")
-    model = run.config.get("model", "own model")
-    return f"{model} on {data}, {run.plan.steps} steps, {run.plan.strategy.words()}"
 
 
 def _warnings(run: RunRecord) -> str:
@@ -91,8 +101,7 @@ def _cards(run: RunRecord) -> str:
     accuracy = run.summary.get("test_accuracy")
     if isinstance(accuracy, float):
         cards.append((f"{100 * accuracy:.1f} %", "accuracy on held-out data"))
-    if fit.is_fit(run):
-        cards += fit.cards(run)
+    cards += _teller(run).cards(run)
     return (
         "<div class='cards'>"
         + "".join(
@@ -104,40 +113,13 @@ def _cards(run: RunRecord) -> str:
 
 
 def _figures(run: RunRecord) -> str:
-    if run.is_federated:
-        figures = federated.figures(run)
-    else:
-        figures = fit.figures(run) if fit.is_fit(run) else _own_figures(run)
+    figures = _teller(run).figures(run)
     drawn = "".join(
         f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
     )
     told = run.evaluation_words()
     said = "" if told is None else f"<p class='lead'>{escape(told)}</p>"
     return f"<h2>What happened</h2>{said}<div class='grid'>{drawn}</div>"
-
-
-def _own_figures(run: RunRecord) -> list[tuple[str, str]]:
-    figures: list[tuple[str, str]] = []
-    if any(row.get("test_accuracy") is not None for row in run.evaluations):
-        figures.append(
-            (
-                plots.learning_curve(run.evaluations),
-                "Accuracy on held-out data, computed from the released model.",
-            )
-        )
-    figures.append(
-        (plots.epsilon_curve(run.plan), "Privacy spent so far, counted in whole epochs.")
-    )
-    series = plots.noise_series(run.plan)
-    if series:
-        batch = run.config.get("batch_size")
-        figures.append(
-            (
-                plots.noise_curve(series, batch_size=batch if isinstance(batch, int) else None),
-                "What the noise has added to the model's running sum: all mechanisms at this ε.",
-            )
-        )
-    return figures
 
 
 def _statement(run: RunRecord) -> str:
@@ -164,7 +146,7 @@ def _settings(run: RunRecord) -> str:
     cells = "".join(f"<tr><td>{escape(k)}</td><td>{v}</td></tr>" for k, v in rows)
     return (
         f"<h2>Settings</h2><table>{cells}</table><p class='lead'>Recompute the guarantee from the "
-        f"evidence in this folder: <code>noshuffle verify {escape(str(run.path))}</code></p>"
+        f"evidence in this folder: <code>noshuffle verify {escape(run.name)}</code></p>"
     )
 
 

@@ -189,7 +189,7 @@ def _released(private: Private, epoch: int) -> dict[str, Any]:
     """Values that are functions of released ones."""
     optimizer = private._parts.optimizer
     grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
-    norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+    norm = float(torch.stack([g.double().norm() for g in grads]).norm()) if grads else None
     epsilon = private.epsilon_after(private.steps_done)
     return {
         "step": private.steps_done,
