@@ -167,7 +167,7 @@ def test_a_stream_from_standard_input(
 
 
 def test_the_noise_is_that_of_private_sum_and_its_deviation_is_right(tmp_path: Path) -> None:
-    """Many columns: the total around the clipped sum has the printed deviation, not 3/2 or 2/3 of it.
+    """Many columns: the noise in a total has the printed deviation, not 3/2 or 2/3 of it.
 
     Over 400 independent columns the sample deviation is off by more than 20 % with probability
     below 1e-7 (chi square, 399 degrees of freedom).

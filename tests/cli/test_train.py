@@ -31,6 +31,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def unsealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that still has its keys."""
+    path = tmp_path_factory.mktemp("runs") / "unsealed"
+    line = f"{QUICK} --test-seed here --keep-keys --out {path} --json"
+    assert main(line.split()) == 0
+    return path
+
+
 def test_the_folder_holds_the_evidence(run: Path) -> None:
     for name in ("plan.json", "statement.json", "ledger.sqlite", "metrics.jsonl", "config.json"):
         assert (run / name).stat().st_size > 0
@@ -81,8 +90,9 @@ def test_a_finished_run_resumes_to_itself(run: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
 def test_a_second_process_beside_a_live_one_gets_one_clear_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    unsealed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run = unsealed
     ready, told = os.pipe()
     live = os.fork()
     if live == 0:
@@ -94,13 +104,14 @@ def test_a_second_process_beside_a_live_one_gets_one_clear_line(
             os._exit(1)  # the tests are the parent's
     try:
         assert os.read(ready, 4) == b"held"
-        assert main(["train", "--resume", str(run), "--json"]) == 2
+        assert main(["train", "--resume", str(run), "--json", "--keep-keys"]) == 2
         line = capsys.readouterr().err
         assert f"a run goes on in {run} already (process {live})" in line.replace("\n", " ")
     finally:
         os.kill(live, signal.SIGKILL)
         os.waitpid(live, 0)
-    assert main(["train", "--resume", str(run), "--json"]) == 0  # nothing is left to clear away
+    again = ["train", "--resume", str(run), "--json", "--keep-keys"]
+    assert main(again) == 0  # nothing is left to clear away
 
 
 def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +194,7 @@ def test_bad_input_is_one_line(
     ],
 )
 def test_a_damaged_or_foreign_folder_is_one_line(
-    run: Path,
+    unsealed: Path,
     name: str,
     content: bytes,
     said: str,
@@ -191,7 +202,7 @@ def test_a_damaged_or_foreign_folder_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+    shutil.copytree(unsealed, copy)
     (copy / name).write_bytes(content)
     assert main(["train", "--resume", str(copy)]) == 2
     captured = capsys.readouterr().err

@@ -33,7 +33,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from noshuffle import __version__
+        from noshuffle.version import __version__
 
         print(f"noshuffle {__version__}")
         raise typer.Exit
