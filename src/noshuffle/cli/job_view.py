@@ -75,7 +75,7 @@ class JobResult:
         if self.baseline is not None:
             told = f"{100 * self.baseline:.1f} %  (NOT PRIVATE: do not publish)"
             rows.append(("… trained without privacy", told))
-        rows += [("NOT PRIVATE", sentence) for sentence in unsafe]
+        rows += [("NOT PRIVATE", s.removeprefix("NOT PRIVATE: ")) for s in unsafe]
         epsilon = f"{said.epsilon:.3f} ({exact})" if not unsafe else "no guarantee (see above)"
         return [
             *rows,

@@ -86,15 +86,19 @@ def page(run: RunRecord) -> str:
 
 
 def _warnings(run: RunRecord) -> str:
-    unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
-    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
+    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in _unsafe(run))
+
+
+def _unsafe(run: RunRecord) -> list[str]:
+    return [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
 
 
 def _cards(run: RunRecord) -> str:
     epsilon = run.statement.get("epsilon")
     kind = "exact" if run.statement.get("exact") else "upper bound"
+    promised = ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})")
     cards: list[tuple[str, str]] = [
-        ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})"),
+        ("NOT PRIVATE", "no ε holds") if _unsafe(run) else promised,
         (f"{run.plan.delta:g}", "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
