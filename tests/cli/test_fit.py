@@ -155,3 +155,52 @@ def test_parquet_and_csv_hold_the_same_table(table: Path, tmp_path: Path) -> Non
         command([str(file), "--target", "sold", "--ids", "who", *COMMON, "--out", str(out)])
         models.append(json.loads((out / "model.json").read_text()))
     assert models[0] == models[1]
+
+
+@pytest.fixture
+def numeric(tmp_path: Path) -> Path:
+    """Labels 0 and 1, columns far from [-1, 1]."""
+    rng = np.random.default_rng(1)
+    x = rng.uniform(0, (100, 1000), size=(400, 2))
+    file = tmp_path / "n.csv"
+    rows = [f"{a:.2f},{b:.2f},{int(a > 50)}" for a, b in x]
+    file.write_text("\n".join(["a,b,y", *rows]) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("classes", ["0,1", "1,0", "0.0, 1.0", "0,1,2"])
+def test_numbers_can_be_classes(numeric: Path, tmp_path: Path, classes: str) -> None:
+    out = tmp_path / "run"
+    command([str(numeric), "--target", "y", "--classes", classes, "--bounds", "0,1000",
+             "--mechanism", "tree", "--test-seed", "t", "--out", str(out)])  # fmt: skip
+    kept = json.loads((out / "config.json").read_text())["classes"]
+    assert kept == [int(float(c)) for c in classes.split(",")]
+    assert verify(out).failures == ()
+
+
+def test_words_are_no_classes_of_numbers(numeric: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--classes must be numbers"):
+        command(
+            [str(numeric), "--target", "y", "--classes", "no,yes", "--out", str(tmp_path / "r")]
+        )
+
+
+def test_an_empty_label_is_no_class(numeric: Path, tmp_path: Path) -> None:
+    rows = numeric.read_text().splitlines()
+    rows[3] = rows[3].rpartition(",")[0] + ","
+    numeric.write_text("\n".join(rows) + "\n")
+    with pytest.raises(InvalidInput, match="target 'y' is empty in data row 3"):
+        command([str(numeric), "--target", "y", "--out", str(tmp_path / "r")])
+    assert not (tmp_path / "r").exists()
+
+
+def test_without_bounds_there_is_a_warning(
+    numeric: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [str(numeric), "--target", "y", "--mechanism", "tree", "--test-seed", "t"]
+    command([*common, "--out", str(tmp_path / "a")])
+    said = capsys.readouterr().err
+    assert "warning: without --bounds" in said
+    assert said.count("\n") == 1
+    command([*common, "--bounds", "0,1000", "--out", str(tmp_path / "b")])
+    assert capsys.readouterr().err == ""

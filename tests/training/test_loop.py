@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import stat
 from itertools import islice
 
@@ -18,7 +20,6 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.folder import Keys
 from noshuffle.strategies import identity, tree
 from noshuffle.training import RunFolder, fit_model, in_order, privatize
 from noshuffle.training.batches import Batch, TensorBatches, with_ids
@@ -53,6 +54,39 @@ def batches():
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(zip(X, Y))
+
+
+def numbers(value):
+    """Every number in a JSON value."""
+    if isinstance(value, dict | list):
+        inside = value.values() if isinstance(value, dict) else value
+        return [number for one in inside for number in numbers(one)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_metrics_and_progress_show_no_raw_figure(tmp_path):
+    """No loss and no norm of an example, of any step, is in metrics.jsonl or in a printed step."""
+    raw, printed = [], []
+
+    def look(where):
+        outcome = where.private.outcome
+        raw.extend(outcome.losses.tolist() + outcome.norms.tolist())
+        raw.append(where.loss)
+        printed.append(repr(where))
+        printed.append(repr(outcome))
+
+    private = make(tmp_path)
+    fit_model(private, batches(), LOSS, callbacks=[look], evaluate=lambda model: {"score": 0.5})
+    private.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    known = {"step", "epoch", "epsilon", "learning_rate", "private_gradient_norm", "score"}
+    assert set().union(*rows) == known
+    kept = np.array([number for row in rows for number in numbers(row)])
+    shown = np.array([float(n) for text in printed for n in re.findall(r"\d+\.\d+", text)])
+    assert len(raw) == 12 * 11
+    for figure in raw:
+        for found in (kept, shown):
+            assert not np.isclose(found, figure, rtol=1e-4, atol=0).any()
 
 
 def test_every_kind_of_batches_gives_the_same_model():
@@ -92,7 +126,6 @@ def test_loader_with_ids_and_the_secret_sampler_resumes(tmp_path, rate):
         run = tmp_path / str(len(stops))
         for stop in (*stops, 8):
             private = make(run, rule=Poisson(steps=8, rate=rate))
-            private._keys = Keys(private._keys.source, b"s" * 32)  # the same draws in both runs
             sampler = private.sampler(20)
             loader = DataLoader(numbered, batch_sampler=sampler, collate_fn=numbered.collate)
             private.resume()
@@ -203,7 +236,7 @@ def test_run_folder_belongs_to_one_plan_and_key(tmp_path):
         make(other)
     assert sorted(p.name for p in other.iterdir()) == ["thesis.tex"]
     key.unlink()
-    with pytest.raises(InvalidInput, match="cannot be resumed"):
+    with pytest.raises(InvalidInput, match="without its keys"):
         make(run)
 
 

@@ -31,6 +31,13 @@ def test_no_finite_loss(losses):
     assert math.isnan(outcome(losses).loss)
 
 
+def test_printed_it_shows_no_raw_figure():
+    made = outcome([0.1234567, 2.3456789, math.nan])
+    for text in (str(made), repr(made), f"{made}"):
+        assert text == "Outcome(3 examples; raw figures in .losses, .norms)"
+    assert made.losses[1] == torch.tensor(2.3456789)  # they are there for who asks
+
+
 Pair = namedtuple("Pair", "x y")
 A, B = torch.arange(3.0), torch.arange(3)
 

@@ -5,7 +5,9 @@ noshuffle plan      mechanisms side by side at equal privacy
 noshuffle train     train a model privately and keep the evidence
 noshuffle federated train over users that come when they like, each of them protected
 noshuffle fit       a private linear model from a table, in one pass
+noshuffle sum       private running totals of a table of numbers
 noshuffle verify    recompute the guarantee of a run from its folder
+noshuffle seal      destroy the keys of a run, and sign it
 noshuffle reproduce measured rates of the convex solvers beside the theory's
 noshuffle report    draw the report of a run again
 """
@@ -17,6 +19,7 @@ import sqlite3
 import sys
 
 from noshuffle.cli.app import app
+from noshuffle.cli.words import refuse
 from noshuffle.errors import NoshuffleError
 
 __all__ = ["app", "main"]
@@ -31,33 +34,27 @@ def main(arguments: list[str] | None = None) -> int:
         status = command.main(args=arguments, prog_name="noshuffle", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except NoshuffleError as error:
-        return _refuse(str(error))
+        return refuse(str(error))
     except BrokenPipeError:
         # The reader of a pipe (head, less) has left; let the interpreter's last flush go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        return _refuse(f"{where}{error.strerror or error}")
+        return refuse(f"{where}{error.strerror or error}")
     except sqlite3.DatabaseError as error:
-        return _refuse(f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}")
+        return refuse(f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}")
     except UnicodeDecodeError:
-        return _refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
+        return refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
     except Exception as error:
         # typer may carry its own click: recognise usage errors by shape, not by class.
         if hasattr(error, "format_message"):
-            return _refuse(error.format_message() or "give a command; noshuffle --help lists them")
+            return refuse(error.format_message() or "give a command; noshuffle --help lists them")
         if type(error).__name__ == "Abort":
-            return _refuse("stopped", status=130)
+            return refuse("stopped", status=130)
         raise
     except KeyboardInterrupt:
-        return _refuse("stopped", status=130)
-
-
-def _refuse(message: str, *, status: int = 2) -> int:
-    line = " ".join(message.split())
-    print(f"noshuffle: {line}", file=sys.stderr)
-    return status
+        return refuse("stopped", status=130)
 
 
 def run() -> None:

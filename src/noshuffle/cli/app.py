@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from noshuffle.cli.epsilon import epsilon
-from noshuffle.cli.evidence import report, verify
+from noshuffle.cli.evidence import report, seal, verify
 from noshuffle.cli.federated import federated
 from noshuffle.cli.fit import fit
+from noshuffle.cli.mechanisms import PLACEHOLDER, mechanism_names
 from noshuffle.cli.plan import plan
 from noshuffle.cli.reproduce import reproduce
+from noshuffle.cli.sum import sum_
 from noshuffle.cli.train import train
+from noshuffle.cli.words import in_options, refuse
+from noshuffle.errors import NoshuffleError
 
 app = typer.Typer(
     name="noshuffle",
@@ -26,19 +31,49 @@ app = typer.Typer(
 )
 
 
-def _stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with Ctrl-C as one line and exit status 130 (typer would say nothing)."""
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from noshuffle.version import __version__
+
+        print(f"noshuffle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+class _LateHelp(TyperCommand):
+    """A command whose help names all mechanisms, which are imported when somebody reads it."""
+
+    def format_help(self, *given: Any) -> None:
+        for parameter in self.params:
+            text = getattr(parameter, "help", None) or ""
+            if PLACEHOLDER in text:
+                parameter.help = text.replace(PLACEHOLDER, ", ".join(mechanism_names()))
+        super().format_help(*given)
+
+
+def _one_line(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with refusals in the words of its options, and Ctrl-C, as one line each."""
+    names = tuple(inspect.signature(command).parameters)
 
     @wraps(command)
     def call(**given: Any) -> Any:
         try:
             return command(**given)
-        except KeyboardInterrupt:
-            print("noshuffle: stopped", file=sys.stderr)
-            return 130
+        except NoshuffleError as error:
+            return refuse(in_options(str(error), names))
+        except KeyboardInterrupt:  # typer would say nothing
+            return refuse("stopped", status=130)
 
     return call
 
 
-for _command in (train, federated, fit, plan, epsilon, verify, report, reproduce):
-    app.command()(_stoppable(_command))
+for _command in (train, federated, fit, sum_, plan, epsilon, verify, seal, report, reproduce):
+    app.command(_command.__name__.rstrip("_"), cls=_LateHelp)(_one_line(_command))

@@ -2,105 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
-import typer
+from noshuffle.cli.from_record import setting, takes
+from noshuffle.cli.mechanisms import check_options, mechanism_named
+from noshuffle.cli.promise import Output, Promise, print_json
+from noshuffle.errors import InvalidInput, positive
+from noshuffle.participation import Epochs, Participation, Restarted
 
-from noshuffle.cli import options as o
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonSettings(Promise):
+    """What `noshuffle epsilon` can be asked."""
+
+    variant: str = setting("honaker", "tree: plain, honaker or full")
+    restart_every: str | None = setting(
+        None, "tree: steps per tree, or epochs with the suffix e (2000, 20e)"
+    )
+    completion: bool = setting(False, "tree: virtual empty steps before a restart", "--completion")
+    bands: int | None = setting(None, "bands of banded mechanisms")
+    buffers: int | None = setting(None, "buffers of a BLT")
+    taps: int | None = setting(None, "epoch taps of a BLT")
+    poisson_rate: float | None = setting(None, "independent sampling probability")
+    accountant: str = setting("", "exact, rdp or fourier (default: the tightest that applies)")
 
 
-def epsilon(
-    mechanism: o.Mechanism = "blt",
-    variant: o.Variant = "honaker",
-    steps: o.Steps = None,
-    epochs: o.EpochCount = None,
-    steps_per_epoch: o.StepsPerEpoch = None,
-    separation: o.Separation = None,
-    max_participations: o.MaxParticipations = None,
-    restart_every: o.RestartEvery = None,
-    completion: o.Completion = False,
-    bands: Annotated[int | None, typer.Option(help="bands of banded mechanisms")] = None,
-    buffers: Annotated[int | None, typer.Option(help="buffers of a BLT")] = None,
-    taps: Annotated[int | None, typer.Option(help="epoch taps of a BLT")] = None,
-    poisson_rate: o.PoissonRate = None,
-    population: o.Population = None,
-    batch_size: o.BatchSize = None,
-    noise_multiplier: o.NoiseMultiplier = None,
-    target_epsilon: o.TargetEpsilon = None,
-    delta: o.Delta = 1e-5,
-    neighbours: o.Neighbours = "",
-    unit: o.Unit = "example",
-    accountant: o.Accountant = "",
-    json: o.Json = False,
-) -> None:
+@takes(EpsilonSettings, Output)
+def epsilon(asked: EpsilonSettings, output: Output) -> None:
     """Epsilon of a run (or the noise for a target epsilon), with its assumptions.
 
     For example: noshuffle epsilon --steps 1600 --mechanism tree --noise-multiplier 1.13
     """
-    from noshuffle.errors import InvalidInput, positive
+    plan = _plan(asked)
+    statement = plan.statement()
+    if output.json:
+        record = {"strategy": plan.strategy.name, "plan_hash": plan.hash}
+        print_json({**statement.to_dict(), **record})
+    else:
+        print(statement.words())
+
+
+def _plan(asked: EpsilonSettings) -> Any:
     from noshuffle.plan import Plan
     from noshuffle.strategies import tree
 
-    if (noise_multiplier is None) == (target_epsilon is None):
+    if (asked.noise_multiplier is None) == (asked.target_epsilon is None):
         raise InvalidInput("give exactly one of --noise-multiplier and --target-epsilon")
-    if noise_multiplier is not None:
-        positive(noise_multiplier=noise_multiplier)
-    participation = o.build_participation(
-        steps=steps,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        separation=separation,
-        max_participations=max_participations,
-        poisson_rate=poisson_rate,
-        population=population,
-        batch_size=batch_size,
+    if asked.noise_multiplier is not None:
+        positive(noise_multiplier=asked.noise_multiplier)
+    participation = asked.participation(poisson_rate=asked.poisson_rate)
+    every = _restart_steps(asked.restart_every, participation)
+    sizes = {"bands": asked.bands, "buffers": asked.buffers, "taps": asked.taps}
+    mechanism = mechanism_named(asked.mechanism)
+    check_options(
+        mechanism,
+        {
+            **sizes,
+            "variant": asked.variant != "honaker",
+            "restart_every": every,
+            "completion": asked.completion,
+        },
     )
-    every = o.restart_steps(restart_every, participation)
-    if mechanism != "tree" and (every is not None or completion):
-        raise InvalidInput("--restart-every and --completion belong to --mechanism tree")
-    for option, value, families in (
-        ("--variant", variant != "honaker", ("tree",)),
-        ("--bands", bands, ("bsr", "bisr", "banded", "banded_inverse")),
-        ("--taps", taps, ("blt_tapped", "blt_gains", "blt_two_sided")),
-    ):
-        if value and mechanism not in families:
-            raise InvalidInput(f"{option} belongs to {', '.join(families)}; got {mechanism}")
     chosen: Any = mechanism
-    settings: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if mechanism == "tree":
-        chosen = tree(variant, restart_every=every, completion=completion)
-        participation = o.with_restarts(participation, every)
+        chosen = tree(asked.variant, restart_every=every, completion=asked.completion)
+        participation = _with_restarts(participation, every)
     else:
-        settings = {"bands": bands, "buffers": buffers, "taps": taps}
-        settings = {name: value for name, value in settings.items() if value is not None}
+        options = {name: value for name, value in sizes.items() if value is not None}
         gap = getattr(participation, "separation", getattr(participation, "steps_per_epoch", None))
-        if mechanism == "banded" and bands and gap and participation.most > 1 and bands > gap:
+        wide = asked.bands and gap and participation.most > 1 and asked.bands > gap
+        if mechanism == "banded" and wide:
             raise InvalidInput(
                 f"--bands must be at most the separation ({gap}), so that the columns of one unit "
-                f"are orthogonal; got {bands}"
+                f"are orthogonal; got {asked.bands}"
             )
-    plan = Plan.fit(
+    return Plan.fit(
         participation,
         mechanism=chosen,
-        epsilon=target_epsilon,
-        noise_multiplier=noise_multiplier,
-        delta=delta,
-        neighbours=neighbours,
-        unit=unit,
-        accountant=accountant,
-        **settings,
+        epsilon=asked.target_epsilon,
+        noise_multiplier=asked.noise_multiplier,
+        delta=asked.delta,
+        neighbours=asked.neighbours,
+        unit=asked.unit,
+        accountant=asked.accountant,
+        **options,
     )
-    _print(plan, as_json=json)
 
 
-def _print(plan: Any, *, as_json: bool) -> None:
-    import json
+def _restart_steps(text: str | None, participation: Participation) -> int | None:
+    """`--restart-every` in steps: a number of steps, or a number of epochs with the suffix e."""
+    if text is None:
+        return None
+    digits, in_epochs = (text[:-1], True) if text.endswith("e") else (text, False)
+    if not digits.isdigit() or int(digits) == 0:
+        raise InvalidInput(
+            f"--restart-every must be a number of steps (2000) or of epochs (20e), got {text!r}"
+        )
+    if not in_epochs:
+        return int(digits)
+    if not isinstance(participation, Epochs):
+        raise InvalidInput("--restart-every in epochs needs --epochs and --steps-per-epoch")
+    return int(digits) * participation.steps_per_epoch
 
-    statement = plan.statement()
-    if as_json:
-        record = statement.to_dict()
-        record["strategy"] = plan.strategy.name
-        record["plan_hash"] = plan.hash
-        print(json.dumps(record, indent=2, ensure_ascii=False))
-    else:
-        print(statement.words())
+
+def _with_restarts(participation: Participation, every: int | None) -> Participation:
+    """Epochs whose order may change when the tree restarts, which is the safe reading."""
+    if every is None or not isinstance(participation, Epochs) or every >= participation.steps:
+        return participation
+    return Restarted(participation, every)

@@ -1,47 +1,144 @@
-"""`noshuffle verify` and `noshuffle report`: what a run folder proves, and how it looks."""
+"""`noshuffle verify`, `seal` and `report`: what a run proves, how it is closed, how it looks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from noshuffle.cli.from_record import argument, setting, takes
+from noshuffle.cli.promise import SIGN_HELP, Output, print_json
+from noshuffle.cli.words import in_options
+from noshuffle.errors import InvalidInput, NoshuffleError
 
-from noshuffle.cli import options as o
+if TYPE_CHECKING:
+    from noshuffle.release.folder import RunFolder
 
-Run = Annotated[Path, typer.Argument(help="a run folder, as train, federated and fit make")]
+
+@dataclass(frozen=True, kw_only=True)
+class FolderArgument:
+    """The folder that a command is about."""
+
+    run: Path = argument("a run folder, as train, federated, fit and sum make")
+
+    def __post_init__(self) -> None:
+        if not self.run.is_dir():
+            raise InvalidInput(
+                f"{self.run} is not a folder; give a run folder, as train, federated, fit and sum "
+                "make"
+            )
 
 
-def verify(run: Run, json: o.Json = False) -> int:
-    """Recompute the guarantee of a run from its folder: VERIFIED, or what does not hold.
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(FolderArgument):
+    """What `noshuffle verify` can be asked."""
 
-    RUN is a run folder, as train, federated and fit make. Exit status 0: verified, 1: not.
+    public_key: str | None = setting(
+        None, "PEM file (or 64 hex digits) of the Ed25519 key that must have signed the run"
+    )
+
+
+@takes(VerifySettings, Output)
+def verify(asked: VerifySettings, output: Output) -> int:
+    """Recompute the guarantee of a run from its folder.
+
+    PROVED (exit status 0): all that the folder can show was recomputed. CONSISTENT (3): nothing
+    contradicts it; what could not be checked is named. NOT PRIVATE (4): test seed, or no noise.
+    REFUTED (1): a row or a file contradicts the statement.
     """
-    import json as encoder
-
-    from noshuffle.errors import InvalidInput
     from noshuffle.release.verify import verify as check
 
-    if not run.is_dir():
-        raise InvalidInput(
-            f"{run} is not a folder; give a run folder, as train, federated and fit make"
-        )
-    verdict = check(run)
-    if json:
-        print(encoder.dumps(verdict.to_dict(), indent=2, ensure_ascii=False))
+    verdict = check(asked.run, public_key=asked.public_key)
+    if output.json:
+        print_json(verdict.to_dict())
     else:
-        print(verdict.words())
-    return 0 if verdict.is_verified else 1
+        print(in_options(verdict.words(), ("sign", "public_key")))
+    return verdict.exit_code
 
 
-def report(run: Run, json: o.Json = False) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SealSettings(FolderArgument):
+    """What `noshuffle seal` can be asked."""
+
+    sign: Path | None = setting(None, SIGN_HELP)
+
+
+@takes(SealSettings, Output)
+def seal(asked: SealSettings, output: Output) -> None:
+    """Destroy the keys of a run for good, so that nobody can take the noise off again.
+
+    What only the keys can show is checked first and written down. An unfinished run cannot go on
+    afterwards. Finished runs of train, federated and sum are sealed by themselves.
+    """
+    from noshuffle.release.seal import seal as close
+
+    checked = close(asked.run, sign=asked.sign)
+    if output.json:
+        record = {"sealed": str(asked.run), "checked": list(checked)}
+        print_json({**record, "signed": asked.sign is not None})
+        return
+    print(f"sealed: the keys of {asked.run} are destroyed")
+    for line in checked:
+        print(f"  (checked before: {line})")
+    if asked.sign is not None:
+        print(f"signed: {asked.run / 'signature.json'}")
+    print(f"check the evidence: noshuffle verify {asked.run}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(FolderArgument):
+    """What `noshuffle report` can be asked."""
+
+    output: Path | None = setting(None, "the page (default: report.html in the run folder)")
+
+
+@takes(ReportSettings, Output)
+def report(asked: ReportSettings, output: Output) -> None:
     """Draw report.html of a run again from its files.
 
-    RUN is a run folder, as train, federated and fit make.
+    The ledger gets the digest of the new page; a signed run is left as it is (use --output).
     """
-    import json as encoder
+    from noshuffle.release.folder import RunFolder
+    from noshuffle.report import page, read_run, write_report
 
-    from noshuffle.report import write_report
+    folder = RunFolder(asked.run)
+    own = asked.run / "report.html"
+    if asked.output is not None and asked.output.resolve() != own.resolve():
+        path = asked.output
+        path.write_text(page(read_run(asked.run)), encoding="utf8")
+    else:
+        if folder.signature_file.exists():
+            raise InvalidInput(
+                f"{asked.run} is signed, its report.html included; draw the page elsewhere with "
+                "--output FILE"
+            )
+        path = write_report(asked.run)
+        _note(folder, path)
+    if output.json:
+        print_json({"report": str(path)})
+    else:
+        print(f"report: {path}")
 
-    path = write_report(run)
-    print(encoder.dumps({"report": str(path)}) if json else f"report: {path}")
+
+def _note(folder: RunFolder, page: Path) -> None:
+    """Let the ledger know of the new page; a run that is going on will do it itself."""
+    from noshuffle.release.folder_lock import take
+    from noshuffle.release.ledger import Ledger
+
+    if not folder.ledger_file.is_file():
+        return
+    try:
+        lock = take(folder.path)
+    except NoshuffleError:
+        return
+    plan = folder.plan()
+    ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
+    try:
+        told = ledger.notes("files")
+        files = dict(told[-1]["files"]) if told else {}
+        new = folder.published()[page.name]
+        if files.get(page.name) != new:
+            ledger.note("files", files={**files, page.name: new})
+    finally:
+        ledger.close()
+        del lock

@@ -13,21 +13,22 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from noshuffle.cli.federated_parts import Job, assemble
-from noshuffle.cli.federated_settings import FederatedSettings, Limits
+from noshuffle.cli.federated_settings import FederatedSettings
+from noshuffle.cli.federated_view import FederatedResult
+from noshuffle.cli.job_view import JobProgress, Say, Stopped, Watch
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
-from noshuffle.federated.per_user import Spending, spending
+from noshuffle.federated.per_user import spending
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import RoundProgress, evaluate
 from noshuffle.federated.telemetry import need_flower
-from noshuffle.plan import Plan
+from noshuffle.release.seal import seal
 from noshuffle.report import write_report
-from noshuffle.statement import PrivacyStatement
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
 _GLANCE = 1000
@@ -35,62 +36,26 @@ _GLANCE = 1000
 OPERATOR_FILE = "operator.jsonl"
 
 
-class Stopped(Exception):
-    """Asked to stop, between two rounds; the folder can be resumed."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One round, as it is told to whoever watches; `done` counts those of this process."""
-
-    round: int
-    rounds: int
-    epsilon: float
-    seconds: float
-    done: int
-    accuracy: float | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a federated run ended with; `skipped` are rounds lost to a crash before this start."""
-
-    path: Path
-    plan: Plan
-    limits: Limits | None
-    statement: PrivacyStatement
-    rounds: int
-    rounds_now: int
-    training_seconds: float
-    is_complete: bool
-    skipped: tuple[int, ...]
-    accuracy: float
-    loss: float
-    baseline: float | None
-    seconds: float
-    users: tuple[Spending, ...]
-
-
 def run_job(
     settings: FederatedSettings,
     path: Path,
     *,
-    moved: bool = False,
-    watch: Callable[[Seen], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    keep_keys: bool = False,
+    watch: Watch | None = None,
+    say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Result:
+) -> FederatedResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
     Raises `Stopped` after the round during which `is_stopped` came true; everything is saved then.
-    `moved` promises that a folder found at another place was moved there and not copied.
+    A finished run is sealed unless `keep_keys`.
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
     if settings.engine == "flower":
         need_flower()
     say("fitting the mechanism")
-    job, skipped = assemble(settings, path, moved=moved)
+    job, skipped = assemble(settings, path)
     if job.limits is not None:
         say(f"Limits: {job.limits.words()}; {job.limits.why}.")
     for number in skipped:
@@ -106,17 +71,19 @@ def run_job(
         users, statement = spending(job.server), job.server.statement()
     finally:
         _let_go(job)
+    write_report(path)
+    if job.server.round == job.server.plan.steps and not keep_keys:
+        seal(path)  # once more where closing did it, so that the ledger knows of the page
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")
-        baseline = _baseline(settings, path)
-    write_report(path)
-    return Result(
+        baseline = _baseline(settings)
+    return FederatedResult(
         path=path,
         plan=job.server.plan,
         limits=job.limits,
         statement=statement,
-        rounds=job.server.round,
+        steps=job.server.round,
         rounds_now=job.server.round - first,
         training_seconds=training,
         is_complete=is_complete,
@@ -129,7 +96,7 @@ def run_job(
     )
 
 
-def _train(job: Job, watch: Callable[[Seen], None] | None, is_stopped: Callable[[], bool]) -> bool:
+def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> bool:
     """All rounds that are left; whether the plan was used to its end."""
     settings, server = job.settings, job.server
     every = settings.evaluate_every or max(1, settings.rounds // 20)
@@ -146,7 +113,7 @@ def _train(job: Job, watch: Callable[[Seen], None] | None, is_stopped: Callable[
         _tell_operator(job, where.report)
         if watch is not None:
             done = where.round - first
-            watch(Seen(where.round, where.of, where.epsilon, where.seconds, done, accuracy))
+            watch(JobProgress(where.round, where.of, done, where.seconds, where.epsilon, accuracy))
         if is_stopped() and where.round < where.of:
             raise Stopped
 
@@ -204,7 +171,7 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
     server = job.server
     if server.run is None:
         return
-    row = {
+    row: dict[str, Any] = {
         "kind": kind,
         "step": server.round,
         "test_loss": loss,
@@ -213,6 +180,9 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
         "clip_norm": server.clip_norm,
         "learning_rate": float(server.optimizer.param_groups[0]["lr"]),
     }
+    if kind == "summary":  # every task that can be asked for by name is a published data set
+        words = f"examples of users of {job.settings.task} who took no part"
+        row["test_data"] = {"words": words, "rows": len(job.task.x_test), "is_public": True}
     server.run.append_metrics(
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
     )
@@ -245,21 +215,12 @@ def _let_go(job: Job) -> None:
         job.server.close()
 
 
-def _baseline(settings: FederatedSettings, path: Path) -> float:
-    """The same users, order, clients and clip norm without noise. Not private."""
-    file = path / "baseline.json"
-    if file.is_file():
-        return float(json.loads(file.read_text(encoding="utf8"))["accuracy"])
+def _baseline(settings: FederatedSettings) -> float:
+    """The same users, order, clients and clip norm without noise. Not private, kept nowhere."""
     without: dict[str, Any] = {"epsilon": None, "noise_multiplier": 0.0, "test_seed": None}
     without["engine"] = "process"
     if not settings.amplified:
         without["mechanism"] = "identity"
     job, _ = assemble(replace(settings, **without), None)
     _train(job, None, lambda: False)
-    accuracy = evaluate(job.model, job.server.parameters(), job.task)[1]
-    record = {
-        "accuracy": accuracy,
-        "note": "NOT PRIVATE: trained on the same users without noise (clipped all the same)",
-    }
-    file.write_text(json.dumps(record, indent=2), encoding="utf8")
-    return accuracy
+    return evaluate(job.model, job.server.parameters(), job.task)[1]

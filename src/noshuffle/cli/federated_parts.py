@@ -22,6 +22,7 @@ from noshuffle.cli.federated_settings import (
     clip_of,
     limits_of,
 )
+from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, char_models
@@ -79,23 +80,12 @@ def load(settings: FederatedSettings) -> FederatedTask:
 
 def make_model(settings: FederatedSettings, task: FederatedTask) -> nn.Module:
     """The model with public initial weights."""
-    device = _device(settings.device)
     torch.manual_seed(settings.seed)
     if task.kind == "text":
         name, length = f"char_{settings.model}", task.shape[0]
-        return char_models.build(name, classes=task.classes, length=length).to(device)
+        return char_models.build(name, classes=task.classes, length=length).to(settings.device)
     name = models.default_for("image", task.shape) if settings.model == "cnn" else settings.model
-    return models.build(name, task.shape, task.classes).to(device)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidInput(f"device must be cpu, cuda or cuda:NUMBER, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("device cuda is not available on this machine; use --device cpu")
-    return device
+    return models.build(name, task.shape, task.classes).to(settings.device)
 
 
 def make_limits(settings: FederatedSettings, task: FederatedTask) -> Limits | None:
@@ -117,11 +107,11 @@ def make_plan(settings: FederatedSettings, task: FederatedTask) -> Plan:
             f"clients_per_round must be at most the {len(task):,} users of {settings.task}, "
             f"got {settings.clients_per_round}"
         )
-    mechanism = "identity" if settings.mechanism in INDEPENDENT else settings.mechanism
+    name = "identity" if settings.mechanism in INDEPENDENT else settings.mechanism
     has_momentum = settings.server_optimizer in ("ftrl", "momentum")
     return Plan.fit(
         participation,
-        mechanism=mechanism,
+        mechanism=mechanism_named(name),
         epsilon=settings.epsilon,
         noise_multiplier=settings.noise_multiplier,
         delta=settings.delta,
@@ -207,9 +197,7 @@ def make_answers(
     return answers
 
 
-def assemble(
-    settings: FederatedSettings, path: Path | None, *, moved: bool = False
-) -> tuple[Job, tuple[int, ...]]:
+def assemble(settings: FederatedSettings, path: Path | None) -> tuple[Job, tuple[int, ...]]:
     """The job in that folder, begun or resumed, and the rounds that had to be passed over."""
     task = load(settings)
     model = make_model(settings, task)
@@ -228,7 +216,6 @@ def assemble(
         optimizer_fn=make_optimizer_fn(settings),
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
-        moved=moved,
     )
     if settings.amplified:
         server.sampler(len(task))

@@ -1,8 +1,5 @@
 """FederatedSettings: what `noshuffle federated` was asked to do, and what follows from it.
 
-Precedence: an option on the command line, then the TOML file, then the preset of the task. The
-settings are written into the run folder, and a resumed run reads them from there.
-
 Limits that are not given are derived from U users, m asked a round, T rounds and the share p of
 users that check in. After b − 1 rounds at most m(b − 1) users are waiting, and p times the rest
 must fill a cohort on average:
@@ -26,9 +23,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self
 
+from noshuffle.cli.from_record import setting
+from noshuffle.cli.run_settings import RunSettings, folder, how, privacy
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
 
 TASKS = ("digits", "shakespeare", "drama", "writers")
@@ -36,11 +36,14 @@ TEXT_MODELS = ("lstm", "transformer")
 IMAGE_MODELS = ("mlp", "cnn", "linear")
 OPTIMIZERS = ("ftrl", "sgd", "momentum", "adam")
 ORDERS = ("random", "year", "list")
-ENGINES = ("process", "flower")
 #: Names of independent noise: what DP-FedAvg adds, with or without amplification by sampling.
 INDEPENDENT = ("identity", "dp-fedavg")
 #: Share of the population that a drifting window covers.
 _WINDOW = 10
+#: Options by the heading of the help that they stand under.
+users = partial(setting, heading="Rounds and users")
+server = partial(setting, heading="Server")
+clients = partial(setting, heading="Clients")
 
 #: Starting points at ε = 8; digits come from a small search, the others want one of their own.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,7 +56,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "server_lr": 0.5,
         "client_lr": 0.5,
         "local_epochs": 2,
-        "baseline": True,
     },
     "shakespeare": {
         "model": "lstm",
@@ -82,94 +84,91 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FederatedSettings:
+class FederatedSettings(RunSettings):
     """Every decision of a federated run that is not in its plan."""
 
-    task: str = "digits"
-    model: str = ""
-    mechanism: str = "blt"
-    amplified: bool = False
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float = 1e-5
-    rounds: int = 100
-    clients_per_round: int = 50
-    separation: int | None = None
-    max_participations: int | None = None
-    clip: str = "1.0"
-    server_optimizer: str = "ftrl"
-    server_lr: float = 0.5
-    server_momentum: float = 0.9
-    cooldown: float = 0.25
-    client_lr: float = 0.5
-    local_epochs: int = 1
-    local_steps: int | None = None
-    local_batch: int | None = None
-    proximal: float = 0.0
-    order: str = "random"
-    check_in_rate: float = 1.0
-    drop_out: float = 0.0
-    engine: str = "process"
-    vectorise: bool | None = None
-    device: str = "cpu"
-    seed: int = 0
-    test_seed: str | None = None
-    evaluate_every: int | None = None
-    checkpoint_every: int = 1
-    baseline: bool = False
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+    preset_by: ClassVar[str] = "task"
+
+    task: str = setting(
+        "digits", "digits (comes with scikit-learn, made-up users), shakespeare, drama, writers",
+        check=partial(one_of, TASKS),
+    )  # fmt: skip
+    model: str = setting("", f"text: {', '.join(TEXT_MODELS)}; images: {', '.join(IMAGE_MODELS)}")
+    mechanism: str = privacy(
+        "blt", "blt, tree, banded, … as in plan; best; dp-fedavg: independent noise"
+    )
+    amplified: bool = privacy(
+        False, "dp-fedavg with secret Poisson sampling of users", "--amplified"
+    )
+    clip: str = privacy("1.0", "bound on a user's update; or adaptive[:QUANTILE[:START]]")
+    rounds: int = users(100, "number of rounds", check=whole)
+    clients_per_round: int = users(50, "users asked a round", check=whole)
+    separation: int | None = users(
+        None, "least difference of two rounds of one user (default: derived)", check=whole
+    )
+    max_participations: int | None = users(
+        None, "most rounds one user may join (default: derived)", check=whole
+    )
+    order: str = users(
+        "random", "who comes first: random, year (drama: a drifting population), list",
+        check=partial(one_of, ORDERS),
+    )  # fmt: skip
+    check_in_rate: float = users(1.0, "share of users that check in, (0, 1]", check=positive)
+    drop_out: float = users(
+        0.0, "share of asked users that do not answer, [0, 1)", check=non_negative
+    )
+    server_optimizer: str = server(
+        "ftrl", "ftrl, sgd, momentum or adam", check=partial(one_of, OPTIMIZERS)
+    )
+    server_lr: float = server(0.5, "learning rate of the server", check=positive)
+    server_momentum: float = server(0.9, "momentum of ftrl and momentum", check=non_negative)
+    cooldown: float = server(0.25, "last part with a falling server rate", check=non_negative)
+    client_lr: float = clients(0.5, "learning rate of a client", check=positive)
+    local_epochs: int = clients(1, "passes over a user's data", check=whole)
+    local_steps: int | None = clients(None, "most steps of a client", check=whole)
+    local_batch: int | None = clients(
+        None, "examples of a client's step (all, if the task names none)", check=whole
+    )
+    proximal: float = clients(0.0, "μ of FedProx", check=non_negative)
+    engine: str = how(
+        "process", "process (in this one), or flower (its simulation)",
+        check=partial(one_of, ("process", "flower")),
+    )  # fmt: skip
+    vectorise: bool | None = how(None, "train clients together (default: where quicker)")
+    seed: int = how(
+        0, "seed of initial weights and check-ins (public)", check=partial(whole, at_least=0)
+    )
+    evaluate_every: int | None = how(
+        None, "rounds between evaluations (default: about 20 in all)", check=whole
+    )
+    checkpoint_every: int = folder(
+        1, "rounds between checkpoints; a crash loses those since", check=whole
+    )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> FederatedSettings:
-        """Fill what was not given from the preset of the task; unknown names are refused."""
-        names = {field.name for field in fields(cls)}
-        unknown = sorted(set(given) - names)
-        if unknown:
-            raise InvalidInput(
-                f"unknown setting {unknown[0]!r}; expected one of {', '.join(sorted(names))}"
-            )
-        preset = PRESETS.get(given.get("task", "digits"), {})
-        merged = {**preset, **{k: v for k, v in given.items() if v is not None}}
-        if merged.get("epsilon") is None and merged.get("noise_multiplier") is None:
-            merged["epsilon"] = 8.0
-        if "clip" in merged:
-            merged["clip"] = str(merged["clip"])  # TOML may hold a number
-        return cls(**merged)
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """As for every run; TOML may hold a clip norm as a number."""
+        clip = given.get("clip")
+        return super().of(given if clip is None else {**given, "clip": str(clip)})
+
+    def folder_name(self) -> str:
+        return f"federated-{self.task}"
 
     def __post_init__(self) -> None:
-        one_of(TASKS, task=self.task)
+        super().__post_init__()
         is_text = self.task in ("shakespeare", "drama")
         one_of(TEXT_MODELS if is_text else IMAGE_MODELS, **{f"model for {self.task}": self.model})
-        whole(rounds=self.rounds, clients_per_round=self.clients_per_round)
-        whole(local_epochs=self.local_epochs, checkpoint_every=self.checkpoint_every)
-        for name in ("separation", "max_participations", "local_steps", "local_batch"):
-            if getattr(self, name) is not None:
-                whole(**{name: getattr(self, name)})
-        if self.evaluate_every is not None:
-            whole(evaluate_every=self.evaluate_every)
-        whole(at_least=0, seed=self.seed)
-        open_unit(delta=self.delta)
-        positive(server_lr=self.server_lr, client_lr=self.client_lr)
-        non_negative(proximal=self.proximal, server_momentum=self.server_momentum)
-        non_negative(cooldown=self.cooldown, drop_out=self.drop_out)
         if self.server_momentum >= 1 or self.cooldown > 1:
             raise InvalidInput("server_momentum must lie in [0, 1) and cooldown in [0, 1]")
-        if self.drop_out >= 1 or not 0 < self.check_in_rate <= 1:
+        if self.drop_out >= 1 or self.check_in_rate > 1:
             raise InvalidInput("drop_out must lie in [0, 1) and check_in_rate in (0, 1]")
-        one_of(OPTIMIZERS, server_optimizer=self.server_optimizer)
-        one_of(ORDERS, order=self.order)
-        one_of(ENGINES, engine=self.engine)
         if self.engine == "flower" and self.drop_out:
             raise InvalidInput("engine flower waits for all clients; leave out drop_out")
         clip_of(self.clip)
         self._check_privacy()
 
     def _check_privacy(self) -> None:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise InvalidInput("give exactly one of epsilon and noise_multiplier")
-        if self.epsilon is not None:
-            positive(epsilon=self.epsilon)
-        if self.noise_multiplier is not None:
-            non_negative(noise_multiplier=self.noise_multiplier)
         if self.order == "year" and self.task != "drama":
             raise InvalidInput(f"order year needs a task with years (drama), got {self.task!r}")
         if not self.amplified:
@@ -186,9 +185,6 @@ class FederatedSettings:
             )
         if self.check_in_rate < 1:
             raise InvalidInput("amplified needs everybody it draws; leave check_in_rate at 1")
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

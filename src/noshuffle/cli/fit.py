@@ -2,118 +2,141 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from noshuffle.cli import options as o
+from noshuffle.cli.from_record import argument, check_fields, setting, takes
+from noshuffle.cli.mechanisms import HELP, mechanism_named
+from noshuffle.cli.promise import (
+    DELTA_HELP,
+    FOLDER_HELP,
+    TEST_SEED_HELP,
+    Output,
+    print_json,
+)
+from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of
 
 TASKS = ("logistic", "svc", "linear")
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
     "are taken to be public knowledge."
 )
+#: Settings that go to the estimator under their own name.
+_PASSED_ON = ("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha")
 
 
-def fit(
-    file: Annotated[Path, typer.Argument(help="a .csv or .parquet table, learned in its order")],
-    target: Annotated[str, typer.Option(help="the column to predict")],
-    task: Annotated[str, typer.Option(help="logistic, svc or linear")] = "logistic",
-    epsilon: Annotated[float, typer.Option(help="ε of the whole run")] = 1.0,
-    delta: o.Delta = 1e-6,
-    bounds: Annotated[
-        list[str] | None,
-        typer.Option(help="low,high for all columns, or COLUMN=low,high (repeat as needed)"),
-    ] = None,
-    target_bounds: Annotated[
-        str | None, typer.Option(help="linear: low,high of the target, known beforehand")
-    ] = None,
-    classes: Annotated[
-        str | None, typer.Option(help="all classes, a,b,c; without it they are read from the file")
-    ] = None,
-    mechanism: o.Mechanism = "blt",
-    batch_size: Annotated[int | None, typer.Option(help="rows a step (default: by length)")] = None,
-    passes: Annotated[int, typer.Option(help="passes over the table, in the same order")] = 1,
-    clip_norm: Annotated[float, typer.Option(help="bound on the gradient of one row")] = 1.0,
-    penalty: Annotated[str | None, typer.Option(help="l1, l2, elasticnet or group")] = None,
-    alpha: Annotated[float, typer.Option(help="strength of the penalty")] = 1e-4,
-    radius: Annotated[float | None, typer.Option(help="norm of the weights aimed at")] = None,
-    solver: Annotated[str, typer.Option(help="linear: ftrl or sums (few columns)")] = "ftrl",
-    ids: Annotated[str | None, typer.Option(help="column that names the unit of a row")] = None,
-    hash_text: Annotated[
-        int | None, typer.Option(help="text columns become so many hashed indicators")
-    ] = None,
-    score: Annotated[
-        bool,
-        typer.Option(
-            "--score/--no-score",
-            help="release the progressive score with noise, for 3 % more of it, and draw it",
-        ),
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="run folder (default runs/NAME-TIME)")] = None,
-    test_seed: Annotated[
-        str | None, typer.Option(help="reproducible noise for tests: NOT PRIVATE")
-    ] = None,
-    json: o.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """What `noshuffle fit` can be asked."""
+
+    file: Path = argument("a .csv or .parquet table, learned in its order")
+    target: str = setting(..., "the column to predict")
+    task: str = setting("logistic", "logistic, svc or linear", check=partial(one_of, TASKS))
+    epsilon: float = setting(1.0, "ε of the whole run")
+    delta: float = setting(1e-6, DELTA_HELP)
+    bounds: list[str] | None = setting(
+        None, "low,high for all columns, or COLUMN=low,high (repeat as needed)"
+    )
+    target_bounds: str | None = setting(None, "linear: low,high of the target, known beforehand")
+    classes: str | None = setting(
+        None, "all classes, a,b,c; without it they are read from the file"
+    )
+    mechanism: str = setting("blt", HELP)
+    batch_size: int | None = setting(None, "rows a step (default: by length)")
+    passes: int = setting(1, "passes over the table, in the same order")
+    clip_norm: float = setting(1.0, "bound on the gradient of one row")
+    penalty: str | None = setting(None, "l1, l2, elasticnet or group")
+    alpha: float = setting(1e-4, "strength of the penalty", check=non_negative)
+    radius: float | None = setting(None, "norm of the weights aimed at")
+    solver: str = setting(
+        "ftrl", "linear: ftrl or sums (few columns)", check=partial(one_of, ("ftrl", "sums"))
+    )
+    ids: str | None = setting(None, "column that names the unit of a row")
+    hash_text: int | None = setting(None, "text columns become so many hashed indicators")
+    score: bool = setting(
+        True,
+        "release the progressive score with noise, for 3 % more of it, and draw it",
+        "--score/--no-score",
+    )
+    out: Path | None = setting(None, FOLDER_HELP)
+    test_seed: str | None = setting(None, TEST_SEED_HELP)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@takes(FitSettings, Output)
+def fit(asked: FitSettings, output: Output) -> None:
     """Fit a linear model to a table with differential privacy, in one pass, in file order.
 
     FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
     what is known of the data beforehand costs no privacy.
     """
-    from noshuffle.convex.table_file import read_table
-    from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of
     from noshuffle.report import write_report
 
-    one_of(TASKS, task=task)
-    one_of(("ftrl", "sums"), solver=solver)
-    non_negative(alpha=alpha)
-    path = _folder(out, file)
+    path = _folder(asked.out, asked.file)
+    table = _table(asked)
+    if not asked.bounds and any("#" not in name for name in table.columns):
+        print(
+            "noshuffle: warning: without --bounds numbers are learned from as they are, so that "
+            "columns far from [-1, 1] drown the others and are clipped away; the model may be no "
+            "better than guessing. Give --bounds from what is known beforehand, as in --bounds "
+            "0,100 or --bounds age=0,120",
+            file=sys.stderr,
+        )
+    settings = _estimator_settings(asked, table)
+    model = _model(asked.task, settings)
+    kept = {name: value for name, value in settings.items() if value is not None}
+    scored = "mean absolute error" if asked.task == "linear" else "accuracy"
+    how = {"kind": "fit", "file": asked.file.name, "target": asked.target, "task": asked.task}
+    evidence = _Evidence(path, table, {**how, **kept, "rows": len(table.y), "score": scored})
+    model.fit(table.x, table.y, ids=table.ids, observer=evidence)
+    statement = evidence.close(model, table.columns)
+    page = write_report(path)
+    _print(model, statement, path, page, as_json=output.json)
+
+
+def _table(asked: FitSettings) -> Any:
+    from noshuffle.convex.table_file import read_table
+
     try:
-        table = read_table(file, target=target, ids=ids, hash_text=hash_text)
+        return read_table(asked.file, target=asked.target, ids=asked.ids, hash_text=asked.hash_text)
     except NoshuffleError:
         raise
     except (UnicodeDecodeError, ValueError):  # pyarrow's complaints are ValueErrors
         raise InvalidInput(
-            f"{file} could not be read; give a .csv table in UTF-8, or a .parquet one"
+            f"{asked.file} could not be read; give a .csv table in UTF-8, or a .parquet one"
         ) from None
+
+
+def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
+    """What the estimator is made with; the run folder keeps the same."""
     settings: dict[str, Any] = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "bounds": _bounds(bounds or [], table.columns),
-        "mechanism": mechanism,
-        "batch_size": batch_size,
-        "passes": passes,
-        "clip_norm": clip_norm,
-        "penalty": penalty,
-        "alpha": alpha,
-        "release_score": score,
-        "test_seed": test_seed,
+        **{name: getattr(asked, name) for name in _PASSED_ON},
+        "mechanism": mechanism_named(asked.mechanism),
+        "bounds": _bounds(asked.bounds or [], table.columns),
+        "release_score": asked.score,
+        "test_seed": asked.test_seed,
     }
-    if radius is not None:
-        settings["radius"] = radius
-    if task == "linear":
-        if target_bounds is None:
+    if asked.radius is not None:
+        settings["radius"] = asked.radius
+    if asked.task == "linear":
+        if asked.target_bounds is None:
             raise InvalidInput("--task linear needs --target-bounds low,high, known beforehand")
         if table.y.dtype.kind not in "iuf":
             raise InvalidInput(
-                f"--task linear needs a target of numbers; column {target!r} holds text, "
+                f"--task linear needs a target of numbers; column {asked.target!r} holds text, "
                 "so use --task logistic or svc"
             )
-        settings |= {"target_bounds": _pair(target_bounds, "--target-bounds"), "solver": solver}
-    elif classes is not None:
-        settings["classes"] = _classes(classes, table.y)
-    model = _model(task, settings)
-    kept = {name: value for name, value in settings.items() if value is not None}
-    how = {"kind": "fit", "file": file.name, "target": target, "task": task, **kept}
-    scored = "mean absolute error" if task == "linear" else "accuracy"
-    how |= {"rows": len(table.y), "score": scored}
-    evidence = _Evidence(path, table, how)
-    model.fit(table.x, table.y, ids=table.ids, observer=evidence)
-    statement = evidence.close(model, table.columns)
-    page = write_report(path)
-    _print(model, statement, path, page, as_json=json)
+        settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
+        settings["solver"] = asked.solver
+    elif asked.classes is not None:
+        settings["classes"] = _classes(asked.classes, table.y)
+    return settings
 
 
 class _Evidence:
@@ -221,10 +244,6 @@ def _model(task: str, settings: dict[str, Any]) -> Any:
 
 
 def _folder(out: Path | None, file: Path) -> Path:
-    from datetime import datetime
-
-    from noshuffle.errors import InvalidInput
-
     path = out or Path("runs") / f"{file.stem}-{datetime.now():%Y%m%d-%H%M%S}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidInput(f"{path} is not an empty folder; use another --out")
@@ -232,8 +251,6 @@ def _folder(out: Path | None, file: Path) -> Path:
 
 
 def _pair(text: str, option: str) -> tuple[float, float]:
-    from noshuffle.errors import InvalidInput
-
     try:
         low, high = (float(part) for part in text.split(","))
     except ValueError:
@@ -243,8 +260,6 @@ def _pair(text: str, option: str) -> tuple[float, float]:
 
 def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, float]] | None:
     """One pair per column: its own, else the common one; hashed indicators lie in [0, 1]."""
-    from noshuffle.errors import InvalidInput
-
     if not given:
         return None
     own = dict(text.rsplit("=", 1) for text in given if "=" in text)
@@ -268,13 +283,15 @@ def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, flo
 
 
 def _classes(text: str, y: Any) -> list[Any]:
-    from noshuffle.errors import InvalidInput
-
+    """The classes as plain values of the kind of the target, so that JSON can hold them."""
     names = [part.strip() for part in text.split(",")]
+    if y.dtype.kind not in "iuf":
+        return names
     try:
-        return [y.dtype.type(name) for name in names]
+        numbers = [float(name) for name in names]
     except ValueError:
-        raise InvalidInput(f"--classes must be of the kind of the target, got {text!r}") from None
+        raise InvalidInput(f"--classes must be numbers, as the target is; got {text!r}") from None
+    return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
 
 
 def _plain(value: Any) -> Any:
@@ -282,8 +299,6 @@ def _plain(value: Any) -> Any:
 
 
 def _print(model: Any, statement: Any, path: Path, page: Path, *, as_json: bool) -> None:
-    import json
-
     score = "accuracy" if hasattr(model, "classes_") else "R²"
     if as_json:
         record = {
@@ -294,7 +309,7 @@ def _print(model: Any, statement: Any, path: Path, page: Path, *, as_json: bool)
             "progressive_score_not_private": model.progressive_score_,
             "statement": statement.to_dict(),
         }
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print_json(record)
         return
     print(statement.words())
     print(f"\n{model.n_rows_:,} rows in {model.n_steps_:,} steps; model: {path / 'model.json'}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,10 @@ import torch
 from torch import nn
 
 from noshuffle import datasets
+from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
+from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings
-from noshuffle.clipping import Flat, PerExample
+from noshuffle.clipping import PerExample
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import test_source
@@ -23,27 +23,10 @@ from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participat
 from noshuffle.plan import Plan
 from noshuffle.release.folder_lock import take
 from noshuffle.report import write_report
-from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
 from noshuffle.training.batches import TensorBatches, in_order
-from noshuffle.training.loop import Callback
-
-#: Held-out examples whose gradient norms go into the report.
-_NORM_EXAMPLES = 500
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a training run ended with."""
-
-    path: Path
-    plan: Plan
-    statement: PrivacyStatement
-    steps: int
-    accuracy: float
-    baseline: float | None
-    seconds: float
+from noshuffle.training.loop import Callback, StepProgress
 
 
 def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
@@ -89,7 +72,7 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
 def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
     """The plan of a run; mechanisms by name are fitted here."""
     participation = participation_of(settings, data)
-    mechanism = "identity" if settings.sampling != "none" else settings.mechanism
+    mechanism = "identity" if settings.sampling != "none" else mechanism_named(settings.mechanism)
     if mechanism == "blt_tapped" and (
         not isinstance(participation, Epochs) or participation.epochs == 1
     ):
@@ -168,11 +151,15 @@ def run_job(
     settings: TrainSettings,
     path: Path,
     *,
-    callbacks: tuple[Callback, ...] = (),
-    say: Any = None,
-    moved: bool = False,
-) -> Result:
-    """Train (or resume) the run in `path`, write its evidence and its report."""
+    keep_keys: bool = False,
+    watch: Watch | None = None,
+    say: Say | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> JobResult:
+    """Train (or resume) the run in `path`, write its evidence and its report.
+
+    Raises `Stopped` after the step during which `is_stopped` came true; everything is saved then.
+    """
     say = say or (lambda _: None)
     began = time.perf_counter()
     data = datasets.load(settings.data)
@@ -184,17 +171,15 @@ def run_job(
         folder.write_config(settings.to_dict())
     lock = take(path)
     optimizer = make_optimizer(settings, model)
-    source = None if settings.test_seed is None else test_source(seed=settings.test_seed)
     private = privatize(
         model,
         optimizer,
         plan,
         clip_norm=settings.clip_norm,
         batch_size=settings.batch_size,
-        source=source,
+        source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
         engine=PerExample() if data.kind == "image" else None,
-        moved=moved,
     )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
@@ -209,22 +194,59 @@ def run_job(
         evaluate_every=max(1, plan.steps // settings.epochs),
         checkpoint_every=settings.checkpoint_every,
         scheduler=make_scheduler(settings, optimizer, plan.steps),
-        callbacks=callbacks,
+        callbacks=(_callback(watch, is_stopped),),
     )
     accuracy = accuracy_of(model, data.x_test, data.y_test)
-    summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
-    summary["held_out_norms"] = _norms(settings, data, model)
-    folder.append_metrics(summary)
+    test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
+    folder.append_metrics(
+        {
+            "kind": "summary",
+            "step": private.steps_done,
+            "test_accuracy": accuracy,
+            "test_data": {**test, "is_public": data.is_test_public},
+        }
+    )
+    write_report(path)  # before the ledger is closed, which then knows of the page
+    private.close(keep_keys=keep_keys)
+    del lock  # another process may go on with the folder
     baseline = None
     if settings.baseline:
         say("training once more without privacy, for comparison")
         baseline = _baseline(settings, data, plan.steps)
-        _write_baseline(path, baseline)
-    private.close()
-    del lock  # another process may go on with the folder
-    write_report(path)
-    seconds = time.perf_counter() - began
-    return Result(path, plan, statement, private.steps_done, accuracy, baseline, seconds)
+    return JobResult(
+        path=path,
+        plan=plan,
+        statement=statement,
+        steps=private.steps_done,
+        accuracy=accuracy,
+        baseline=baseline,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _callback(watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:
+    """Tells of every step, and stops behind one with everything saved."""
+    began, first = time.perf_counter(), [0]
+
+    def after(where: StepProgress) -> None:
+        first[0] = first[0] or where.step
+        if watch is not None:
+            accuracy = where.metrics.get("test_accuracy")
+            watch(
+                JobProgress(
+                    where.step,
+                    where.steps,
+                    where.step - first[0] + 1,
+                    time.perf_counter() - began,
+                    None if accuracy is None else where.epsilon,  # it may take a while
+                    accuracy,
+                )
+            )
+        if is_stopped() and where.step < where.steps:
+            where.private.save()
+            raise Stopped
+
+    return after
 
 
 def _batches(settings: TrainSettings, data: DataSet, private: Private) -> TensorBatches:
@@ -237,18 +259,8 @@ def _batches(settings: TrainSettings, data: DataSet, private: Private) -> Tensor
     return TensorBatches(tensors, in_order(len(data), settings.batch_size), units)
 
 
-def _norms(settings: TrainSettings, data: DataSet, model: nn.Module) -> list[float]:
-    """Gradient norms of held-out examples: their training counterparts are private."""
-    x = data.x_test[:_NORM_EXAMPLES].to(settings.device)
-    y = data.y_test[:_NORM_EXAMPLES].to(settings.device)
-    clipped = PerExample(microbatch=100).clipped_sum(
-        model, nn.CrossEntropyLoss(), (x, y), clip=Flat(settings.clip_norm)
-    )
-    return [round(float(v), 6) for v in clipped.norms if torch.isfinite(v)]
-
-
 def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
-    """The same model, order and optimizer without clipping and noise. Not private."""
+    """The same model, order and optimizer without clipping and noise. Not private, not kept."""
     model = make_model(settings, data)
     optimizer = make_optimizer(settings, model)
     scheduler = make_scheduler(settings, optimizer, steps)
@@ -266,12 +278,3 @@ def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
         optimizer.step()
         scheduler.step()
     return accuracy_of(model, data.x_test, data.y_test)
-
-
-def _write_baseline(path: Path, accuracy: float) -> None:
-    """Kept apart from the run's metrics: this number comes from a model without privacy."""
-    record = {
-        "accuracy": accuracy,
-        "note": "NOT PRIVATE: trained on the same data without clipping and noise",
-    }
-    (path / "baseline.json").write_text(json.dumps(record, indent=2), encoding="utf8")

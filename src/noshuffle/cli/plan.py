@@ -2,92 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from noshuffle.cli.from_record import setting, takes
+from noshuffle.cli.mechanisms import mechanism_named
+from noshuffle.cli.promise import Output, Promise, check_picture, print_json
+from noshuffle.errors import InvalidInput, whole
 
-from noshuffle.cli import options as o
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Promise):
+    """What `noshuffle plan` can be asked."""
+
+    mechanism: str = setting("all", "one mechanism, or 'all' to compare those that fit")
+    momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
+    max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
+    plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
 
-def plan(
-    mechanism: Annotated[
-        str, typer.Option(help="one mechanism, or 'all' to compare those that fit")
-    ] = "all",
-    steps: o.Steps = None,
-    epochs: o.EpochCount = None,
-    steps_per_epoch: o.StepsPerEpoch = None,
-    separation: o.Separation = None,
-    max_participations: o.MaxParticipations = None,
-    population: o.Population = None,
-    batch_size: o.BatchSize = None,
-    noise_multiplier: o.NoiseMultiplier = None,
-    target_epsilon: o.TargetEpsilon = None,
-    delta: o.Delta = 1e-5,
-    neighbours: o.Neighbours = "",
-    unit: o.Unit = "example",
-    momentum: Annotated[float, typer.Option(help="momentum of the optimizer, [0, 1)")] = 0.0,
-    max_buffers: Annotated[
-        int | None, typer.Option(help="most model-sized buffers a mechanism may keep")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw error over steps and ε over batch size")
-    ] = None,
-    json: o.Json = False,
-) -> None:
+@takes(PlanSettings, Output)
+def plan(asked: PlanSettings, output: Output) -> None:
     """Compare mechanisms for a run: noise, sensitivity, error, memory, time to fit.
 
     Without options: the MNIST budget of the DP-FTRL paper (20 epochs of 240 steps, ε = 8).
     """
     from noshuffle.comparison import compare
-    from noshuffle.errors import InvalidInput, whole
     from noshuffle.strategies import Workload
 
-    if steps is None and epochs is None and steps_per_epoch is None:
-        epochs, steps_per_epoch = 20, 240
-        population, batch_size = population or 60_000, batch_size or 250
-    if noise_multiplier is None and target_epsilon is None:
-        target_epsilon = 8.0
-    if noise_multiplier is not None and target_epsilon is not None:
+    if asked.steps is None and asked.epochs is None and asked.steps_per_epoch is None:
+        asked = replace(
+            asked,
+            epochs=20,
+            steps_per_epoch=240,
+            population=asked.population or 60_000,
+            batch_size=asked.batch_size or 250,
+        )
+    if asked.noise_multiplier is None and asked.target_epsilon is None:
+        asked = replace(asked, target_epsilon=8.0)
+    if asked.noise_multiplier is not None and asked.target_epsilon is not None:
         raise InvalidInput("give at most one of --noise-multiplier and --target-epsilon")
-    if plot is not None and plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidInput(f"--plot must end in .png, .svg or .pdf, got {str(plot)!r}")
-    if plot is not None and not plot.parent.is_dir():
-        raise InvalidInput(f"--plot needs an existing folder, got {str(plot.parent)!r}")
-    if max_buffers is not None:
-        whole(at_least=0, max_buffers=max_buffers)
-    participation = o.build_participation(
-        steps=steps,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        separation=separation,
-        max_participations=max_participations,
-        poisson_rate=None,
-        population=population if epochs is not None else None,
-        batch_size=batch_size if epochs is not None else None,
-    )
+    if asked.plot is not None:
+        check_picture(asked.plot, "--plot")
+    if asked.max_buffers is not None:
+        whole(at_least=0, max_buffers=asked.max_buffers)
+    # Population and batch size are for the picture: nobody is sampled here.
+    shape = asked if asked.epochs is not None else replace(asked, population=None, batch_size=None)
+    participation = shape.participation()
     rows = compare(
         participation,
-        mechanism=mechanism,
-        epsilon=target_epsilon,
-        noise_multiplier=noise_multiplier,
-        delta=delta,
-        neighbours=neighbours,
-        unit=unit,
-        workload=Workload(beta=momentum),
-        max_buffers=max_buffers,
-        progress=None if json else _progress(),
+        mechanism=mechanism_named(asked.mechanism),
+        epsilon=asked.target_epsilon,
+        noise_multiplier=asked.noise_multiplier,
+        delta=asked.delta,
+        neighbours=asked.neighbours,
+        unit=asked.unit,
+        workload=Workload(beta=asked.momentum),
+        max_buffers=asked.max_buffers,
+        progress=None if output.json else _progress(),
     )
-    if json:
-        _print_json(rows)
+    if output.json:
+        print_json([row.to_dict() for row in rows])
     else:
         _print_table(rows, participation.words())
-    if plot is not None:
+    if asked.plot is not None:
         from noshuffle.report.tradeoff import draw_plan
 
-        draw_plan(plot, rows, population=population, batch_size=batch_size)
-        if not json:
-            print(f"plot written to {plot}")
+        draw_plan(asked.plot, rows, population=asked.population, batch_size=asked.batch_size)
+        if not output.json:
+            print(f"plot written to {asked.plot}")
 
 
 def _progress() -> Any:
@@ -99,12 +83,6 @@ def _progress() -> Any:
             print(f"\r\033[Kfitting {name} …" if name else "\r\033[K", end="", file=sys.stderr)
 
     return say
-
-
-def _print_json(rows: list[Any]) -> None:
-    import json
-
-    print(json.dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False))
 
 
 def _print_table(rows: list[Any], words: str) -> None:

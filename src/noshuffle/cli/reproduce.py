@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from noshuffle.cli import options as o
+from noshuffle.cli.from_record import argument, setting, takes
+from noshuffle.cli.promise import Output, check_picture, print_json
+from noshuffle.errors import one_of
 
 FIGURES = ("rates",)
 
 
-def reproduce(
-    figure: Annotated[str, typer.Argument(help="what to draw: rates")] = "rates",
-    quick: Annotated[bool, typer.Option("--quick", help="small sizes, about a minute")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="only experiments whose name starts so; repeatable")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="the picture; a table (.md) lies beside it")] = Path(
-        "rates.png"
-    ),
-    json: o.Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FigureSettings:
+    """What `noshuffle reproduce` can be asked."""
+
+    figure: str = argument("what to draw: rates", "rates")
+    quick: bool = setting(False, "small sizes, about a minute", "--quick")
+    only: list[str] | None = setting(None, "only experiments whose name starts so; repeatable")
+    output: Path = setting(Path("rates.png"), "the picture; a table (.md) lies beside it")
+
+
+@takes(FigureSettings, Output)
+def reproduce(asked: FigureSettings, output: Output) -> None:
     """Measure how excess risk and regret scale with n, d and ε, beside what theory says.
 
     FIGURE is what to draw; rates, the only one so far, takes four minutes of one core.
     """
-    import json as encoder
-    import sys
-
     from noshuffle.convex import rates
-    from noshuffle.errors import InvalidInput, one_of
 
-    one_of(FIGURES, figure=figure)
-    if output.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidInput(f"--output must end in .png, .svg or .pdf, got {str(output)!r}")
-    if not output.parent.is_dir():
-        raise InvalidInput(f"--output needs an existing folder, got {str(output.parent)!r}")
+    one_of(FIGURES, figure=asked.figure)
+    check_picture(asked.output, "--output")
 
     def progress(name: str) -> None:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
 
     curves = rates.measure_all(
-        quick=quick, only=tuple(only or ()), progress=None if json else progress
+        quick=asked.quick, only=tuple(asked.only or ()), progress=None if output.json else progress
     )
     text = rates.table(curves)
-    rates.draw(output, curves)
-    output.with_suffix(".md").write_text(text + "\n", encoding="utf8")
-    if json:
-        record = {
-            "figure": figure,
-            "quick": quick,
-            "picture": str(output),
-            "curves": [curve.to_dict() for curve in curves],
-        }
-        print(encoder.dumps(record, indent=2, ensure_ascii=False))
+    rates.draw(asked.output, curves)
+    asked.output.with_suffix(".md").write_text(text + "\n", encoding="utf8")
+    if output.json:
+        print_json(
+            {
+                "figure": asked.figure,
+                "quick": asked.quick,
+                "picture": str(asked.output),
+                "curves": [curve.to_dict() for curve in curves],
+            }
+        )
     else:
         print(text)
-        print(f"picture written to {output}")
+        print(f"picture written to {asked.output}")

@@ -2,7 +2,8 @@
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
-name and value, which depends on no other row; otherwise text is refused. Empty cells count as zero.
+name and value, which depends on no other row; otherwise text is refused. Empty
+cells of features count as zero; an empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def read_table(
         elif hash_text is None:
             raise InvalidInput(
                 f"column {name!r} holds text; encode it with a public list of values, or use "
-                "--hash-text 16"
+                "hash_text=16"
             )
         else:
             blocks.append(_indicators(name, column, hash_text))
@@ -70,6 +71,11 @@ def read_table(
     rows = len(cells[target])
     if not blocks or not rows:
         raise InvalidInput(f"{path} needs at least one row and one column beside {target!r}")
+    if "" in cells[target]:
+        raise InvalidInput(
+            f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "
+            "give every row a target, or leave the row out"
+        )
     y = _numbers(cells[target])
     return Table(
         np.hstack(blocks),

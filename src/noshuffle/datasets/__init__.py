@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from noshuffle.datasets.images import cifar10, digits, fashion_mnist, mnist
 from noshuffle.datasets.record import DataSet
@@ -33,7 +34,7 @@ NAMES = tuple(_LOADERS)
 def load(name: str) -> DataSet:
     """A data set by name, or your own by `module:function` (a function that returns a DataSet)."""
     if name in _LOADERS:
-        return _LOADERS[name]()
+        return replace(_LOADERS[name](), is_test_public=True)
     if ":" in name:
         return _own(name)
     raise InvalidInput(

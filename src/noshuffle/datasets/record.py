@@ -15,7 +15,8 @@ class DataSet:
     """Training and held-out examples. The order of the training rows is the order of training.
 
     `units` gives the id of the unit (writer, speaker, …) of every training row where there is one;
-    otherwise every row is a unit of its own.
+    otherwise every row is a unit of its own. `is_test_public` declares the held-out examples
+    public; ε does not cover them, and a report says so where they are not.
     """
 
     name: str
@@ -26,6 +27,7 @@ class DataSet:
     y_test: Tensor
     classes: int
     units: Tensor | None = None
+    is_test_public: bool = False
 
     def __post_init__(self) -> None:
         for part, x, y in (

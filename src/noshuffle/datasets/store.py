@@ -38,6 +38,17 @@ def local(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def needed(name: str) -> Path:
+    """The file of that name in $NOSHUFFLE_DATA, which is not downloaded and must be there."""
+    path = local(name)
+    if path is None:
+        raise DataUnavailable(
+            f"{name} is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the folder that holds it, "
+            "or use the data set digits, which needs no download"
+        )
+    return path
+
+
 def cache_folder() -> Path:
     """Where downloads are kept: $XDG_CACHE_HOME/noshuffle or ~/.cache/noshuffle."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -85,7 +96,7 @@ def _download(remote: Remote, descriptor: int) -> None:
         raise DataUnavailable(
             f"{remote.name} is not in $NOSHUFFLE_DATA and could not be downloaded from "
             f"{remote.url} ({error}); put the file into a folder and set NOSHUFFLE_DATA to it, "
-            "or use --data digits, which needs no download"
+            "or use the data set digits, which needs no download"
         ) from None
 
 

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from noshuffle.datasets.record import DataSet
-from noshuffle.datasets.store import local
-from noshuffle.errors import DataUnavailable
+from noshuffle.datasets.store import needed
 
 Array = NDArray[np.float64]
 
@@ -26,13 +25,7 @@ _ADULT_BOUNDS = ((17, 90), (0, 1_500_000), (1, 16), (0, 99_999), (0, 4_356), (1,
 
 def adult() -> DataSet:
     """48,842 people of the 1994 census; the official split; does income exceed 50,000?"""
-    path = local("adult.npz")
-    if path is None:
-        raise DataUnavailable(
-            "adult.npz is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the folder that holds it, "
-            "or use --data digits, which needs no download"
-        )
-    with np.load(path) as file:
+    with np.load(needed("adult.npz")) as file:
         num, cat, y, is_test = file["num"], file["cat"], file["y"], file["is_test"] == 1
         sizes = _sizes(file)
     scaled = [_scale(num[:, i], *bounds) for i, bounds in enumerate(_ADULT_BOUNDS)]
@@ -45,13 +38,7 @@ def bank_marketing() -> DataSet:
 
     The length of the call is left out: it is known only afterwards.
     """
-    path = local("bank_marketing.npz")
-    if path is None:
-        raise DataUnavailable(
-            "bank_marketing.npz is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the folder that "
-            "holds it, or use --data digits, which needs no download"
-        )
-    with np.load(path) as file:
+    with np.load(needed("bank_marketing.npz")) as file:
         num, cat, y = file["num"], file["cat"], file["y"]
         sizes = _sizes(file)
     # age, duration, campaign, days since, previous, employment variation, price index,

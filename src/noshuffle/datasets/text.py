@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from noshuffle.datasets.record import DataSet
-from noshuffle.datasets.store import local
-from noshuffle.errors import DataUnavailable
+from noshuffle.datasets.store import needed
 
 #: Fixed alphabet: printable ASCII and the line break; everything else is one common symbol.
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -30,15 +29,9 @@ def encode(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def shakespeare(*, length: int = 80, most_windows: int = 16) -> DataSet:
     """Next-character prediction on 1,350 roles, at most `most_windows` windows of each."""
-    path = local("shakespeare_roles.jsonl.gz")
-    if path is None:
-        raise DataUnavailable(
-            "shakespeare_roles.jsonl.gz is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the "
-            "folder that holds it, or use --data digits, which needs no download"
-        )
     windows: dict[bool, list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = {True: [], False: []}
     units: list[int] = []
-    with gzip.open(path, "rt", encoding="utf8") as file:
+    with gzip.open(needed("shakespeare_roles.jsonl.gz"), "rt", encoding="utf8") as file:
         for unit, line in enumerate(file):
             symbols = encode("\n".join(json.loads(line)["speeches"]))
             held = unit % 10 == 9

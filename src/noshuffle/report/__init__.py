@@ -1,6 +1,6 @@
 """Reports: the pictures and the page that tell a person what a run did and what it promises."""
 
-from noshuffle.report.html import write_report
+from noshuffle.report.html import page, write_report
 from noshuffle.report.run import RunRecord, read_run
 
-__all__ = ["RunRecord", "read_run", "write_report"]
+__all__ = ["RunRecord", "page", "read_run", "write_report"]

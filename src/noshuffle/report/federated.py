@@ -34,6 +34,11 @@ def lead(run: RunRecord) -> str:
     )
 
 
+def cards(run: RunRecord) -> list[tuple[str, str]]:
+    """Nothing beyond what every page has."""
+    return []
+
+
 def figures(run: RunRecord) -> list[Figure]:
     """The pictures of the shared page with their captions."""
     from noshuffle.report import federated_plots as draw
@@ -43,7 +48,7 @@ def figures(run: RunRecord) -> list[Figure]:
     if rows:
         found.append(
             (
-                draw.learning_curve(rows, run.baseline),
+                plots.learning_curve(rows, step="round", of="held-out users"),
                 "Accuracy on users who never took part, computed from the released models.",
             )
         )

@@ -1,6 +1,5 @@
 """The pictures of a federated run, each an SVG string.
 
-learning_curve   accuracy on held-out users over rounds
 participations   how many users were asked how often
 epsilon_by_times ε of a user over how often they were asked, and where the users are
 clip_curve       a clip norm that follows a quantile
@@ -20,21 +19,6 @@ if TYPE_CHECKING:
 
 #: More distinct counts than this are drawn as a filled line.
 _MOST_BARS = 60
-
-
-def learning_curve(rows: Sequence[dict[str, Any]], baseline: float | None) -> str:
-    """Held-out accuracy over rounds; `baseline` is the same run without noise."""
-    points = [(row["step"], 100 * row["test_accuracy"]) for row in rows]
-
-    def draw(axes: Axes) -> None:
-        axes.plot(*zip(*points), color=ACCENT, marker="o", ms=3, label="private")
-        if baseline is not None:
-            label = f"without noise, not private ({100 * baseline:.1f} %)"
-            axes.axhline(100 * baseline, color=MUTED, ls="--", label=label)
-        axes.set(xlabel="round", ylabel="accuracy on held-out users, %")
-        axes.legend(frameon=False, loc="lower right")
-
-    return _draw(draw)
 
 
 def epsilon_curve(rounds: Sequence[int], values: Sequence[float], *, delta: float) -> str:

@@ -28,11 +28,6 @@ Figure = tuple[str, str]
 _MOST = 20
 
 
-def is_fit(run: RunRecord) -> bool:
-    """Whether the run is a linear model fitted to a table."""
-    return run.config.get("kind") == "fit"
-
-
 def lead(run: RunRecord) -> str:
     """What the run was, in one line."""
     config = run.config

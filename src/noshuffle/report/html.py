@@ -1,13 +1,19 @@
-"""report.html: one self-contained page with the pictures, the numbers and the statement."""
+"""report.html: one self-contained page with the pictures, the numbers and the statement.
+
+The page may be published. It is a function of the plan, of released values (the model, the noisy
+gradient, noisy scores), of settings, and of evaluations on held-out data, whose people it names
+beside the figure. No gradient norm, no loss of a training example and no figure of a model trained
+without noise is read from the folder, whatever lies there.
+"""
 
 from __future__ import annotations
 
 import os
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from noshuffle.report import federated, fit, plots
+from noshuffle.report import federated, fit, sums, trained
 from noshuffle.report.run import RunRecord, read_run
 
 _STYLE = """
@@ -27,6 +33,26 @@ table+p{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
 """
 
 
+class Teller(Protocol):
+    """What tells of one kind of run: a module with these three functions."""
+
+    def lead(self, run: RunRecord) -> str:
+        """What the run was, in one line."""
+
+    def cards(self, run: RunRecord) -> list[tuple[str, str]]:
+        """Numbers at the top of the page, with what they are."""
+
+    def figures(self, run: RunRecord) -> list[tuple[str, str]]:
+        """Pictures with their captions."""
+
+
+_TELLERS: dict[str, Teller] = {"federated": federated, "fit": fit, "sum": sums}
+
+
+def _teller(run: RunRecord) -> Teller:
+    return _TELLERS.get(str(run.config.get("kind")), trained)
+
+
 def write_report(path: Path) -> Path:
     """Draw the report of the run in that folder; the page replaces the old one in one move."""
     run = read_run(path)
@@ -44,7 +70,7 @@ def page(run: RunRecord) -> str:
     title = f"noshuffle run {run.name}"
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class='lead'>{escape(_lead(run))}</p>",
+        f"<p class='lead'>{escape(_teller(run).lead(run))}</p>",
         _warnings(run),
         _cards(run),
         _figures(run),
@@ -59,37 +85,27 @@ def page(run: RunRecord) -> str:
     )
 
 
-def _lead(run: RunRecord) -> str:
-    if run.is_federated:
-        return federated.lead(run)
-    if fit.is_fit(run):
-        return fit.lead(run)
-    data = run.config.get("data", "own data")
-    model = run.config.get("model", "own model")
-    return f"{model} on {data}, {run.plan.steps} steps, {run.plan.strategy.words()}"
-
-
 def _warnings(run: RunRecord) -> str:
-    unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
-    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
+    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in _unsafe(run))
+
+
+def _unsafe(run: RunRecord) -> list[str]:
+    return [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
 
 
 def _cards(run: RunRecord) -> str:
     epsilon = run.statement.get("epsilon")
     kind = "exact" if run.statement.get("exact") else "upper bound"
+    promised = ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})")
     cards: list[tuple[str, str]] = [
-        ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})"),
+        ("NOT PRIVATE", "no ε holds") if _unsafe(run) else promised,
         (f"{run.plan.delta:g}", "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
-    for value, label in (
-        (run.summary.get("test_accuracy"), "accuracy, private"),
-        (run.baseline, "accuracy, not private"),
-    ):
-        if isinstance(value, float):
-            cards.append((f"{100 * value:.1f} %", label))
-    if fit.is_fit(run):
-        cards += fit.cards(run)
+    accuracy = run.summary.get("test_accuracy")
+    if isinstance(accuracy, float):
+        cards.append((f"{100 * accuracy:.1f} %", "accuracy on held-out data"))
+    cards += _teller(run).cards(run)
     return (
         "<div class='cards'>"
         + "".join(
@@ -101,47 +117,13 @@ def _cards(run: RunRecord) -> str:
 
 
 def _figures(run: RunRecord) -> str:
-    if run.is_federated:
-        figures = federated.figures(run)
-    else:
-        figures = fit.figures(run) if fit.is_fit(run) else _own_figures(run)
+    figures = _teller(run).figures(run)
     drawn = "".join(
         f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
     )
-    return f"<h2>What happened</h2><div class='grid'>{drawn}</div>"
-
-
-def _own_figures(run: RunRecord) -> list[tuple[str, str]]:
-    figures: list[tuple[str, str]] = []
-    if any("test_accuracy" in row for row in run.evaluations):
-        figures.append(
-            (
-                plots.learning_curve(run.evaluations, run.baseline),
-                "Accuracy on held-out data, computed from the released model.",
-            )
-        )
-    figures.append(
-        (plots.epsilon_curve(run.plan), "Privacy spent so far, counted in whole epochs.")
-    )
-    series = plots.noise_series(run.plan)
-    if series:
-        batch = run.config.get("batch_size")
-        figures.append(
-            (
-                plots.noise_curve(series, batch_size=batch if isinstance(batch, int) else None),
-                "What the noise has added to the model's running sum: all mechanisms at this ε.",
-            )
-        )
-    norms, clip = run.summary.get("held_out_norms"), run.config.get("clip_norm")
-    if norms and isinstance(clip, int | float):
-        figures.append(
-            (
-                plots.norm_histogram(norms, float(clip)),
-                "Gradient norms of held-out examples under the final model. Norms of training "
-                "examples are private and are not kept.",
-            )
-        )
-    return figures
+    told = run.evaluation_words()
+    said = "" if told is None else f"<p class='lead'>{escape(told)}</p>"
+    return f"<h2>What happened</h2>{said}<div class='grid'>{drawn}</div>"
 
 
 def _statement(run: RunRecord) -> str:
@@ -168,7 +150,7 @@ def _settings(run: RunRecord) -> str:
     cells = "".join(f"<tr><td>{escape(k)}</td><td>{v}</td></tr>" for k, v in rows)
     return (
         f"<h2>Settings</h2><table>{cells}</table><p class='lead'>Recompute the guarantee from the "
-        f"evidence in this folder: <code>noshuffle verify {escape(str(run.path))}</code></p>"
+        f"evidence in this folder: <code>noshuffle verify {escape(run.name)}</code></p>"
     )
 
 

@@ -4,7 +4,6 @@ learning_curve   accuracy on held-out data over steps
 epsilon_curve    ε spent so far
 noise_curve      standard deviation of the noise in the model over steps, the chosen mechanism
                  beside a Honaker tree and independent noise at the same ε
-norm_histogram   gradient norms on held-out examples beside the clip norm
 """
 
 from __future__ import annotations
@@ -48,18 +47,19 @@ def _draw(draw: Any, *, width: float = 6.4, height: float = 3.4) -> str:
     return text[text.index("<svg") :]
 
 
-def learning_curve(rows: Sequence[dict[str, Any]], baseline: float | None) -> str:
-    """Held-out accuracy over steps; `baseline` is the same model without privacy."""
-    points = [(row["step"], row["test_accuracy"]) for row in rows if "test_accuracy" in row]
+def learning_curve(
+    rows: Sequence[dict[str, Any]], *, step: str = "step", of: str = "held-out data"
+) -> str:
+    """Accuracy of the released models on held-out data over steps (or rounds)."""
+    points = [
+        (row["step"], 100 * row["test_accuracy"])
+        for row in rows
+        if row.get("test_accuracy") is not None
+    ]
 
     def draw(axes: Axes) -> None:
-        steps, values = zip(*points)
-        axes.plot(steps, [100 * v for v in values], color=ACCENT, marker="o", ms=3, label="private")
-        if baseline is not None:
-            label = f"not private ({100 * baseline:.1f} %)"
-            axes.axhline(100 * baseline, color=MUTED, ls="--", label=label)
-        axes.set(xlabel="step", ylabel="accuracy on held-out data, %")
-        axes.legend(frameon=False, loc="lower right")
+        axes.plot(*zip(*points), color=ACCENT, marker="o", ms=3)
+        axes.set(xlabel=step, ylabel=f"accuracy on {of}, %")
 
     return _draw(draw)
 
@@ -113,20 +113,6 @@ def noise_curve(
             picks = np.unique(np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int))
             axes.plot(picks + 1, scale * curve[picks], color=colour, label=label, lw=1.4)
         axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, None))
-        axes.legend(frameon=False)
-
-    return _draw(draw)
-
-
-def norm_histogram(norms: Sequence[float], clip_norm: float) -> str:
-    """Per-example gradient norms of held-out data under the final model."""
-    values = np.asarray(norms, dtype=float)
-
-    def draw(axes: Axes) -> None:
-        axes.hist(values, bins=40, color=ACCENT, alpha=0.8)
-        clipped = 100 * float(np.mean(values > clip_norm))
-        axes.axvline(clip_norm, color=WARM, label=f"clip norm ({clipped:.0f} % above)")
-        axes.set(xlabel="gradient norm of one held-out example", ylabel="examples")
         axes.legend(frameon=False)
 
     return _draw(draw)

@@ -21,7 +21,6 @@ class RunRecord:
     config: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...]
     summary: dict[str, Any]
-    baseline: float | None
 
     @property
     def name(self) -> str:
@@ -32,6 +31,22 @@ class RunRecord:
         """Whether steps are rounds over users."""
         return self.config.get("kind") == "federated"
 
+    def evaluation_words(self) -> str | None:
+        """Whose data the accuracy was measured on, and what that means; None without a figure."""
+        rows = (*self.evaluations, self.summary)
+        if not any(row.get("test_accuracy") is not None for row in rows):
+            return None
+        data = self.summary.get("test_data") or {}
+        count = f"{data['rows']:,} " if isinstance(data.get("rows"), int) else ""
+        whose = f"Accuracy was measured on {count}{data.get('words', 'held-out examples')}"
+        if data.get("is_public"):
+            return f"{whose}, which are public; training did not see them."
+        return (
+            f"{whose}, which training did not see. ε protects the training data: for the people in "
+            "the held-out data these figures are covered by no guarantee, so publish them only if "
+            "that data is public."
+        )
+
 
 def read_run(path: Path) -> RunRecord:
     """The run in that folder; a folder without a plan and a statement is refused."""
@@ -39,7 +54,7 @@ def read_run(path: Path) -> RunRecord:
     if missing:
         raise InvalidInput(
             f"{path} is not a run folder ({', '.join(missing)} missing); "
-            "make one with: noshuffle train, federated or fit --out DIR"
+            "noshuffle train, federated and fit make such folders"
         )
     rows = _lines(path / "metrics.jsonl")
     return RunRecord(
@@ -49,7 +64,6 @@ def read_run(path: Path) -> RunRecord:
         config=_object(path / "config.json"),
         evaluations=tuple(row for row in rows if row.get("kind", "evaluation") == "evaluation"),
         summary=next((row for row in reversed(rows) if row.get("kind") == "summary"), {}),
-        baseline=_object(path / "baseline.json").get("accuracy"),
     )
 
 

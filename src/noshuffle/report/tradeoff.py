@@ -124,7 +124,7 @@ def draw_plan(
     try:
         figure.savefig(path, dpi=150)
     except OSError as problem:
-        raise InvalidInput(f"--plot {path} could not be written: {problem}") from None
+        raise InvalidInput(f"{path} could not be written: {problem}") from None
     pyplot.close(figure)
 
 

@@ -10,8 +10,10 @@ back, so that order and augmentations come out the same. Steps that were not rel
 under fresh keys (with a test source, the noise they would have had).
 
 `metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
-gradient, and what `evaluate` returns (on public or held-out data). The loss of a batch is raw data
-and goes to the callbacks alone.
+gradient, and what `evaluate` makes of the released model. ε protects the training data; for the
+people in the data that `evaluate` reads, its figures are covered only if that data is public. The
+loss of a batch is raw: it goes to the callbacks alone, and is not shown when
+`StepProgress` is printed.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from noshuffle.training.private import Private
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """Where the loop stands after a step. `loss` is raw and not private."""
 
     step: int
     steps: int
     epoch: int
-    loss: float
+    loss: float = field(repr=False)
     is_replay: bool
     metrics: dict[str, float]
     private: Private = field(repr=False)
@@ -51,7 +53,7 @@ class Progress:
         return self.private.epsilon_after(self.step)
 
 
-Callback = Callable[[Progress], None]
+Callback = Callable[[StepProgress], None]
 Evaluate = Callable[[nn.Module], dict[str, float]]
 
 
@@ -74,7 +76,8 @@ def fit_model(
         epochs: how often to go through `batches`; by default as the plan says (once if it is
             silent).
         steps_per_epoch: needed only to resume an iterable without a length in a later epoch.
-        evaluate: measures the model on data that is public or held out.
+        evaluate: measures the model on data that is public or held out; its figures are written
+            to metrics.jsonl as they are, so let it return averages, nothing of single people.
         evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
         scheduler: stepped after every step, and saved along.
         callbacks: called after every step.
@@ -116,7 +119,9 @@ def fit_model(
                 private.save()
             if callbacks:  # the loss is read, and waited for, only if somebody looks
                 loss = private.outcome.loss if private.outcome is not None else math.nan
-                where = Progress(step, private.plan.steps, epoch, loss, is_replay, metrics, private)
+                where = StepProgress(
+                    step, private.plan.steps, epoch, loss, is_replay, metrics, private
+                )
                 for callback in callbacks:
                     callback(where)
         if private.steps_done >= private.plan.steps:
@@ -184,7 +189,7 @@ def _released(private: Private, epoch: int) -> dict[str, Any]:
     """Values that are functions of released ones."""
     optimizer = private._parts.optimizer
     grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
-    norm = float(torch.stack([g.double().norm() for g in grads]).norm())
+    norm = float(torch.stack([g.double().norm() for g in grads]).norm()) if grads else None
     epsilon = private.epsilon_after(private.steps_done)
     return {
         "step": private.steps_done,

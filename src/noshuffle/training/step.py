@@ -82,9 +82,12 @@ class Parts:
         self.planned_batch = self.release.divisor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
-    """What a step saw: raw figures of the data, for the eyes of whoever holds it anyway."""
+    """What a step saw: raw figures of the data, for the eyes of whoever holds it anyway.
+
+    Printed, it shows how many examples there were and no figure: logs are passed on.
+    """
 
     losses: Tensor
     norms: Tensor
@@ -94,6 +97,9 @@ class Outcome:
     is_skipped: bool = field(default=False, kw_only=True)
     #: The losses in ordinary memory, where they are there already.
     shown: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"
 
     @property
     def nonfinite(self) -> int:

@@ -1,0 +1,150 @@
+"""A command line from a settings record: a field of the dataclass is an option of the command.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Brewing:
+        cups: int = setting(2, "how many")
+        json: bool = setting(False, "print JSON", "--json")
+
+    @takes(Brewing)
+    def brew(asked: Brewing) -> int: ...
+
+Name, type, default and help of an option stand in its field and nowhere else. `takes(given(R))`
+hands over only what was typed, as a dict: for commands whose defaults also come from a file or a
+preset. The help then names a field's default itself, unless a preset says otherwise.
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class Brewing:
+...     cups: int = setting(2, "how many")
+...     kind: str = setting("black", "green or black")
+>>> [p.annotation.__metadata__[0].help for p in given(Brewing).parameters()]
+['how many (default 2)', 'green or black (default)']
+>>> given(Brewing).made({"cups": 3, "kind": None})
+{'cups': 3}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from functools import wraps
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+
+Command = Callable[..., Any]
+
+
+def setting(
+    default: Any,
+    text: str,
+    *names: str,
+    heading: str | None = None,
+    check: Callable[..., None] | None = None,
+) -> Any:
+    """A field that is an option: its default (`...`: must be given), its help, its flags.
+
+    `heading` is that of the help; `check` is one of the named checks of `noshuffle.errors`, which
+    `check_fields` calls with the field as keyword unless it is None.
+    """
+    option = lambda words: typer.Option(*names, help=words, rich_help_panel=heading)  # noqa: E731
+    return _field(default, {"text": text, "option": option, "check": check})
+
+
+def argument(text: str, default: Any = ...) -> Any:
+    """A field that is an argument of the command, without a flag."""
+    return _field(default, {"text": text, "option": lambda words: typer.Argument(help=words)})
+
+
+def _field(default: Any, metadata: dict[str, Any]) -> Any:
+    return field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+def check_fields(record: Any) -> None:
+    """Call the check of every field that has one and a value."""
+    for one in dataclasses.fields(record):
+        check, value = one.metadata.get("check"), getattr(record, one.name)
+        if check is not None and value is not None:
+            check(**{one.name: value})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one record; `only_given` makes them optional and hands over a dict."""
+
+    record: type[Any]
+    only_given: bool = False
+
+    def fields(self) -> Iterator[dataclasses.Field[Any]]:
+        return (f for f in dataclasses.fields(self.record) if "option" in f.metadata)
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """What typer reads: one keyword a field."""
+        kinds = get_type_hints(self.record)
+        for one in self.fields():
+            kind, default, text = kinds[one.name], one.default, one.metadata["text"]
+            if self.only_given:
+                text = _with_default(text, self._common_default(one))
+                kind, default = Optional[kind], None  # noqa: UP045  (kind is known at run time)
+            yield inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if default is MISSING else default,
+                annotation=Annotated[kind, one.metadata["option"](text)],
+            )
+
+    def made(self, options: Mapping[str, Any]) -> Any:
+        """The record, or what was given of it."""
+        own = {one.name: options[one.name] for one in self.fields()}
+        if self.only_given:
+            return {name: value for name, value in own.items() if value is not None}
+        return self.record(**own)
+
+    def _common_default(self, one: dataclasses.Field[Any]) -> Any:
+        """The default if every preset leaves it alone, else None."""
+        presets = getattr(self.record, "presets", {}).values()
+        return (
+            one.default
+            if all(p.get(one.name, one.default) == one.default for p in presets)
+            else None
+        )
+
+
+def given(record: type[Any]) -> Options:
+    """The options of a record of which only those that are typed count."""
+    return Options(record, only_given=True)
+
+
+def takes(*sources: type[Any] | Options) -> Callable[[Command], Command]:
+    """The command, called with a record (or a dict) for each source, as typer can read it."""
+    all_of = [one if isinstance(one, Options) else Options(one) for one in sources]
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def call(**options: Any) -> Any:
+            return command(*(one.made(options) for one in all_of))
+
+        parameters = [p for one in all_of for p in one.parameters()]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        return call
+
+    return decorate
+
+
+def _with_default(text: str, default: Any) -> str:
+    """The help with its default marked: behind the word itself, or at the end."""
+    if default is None or default is MISSING or isinstance(default, bool) or default == "":
+        return text
+    word = f"{default:g}" if isinstance(default, float) else str(default)
+    if isinstance(default, str):
+        marked = rf"\b{re.escape(word)}\b(?![-\w])"
+        if re.search(marked + r" \(", text):
+            return re.sub(marked + r" \(", f"{word} (default; ", text, count=1)
+        if re.search(marked, text):
+            return re.sub(marked, f"{word} (default)", text, count=1)
+    if text.endswith(")"):
+        return f"{text[:-1]}; default {word})"
+    return f"{text} (default {word})"

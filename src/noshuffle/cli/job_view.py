@@ -1,0 +1,248 @@
+"""A long job in front of a person: progress, a stop between two steps, the closing table, JSON.
+
+`run_and_tell` runs the job of `noshuffle train` or `noshuffle federated`. The first ctrl-C (or
+SIGTERM) stops it after the step it is in, with everything saved; a second one stops at once.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from noshuffle.cli.promise import print_json
+from noshuffle.cli.run_settings import RunOptions, RunSettings, check_device
+from noshuffle.errors import InvalidInput
+from noshuffle.plan import Plan
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.seal import _private_key as read_private_key
+from noshuffle.release.seal import seal
+from noshuffle.statement import PrivacyStatement
+
+
+class Stopped(Exception):
+    """Asked to stop, between two steps; the folder can be resumed."""
+
+
+@dataclass(frozen=True)
+class JobWords:
+    """What a kind of job calls its steps, its ε and its accuracy."""
+
+    step: str = "step"
+    epsilon: str = "ε"
+    accuracy: str = "accuracy on held-out data"
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """A step, as it is told to whoever watches; `done` counts those of this process."""
+
+    step: int
+    steps: int
+    done: int
+    seconds: float
+    epsilon: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """What a run ended with. `baseline` is the accuracy of a model that is not private."""
+
+    path: Path
+    plan: Plan
+    statement: PrivacyStatement
+    steps: int
+    accuracy: float
+    baseline: float | None
+    seconds: float
+
+    def rows(self, words: JobWords) -> list[tuple[str, str]]:
+        """The closing table, left and right."""
+        said = self.statement
+        unsafe = [s for s in said.assumptions if "NOT PRIVATE" in s]
+        exact = "exact" if said.exact else "upper bound"
+        rows = [(words.accuracy, f"{100 * self.accuracy:.1f} %")]
+        if self.baseline is not None:
+            told = f"{100 * self.baseline:.1f} %  (NOT PRIVATE: do not publish)"
+            rows.append(("… trained without privacy", told))
+        rows += [("NOT PRIVATE", s.removeprefix("NOT PRIVATE: ")) for s in unsafe]
+        epsilon = f"{said.epsilon:.3f} ({exact})" if not unsafe else "no guarantee (see above)"
+        return [
+            *rows,
+            (words.epsilon, epsilon),
+            ("δ", f"{said.delta:g}"),
+            ("per", f"{said.unit}, {said.neighbours} neighbours"),
+            ("mechanism", self.plan.strategy.words()),
+            ("noise multiplier", f"{self.plan.noise_multiplier:.3f}"),
+            ("time", f"{self.seconds:.0f} s"),
+        ]
+
+    def tell(self, console: Console) -> None:
+        """What a kind of job says below the table."""
+
+    def to_record(self) -> dict[str, Any]:
+        """The run as plain values, without its settings."""
+        return {
+            "run": str(self.path),
+            "test_accuracy": self.accuracy,
+            "baseline_accuracy": self.baseline,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "statement": self.statement.to_dict(),
+        }
+
+
+Watch = Callable[[JobProgress], None]
+Say = Callable[[str], None]
+#: job(settings, path, keep_keys=, watch=, say=, is_stopped=); raises `Stopped` when asked to stop.
+JobFn = Callable[..., JobResult]
+
+
+def run_and_tell(
+    kind: str, job: JobFn, settings: RunSettings, path: Path, run: RunOptions, words: JobWords
+) -> int:
+    """Run the job with progress, then the closing table (or JSON); returns the exit status."""
+    check_device(settings.device)
+    if run.sign is not None:
+        read_private_key(run.sign)  # refused before the work, not after it
+    console = Console(stderr=True, quiet=run.json)
+    try:
+        with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
+            result = finished(path) or job(
+                settings,
+                path,
+                keep_keys=run.keep_keys,
+                watch=watch,
+                say=say,
+                is_stopped=is_stopped,
+            )
+    except (Stopped, KeyboardInterrupt):
+        if not (path / "plan.json").is_file():
+            raise KeyboardInterrupt from None
+        line = f"noshuffle: stopped; go on with noshuffle {kind} --resume {path}"
+        print(line, file=sys.stderr)
+        return 130
+    if run.sign is not None and result.steps == result.plan.steps:
+        seal(path, sign=run.sign)
+    if run.json:
+        print_json({**result.to_record(), "settings": settings.to_dict()})
+        return 0
+    table = Table(show_header=False, title=f"run {path}", title_justify="left")
+    for row in result.rows(words):
+        table.add_row(*row)
+    out = Console()
+    out.print(table)
+    result.tell(out)
+    print(f"report: {path / 'report.html'}")  # one line each, to be copied
+    if (path / "operator.html").is_file():
+        print(f"raw counts, for you alone: {path / 'operator.html'}")
+    print(f"check the evidence: noshuffle verify {path}")
+    return 0
+
+
+def finished(path: Path) -> JobResult | None:
+    """What a run that is sealed ended with, from its folder; None if there is something to do."""
+    folder = RunFolder(path)
+    if not folder.is_started or folder.key_file.exists():
+        return None
+    plan, said = folder.plan(), read_json(folder.statement_file)
+    steps = int(said["released_steps"])
+    if steps < plan.steps:
+        raise InvalidInput(
+            f"{path} was sealed after {steps} of {plan.steps} steps and cannot go on; start a new "
+            "run, or fork it"
+        )
+    names = PrivacyStatement.__dataclass_fields__
+    record = {name: value for name, value in said.items() if name in names}
+    record |= {"assumptions": tuple(record["assumptions"])}
+    record["epsilon"] = math.inf if record["epsilon"] is None else record["epsilon"]
+    scores = [row.get("test_accuracy") for row in folder.metrics()]
+    told = [score for score in scores if score is not None]
+    return JobResult(
+        path=path,
+        plan=plan,
+        statement=PrivacyStatement(**record),
+        steps=steps,
+        accuracy=told[-1] if told else math.nan,
+        baseline=None,
+        seconds=0.0,
+    )
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(number, handle) for number in numbers]
+    except ValueError:  # not in the main thread: whoever runs us handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, old in zip(numbers, before):
+            signal.signal(number, old)
+
+
+@contextmanager
+def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
+    """A progress bar on a terminal, a line per evaluation elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn(f"{{task.completed}}/{{task.total}} {words.step}s  {{task.fields[rate]}}"),
+        TextColumn(f"{words.epsilon} {{task.fields[epsilon]:.2f}}  {{task.fields[note]}}"),
+        TimeRemainingColumn(),
+    )
+    hidden = console.quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=console, disable=hidden) as bar:
+        task = bar.add_task("starting", total=None, rate="", epsilon=0.0, note="")
+        first: list[JobProgress] = []
+
+        def watch(seen: JobProgress) -> None:
+            # Counted from the first step on: an engine may take a while to start.
+            start = first[0] if first else JobProgress(0, 0, 0, 0.0, None, None)
+            if not first:
+                first.append(seen)
+            done, seconds = seen.done - start.done, seen.seconds - start.seconds
+            fields: dict[str, Any] = {"rate": f"{done / seconds:.1f}/s" if seconds else ""}
+            if seen.epsilon is not None:
+                fields["epsilon"] = seen.epsilon
+            if seen.accuracy is not None:
+                fields["note"] = f"{words.accuracy} {100 * seen.accuracy:.1f} %"
+                if hidden:
+                    console.print(
+                        f"{words.step} {seen.step}/{seen.steps}  {fields['rate']}  {words.epsilon} "
+                        f"{fields.get('epsilon', 0.0):.2f}  {fields['note']}",
+                        highlight=False,
+                    )
+            bar.update(task, completed=seen.step, total=seen.steps, **fields)
+
+        def say(text: str) -> None:
+            """A phase, or a whole sentence that stays."""
+            if text.endswith("."):
+                console.print(text, highlight=False)
+            else:
+                bar.update(task, description=text)
+
+        yield watch, say

@@ -1,0 +1,57 @@
+"""Mechanisms as the command line names them: those of the library, and a module's own.
+
+The list is the library's; no command keeps one. `module:name` imports the module, which registers
+its mechanism, and stands for that name from then on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from noshuffle.errors import InvalidInput
+
+#: Where the help lists all mechanisms; filled in when somebody reads it.
+PLACEHOLDER = "{mechanisms}"
+HELP = f"{PLACEHOLDER}; or module:name of your own"
+
+_BANDED = ("bsr", "bisr", "banded", "banded_inverse")
+_TAPPED = ("blt_tapped", "blt_gains", "blt_two_sided")
+#: Options that the library would pass over for other mechanisms.
+_ONLY_FOR = {
+    "variant": ("tree",),
+    "restart_every": ("tree",),
+    "completion": ("tree",),
+    "bands": _BANDED,
+    "taps": _TAPPED,
+}
+
+
+def mechanism_names() -> tuple[str, ...]:
+    """Every mechanism that can be asked for by name."""
+    from noshuffle.strategies.fit import MECHANISMS
+
+    return tuple(MECHANISMS)
+
+
+def mechanism_named(text: str) -> str:
+    """The name of a mechanism; that of a module is imported first, from the current folder too."""
+    module, _, name = text.rpartition(":")
+    if not module:
+        return text
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidInput(f"mechanism {text!r} could not be imported: {error}") from None
+    return name
+
+
+def check_options(mechanism: str, given: dict[str, Any]) -> None:
+    """Refuse options that this mechanism does not have; `given` holds those that were typed."""
+    for name, families in _ONLY_FOR.items():
+        if given.get(name) and mechanism in mechanism_names() and mechanism not in families:
+            raise InvalidInput(f"{name} belongs to {', '.join(families)}; got {mechanism}")

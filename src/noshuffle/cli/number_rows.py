@@ -1,0 +1,106 @@
+"""Rows of numbers from a CSV file or from standard input, one at a time.
+
+The first line names the columns if one of its cells is neither empty nor a number; otherwise it is
+data and the columns are called 1, 2, 3 … (`has_header` says so beforehand). Every column that is
+asked for must hold numbers. A row with an empty cell, NaN or infinity in one of them, or without
+an id where ids are asked for, counts as zeros: it is there, and adds nothing.
+
+>>> text = io.StringIO("a,b,who\\n1,2,x\\n3,,y\\n")
+>>> table = NumberRows(text, "t.csv", columns=["a", "b"], id="who")
+>>> list(table), table.columns
+([((1.0, 2.0), 'x'), ((0.0, 0.0), 'y')], ('a', 'b'))
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from noshuffle.errors import InvalidInput
+
+NumberRow = tuple[tuple[float, ...], str]
+
+
+class NumberRows:
+    """The rows of one stream; `columns` are known before the first of them is taken."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        name: str,
+        *,
+        columns: list[str] | None = None,
+        id: str | None = None,
+        has_header: bool | None = None,
+    ) -> None:
+        self.name, self._lines = name, csv.reader(stream)
+        self._kept: list[str] | None = None  # a first line that is data
+        first = next(self._lines, None)
+        if first is None:
+            raise InvalidInput(f"{name} is empty; give a table of numbers with commas")
+        first = [cell.strip() for cell in first]
+        is_header = any(cell and _number(cell) is None for cell in first)
+        if is_header if has_header is None else has_header:
+            names = first
+        else:
+            names, self._kept = [str(i + 1) for i in range(len(first))], first
+        if len(set(names)) < len(names):
+            raise InvalidInput(f"{name} names a column twice in its first line")
+        for wanted in (*(columns or ()), *([] if id is None else [id])):
+            if wanted not in names:
+                raise InvalidInput(
+                    f"{name} has no column {wanted!r}; its columns: {', '.join(names)}"
+                )
+        self.columns = tuple(columns) if columns else tuple(n for n in names if n != id)
+        if not self.columns:
+            raise InvalidInput(f"{name} has no column to add up beside {id!r}")
+        self._width = len(names)
+        self._places = [names.index(column) for column in self.columns]
+        self._id = None if id is None else names.index(id)
+
+    def __iter__(self) -> Iterator[NumberRow]:
+        if self._kept is not None:
+            yield self._row(self._kept)
+        for line in self._lines:
+            if line:
+                yield self._row([cell.strip() for cell in line])
+
+    def _row(self, cells: list[str]) -> NumberRow:
+        at = f"{self.name}, line {self._lines.line_num}"
+        if len(cells) != self._width:
+            raise InvalidInput(f"{at}: expected {self._width} cells, got {len(cells)}")
+        who = "" if self._id is None else cells[self._id]
+        values = []
+        for place, column in zip(self._places, self.columns):
+            value = _number(cells[place]) if cells[place] else math.nan
+            if value is None:
+                raise InvalidInput(
+                    f"{at}: column {column!r} holds text ({cells[place][:20]!r}); name the columns "
+                    "of numbers with --columns"
+                )
+            values.append(value)
+        is_lost = self._id is not None and not who
+        if is_lost or not all(math.isfinite(value) for value in values):
+            return (0.0,) * len(values), who
+        return tuple(values), who
+
+
+def open_text(file: Path) -> TextIO:
+    """The file, or standard input for "-"."""
+    if str(file) == "-":
+        return sys.stdin
+    if not file.is_file():
+        raise InvalidInput(f"{file} is not a file; give a .csv table, or - for standard input")
+    return io.TextIOWrapper(file.open("rb"), encoding="utf-8-sig", newline="")
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None

@@ -1,0 +1,120 @@
+"""What `noshuffle epsilon` and `noshuffle plan` ask for alike: a mechanism, who takes part, ε.
+
+>>> Promise(mechanism="tree", epochs=2, steps_per_epoch=8).participation()
+Epochs(epochs=2, steps_per_epoch=8)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from noshuffle.cli.from_record import setting
+from noshuffle.cli.mechanisms import HELP
+from noshuffle.errors import InvalidInput
+from noshuffle.participation import (
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Participation,
+    Poisson,
+    SinglePass,
+)
+
+#: Help of options that several commands have.
+JSON_HELP = "print JSON and nothing else"
+DELTA_HELP = "δ, strictly between 0 and 1"
+NOISE_HELP = "noise standard deviation / clip norm of one contribution"
+TEST_SEED_HELP = "reproducible noise for tests: NOT PRIVATE"
+SIGN_HELP = "sign the sealed run with this Ed25519 private key (a PEM file)"
+FOLDER_HELP = "run folder (default runs/NAME-TIME)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How a command answers; every command has it."""
+
+    json: bool = setting(False, JSON_HELP, "--json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """A mechanism, a participation, noise or ε, and what is protected."""
+
+    mechanism: str = setting("blt", HELP)
+    steps: int | None = setting(None, "number of steps (one pass, or with sampling)")
+    epochs: int | None = setting(None, "passes in the same order", "--epochs")
+    steps_per_epoch: int | None = setting(None, "steps in one pass")
+    separation: int | None = setting(
+        None, "least index difference between two steps of one unit (rounds between + 1)"
+    )
+    max_participations: int | None = setting(None, "most steps one unit may join")
+    population: int | None = setting(None, "number of units")
+    batch_size: int | None = setting(None, "units per step")
+    noise_multiplier: float | None = setting(None, NOISE_HELP)
+    target_epsilon: float | None = setting(None, "find the least noise for this epsilon")
+    delta: float = setting(1e-5, DELTA_HELP)
+    neighbours: str = setting("", "zero-out, add-remove or replace-one (default by participation)")
+    unit: str = setting("example", "what is protected: example or user")
+
+    def participation(self, *, poisson_rate: float | None = None) -> Participation:
+        """The participation that the options describe; contradictions are refused."""
+        order = self._order()
+        horizon = order.steps if order is not None else self.steps
+        if horizon is None:
+            raise InvalidInput("give --steps, or --epochs with --steps-per-epoch")
+        if self.max_participations is not None and self.separation is None:
+            raise InvalidInput(
+                "--max-participations needs --separation (1 means no gap is promised)"
+            )
+        if poisson_rate is not None:
+            if self.separation is not None:
+                raise InvalidInput("give either --poisson-rate or --separation, not both")
+            return Poisson(horizon, poisson_rate)
+        if self.separation is not None:
+            whole_run = SinglePass(horizon).steps
+            most = self.max_participations
+            if most is None:
+                most = math.ceil(whole_run / max(self.separation, 1))
+            return MinSeparation(whole_run, self.separation, most)
+        if order is not None:
+            return order
+        if self.population is not None and self.batch_size is not None:
+            return FixedSize(horizon, self.batch_size, self.population)
+        if self.population is not None or self.batch_size is not None:
+            raise InvalidInput("give --population and --batch-size together")
+        return SinglePass(horizon)
+
+    def _order(self) -> Epochs | None:
+        """Passes in one order, if the options speak of any."""
+        per_epoch = self.steps_per_epoch
+        if self.epochs is not None and per_epoch is None and self.population and self.batch_size:
+            per_epoch = self.population // self.batch_size
+            if per_epoch < 1:
+                raise InvalidInput(
+                    f"batch size must be at most the population ({self.population}), "
+                    f"got {self.batch_size}"
+                )
+        if (self.epochs is None) != (per_epoch is None):
+            raise InvalidInput("give --epochs and --steps-per-epoch together (or --population too)")
+        if self.epochs is None or per_epoch is None:
+            return None
+        if self.steps is not None:
+            raise InvalidInput("give either --steps or --epochs with --steps-per-epoch, not both")
+        return Epochs(self.epochs, per_epoch)
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Refuse a picture that could not be written, before the work that leads to it."""
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InvalidInput(f"{option} must end in .png, .svg or .pdf, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{option} needs an existing folder, got {str(path.parent)!r}")
+
+
+def print_json(record: object) -> None:
+    """The answer of a command with --json."""
+    import json
+
+    print(json.dumps(record, indent=2, ensure_ascii=False))

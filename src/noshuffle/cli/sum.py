@@ -1,0 +1,300 @@
+"""`noshuffle sum`: a table of numbers becomes private running totals, step by step.
+
+Every `--batch` rows are one step of `PrivateSum`; its total, with noise, is released after each.
+The true sums are computed nowhere but inside a step, and are written nowhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.cli.from_record import argument, check_fields, given, setting, takes
+from noshuffle.cli.mechanisms import HELP, mechanism_named
+from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
+from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, JSON_HELP, TEST_SEED_HELP, print_json
+from noshuffle.cli.run_settings import check_new_folder, dated, kept_settings
+from noshuffle.errors import InvalidInput, open_unit, positive, whole
+from noshuffle.participation import MinSeparation, Participation, SinglePass
+
+if TYPE_CHECKING:
+    from noshuffle.release.private_sum import PrivateSum
+
+_SCHEMA = "The columns of the table and the number of its rows are taken to be public knowledge."
+_BEYOND = "What one id adds beyond that many steps is left out."
+#: Steps between two checkpoints; those after the last one are repeated by a resumed run.
+_SAVE_EVERY = 50
+#: Totals in the table that is printed; the file holds all of them.
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSettings:
+    """What is summed and how; a run folder keeps it."""
+
+    clip: float = setting(
+        ..., "bound on what one row (or one id) adds in one step: a norm over the columns",
+        check=positive,
+    )  # fmt: skip
+    columns: str | None = setting(None, "columns to add up, a,b,c (default: all but the id)")
+    id: str | None = setting(
+        None, "column that names whose row it is: an id is protected, not a row"
+    )
+    max_participations: int = setting(
+        1, "with --id: most steps one id may add to; what comes after counts as zero", check=whole
+    )
+    epsilon: float = setting(1.0, "ε of all totals together", check=positive)
+    delta: float = setting(1e-6, DELTA_HELP, check=open_unit)
+    mechanism: str = setting("blt", HELP)
+    batch: int = setting(100, "rows a step", check=whole)
+    steps: int | None = setting(
+        None, "planned number of steps (default: as many as the file fills; needed with -)",
+        check=whole,
+    )  # fmt: skip
+    header: bool | None = setting(
+        None, "whether the first line names the columns (default: if it holds a word)"
+    )
+    test_seed: str | None = setting(None, TEST_SEED_HELP)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.id is None and self.max_participations != 1:
+            raise InvalidInput("max_participations belongs to --id; without ids a row comes once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumOptions:
+    """Where from and where to."""
+
+    file: Path = argument("a .csv table of numbers, or - for standard input")
+    out: Path | None = setting(None, FOLDER_HELP)
+    resume: Path | None = setting(
+        None, "go on with the run in this folder; give the whole input again, and no other option"
+    )
+    json: bool = setting(False, JSON_HELP, "--json")
+
+
+@takes(given(SumSettings), SumOptions)
+def sum_(stated: dict[str, Any], where: SumOptions) -> int:
+    """Private running totals of the columns of a table, in its order.
+
+    FILE is a .csv table, or - for standard input. A row with an empty cell or NaN counts as zeros.
+
+    For example: noshuffle sum sales.csv --clip 100 --epsilon 1 · tail -f log.csv | noshuffle sum -
+    --clip 1 --batch 60 --steps 1440
+    """
+    from noshuffle.cli.job_view import stop_on_signals
+
+    settings, path = _settings_and_folder(stated, where)
+    with stop_on_signals() as is_stopped:
+        run = _Run(settings, where.file, path, is_quiet=where.json)
+        is_done = run.add_all(is_stopped)
+        run.close()
+    if not is_done:
+        print(
+            f"noshuffle: stopped; go on with noshuffle sum {where.file} --resume {path}",
+            file=sys.stderr,
+        )
+        return 130
+    run.tell(as_json=where.json)
+    return 0
+
+
+def _settings_and_folder(stated: dict[str, Any], where: SumOptions) -> tuple[SumSettings, Path]:
+    if where.resume is not None:
+        if stated or where.out:
+            raise InvalidInput("--resume takes all settings from the run folder; give it alone")
+        kept = kept_settings(where.resume, kind="sum")
+        names = SumSettings.__dataclass_fields__
+        return SumSettings(**{k: v for k, v in kept.items() if k in names}), where.resume
+    if "clip" not in stated:
+        raise InvalidInput(
+            "give --clip, the most that one row may add: a bound known beforehand, not read off "
+            "the table"
+        )
+    path = where.out or dated("sum" if str(where.file) == "-" else where.file.stem)
+    check_new_folder(path)
+    return SumSettings(**stated), path
+
+
+class _Run:
+    """One stream of rows into a run folder."""
+
+    def __init__(self, settings: SumSettings, file: Path, path: Path, *, is_quiet: bool) -> None:
+        from noshuffle.noise import test_source
+        from noshuffle.plan import Plan
+        from noshuffle.release.folder import RunFolder
+        from noshuffle.release.private_sum import PrivateSum
+
+        self.settings, self.file, self.folder = settings, file, RunFolder(path)
+        self.is_quiet = is_quiet
+        is_begun = self.folder.is_started
+        steps = 0 if is_begun else settings.steps or self._count()
+        self.table = self._open()
+        self.plan = (
+            self.folder.plan()
+            if is_begun
+            else Plan.fit(
+                self._participation(steps),
+                mechanism=mechanism_named(settings.mechanism),
+                epsilon=settings.epsilon,
+                delta=settings.delta,
+                unit="example" if settings.id is None else "user",
+            )
+        )
+        self.assumptions = [_SCHEMA] if settings.id is None else [_SCHEMA, _BEYOND]
+        if not is_begun:
+            told = {"kind": "sum", "file": file.name, "summed": list(self.table.columns)}
+            told["further_assumptions"] = self.assumptions
+            self.folder.write_config({**told, **asdict(settings)})
+        seed = settings.test_seed
+        self.sums: PrivateSum = PrivateSum(
+            self.plan,
+            clip=settings.clip,
+            shape=(len(self.table.columns),),
+            on_violation="drop" if settings.id is not None else "refuse",
+            run=self.folder,
+            source=None if seed is None else test_source(seed=seed),
+        )
+        self.folder.forget_metrics_after(self.sums.step)
+        self.rows = 0
+        self.is_cut = False
+
+    def _open(self) -> NumberRows:
+        asked = self.settings
+        names = None if asked.columns is None else [c.strip() for c in asked.columns.split(",")]
+        name = "standard input" if str(self.file) == "-" else str(self.file)
+        return NumberRows(
+            open_text(self.file), name, columns=names, id=asked.id, has_header=asked.header
+        )
+
+    def _count(self) -> int:
+        """Steps that the file fills; the whole file is read, so that nothing odd comes later."""
+        if str(self.file) == "-":
+            raise InvalidInput(
+                "give --steps with standard input: how many steps of --batch rows are planned"
+            )
+        rows = sum(1 for _ in self._open())
+        if not rows:
+            raise InvalidInput(f"{self.file} has no rows")
+        return -(-rows // self.settings.batch)
+
+    def _participation(self, steps: int) -> Participation:
+        most = min(self.settings.max_participations, steps)
+        return SinglePass(steps) if most == 1 else MinSeparation(steps, 1, most)
+
+    def add_all(self, is_stopped: Any) -> bool:
+        """Every step that is left; whether nobody asked to stop."""
+        for rows in self._batches():
+            if self.sums.step >= self.plan.steps:
+                self.is_cut = True
+                break
+            self._add(rows)
+            if is_stopped() and self.sums.step < self.plan.steps:
+                return False
+        return True
+
+    def _batches(self) -> Iterator[list[NumberRow]]:
+        """Batches that are not summed yet, in order."""
+        lines = iter(self.table)
+        # The last batch of an earlier input may have been a short one.
+        behind = max((line["rows"] for line in self.folder.metrics()), default=0)
+        self.rows = sum(1 for _ in islice(lines, behind))
+        if self.rows < behind:
+            raise InvalidInput(
+                f"{self.table.name} holds {self.rows} rows, the run has summed {behind} already; "
+                "give the whole input again"
+            )
+        while batch := list(islice(lines, self.settings.batch)):
+            yield batch
+
+    def _add(self, rows: list[NumberRow]) -> None:
+        import numpy as np
+
+        values = np.array([value for value, _ in rows], dtype=np.float64)
+        ids: Any = np.arange(self.rows, self.rows + len(rows))
+        if self.settings.id is not None:
+            ids = [who for _, who in rows]
+        self.sums.add(values, ids=ids)
+        self.rows += len(rows)
+        total = [float(v) for v in self.sums.total]
+        line = {"step": self.sums.step, "rows": self.rows, "totals": total}
+        self.folder.append_metrics({**line, "deviation": self.sums.deviation})
+        if self.sums.step % _SAVE_EVERY == 0:
+            self.sums.save()
+            if not self.is_quiet and sys.stderr.isatty():
+                print(f"\r{self.rows:,} rows …", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Totals and report into the folder; a finished run is sealed."""
+        from noshuffle.release.files import write_bytes
+        from noshuffle.report import write_report
+
+        self.lines = list(self.folder.metrics())
+        text = io.StringIO()
+        out = csv.writer(text, lineterminator="\n")
+        out.writerow(["step", "rows", *self.table.columns, "standard_deviation"])
+        for line in self.lines:
+            out.writerow([line["step"], line["rows"], *line["totals"], line["deviation"]])
+        write_bytes(self.folder.path / "totals.csv", text.getvalue().encode())
+        self.sums.save()
+        self.statement = self.sums.statement().with_assumptions(*self.assumptions)
+        write_report(self.folder.path)
+        self.sums.close()
+
+    def tell(self, *, as_json: bool) -> None:
+        """The totals and what they promise."""
+        path, last = self.folder.path, self.lines[-1] if self.lines else None
+        if self.is_cut:
+            print(
+                f"noshuffle: warning: the {self.plan.steps:,} planned steps are used up after "
+                f"{self.rows:,} rows; the rest of the input was not read",
+                file=sys.stderr,
+            )
+        if as_json:
+            totals = last["totals"] if last else [0.0] * len(self.table.columns)
+            print_json(
+                {
+                    "run": str(path),
+                    "steps": self.sums.step,
+                    "planned_steps": self.plan.steps,
+                    "rows": self.rows,
+                    "totals": dict(zip(self.table.columns, totals)),
+                    "standard_deviation": self.sums.deviation,
+                    "csv": str(path / "totals.csv"),
+                    "report": str(path / "report.html"),
+                    "statement": self.statement.to_dict(),
+                }
+            )
+            return
+        from rich.console import Console
+
+        Console().print(self._table())
+        print(f"\n{self.statement.words()}\n")
+        print(f"totals: {path / 'totals.csv'}")  # one line each, to be copied
+        print(f"report: {path / 'report.html'}")
+        if self.sums.step < self.plan.steps:
+            print(
+                f"{self.sums.step} of {self.plan.steps} planned steps; go on, once there is more: "
+                f"noshuffle sum {self.file} --resume {path}"
+            )
+        print(f"check the evidence: noshuffle verify {path}")
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title="private running totals", title_justify="left")
+        for heading in ("rows", *self.table.columns, "± standard deviation"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        count = len(self.lines)
+        picks = sorted({round((count - 1) * i / (_MOST_LINES - 1)) for i in range(_MOST_LINES)})
+        for line in (self.lines[i] for i in picks if count):
+            cells = [f"{value:,.6g}" for value in line["totals"]]
+            table.add_row(f"{line['rows']:,}", *cells, f"{line['deviation']:,.4g}")
+        return table

@@ -1,0 +1,81 @@
+"""What is told of a `noshuffle sum` run: private totals with the noise they carry.
+
+All of it comes from metrics.jsonl, which holds released totals and deviations that follow from the
+plan; the true sums are nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from noshuffle.report import plots
+from noshuffle.report.run import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Figure = tuple[str, str]
+#: Columns that get a picture; the rest is in totals.csv.
+_MOST = 8
+
+
+def lead(run: RunRecord) -> str:
+    """What the run was, in one line."""
+    config = run.config
+    columns = ", ".join(config.get("summed", []))
+    return (
+        f"running totals of {columns or 'a table'} from {config.get('file', 'a stream')}, "
+        f"{config.get('batch', '?')} rows a step, {run.plan.steps} steps, "
+        f"{run.plan.strategy.words()}"
+    )
+
+
+def cards(run: RunRecord) -> list[tuple[str, str]]:
+    """The last totals."""
+    if not run.evaluations:
+        return []
+    last = run.evaluations[-1]
+    return [
+        (f"{total:,.6g} ± {2 * last['deviation']:,.3g}", f"{name}, private total")
+        for name, total in list(zip(run.config.get("summed", []), last["totals"]))[:_MOST]
+    ]
+
+
+def figures(run: RunRecord) -> list[Figure]:
+    """One picture a column, and the noise beside other mechanisms."""
+    found: list[Figure] = []
+    rows = [row for row in run.evaluations if "totals" in row]
+    if rows:
+        for i, name in enumerate(run.config.get("summed", [])[:_MOST]):
+            found.append(
+                (
+                    _running_sum(rows, i, str(name)),
+                    f"Private running total of {name}; the band is two standard deviations of the "
+                    "noise. What clipping took off is not in it.",
+                )
+            )
+    series = plots.noise_series(run.plan, independent="one by one") if rows else []
+    if series:
+        found.append(
+            (
+                plots.noise_curve(series, batch_size=None),
+                "Noise in the running total over steps, in units of the clip norm: mechanisms at "
+                "this ε.",
+            )
+        )
+    return found
+
+
+def _running_sum(rows: list[dict[str, Any]], column: int, name: str) -> str:
+    at = np.array([row["rows"] for row in rows])
+    value = np.array([row["totals"][column] for row in rows])
+    band = 2 * np.array([row["deviation"] for row in rows])
+
+    def draw(axes: Axes) -> None:
+        axes.fill_between(at, value - band, value + band, color=plots.ACCENT, alpha=0.18, lw=0)
+        axes.plot(at, value, color=plots.ACCENT, lw=1.5, marker="o" if len(at) < 40 else "", ms=3)
+        axes.set(xlabel="rows", ylabel=f"{name}, private total")
+
+    return plots._draw(draw)

@@ -1,0 +1,160 @@
+"""`noshuffle verify`, `seal` and `report`: four verdicts, four exit codes; signatures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization as form
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noshuffle.cli import main
+
+LINE = "sum {table} --clip 1 --batch 5 --out {out} --json"
+TRAIN = "train --epochs 1 --batch-size 240 --mechanism identity"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "numbers.csv"
+    file.write_text("a\n" + "\n".join(str(i / 40) for i in range(40)) + "\n")
+    return file
+
+
+def summed(table: Path, out: Path, *more: str) -> Path:
+    assert main([*LINE.format(table=table, out=out).split(), *more]) == 0
+    return out
+
+
+def key_pair(folder: Path, name: str = "key") -> tuple[Path, Path, str]:
+    """A private key, its public half, and that in hex."""
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    pem = form.Encoding.PEM
+    private.write_bytes(key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(pem, form.PublicFormat.SubjectPublicKeyInfo))
+    raw = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+    return private, public, raw.hex()
+
+
+def test_four_verdicts_have_four_exit_codes(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved = summed(table, tmp_path / "proved")
+    seeded = summed(table, tmp_path / "seeded", "--test-seed", "x")
+    consistent = shutil.copytree(proved, tmp_path / "consistent")
+    (consistent / "notes.txt").write_text("not known to the ledger")
+    refuted = shutil.copytree(proved, tmp_path / "refuted")
+    (refuted / "totals.csv").write_text("step,rows,a,standard_deviation\n")
+    capsys.readouterr()
+    for run, answer, status in (
+        (proved, "PROVED", 0),
+        (consistent, "CONSISTENT", 3),
+        (seeded, "NOT PRIVATE", 4),
+        (refuted, "REFUTED", 1),
+    ):
+        assert main(["verify", str(run)]) == status, run
+        assert capsys.readouterr().out.startswith(f"{answer}: ")
+        assert main(["verify", str(run), "--json"]) == status
+        assert json.loads(capsys.readouterr().out)["answer"] == answer
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+
+
+def test_an_unfinished_run_can_be_sealed_for_good(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = summed(table, tmp_path / "run", "--steps", "20")
+    assert (run / "checkpoints" / "key.json").exists()
+    capsys.readouterr()
+    assert main(["seal", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "are destroyed" in said
+    assert "checked before" in said
+    assert not (run / "checkpoints" / "key.json").exists()
+    assert main(["verify", str(run)]) == 0
+    assert main(["sum", str(table), "--resume", str(run)]) == 2
+    assert main(["seal", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_signature_says_who(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public, digits = key_pair(tmp_path)
+    other = key_pair(tmp_path, "other")[1]
+    run = summed(table, tmp_path / "run")
+    capsys.readouterr()
+    assert main(["verify", str(run), "--public-key", str(public)]) == 1  # there is none yet
+    assert main(["seal", str(run), "--sign", str(private)]) == 0
+    for key in (str(public), digits):
+        assert main(["verify", str(run), "--public-key", key]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 3
+    assert "--public-key" in capsys.readouterr().out  # in the words of the command line
+    assert main(["verify", str(run), "--public-key", str(other)]) == 1
+    assert main(["seal", str(run), "--sign", str(public)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_train_signs_and_keeps_keys_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public, _ = key_pair(tmp_path)
+    signed, kept = tmp_path / "signed", tmp_path / "kept"
+    assert main([*TRAIN.split(), "--out", str(signed), "--sign", str(private)]) == 0
+    assert main(["verify", str(signed), "--public-key", str(public)]) == 0
+    assert main([*TRAIN.split(), "--out", str(kept), "--keep-keys"]) == 0
+    assert (kept / "checkpoints" / "key.json").stat().st_mode & 0o077 == 0
+    assert main(["verify", str(kept)]) == 0
+    capsys.readouterr()
+    gone = ["--out", str(tmp_path / "x"), "--sign", str(tmp_path / "no.pem")]
+    assert main([*TRAIN.split(), *gone]) == 2  # before the work
+    assert not (tmp_path / "x").exists()
+    both = ["--out", str(tmp_path / "x"), "--sign", str(private), "--keep-keys"]
+    assert main([*TRAIN.split(), *both]) == 2
+
+
+def test_the_table_of_a_seeded_run_says_not_private(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TRAIN.split(), "--out", str(tmp_path / "a"), "--test-seed", "x"]) == 0
+    table = capsys.readouterr().out
+    assert "NOT PRIVATE" in table
+    assert "no guarantee" in table
+    assert "exact" not in table
+    assert "upper bound" not in table
+    assert main([*TRAIN.split(), "--out", str(tmp_path / "b")]) == 0
+    assert "NOT PRIVATE" not in capsys.readouterr().out
+
+
+def test_a_page_that_is_drawn_again_stays_proved(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = summed(table, tmp_path / "run")
+    before = (run / "report.html").read_bytes()
+    (run / "report.html").write_text("another page")
+    assert main(["verify", str(run)]) == 1
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "run"]) == 0  # from another folder: the same bytes
+    assert (run / "report.html").read_bytes() == before
+    assert main(["verify", str(run)]) == 0
+    # A page in another style (another matplotlib) is told to the ledger; other files are not.
+    monkeypatch.setattr("noshuffle.report.html._STYLE", "body{color:red}")
+    assert main(["report", "run"]) == 0
+    assert main(["verify", str(run)]) == 0
+    (run / "totals.csv").write_text("forged")
+    assert main(["report", "run"]) == 0
+    assert main(["verify", str(run)]) == 1
+    capsys.readouterr()
+
+
+def test_a_signed_page_is_left_alone(table: Path, tmp_path: Path) -> None:
+    private, public, _ = key_pair(tmp_path)
+    run = summed(table, tmp_path / "run")
+    assert main(["seal", str(run), "--sign", str(private)]) == 0
+    assert main(["report", str(run)]) == 2
+    page = tmp_path / "elsewhere.html"
+    assert main(["report", str(run), "--output", str(page)]) == 0
+    assert page.read_bytes() == (run / "report.html").read_bytes()
+    assert main(["verify", str(run), "--public-key", str(public)]) == 0

@@ -1,0 +1,147 @@
+"""Options come from settings records: each stands once, and reaches the run as it was typed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from noshuffle import __version__
+from noshuffle.cli import main
+from noshuffle.cli.app import app
+from noshuffle.cli.epsilon import EpsilonSettings
+from noshuffle.cli.federated_settings import FederatedSettings
+from noshuffle.cli.fit import FitSettings
+from noshuffle.cli.from_record import argument, given, setting, takes
+from noshuffle.cli.mechanisms import mechanism_names
+from noshuffle.cli.plan import PlanSettings
+from noshuffle.cli.settings import PRESETS, TrainSettings
+from noshuffle.cli.words import in_options
+
+RECORDS = {
+    "train": TrainSettings,
+    "federated": FederatedSettings,
+    "fit": FitSettings,
+    "plan": PlanSettings,
+    "epsilon": EpsilonSettings,
+}
+SOURCES = Path(__file__).parents[2] / "src" / "noshuffle" / "cli"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brewing:
+    pot: Path = argument("where to")
+    cups: int = setting(2, "how many")
+    strength: float | None = setting(None, "how strong")
+    milk: bool = setting(False, "with milk", "--milk")
+    guests: list[str] | None = setting(None, "names")
+
+
+def typed(*line: str, only_given: bool = False) -> Any:
+    made = []
+    command = takes(given(Brewing) if only_given else Brewing)(made.append)
+    tool = typer.Typer(pretty_exceptions_enable=False)
+    tool.command()(command)
+    typer.main.get_command(tool).main(args=list(line), standalone_mode=False)
+    return made[0]
+
+
+def test_the_record_is_what_was_typed() -> None:
+    assert typed("p") == Brewing(pot=Path("p"))
+    line = ["p", "--cups", "3", "--strength", "0.5", "--milk", "--guests", "a", "--guests", "b"]
+    full = Brewing(pot=Path("p"), cups=3, strength=0.5, milk=True, guests=["a", "b"])
+    assert typed(*line) == full
+    assert typed("p", only_given=True) == {"pot": Path("p")}
+    assert typed(*line, only_given=True) == vars(full)
+    assert typed("p", "--cups", "2", only_given=True) == {"pot": Path("p"), "cups": 2}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_field_is_an_option_of_its_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("TERM", "dumb")
+    assert main([name, "--help"]) == 0
+    page = re.sub(
+        r" \(default\)|default; |; default [^)]+(?=\))",
+        "",
+        " ".join(capsys.readouterr().out.split()),
+    )
+    for field in fields(RECORDS[name]):
+        about = field.metadata
+        flag = field.name if field.name == "file" else "--" + field.name.replace("_", "-")
+        assert flag in page, field.name
+        if name != "fit" or field.name != "file":  # the help of an argument is the docstring's
+            assert about["text"].split("{")[0].split("\n")[0] in page, field.name
+
+
+def test_no_option_text_stands_twice() -> None:
+    """Help texts of the settings, as written in the sources; those of one word are anybody's."""
+    text = "\n".join(path.read_text(encoding="utf8") for path in SOURCES.glob("*.py"))
+    seen = {f.metadata["text"] for record in RECORDS.values() for f in fields(record)}
+    for words in seen:
+        assert text.count(f'"{words}"') <= 1 or len(words) < 30, words
+
+
+def test_presets_hold_settings_only() -> None:
+    for data in PRESETS:
+        assert TrainSettings.of({"data": data}).data == data
+
+
+def test_help_names_every_mechanism(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    for command in ("epsilon", "fit"):
+        assert main([command, "--help"]) == 0
+        assert ", ".join(mechanism_names()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"noshuffle {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("train --epochs 0", "--epochs must"),
+        ("train --noise-multiplier -1", "--noise-multiplier must"),
+        ("train --sampling poisson --mechanism tree", "--sampling poisson needs"),
+        ("federated --clients-per-round 100000", "--clients-per-round must"),
+        ("epsilon --steps 9 --noise-multiplier 1 --bands 3 --mechanism blt", "--bands belongs"),
+        ("epsilon --steps 9 --noise-multiplier 1 --unit planet", "--unit must"),
+    ],
+)
+def test_refusals_speak_of_options(
+    line: str, flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(line.split()) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_arguments_become_options() -> None:
+    names = ["moved", "delta", "test_seed", "steps"]
+    assert in_options("say so: moved=True", names) == "say so: --moved"
+    assert in_options("use delta=1e-6, not test_seed", names) == "use --delta 1e-6, not --test-seed"
+    assert in_options("the steps of a plan", names) == "the steps of a plan"
+    assert in_options("steps must be ≥ 1", names) == "--steps must be ≥ 1"
+    assert in_options("plan.steps=3 and max_steps=4", names) == "plan.steps=3 and max_steps=4"
+    assert in_options("--test-seed stays", names) == "--test-seed stays"
+
+
+def test_all_commands_are_there() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(RECORDS) | {"verify", "report", "reproduce"} <= set(commands)
+
+
+def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--steps", "9", "--mechanism", "no_such_module:roots"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "no_such_module" in said
