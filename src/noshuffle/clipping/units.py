@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping.bundle import bundled
-from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
+from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors
+from noshuffle.clipping.factor import slack
 from noshuffle.clipping.forms import Form, Units, merge, squares
 from noshuffle.clipping.products import sum_dtype
 from noshuffle.clipping.rowwise import Rowwise
@@ -153,7 +154,7 @@ def finish(
     norms2 = {name: squares(forms[name]) if forms.get(name) else zeros for name in like}
     norms2.update({pack.names[0]: pack.form.squares() for pack in packs if pack is not None})
     aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
-    factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
+    factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, slack=aim)
     spoiled = is_capturing(device)
     # Sent along now, losses cost nobody a wait: the device is about to be asked anyway.
     shown = None if spoiled or not on_gpu else DeviceCopy(losses).values

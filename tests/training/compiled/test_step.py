@@ -13,7 +13,7 @@ from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.clipped import slack
+from noshuffle.clipping.factor import slack
 from noshuffle.clipping.forms import Dense, Outer
 from noshuffle.errors import (
     HorizonExceeded,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.clipped import LEAST_FACTOR
+from noshuffle.clipping.factor import clip_factor
 from noshuffle.clipping.forms import Dense, Form, Outer, squares
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled import kernels
@@ -201,8 +201,7 @@ class Flattened:
             own = matrix[:, a : a + i].square().sum(1).double() + i * HIDDEN
             total = total + own * (matrix[:, g : g + o].square().sum(1).double() + o * HIDDEN)
         is_fine = (total <= 1e300) & (losses.abs() <= 3.4e38)
-        factor = (self._aim / total.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(is_fine & keep & (factor >= LEAST_FACTOR), factor, 0.0).float()
+        factor = clip_factor(total.sqrt(), self._aim, slack=0.0, keep=is_fine & keep).float()
         matrix = torch.where((factor != 0)[:, None], matrix, 0.0)
         pieces = [factor @ matrix[:, : self.columns]]
         for a, i, g, o, _ in self._table:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.clipped import LEAST_FACTOR, slack
+from noshuffle.clipping.factor import clip_factor, slack
 from noshuffle.clipping.forms import Dense, Form, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import no_autocast
@@ -58,7 +58,7 @@ def short(
 ) -> Sums:
     """Clip every row and sum the kept ones, without waiting for the device.
 
-    Guarantees: as `clipping.members.finish` without units. One row moves `values` by at most the
+    Guarantees: as `clipping.units.finish` without units. One row moves `values` by at most the
     bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
     a NaN or infinite loss or norm contributes exactly zero and is marked.
     """
@@ -72,8 +72,7 @@ def short(
     values: dict[str, Tensor] = {}
     for names, c in clip.groups(tuple(like)):
         square = total if len(names) == len(like) else _added([norms2[n] for n in names])
-        factor = (c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(good & (factor >= LEAST_FACTOR), factor, 0.0).to(zeros.dtype)
+        factor = clip_factor(square.sqrt(), c, slack=aim, keep=good).to(zeros.dtype)
         for name in names:
             totals = [_usable(form).kept(good).total(factor) for form in forms.get(name, ())]
             value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
