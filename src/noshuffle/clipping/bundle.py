@@ -8,7 +8,7 @@ nothing. No state.
 
 >>> import torch
 >>> forms = {"a": [Dense(torch.ones(2, 3))], "b": [Dense(torch.ones(2, 1))]}
->>> pack = bundled(forms, ("a", "b"), is_wanted=True)
+>>> pack = bundled(forms, ("a", "b"))
 >>> forms, pack.names, pack.form.squares()
 ({}, ('a', 'b'), tensor([4., 4.]))
 """
@@ -42,12 +42,10 @@ class Bundle:
         return {n: p.view(s) for n, p, s in zip(self.names, parts, self.shapes)}
 
 
-def bundled(
-    forms: dict[str, list[Form]], names: Sequence[str], *, is_wanted: bool
-) -> Bundle | None:
+def bundled(forms: dict[str, list[Form]], names: Sequence[str]) -> Bundle | None:
     """Take the small written-out gradients among `names` out of `forms`; None if there are none."""
     found: dict[str, Tensor] = {}
-    for name in names if is_wanted else ():
+    for name in names:
         own = forms.get(name, [])
         if len(own) == 1 and isinstance(own[0], Dense):
             grads = own[0].grads

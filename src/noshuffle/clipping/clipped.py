@@ -14,7 +14,7 @@ that the whole is bounded by √Σ c_l². No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,7 +161,7 @@ def clip_factors(
     without `present` has factor 0 in every group, and the caller must then replace its gradient by
     zeros, since 0·∞ is not 0.
     """
-    if all(map(_is_plain, (*squares.values(), losses_ok, present))):
+    if _are_plain((*squares.values(), losses_ok, present)):
         return _host_factors(squares, losses_ok, present, clip=clip, slack=slack)
     norms = _added(list(squares.values()), losses_ok).sqrt()
     bad = present & ~(torch.isfinite(norms) & losses_ok)
@@ -174,10 +174,13 @@ def clip_factors(
     return factors, torch.where(present, norms, 0.0), bad
 
 
-def _is_plain(t: Tensor) -> bool:
-    """Whether NumPy can read it where it lies."""
-    fits = t.dtype in (torch.float32, torch.float64, torch.bool)
-    return type(t) is Tensor and fits and t.device.type == "cpu"
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether NumPy can read them where they lie."""
+    for t in tensors:
+        fits = t.dtype in (torch.float32, torch.float64, torch.bool)
+        if type(t) is not Tensor or not fits or t.device.type != "cpu":
+            return False
+    return True
 
 
 def _host_factors(
@@ -189,22 +192,21 @@ def _host_factors(
     slack: float,
 ) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
     """`clip_factors` on a CPU: a few hundred numbers take NumPy a fraction of torch's time."""
-    arrays = {name: square.detach().numpy() for name, square in squares.items()}
     there, ok = present.numpy(), losses_ok.numpy()
 
-    def norm_of(names: Sequence[str]) -> Any:
+    def norm_of(names: Iterable[str]) -> Any:
         total = np.zeros(len(ok))
         for name in names:
-            total += arrays[name]
+            total += squares[name].detach().numpy()
         return np.sqrt(total)
 
     with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
-        norms = norm_of(tuple(arrays))
+        norms = norm_of(squares)
         bad = there & ~(np.isfinite(norms) & ok)
         keep = there & ~bad
         factors = []
-        for names, c in clip.groups(tuple(arrays)):
-            norm = norms if len(names) == len(arrays) else norm_of(names)
+        for names, c in clip.groups(tuple(squares)):
+            norm = norms if len(names) == len(squares) else norm_of(names)
             factor = clip_factor(norm, c, slack=slack, keep=keep)
             factors.append((names, torch.from_numpy(factor)))
         shown = np.where(there, norms, 0.0)

@@ -52,14 +52,19 @@ LEAST_FACTOR = 2.0**-126
 Doubles = NDArray[np.float64]
 
 
-def slack(reference: Tensor) -> float:
-    """How far below the bound to aim, by the precision of the gradients on this device."""
-    if reference.dtype == torch.float64:
-        return FINE_SLACK
-    if not reference.is_cuda:
-        return SLACK
-    coarse = rounds_products() or (reference.dim() > 2 and rounds_convolutions())
-    return COARSE_SLACK if coarse else SLACK
+def slack(*references: Tensor) -> float:
+    """How far below the bound to aim, by the precision of the gradients on this device.
+
+    Of several parameters the least precise one decides.
+    """
+    found = FINE_SLACK
+    for t in references:
+        if t.dtype is torch.float64:
+            continue
+        found = max(found, SLACK)
+        if t.is_cuda and (rounds_products() or (t.dim() > 2 and rounds_convolutions())):
+            return COARSE_SLACK
+    return found
 
 
 @overload

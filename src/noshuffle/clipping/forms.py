@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import gram
-from noshuffle.clipping.gram import allowance, has_kernel, smallest
-from noshuffle.clipping.products import bmm, roundoff, scaled, sum_dtype, weighted, wide
+from noshuffle.clipping.gram import SMALLEST, allowance, has_kernel
+from noshuffle.clipping.products import HALF, bmm, roundoff, scaled, weighted, wide
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,6 @@ def _zeroed(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
 
 
-def _lengths(t: Tensor) -> Tensor:
-    """‖t[b, s]‖ for t [B, T, d], in at least single precision."""
-    return _norms(t, stretch=64)  # two of them are multiplied
-
-
 def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
     """Norms over the last axis, too small by at most stretch/16 roundings on a CPU.
 
@@ -80,7 +75,8 @@ def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
     large, each small one is lost, so a row of n numbers can lose n/16 roundings. Long rows are cut,
     and the squares of their pieces are added up in double precision.
     """
-    kind, width = sum_dtype(rows.dtype), rows.shape[-1]
+    kind = torch.float32 if rows.dtype in HALF else rows.dtype
+    width = rows.shape[-1]
     stretch = 2**14 if rows.is_cuda else stretch
     if width <= stretch or kind == torch.float64:
         short: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=kind)
@@ -94,8 +90,10 @@ def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
 
 
 def _reach(t: Tensor) -> Tensor:
-    """The same in double precision, and never too small where squares of entries vanish."""
-    return _lengths(t).double() + math.sqrt(t.shape[2] * smallest(t.dtype))
+    """‖t[b, s]‖ for t [B, T, d] in double precision, never too small where squares vanish."""
+    least = SMALLEST[t.dtype is torch.float64]
+    # Two of them are multiplied: half the rounding each.
+    return _norms(t, stretch=64).double() + math.sqrt(t.shape[2] * least)
 
 
 class Form:
@@ -177,7 +175,9 @@ class Outer(Form):
 
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:
-            return (self.sizes()[:, 0] * (1.0 + roundoff(self.g))).square()
+            size = (_reach(self.a) * _reach(self.g))[:, 0]
+            lost = roundoff(self.g) if self.g.is_cuda or self.g.dtype in HALF else 0.0
+            return (size * (1.0 + lost)).square()
         if self.is_small():
             return Dense(self.dense()).squares()
         return gram.squares(self.a, self.g)
@@ -237,7 +237,7 @@ class Rows(Form):
 
     def reach(self) -> Tensor:
         """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
-        return _lengths(self.g).sum(1, dtype=torch.float64)
+        return _norms(self.g, stretch=64).sum(1, dtype=torch.float64)
 
     def total(self, factors: Tensor) -> Tensor:
         g = scaled(self.g, factors).reshape(-1, self.g.shape[2])

@@ -35,12 +35,17 @@ from noshuffle.clipping.layers import (
     Layers,
     Layout,
     NotByLayer,
-    inner_shapes,
     spread,
-    stamp,
     tensors,
 )
-from noshuffle.clipping.objective import Criterion, ModelLoss, batch_losses, batch_size, must_depend
+from noshuffle.clipping.objective import (
+    BatchShape,
+    Criterion,
+    ModelLoss,
+    batch_losses,
+    must_depend,
+    shape_of,
+)
 from noshuffle.clipping.pooling import pooling_by_channel
 from noshuffle.clipping.tape import Found, Route, Tape, watching
 from noshuffle.clipping.unruled_layers import record
@@ -56,6 +61,7 @@ def ghost_forms(
     early: bool = False,
     route: Route | None = None,
     names: Mapping[int, str] | None = None,
+    shape: BatchShape | None = None,
 ) -> tuple[dict[str, list[Form]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
@@ -63,11 +69,12 @@ def ghost_forms(
     then has other work in its queue, and does not wait for many small operations at the end.
     `route`: what an earlier run found out about the graph. `names`: the name of every trainable
     parameter by its id, where it is known, by somebody who lets compiled parts run as written.
+    `shape`: that of the batch, where it is known.
     """
-    size = batch_size(batch)
+    size, _, _, inner = shape_of(batch) if shape is None else shape
     tape = Tape(size, route=route or Route())
     calls = dict.fromkeys(layers.watched, 0)
-    is_alike = inner_shapes(batch) == layout.inner
+    is_alike = inner == layout.inner
     is_cast = False
 
     def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -80,21 +87,24 @@ def ghost_forms(
         ins, outs = layout.checked(name, call, first, out, size=size, is_alike=is_alike)
         rule = layers.rules.get(name)
         if rule is not None:
-            a, before = first.detach(), stamp(first)
+            a, before = first.detach(), -1 if first.is_inference() else first._version
             lead, back = ins[0] or 0, outs[0] or 0
             a = a if lead == 0 else a.movedim(lead, 0)
             once = early and layout.count(name) == 1
 
             def build(g: Tensor) -> Found:
-                if stamp(first) != before:
+                if before != -1 and first._version != before:
                     raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
-                found = rule(layer, a, g if back == 0 else g.movedim(back, 0), size)
-                own = layer._parameters
-                kept = [(p, form) for n, form in found.items() if (p := own.get(n)) is not None]
-                if once:
-                    for parameter, form in kept:
-                        if parameter.requires_grad and not isinstance(form, Dense):
-                            _ = form.square
+                kept: list[tuple[Tensor, Form]] = []
+                for key, form in rule(
+                    layer, a, g if back == 0 else g.movedim(back, 0), size
+                ).items():
+                    parameter = layer._parameters.get(key)
+                    if parameter is None:
+                        continue
+                    kept.append((parameter, form))
+                    if once and parameter.requires_grad and not isinstance(form, Dense):
+                        _ = form.square
                 return kept
 
             tape.record(out, build)
@@ -107,13 +117,18 @@ def ghost_forms(
     lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
     with torch.enable_grad(), write, watch, cast, lay, pool:
-        losses = batch_losses(model, loss_fn, batch)
-        must_depend(losses)
+        losses = batch_losses(model, loss_fn, batch, size=size)
+        if not losses.requires_grad:
+            must_depend(losses)
         for name, times in calls.items():
-            if is_alike and times != layout.count(name):  # who decided? perhaps another example
+            if is_alike and times != len(
+                layout.inputs.get(name, ())
+            ):  # who decided? perhaps another example
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")
         tape.route.is_cast = is_cast
         if names is None:
             names = {id(p): name for name, p in trainable(model).items()}
+        if not torch.is_autocast_enabled(losses.device.type):
+            return tape.forms(losses, names), losses.detach()
         with no_autocast(losses.device):  # a checkpoint sets its own
             return tape.forms(losses, names), losses.detach()

@@ -27,7 +27,6 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
-from noshuffle.clipping.objective import leaves
 from noshuffle.clipping.pooling import pools
 from noshuffle.clipping.row_order import Picking
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
@@ -126,7 +125,8 @@ class Layout:
         `is_alike`: examples have the shapes of the trial's; longer ones may have more rows where
         the trial saw a flattened batch. Rows that lie otherwise would be given to another example.
         """
-        axes = self.axes(name, call)
+        known = self._calls.get(name, ())
+        axes = known[call] if call < len(known) else self.axes(name, call)
         spans = self.spans[name]
         rows = spans[call if call < len(spans) else -1]
         for t, own, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
@@ -165,11 +165,6 @@ def tensors(tree: Any) -> list[Tensor]:
 def stamp(t: Tensor) -> int:
     """A number that an in-place change makes another one."""
     return -1 if t.is_inference() else t._version
-
-
-def inner_shapes(batch: Any) -> tuple[torch.Size, ...]:
-    """The shapes of one example."""
-    return tuple(t.shape[1:] for t in leaves(batch) if isinstance(t, Tensor))
 
 
 def _rows(shapes: Sequence[torch.Size], axes: Axes) -> int:

@@ -48,6 +48,9 @@ def exactly(device: torch.device) -> Iterator[None]:
     """Nothing is cast inside the block, and on a CPU float32 products keep all their bits."""
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     before = getattr(matmul, "fp32_precision", "") if device.type == "cpu" else ""
+    if before not in _ROUNDED and not torch.is_autocast_enabled(device.type):
+        yield
+        return
     with no_autocast(device):
         if before not in _ROUNDED:
             yield

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from noshuffle.clipping.forms import Dense, Form, Outer, Rows
-from noshuffle.clipping.products import aligned, sum_dtype, wide
+from noshuffle.clipping.products import HALF, aligned, sum_dtype, wide
 
 Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Form]]
 Rewrite = Callable[..., Any]
@@ -82,7 +82,7 @@ def find_rewrite(layer: nn.Module) -> Rewrite | None:
 def summed(t: Tensor) -> Tensor:
     """Sum over axis 1, added up in at least single precision without a wide copy."""
     if t.shape[1] == 1:  # a sum of one takes torch ten times as long as a view
-        return wide(t[:, 0])
+        return t[:, 0].float() if t.dtype in HALF else t[:, 0]
     return t.sum(1, dtype=sum_dtype(t.dtype))
 
 
@@ -90,7 +90,9 @@ def affine(a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int) -> tuple[
     """Weight and bias of x ↦ W x + b, with any number of axes between example and feature."""
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
-    return Outer(aligned(a), aligned(g), shape, (g.shape[2], a.shape[2])), Dense(summed(g))
+    widths = (g.shape[2], a.shape[2])
+    bias = Dense(summed(g))
+    return Outer(*((aligned(a), aligned(g)) if a.is_cuda else (a, g)), shape, widths), bias
 
 
 @rule(nn.Linear)

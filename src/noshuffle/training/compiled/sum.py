@@ -62,7 +62,7 @@ def short(
     bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
     a NaN or infinite loss or norm contributes exactly zero and is marked.
     """
-    aim = max(slack(tensor) for tensor in like.values())
+    aim = slack(*like.values())
     kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
     zeros = torch.zeros_like(losses, dtype=kind)
     norms2 = {n: squares(forms[n]) if forms.get(n) else zeros for n in like}
@@ -165,7 +165,7 @@ def clipped(
     device = next(iter(like.values())).device.type
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
-        aim = c * (1.0 - max(slack(tensor) for tensor in like.values()))
+        aim = c * (1.0 - slack(*like.values()))
         first, losses = forms(batch)
         flat = Flattened(first, like, aim=aim, rows=len(losses))
 

@@ -69,7 +69,7 @@ def clipped_sums(
     first = next(iter(params.values()))
     most = MOST_NUMBERS.get(first.device.type, MOST_NUMBERS["cpu"])
     rows, size = max(1, most // (network.runs * max(1, network.written))), batch_size(batch)
-    aim = max(slack(value[0]) for value in params.values())
+    aim = slack(*(value[0] for value in params.values()))
     sums: dict[str, Tensor] = {}
     losses = []
     for begin in range(0, size, rows):
@@ -147,7 +147,7 @@ def _agree(
         truth = general.example_gradients(params, batch)
     if found[1].shape != truth[1].shape or found[0].keys() != truth[0].keys():
         return False
-    aim = max(slack(value[0]) for value in params.values())
+    aim = slack(*(value[0] for value in params.values()))
     tolerance = 1e-4 if aim <= SLACK else 1e-2
     is_tried = False
     for row in range(len(truth[1])):

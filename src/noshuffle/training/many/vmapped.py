@@ -135,7 +135,7 @@ class Vmapped:
 
     def check_memory(self, batch: tuple[Any, ...]) -> None:
         """Raise if the model keeps something of one example that the next one meets."""
-        PerExample().check_buffers(self._model, self._bound.loss_fn, batch)
+        PerExample().check_state(self._model, self._bound.loss_fn, batch)
 
     def linear_layers(self, batch: tuple[Any, ...]) -> list[str]:
         """Linear layers that the first example of a batch calls once, with one vector.
