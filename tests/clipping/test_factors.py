@@ -16,7 +16,7 @@ import noshuffle
 from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer, clipped
 from noshuffle.clipping.clipped import Clip, clip_factors
 from noshuffle.clipping.factor import LEAST_FACTOR, SLACK, clip_factor
-from noshuffle.clipping.forms import Dense
+from noshuffle.clipping.forms import DenseGradient
 from noshuffle.federated.clients import clip_flat
 from noshuffle.training.compiled import kernels
 from noshuffle.training.compiled.flat import Flattened
@@ -179,13 +179,13 @@ def one_by_one(clip: Any, rows: Tensor, keep: Tensor) -> Tensor:
 
 def by_short(row: Tensor, keep: Tensor) -> Tensor:
     like = {"w": torch.zeros(2)}
-    return short({"w": [Dense(row)]}, like, torch.ones(1), keep, clip=Flat(1.0)).values["w"]
+    return short({"w": [DenseGradient(row)]}, like, torch.ones(1), keep, clip=Flat(1.0)).values["w"]
 
 
 def by_matrix(row: Tensor, keep: Tensor) -> Tensor:
     like = {"w": torch.zeros(2)}
-    flattened = Flattened({"w": [Dense(row)]}, like, aim=1.0 - SLACK)
-    return flattened({"w": [Dense(row)]}, torch.ones(1), keep).values["w"]
+    flattened = Flattened({"w": [DenseGradient(row)]}, like, aim=1.0 - SLACK)
+    return flattened({"w": [DenseGradient(row)]}, torch.ones(1), keep).values["w"]
 
 
 def by_client(row: Tensor, keep: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_the_kernel_has_the_same_factor() -> None:
     losses, extra = torch.ones(len(rows), device="cuda"), torch.zeros(len(rows), device="cuda")
     extra = extra.double()
     extra[1], extra[2], extra[3] = 1e301, 1e77, math.nan  # bad, below 2⁻¹²⁶, bad
-    flattened: Any = Flattened({"w": [Dense(rows)]}, like, aim=1.0 - SLACK, rows=len(rows))
+    flattened: Any = Flattened({"w": [DenseGradient(rows)]}, like, aim=1.0 - SLACK, rows=len(rows))
     kernel = flattened._by_kernels(rows, losses, keep, extra)
     twin = flattened._plain(rows, losses, keep, extra)
     torch.testing.assert_close(kernel[0], twin[0], rtol=1e-6, atol=0)

@@ -81,9 +81,7 @@ def test_touches_have_the_bits_of_the_cpu(
 
 @pytest.mark.skipif(HAS_TRITON, reason="with Triton its interpreter, or a GPU, runs the kernels")
 @every_case
-@pytest.mark.parametrize(
-    "source", [seeded(seed=1, kind="philox"), RINGED], ids=["key", "ring"]
-)
+@pytest.mark.parametrize("source", [seeded(seed=1, kind="philox"), RINGED], ids=["key", "ring"])
 def test_kernels_on_numpy(
     case: str, source: Source, without_triton: Callable[[], AbstractContextManager[None]]
 ) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Form
+from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import (
     UNCOMPILED,
@@ -46,8 +46,8 @@ from noshuffle.clipping.inputs import (
 )
 from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
 from noshuffle.clipping.layers import (
+    ExampleAxes,
     Layers,
-    Layout,
     NotByLayer,
     NotNow,
     find_layout,
@@ -82,7 +82,7 @@ class _Known:
     """What the trial of a model said, and the parts that batches of a size are cut into."""
 
     layers: Layers | None
-    layout: Layout | None
+    layout: ExampleAxes | None
     reason: str | None = None
     findings: Findings = field(default_factory=Findings)  # what its runs may change
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
@@ -168,31 +168,10 @@ class Ghost:
         weights: Tensor | None,
     ) -> ClippedSum:
         """The clipped sum by layer rules; raises NotByLayer if they turn out not to hold."""
-        layers, layout, like = known.layers, known.layout, shot.like
-        assert layers is not None
-        assert layout is not None
-        device = next(iter(like.values())).device
-
-        def one(
-            rows: tuple[Any, ...], whose: Tensor | None, marks: Tensor | None, *, part: Part = WHOLE
-        ) -> ClippedSum:
-            is_alone = whose is None and marks is None
-            options: dict[str, Any] = {"layers": layers, "layout": layout, "names": shot.names}
-            options["early"] = device.type == "cuda" and is_alone
-            options["shape"] = shape if rows is batch else None
-            with as_written(model) if shot.is_compiled else nullcontext():
-                try:
-                    forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
-                except RouteIncomplete:
-                    forms, losses = ghost_forms(model, loss_fn, rows, **options)
-            who = Members(len(losses))
-            if not is_alone:
-                who = members(whose, marks, size=len(losses), device=device)
-            with exactly(device):  # what is written out or added up here is not rounded
-                for name, own in forms.items():
-                    if not is_alone or len(own) > 1:
-                        forms[name] = by_unit(own, who, reduce=reduce)
-                return finish(forms, like, losses, who, clip=clip, part=part)
+        device = next(iter(shot.like.values())).device
+        one = partial(
+            self._one_part, model, loss_fn, shot=shot, known=known, clip=clip, reduce=reduce
+        )
 
         def small(count: int) -> None:
             with with_same_rng(model):
@@ -200,22 +179,21 @@ class Ghost:
 
         chosen = known.recent.get((shape.size, shape.entries))
         if chosen is None or chosen.need is not None:
-            trial = partial(put_back_after, model)
-            options: dict[str, Any] = {"device": device, "run": small, "trial": trial}
-            chosen = choose_parts(known.parts, self.mode, batch, **options, say=self._tell)
+            options: dict[str, Any] = {"device": device, "run": small, "say": self._tell}
+            options["trial"] = partial(put_back_after, model)
+            chosen = choose_parts(known.parts, self.mode, batch, **options)
             known.recent = {(shape.size, shape.entries): chosen}
         changed: list[str] = []
-        is_watched = not is_capturing(device) if device.type == "cuda" else True
+        is_watched = device.type == "cpu" or not is_capturing(device)
         if is_watched:
             shot.watch.begin()
         try:
             if chosen.parts == 1 and chosen.need is None and device.type == "cpu":
-                found = one(batch, units, weights)
+                found = one(batch, units, weights, shape=shape)
             else:
-                may_repeat = known.findings.is_unchanged
-                found = in_parts(
-                    one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
-                )
+                settings: dict[str, Any] = {"chosen": chosen}
+                settings["may_repeat"] = known.findings.is_unchanged
+                found = in_parts(one, batch, units, weights, device=device, **settings)
         finally:
             if is_watched:
                 changed = shot.watch.end(known.findings)
@@ -223,6 +201,40 @@ class Ghost:
             with as_written(model):
                 self._written_out.reconsider(changed, model, loss_fn, batch, in_batches=True)
         return found
+
+    def _one_part(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        rows: tuple[Any, ...],
+        units: Tensor | None,
+        weights: Tensor | None,
+        *,
+        shot: Snapshot,
+        known: _Known,
+        clip: Clip,
+        reduce: str,
+        part: Part = WHOLE,
+        shape: BatchShape | None = None,
+    ) -> ClippedSum:
+        """The clipped sum of some rows, from one forward and one backward pass."""
+        device = next(iter(shot.like.values())).device
+        is_alone = units is None and weights is None
+        options: dict[str, Any] = {"layers": known.layers, "layout": known.layout, "shape": shape}
+        options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
+        with as_written(model) if shot.is_compiled else nullcontext():
+            try:
+                forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
+            except RouteIncomplete:
+                forms, losses = ghost_forms(model, loss_fn, rows, **options)
+        who = Members(len(losses))
+        if not is_alone:
+            who = members(units, weights, size=len(losses), device=device)
+        with exactly(device):  # what is written out or added up here is not rounded
+            for name, own in forms.items():
+                if not is_alone or len(own) > 1:
+                    forms[name] = by_unit(own, who, reduce=reduce)
+            return finish(forms, shot.like, losses, who, clip=clip, part=part)
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
@@ -316,12 +328,12 @@ class Ghost:
 
 def _tried(
     model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], layers: Layers
-) -> tuple[Layout, str]:
+) -> tuple[ExampleAxes, str]:
     """The layout of a model whose rules were found to be right, and what was allowed for that."""
     with as_written(model), probe(model, loss_fn, batch) as run:
         layout = replace(find_layout(model, layers, run), inner=shape_of(batch).inner)
 
-    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[Form]]:
+    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[GradientForm]]:
         return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
 
     return layout, tried(model, loss_fn, batch, forms_of)

@@ -234,22 +234,7 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
         return None
     target = targets[0]
     if loss_fn is F.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss:
-        ignore, reduction, plain = -100, "mean", True
-        if isinstance(loss_fn, nn.CrossEntropyLoss):
-            ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
-            plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
-        if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
-            return None
-        # Classes along the second of more axes are slow on a CPU (`classes_last`).
-        fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
-        each = fn(outputs, target, reduction="none", ignore_index=ignore)
-        if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
-            is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
-            return each if is_whole or reduction != "mean" else each / (target != ignore)
-        total = each.reshape(each.shape[0], -1).sum(1)
-        if reduction != "mean":
-            return total
-        return total / (target != ignore).reshape(each.shape[0], -1).sum(1)
+        return _cross_entropy(loss_fn, outputs, target)
     if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
         if outputs.shape != target.shape:
             return None
@@ -257,3 +242,22 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
         mean = getattr(loss_fn, "reduction", "mean") == "mean"
         return each.mean(1) if mean else each.sum(1)
     return None
+
+
+def _cross_entropy(loss_fn: Criterion, outputs: Tensor, target: Tensor) -> Tensor | None:
+    ignore, reduction, plain = -100, "mean", True
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+    if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
+        return None
+    # Classes along the second of more axes are slow on a CPU (`classes_last`).
+    fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
+    each = fn(outputs, target, reduction="none", ignore_index=ignore)
+    if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
+        is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
+        return each if is_whole or reduction != "mean" else each / (target != ignore)
+    total = each.reshape(each.shape[0], -1).sum(1)
+    if reduction != "mean":
+        return total
+    return total / (target != ignore).reshape(each.shape[0], -1).sum(1)

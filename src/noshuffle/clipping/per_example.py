@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
 from noshuffle.clipping.layers import NotNow
@@ -53,7 +53,7 @@ from noshuffle.clipping.products import sum_dtype, wide
 from noshuffle.clipping.snapshot import SMALL, Watch
 from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.clipping.units import Members, by_unit, finish, members
 from noshuffle.errors import Unsupported, one_of, whole
 
@@ -84,7 +84,7 @@ def per_example_gradients(
 
     mapped = vmap(grad_and_value(loss), in_dims=(None, batch_axes(batch)), randomness="different")
     # Fused attention has no batching rule and would be run example by example.
-    with rewritten(model, Tape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
+    with rewritten(model, GradientTape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
         grads, losses = mapped(params, batch)
     return {n.removeprefix("model."): g for n, g in grads.items()}, losses
 
@@ -189,20 +189,23 @@ class PerExample:
         size, device = who.size, next(iter(like.values())).device
         step = self.microbatch or size
         parts: list[ClippedSum] = []
-        totals: dict[str, list[Form]] = {}
+        totals: dict[str, list[GradientForm]] = {}
         losses = []
         for start in range(0, size, step):
             rows = slice(start, start + step)
             grads, values = self._gradients(model, loss_fn, take(batch, rows))
             losses.append(values)
             part = who if step >= size else _part(who, rows)
-            forms = {n: by_unit([Dense(wide(g))], part, reduce=reduce) for n, g in grads.items()}
+            forms = {
+                n: by_unit([DenseGradient(wide(g))], part, reduce=reduce) for n, g in grads.items()
+            }
             if who.units is None:
                 with exactly(device):
                     parts.append(finish(forms, like, values, part, clip=clip))
             else:
-                totals = {n: [*totals.get(n, []), *f] for n, f in forms.items()}
-                totals = {n: [Dense(sum(f.dense() for f in fs))] for n, fs in totals.items()}  # type: ignore[arg-type]
+                for name, own in forms.items():
+                    so_far = [form.dense() for form in (*totals.get(name, ()), *own)]
+                    totals[name] = [DenseGradient(torch.stack(so_far).sum(0))]
         if who.units is not None:
             with exactly(device):
                 return finish(totals, like, torch.cat(losses), who, clip=clip)
@@ -244,12 +247,16 @@ class PerExample:
             return Findings()
 
         def run(i: int) -> Tensor:
-            with with_same_rng(model), rewritten(model, Tape(1, is_on=False)):
+            with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)):
                 return single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
 
         def run_two(i: int) -> None:
             # Whoever runs it in batches will say why it does not run.
-            with suppress(Exception), with_same_rng(model), rewritten(model, Tape(2, is_on=False)):
+            with (
+                suppress(Exception),
+                with_same_rng(model),
+                rewritten(model, GradientTape(2, is_on=False)),
+            ):
                 batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i])))
 
         findings = refuse_written(model, run, known.get(key))

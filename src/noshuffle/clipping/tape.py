@@ -13,7 +13,7 @@ lie on the way, and no weight gradient is computed. A `Route` remembers which on
 in which it does not lead to every site is repeated without it (`RouteIncomplete`).
 
 >>> import torch
->>> tape = Tape(size=2); x = torch.ones(2, 1, requires_grad=True)
+>>> tape = GradientTape(size=2); x = torch.ones(2, 1, requires_grad=True)
 >>> tape.record(x * 3, lambda g: []); len(tape.sites)
 1
 """
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noshuffle.clipping.forms import Form
+from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.rules import find_rewrite
 
-Found = Sequence[tuple[Tensor, Form]]
+Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Build = Callable[[list[Tensor | None]], Found]
 BuildOne = Callable[[Tensor], Found]
@@ -81,7 +81,7 @@ class Site:
 
 
 @dataclass(eq=False)
-class Tape:
+class GradientTape:
     """The sites of one run, in order; a tape with `is_on=False` stays empty."""
 
     size: int
@@ -107,10 +107,10 @@ class Tape:
             hook: Any = partial(_arrived, ref(site), place)
             self.handles.append(out.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def forms(self, losses: Tensor, names: Mapping[int, str]) -> dict[str, list[Form]]:
+    def forms(self, losses: Tensor, names: Mapping[int, str]) -> dict[str, list[GradientForm]]:
         """One backward pass; forms by parameter name. `names` maps id(parameter) to its name."""
         self.is_on = False  # a checkpointed part runs again now, and must not be recorded twice
-        found: dict[str, list[Form]] = {}
+        found: dict[str, list[GradientForm]] = {}
         try:
             self._backward(losses)
             for site in self.sites:
@@ -182,7 +182,7 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
 
 @contextmanager
 def rewritten(
-    model: nn.Module, tape: Tape, *, only: Iterable[nn.Module] | None = None
+    model: nn.Module, tape: GradientTape, *, only: Iterable[nn.Module] | None = None
 ) -> Iterator[None]:
     """Run layers that have a rewrite by it (recurrent layers have no vmap rule of their own)."""
     changed = []
@@ -203,7 +203,7 @@ def watching(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     seen: Seen,
-    tape: Tape,
+    tape: GradientTape,
     *,
     inside: Collection[nn.Module] | None = None,
 ) -> Iterator[None]:

@@ -23,7 +23,14 @@ from noshuffle.clipping import native_rows
 from noshuffle.clipping.bundle import Bundle, bundled
 from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors
 from noshuffle.clipping.factor import slack
-from noshuffle.clipping.forms import Dense, Form, Outer, Units, merge, squares
+from noshuffle.clipping.forms import (
+    DenseGradient,
+    GradientForm,
+    OuterGradient,
+    Units,
+    merge,
+    squares,
+)
 from noshuffle.clipping.products import HALF
 from noshuffle.clipping.rowwise import Rowwise
 from noshuffle.device_copy import DeviceCopy
@@ -80,7 +87,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
+def by_unit(forms: Sequence[GradientForm], who: Members, *, reduce: str) -> list[GradientForm]:
     """The merged forms of one parameter, one gradient per unit."""
     joined = merge(forms)
     if who.keep is not None:
@@ -120,7 +127,7 @@ WHOLE = Part()
 
 
 def finish(
-    forms: dict[str, list[Form]],
+    forms: dict[str, list[GradientForm]],
     like: Mapping[str, Tensor],
     losses: Tensor,
     who: Members,
@@ -198,7 +205,7 @@ class _Gradients:
 
     def __init__(
         self,
-        forms: dict[str, list[Form]],
+        forms: dict[str, list[GradientForm]],
         like: Mapping[str, Tensor],
         *,
         clip: Clip,
@@ -286,14 +293,14 @@ class _Gradients:
             values[name] = total if onto is None else onto[name].add_(total)
 
 
-def _are_many(forms: Mapping[str, Sequence[Form]]) -> bool:
+def _are_many(forms: Mapping[str, Sequence[GradientForm]]) -> bool:
     """Whether the numbers of a step are so many that one call for all rows may be worth it."""
     numbers = 0
     for own in forms.values():
         for form in own:
-            if type(form) is Dense:
+            if type(form) is DenseGradient:
                 numbers += form.grads.numel()
-            elif type(form) is Outer:  # written out, if at all, where that is smaller
+            elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
                 numbers += form.a.numel() + form.g.numel()
             else:
                 return True

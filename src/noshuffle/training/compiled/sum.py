@@ -13,9 +13,10 @@ out or not finite is replaced by zeros before it is multiplied, since 0·∞ is 
 >>> import torch
 >>> from torch import nn
 >>> from noshuffle.clipping import Flat
->>> from noshuffle.clipping.forms import Dense
+>>> from noshuffle.clipping.forms import DenseGradient
 >>> grads, keep = torch.tensor([[3.0, 4.0], [0.0, torch.inf]]), torch.tensor([True, True])
->>> got = short({"w": [Dense(grads)]}, {"w": torch.zeros(2)}, torch.ones(2), keep, clip=Flat(1.0))
+>>> forms, like = {"w": [DenseGradient(grads)]}, {"w": torch.zeros(2)}
+>>> got = short(forms, like, torch.ones(2), keep, clip=Flat(1.0))
 >>> [round(v, 4) for v in got.values["w"].tolist()], got.bad.tolist()
 ([0.6, 0.8], [False, True])
 """
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.factor import clip_factor, slack
-from noshuffle.clipping.forms import Dense, Form, merge, squares
+from noshuffle.clipping.forms import DenseGradient, GradientForm, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_losses
@@ -45,11 +46,11 @@ from noshuffle.training.compiled.result import Sums, TotalFn
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27
 
-FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[Form]], Tensor]]
+FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[GradientForm]], Tensor]]
 
 
 def short(
-    forms: Mapping[str, Sequence[Form]],
+    forms: Mapping[str, Sequence[GradientForm]],
     like: Mapping[str, Tensor],
     losses: Tensor,
     keep: Tensor,
@@ -82,10 +83,10 @@ def short(
     return Sums({name: values[name] for name in like}, losses, norms, keep & ~is_fine)
 
 
-def _usable(form: Form) -> Form:
+def _usable(form: GradientForm) -> GradientForm:
     """What was written out for its norm is not computed a second time for the sum."""
     held = getattr(form, "written", ())
-    return Dense(held[0]) if held else form
+    return DenseGradient(held[0]) if held else form
 
 
 def _added(parts: list[Tensor]) -> Tensor:
@@ -133,7 +134,7 @@ def rules(
 
     shown = ModelLoss(by_row, by_row=True)
 
-    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[GradientForm]], Tensor]:
         found, losses = ghost_forms(model, shown, batch, layers=layers, layout=layout)
         with no_autocast(losses.device):
             return {name: merge(own) for name, own in found.items()}, losses
@@ -144,9 +145,9 @@ def rules(
 def written(model: nn.Module, loss_fn: Criterion | ModelLoss) -> FormsFn:
     """Gradients written out by vmap."""
 
-    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[GradientForm]], Tensor]:
         grads, losses = per_example_gradients(model, loss_fn, batch)
-        return {name: [Dense(wide(g))] for name, g in grads.items()}, losses
+        return {name: [DenseGradient(wide(g))] for name, g in grads.items()}, losses
 
     return forms
 

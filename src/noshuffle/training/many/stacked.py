@@ -35,7 +35,7 @@ _PLAIN = (
 
 
 @dataclass(frozen=True)
-class Dense:
+class StackedDense:
     """Per-example gradients as they are: (batch, runs, *shape)."""
 
     values: Tensor
@@ -58,7 +58,7 @@ def _lengths(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outer:
+class StackedOuter:
     """Per-example gradients g ⊗ a of a linear layer, never formed.
 
     g: (batch, runs, out); a: (batch, runs, in), or (batch, 1, in) where all runs have the same.
@@ -83,7 +83,7 @@ class Outer:
         return torch.einsum("bko,bkf->kof", g, torch.where(is_used, a, 0.0))
 
 
-Gradients = dict[str, Dense | Outer]
+Gradients = dict[str, StackedDense | StackedOuter]
 
 
 class Stacked:
@@ -133,13 +133,15 @@ class Stacked:
         for (name, layer, given, _), g in zip(seen, gradients):
             if isinstance(layer, nn.Conv2d):
                 g = _split(g, self.runs).flatten(3)
-                found[f"{name}.weight"] = Dense(self._conv_weight(layer, given, g))
+                found[f"{name}.weight"] = StackedDense(self._conv_weight(layer, given, g))
                 if layer.bias is not None:
-                    found[f"{name}.bias"] = Dense(g.sum(3))
+                    found[f"{name}.bias"] = StackedDense(g.sum(3))
             else:
-                found[f"{name}.weight"] = Outer(g, given if given.dim() == 3 else given[:, None])
+                found[f"{name}.weight"] = StackedOuter(
+                    g, given if given.dim() == 3 else given[:, None]
+                )
                 if layer.bias is not None:
-                    found[f"{name}.bias"] = Dense(g)
+                    found[f"{name}.bias"] = StackedDense(g)
         return found, losses.detach().reshape(-1, self.runs)
 
     def _conv_weight(self, layer: nn.Conv2d, given: Tensor, g: Tensor) -> Tensor:

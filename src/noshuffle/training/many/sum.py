@@ -30,7 +30,7 @@ from noshuffle.training.many.vmapped import Vmapped
 MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}
 
 
-class Form(Protocol):
+class StackedNetwork(Protocol):
     """K networks of one shape, run side by side with stacked parameters."""
 
     runs: int
@@ -48,7 +48,7 @@ class Form(Protocol):
         ...
 
 
-Network = Form | OneByOne
+Network = StackedNetwork | OneByOne
 
 
 def clipped_sums(
@@ -112,10 +112,10 @@ def network_for(
     except Unsupported as error:
         return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
 
-    def stacked() -> Form:
+    def stacked() -> StackedNetwork:
         return Stacked(models[0], runs=len(models), loss_fn=loss_fn)
 
-    def outer() -> Form:
+    def outer() -> StackedNetwork:
         known = general.linear_layers(batch)
         if not known:
             raise Unsupported("no linear layer is called once with one vector")
@@ -137,7 +137,10 @@ def network_for(
 
 
 def _agree(
-    quick: Form, general: Form, params: Mapping[str, Tensor], batch: tuple[Any, ...]
+    quick: StackedNetwork,
+    general: StackedNetwork,
+    params: Mapping[str, Tensor],
+    batch: tuple[Any, ...],
 ) -> bool:
     """Whether two forms have the same gradients on these rows, up to rounding."""
     with torch.random.fork_rng():

@@ -43,9 +43,9 @@ from noshuffle.clipping.check import trainable
 from noshuffle.clipping.objective import Criterion, _is_vmap_limit, batch_axes, one, take
 from noshuffle.clipping.per_example import PerExample, _Bound
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.many.stacked import Dense, Gradients, Outer
+from noshuffle.training.many.stacked import Gradients, StackedDense, StackedOuter
 
 
 class Vmapped:
@@ -125,12 +125,12 @@ class Vmapped:
             found_by_run = by_run(rest, probes, batch, own)
         # Examples first. Not by out_dims, which fails for what is the same in all runs.
         (grads, outer), (losses, given) = tree_map(lambda t: t.transpose(0, 1), found_by_run)
-        found: Gradients = {name: Dense(value) for name, value in grads.items()}
+        found: Gradients = {name: StackedDense(value) for name, value in grads.items()}
         for name, g in outer.items():
             a = given[name]
-            found[f"{name}.weight"] = Outer(g, a[:, :1] if a.stride(1) == 0 else a)
+            found[f"{name}.weight"] = StackedOuter(g, a[:, :1] if a.stride(1) == 0 else a)
             if f"{name}.bias" in params:
-                found[f"{name}.bias"] = Dense(g)
+                found[f"{name}.bias"] = StackedDense(g)
         return found, losses
 
     def check_memory(self, batch: tuple[Any, ...]) -> None:
@@ -173,7 +173,7 @@ class Vmapped:
         """With layers in the forms that vmap knows; what it cannot do is said in one line."""
         try:
             # Fused attention has no batching rule and would be run example by example.
-            with rewritten(self._model, Tape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
+            with rewritten(self._model, GradientTape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
                 yield
         except RuntimeError as error:
             if not _is_vmap_limit(error):
