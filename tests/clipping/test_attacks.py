@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
 from noshuffle.clipping import isolation_check as trial
-from noshuffle.clipping.forms import Outer
+from noshuffle.clipping.forms import OuterGradient
 from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.per_example import one_at_a_time
 from noshuffle.errors import Unsupported
@@ -349,7 +349,7 @@ def test_squares_that_vanish_are_still_clipped(steps, of_input, of_gradient):
     model, engine = nn.Linear(64, 64, bias=False), Ghost()
     x, y = torch.rand(4, steps, 64), torch.rand(4, steps, 64)
     engine.clipped_sum(model, ModelLoss(loss, by_row=True), (x, y), clip=Flat(1.0))
-    form = Outer(x * of_input, y * of_gradient, (64, 64))
+    form = OuterGradient(x * of_input, y * of_gradient, (64, 64))
     truth = torch.bmm(form.g.double().mT, form.a.double()).flatten(1).norm(dim=1)
     assert steps == 1 or not form.is_small()
     assert bool((form.squares().double().sqrt() >= truth * (1.0 - 1e-6)).all())

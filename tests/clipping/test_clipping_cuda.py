@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, gpu_kernels, gram
-from noshuffle.clipping.forms import Outer
+from noshuffle.clipping.forms import OuterGradient
 from noshuffle.clipping.products import aligned, weighted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -60,12 +60,12 @@ def test_weighted_sums_of_rows_of_odd_length(dtype):
     assert wide.shape[2] % 64 == 0
     torch.testing.assert_close(gpu_kernels.rescale(a, factors.float())[1], a[1])
     want = torch.einsum("b,bto,bti->oi", factors.float(), g.float(), a.float())
-    got = Outer(a, wide, (1001, 64), (1001, 64)).total(factors)
+    got = OuterGradient(a, wide, (1001, 64), (1001, 64)).total(factors)
     assert got.dtype == torch.float32
     assert float((got - want).norm() / want.norm()) < 4e-3
     assert float((weighted(a, g, factors) - want.mT).norm() / want.norm()) < 4e-3
     for i in range(3):  # a contribution alone
-        form = Outer(a[i : i + 1], wide[i : i + 1], (1001, 64), (1001, 64))
+        form = OuterGradient(a[i : i + 1], wide[i : i + 1], (1001, 64), (1001, 64))
         alone = form.total(0.1 / form.squares().sqrt())
         assert 0.098 <= float(alone.double().norm()) <= 0.1
 

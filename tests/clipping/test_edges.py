@@ -644,14 +644,14 @@ def test_adapters_beside_frozen_layers():
 @pytest.mark.parametrize("width", [100, 1000, 2**16 + 5, 2**21])
 def test_small_entries_behind_large_ones_are_not_lost_from_a_norm(width):
     """A float32 sum in few lanes would lose all of them: 1.5 % of the norm at four million."""
-    from noshuffle.clipping.clipped import SLACK
-    from noshuffle.clipping.forms import Dense, Outer
+    from noshuffle.clipping.factor import SLACK
+    from noshuffle.clipping.forms import DenseGradient, OuterGradient
 
     row = torch.full((2, width), 2.0**-12 * 0.999)
     row[:, :8] = 1.0
     truth = float(row[0].double().norm())
-    assert float(Dense(row).squares()[0]) ** 0.5 >= truth * (1 - SLACK)
-    pair = Outer(row.unsqueeze(1), row[:, :1000].unsqueeze(1), (min(width, 1000), width))
+    assert float(DenseGradient(row).squares()[0]) ** 0.5 >= truth * (1 - SLACK)
+    pair = OuterGradient(row.unsqueeze(1), row[:, :1000].unsqueeze(1), (min(width, 1000), width))
     truth *= float(row[0, :1000].double().norm())
     assert float(pair.squares()[0]) ** 0.5 >= truth * (1 - SLACK)
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, gram
-from noshuffle.clipping.forms import Outer, Rows, merge, squares
+from noshuffle.clipping.forms import OuterGradient, RowGradient, merge, squares
 from noshuffle.clipping.products import aligned, bmm, mm, roundoff, weighted
 
 HALF = [torch.bfloat16, torch.float16]
@@ -111,7 +111,7 @@ def test_norms_are_not_too_small_and_scaled_products_stay_inside(kind, dtype):
     for steps in (1, 2, 16):
         a, g = random_pair(kind, dtype, steps=max(steps, 2))
         a, g = a[:, :steps], g[:, :steps]
-        form = Outer(a, g, (56, 40))
+        form = OuterGradient(a, g, (56, 40))
         assert steps == 1 or not form.is_small()
         found, truth = form.squares().double().sqrt(), true_norm(a, g)
         assert bool((found >= truth).all())
@@ -130,7 +130,7 @@ def test_tied_norms_are_not_too_small(dtype):
         a, g = random_pair(kind, dtype)
         index = torch.randint(56, (4, 24))
         h = torch.randn(4, 24, 40).to(dtype)
-        forms = merge([Rows(index, h, (56, 40)), Outer(a, g, (56, 40))])
+        forms = merge([RowGradient(index, h, (56, 40)), OuterGradient(a, g, (56, 40))])
         truth = sum(f.dense().double() for f in forms).flatten(1).norm(dim=1)
         found = squares(forms).double().sqrt()
         assert bool((found >= truth).all())

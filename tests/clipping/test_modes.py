@@ -11,7 +11,7 @@ import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, PerLayer, auto, bundle
 from noshuffle.clipping import microbatches as modes
 from noshuffle.clipping import units as members
-from noshuffle.clipping.microbatches import Need, decide, pieces
+from noshuffle.clipping.microbatches import Need, decide, microbatches
 from noshuffle.errors import InvalidInput
 
 GIB = 2**30
@@ -32,11 +32,13 @@ def small():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.data())
 def test_pieces_hold_every_example_and_every_unit_once(size, parts, data):
-    assert sum(range(*p.rows.indices(size)) == range(0) for p in pieces(size, parts, None)) == 0
-    rows = torch.cat([torch.arange(size)[p.rows] for p in pieces(size, parts, None)])
+    assert (
+        sum(range(*p.rows.indices(size)) == range(0) for p in microbatches(size, parts, None)) == 0
+    )
+    rows = torch.cat([torch.arange(size)[p.rows] for p in microbatches(size, parts, None)])
     assert rows.tolist() == list(range(size))
     units = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)))
-    cut = pieces(size, parts, units)
+    cut = microbatches(size, parts, units)
     rows = torch.cat([torch.arange(size)[p.rows] for p in cut])
     assert sorted(rows.tolist()) == list(range(size))
     first = 0
@@ -163,7 +165,7 @@ def test_a_counter_does_not_tell_whether_a_unit_was_bad(mode):
     assert counts[0] == counts[1]
 
 
-def test_models_that_write_into_no_buffer_are_hoped_for():
+def test_only_models_that_write_into_no_buffer_are_run_twice():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     model.register_buffer("table", torch.full((5,), torch.nan))
     x, y = torch.randn(12, 4), torch.randint(3, (12,))
@@ -172,10 +174,12 @@ def test_models_that_write_into_no_buffer_are_hoped_for():
         if has_counter:
             model.insert(0, Counter())
         engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-        assert [k.is_quiet for k in engine._known[model].values()][-1] == (not has_counter)
+        assert [k.findings.is_unchanged for k in engine._known[model].values()][-1] == (
+            not has_counter
+        )
     model.eval()
     engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-    assert [k.is_quiet for k in engine._known[model].values()] == [True, False, True]
+    assert [k.findings.is_unchanged for k in engine._known[model].values()] == [True, False, True]
 
 
 def test_decisions():
@@ -321,10 +325,11 @@ def test_small_gradients_side_by_side_change_nothing(monkeypatch, clip):
     want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=clip)
     packs = []
 
-    def always(forms, names, *, is_wanted):
-        packs.append(bundle.bundled(forms, names, is_wanted=True))
+    def always(forms, names):
+        packs.append(bundle.bundled(forms, names))
         return packs[-1]
 
+    monkeypatch.setattr(members._Gradients, "bundling", ("cuda", "cpu"))
     monkeypatch.setattr(members, "bundled", always)
     for mode in ("fast", "lean"):
         got = Ghost(mode=mode).clipped_sum(model, F.cross_entropy, batch, clip=clip)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, PerExample
-from noshuffle.clipping.clipped import slack
+from noshuffle.clipping.factor import slack
 from noshuffle.clipping.precision import exactly, rounds_convolutions, rounds_products
 
 CPU = torch.device("cpu")

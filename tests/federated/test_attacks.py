@@ -18,7 +18,7 @@ import torch
 from noshuffle import MinSeparation, Plan, Poisson
 from noshuffle.clipping import ClippedSum
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.clipped import COARSE_SLACK, SLACK
+from noshuffle.clipping.factor import COARSE_SLACK, SLACK
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.federated import Rounds, ServerOptimizer, clip_delta, statement_for
 from noshuffle.federated.clients import clip_flat

@@ -8,6 +8,7 @@ import sqlite3
 
 import numpy as np
 import pytest
+from noshuffle.release.batch_cache import Known
 
 from noshuffle.errors import (
     HorizonExceeded,
@@ -18,7 +19,6 @@ from noshuffle.errors import (
 )
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted, SinglePass
 from noshuffle.release import guard
-from noshuffle.release.batch_cache import Known
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
 from noshuffle.release.units import Seen, UnitTable

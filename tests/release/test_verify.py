@@ -9,6 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
+from noshuffle.release.ledger_location import open_ledger
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -19,7 +20,6 @@ from noshuffle.release import ledger_tables as evidence
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.fork import fork, load_model
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.ledger_location import open_ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.sampler import make_sampler
 from noshuffle.strategies import identity, tree

@@ -29,7 +29,10 @@ PLAIN = (bool, int, float, complex, str, bytes)
 
 def cuttable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """The batch with every mapping as a dictionary; raises if it holds what cannot be cut."""
-    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+    for part in batch if type(batch) is tuple else (None,):
+        if not isinstance(part, Tensor):
+            break
+    else:
         return batch
     if not isinstance(batch, tuple | list):
         raise InvalidInput(

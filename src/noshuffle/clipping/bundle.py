@@ -7,8 +7,8 @@ sums of the parts are views of one tensor. On a CPU nothing is bundled: it would
 nothing. No state.
 
 >>> import torch
->>> forms = {"a": [Dense(torch.ones(2, 3))], "b": [Dense(torch.ones(2, 1))]}
->>> pack = bundled(forms, ("a", "b"), is_wanted=True)
+>>> forms = {"a": [DenseGradient(torch.ones(2, 3))], "b": [DenseGradient(torch.ones(2, 1))]}
+>>> pack = bundled(forms, ("a", "b"))
 >>> forms, pack.names, pack.form.squares()
 ({}, ('a', 'b'), tensor([4., 4.]))
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.forms import DenseGradient, GradientForm
 
 #: Larger gradients are worth an operation of their own.
 LARGEST = 2**17
@@ -33,23 +33,21 @@ class Bundle:
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    form: Dense
+    form: DenseGradient
 
     def totals(self, factors: Tensor, bad: Tensor | None) -> dict[str, Tensor]:
         """The weighted sums, by name; `bad` examples are replaced by zeros first."""
-        form: Form = self.form if bad is None else self.form.kept(~bad)
+        form: GradientForm = self.form if bad is None else self.form.kept(~bad)
         parts = torch.split(form.total(factors), [shape.numel() for shape in self.shapes])
         return {n: p.view(s) for n, p, s in zip(self.names, parts, self.shapes)}
 
 
-def bundled(
-    forms: dict[str, list[Form]], names: Sequence[str], *, is_wanted: bool
-) -> Bundle | None:
+def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundle | None:
     """Take the small written-out gradients among `names` out of `forms`; None if there are none."""
     found: dict[str, Tensor] = {}
-    for name in names if is_wanted else ():
+    for name in names:
         own = forms.get(name, [])
-        if len(own) == 1 and isinstance(own[0], Dense):
+        if len(own) == 1 and isinstance(own[0], DenseGradient):
             grads = own[0].grads
             if grads.dtype == torch.float32 and grads[0].numel() <= LARGEST:
                 found[name] = grads
@@ -58,4 +56,4 @@ def bundled(
     for name in found:
         del forms[name]
     joined = torch.cat([grads.reshape(len(grads), -1) for grads in found.values()], 1)
-    return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), Dense(joined))
+    return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), DenseGradient(joined))

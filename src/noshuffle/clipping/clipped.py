@@ -14,7 +14,7 @@ that the whole is bounded by √Σ c_l². No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,18 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.precision import rounds_convolutions, rounds_products
+from noshuffle.clipping.factor import SLACK, clip_factor
 from noshuffle.errors import InvalidInput, positive
 
-#: Clip to this much below the bound: rounding in the norm and in the product then stays inside.
-SLACK = 2.0**-20
-#: The same in double precision.
-FINE_SLACK = 2.0**-44
-#: The same where matrix products keep only ten bits (TF32).
-COARSE_SLACK = 2.0**-9
-#: The smallest factor that float32 holds to the last bit.
-LEAST_FACTOR = 2.0**-126
-_TINY = 2.0**-149  # and the step between those below
 #: Below this the squares of float32 gradients underflow before the norm reaches the bound.
 SMALLEST_NORM = 1e-12
 
@@ -147,16 +138,6 @@ class ClippedSum:
         return int(self.bad.sum())
 
 
-def slack(reference: Tensor) -> float:
-    """How far below the bound to aim, by the precision of the gradients on this device."""
-    if reference.dtype == torch.float64:
-        return FINE_SLACK
-    if not reference.is_cuda:
-        return SLACK
-    coarse = rounds_products() or (reference.dim() > 2 and rounds_convolutions())
-    return COARSE_SLACK if coarse else SLACK
-
-
 def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:
     """Sum of many short tensors in double precision; few operations, since a GPU waits for each."""
     total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
@@ -171,34 +152,35 @@ def clip_factors(
     present: Tensor,
     *,
     clip: Clip,
-    aim: float = SLACK,
+    slack: float = SLACK,
 ) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
     """Factor per unit for every group of parameters, the total norms, and who is non-finite.
 
-    `squares` maps each parameter to its squared norm per unit. Guarantees: f·‖g‖ ≤ c(1 − aim)
-    in exact arithmetic; a zero gradient has factor 1; a unit with a NaN or infinity anywhere
-    (also a norm whose square overflows) or without `present` has factor 0 in every group, and the
-    caller must then replace its gradient by zeros, since 0·∞ is not 0. A factor that
-    float32 holds to a few bits only is rounded down to what it holds.
+    `squares` maps each parameter to its squared norm per unit. Guarantees: those of `clip_factor`
+    for every group; a unit with a NaN or infinity anywhere (also a norm whose square overflows) or
+    without `present` has factor 0 in every group, and the caller must then replace its gradient by
+    zeros, since 0·∞ is not 0.
     """
-    if all(map(_is_plain, (*squares.values(), losses_ok, present))):
-        return _host_factors(squares, losses_ok, present, clip=clip, aim=aim)
-    total = _added(list(squares.values()), losses_ok)
-    bad = present & ~(torch.isfinite(total) & losses_ok)
-    keep = (present & ~bad).double()
+    if _are_plain((*squares.values(), losses_ok, present)):
+        return _host_factors(squares, losses_ok, present, clip=clip, slack=slack)
+    norms = _added(list(squares.values()), losses_ok).sqrt()
+    bad = present & ~(torch.isfinite(norms) & losses_ok)
+    keep = present & ~bad
     factors = []
     for names, c in clip.groups(tuple(squares)):
-        square = total if len(names) == len(squares) else _added([squares[n] for n in names], bad)
-        scale = c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()
-        scale = torch.where(scale < LEAST_FACTOR, (scale / _TINY).floor() * _TINY, scale)
-        factors.append((names, torch.nan_to_num(scale.clamp_max(1.0)) * keep))
-    return factors, torch.where(present, total.sqrt(), torch.zeros_like(total)), bad
+        is_all = len(names) == len(squares)
+        norm = norms if is_all else _added([squares[n] for n in names], bad).sqrt()
+        factors.append((names, clip_factor(norm, c, slack=slack, keep=keep)))
+    return factors, torch.where(present, norms, 0.0), bad
 
 
-def _is_plain(t: Tensor) -> bool:
-    """Whether NumPy can read it where it lies."""
-    fits = t.dtype in (torch.float32, torch.float64, torch.bool)
-    return type(t) is Tensor and fits and t.device.type == "cpu"
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether NumPy can read them where they lie."""
+    for t in tensors:
+        fits = t.dtype in (torch.float32, torch.float64, torch.bool)
+        if type(t) is not Tensor or not fits or t.device.type != "cpu":
+            return False
+    return True
 
 
 def _host_factors(
@@ -207,29 +189,25 @@ def _host_factors(
     present: Tensor,
     *,
     clip: Clip,
-    aim: float,
+    slack: float,
 ) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
     """`clip_factors` on a CPU: a few hundred numbers take NumPy a fraction of torch's time."""
-    own = {name: square.detach().numpy() for name, square in squares.items()}
     there, ok = present.numpy(), losses_ok.numpy()
 
-    def added(names: Sequence[str]) -> Any:
-        found = np.zeros(len(ok))
+    def norm_of(names: Iterable[str]) -> Any:
+        total = np.zeros(len(ok))
         for name in names:
-            found += own[name]
-        return found
+            total += squares[name].detach().numpy()
+        return np.sqrt(total)
 
     with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
-        total = added(tuple(own))
-        bad = there & ~(np.isfinite(total) & ok)
+        norms = norm_of(squares)
+        bad = there & ~(np.isfinite(norms) & ok)
         keep = there & ~bad
         factors = []
-        for names, c in clip.groups(tuple(own)):
-            square = total if len(names) == len(own) else added(names)
-            scale = c * (1.0 - aim) / np.sqrt(np.maximum(square, 1e-300))
-            if (scale < LEAST_FACTOR).any():
-                scale = np.where(scale < LEAST_FACTOR, np.floor(scale / _TINY) * _TINY, scale)
-            kept = np.where(keep, np.minimum(scale, 1.0), 0.0)
-            factors.append((names, torch.from_numpy(kept)))
-        norms = np.where(there, np.sqrt(total), 0.0)
-    return factors, torch.from_numpy(norms), torch.from_numpy(bad)
+        for names, c in clip.groups(tuple(squares)):
+            norm = norms if len(names) == len(squares) else norm_of(names)
+            factor = clip_factor(norm, c, slack=slack, keep=keep)
+            factors.append((names, torch.from_numpy(factor)))
+        shown = np.where(there, norms, 0.0)
+    return factors, torch.from_numpy(shown), torch.from_numpy(bad)

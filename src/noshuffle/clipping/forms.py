@@ -2,11 +2,12 @@
 
 A gradient of one parameter for B examples has one of three forms:
 
-    Dense   d[b]                         kept as it is: biases, norm layers, small weights
-    Outer   Σ_t g[b,t] a[b,t]ᵀ           linear maps: output gradients times inputs
-    Rows    row index[b,t] += g[b,t]     embeddings
+    DenseGradient   d[b]                         kept as it is: biases, norm layers, small weights
+    OuterGradient   Σ_t g[b,t] a[b,t]ᵀ           linear maps: output gradients times inputs
+    RowGradient     row index[b,t] += g[b,t]     embeddings
 
-Each gives its squared norms, its weighted sum over examples, and itself written out. For Outer,
+Each gives its squared norms, its weighted sum over examples, and itself written out. For a linear
+map,
 
     ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩       (two T×T Gram matrices)
 
@@ -24,7 +25,7 @@ increased by that, too (0.4 % for bfloat16 without cancellation).
 
 >>> import torch
 >>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
->>> form = Outer(a, g, (2, 4))
+>>> form = OuterGradient(a, g, (2, 4))
 >>> torch.allclose(form.squares(), form.dense().flatten(1).square().sum(1))
 True
 """
@@ -40,8 +41,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import gram
-from noshuffle.clipping.gram import allowance, has_kernel, smallest
-from noshuffle.clipping.products import bmm, roundoff, scaled, sum_dtype, weighted, wide
+from noshuffle.clipping.gram import SMALLEST, allowance, has_kernel
+from noshuffle.clipping.products import HALF, bmm, roundoff, scaled, weighted, wide
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,6 @@ def _zeroed(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
 
 
-def _lengths(t: Tensor) -> Tensor:
-    """‖t[b, s]‖ for t [B, T, d], in at least single precision."""
-    return _norms(t, stretch=64)  # two of them are multiplied
-
-
 def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
     """Norms over the last axis, too small by at most stretch/16 roundings on a CPU.
 
@@ -80,7 +76,8 @@ def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
     large, each small one is lost, so a row of n numbers can lose n/16 roundings. Long rows are cut,
     and the squares of their pieces are added up in double precision.
     """
-    kind, width = sum_dtype(rows.dtype), rows.shape[-1]
+    kind = torch.float32 if rows.dtype in HALF else rows.dtype
+    width = rows.shape[-1]
     stretch = 2**14 if rows.is_cuda else stretch
     if width <= stretch or kind == torch.float64:
         short: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=kind)
@@ -94,11 +91,13 @@ def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
 
 
 def _reach(t: Tensor) -> Tensor:
-    """The same in double precision, and never too small where squares of entries vanish."""
-    return _lengths(t).double() + math.sqrt(t.shape[2] * smallest(t.dtype))
+    """‖t[b, s]‖ for t [B, T, d] in double precision, never too small where squares vanish."""
+    least = SMALLEST[t.dtype is torch.float64]
+    # Two of them are multiplied: half the rounding each.
+    return _norms(t, stretch=64).double() + math.sqrt(t.shape[2] * least)
 
 
-class Form:
+class GradientForm:
     """Base of the three forms; B examples, one parameter."""
 
     def squares(self) -> Tensor:
@@ -118,21 +117,21 @@ class Form:
         """The gradients written out, [B, *shape]."""
         raise NotImplementedError
 
-    def kept(self, keep: Tensor) -> Form:
+    def kept(self, keep: Tensor) -> GradientForm:
         """The same with the examples outside `keep` replaced by zeros (NaN and ∞ included)."""
         raise NotImplementedError
 
-    def scaled(self, factors: Tensor) -> Form:
+    def scaled(self, factors: Tensor) -> GradientForm:
         """The same with example b multiplied by factors[b]."""
         raise NotImplementedError
 
-    def by_unit(self, units: Units) -> Form:
+    def by_unit(self, units: Units) -> GradientForm:
         """The gradients summed over the examples of each unit."""
-        return Dense(units.total(self.dense()))
+        return DenseGradient(units.total(self.dense()))
 
 
 @dataclass(frozen=True)
-class Dense(Form):
+class DenseGradient(GradientForm):
     """Gradients written out: [B, *shape]."""
 
     grads: Tensor
@@ -149,15 +148,15 @@ class Dense(Form):
     def dense(self) -> Tensor:
         return self.grads
 
-    def kept(self, keep: Tensor) -> Form:
-        return Dense(_zeroed(self.grads, keep))
+    def kept(self, keep: Tensor) -> GradientForm:
+        return DenseGradient(_zeroed(self.grads, keep))
 
-    def scaled(self, factors: Tensor) -> Form:
-        return Dense(scaled(self.grads, factors))
+    def scaled(self, factors: Tensor) -> GradientForm:
+        return DenseGradient(scaled(self.grads, factors))
 
 
 @dataclass(frozen=True)
-class Outer(Form):
+class OuterGradient(GradientForm):
     """Σ_t g[b,t] a[b,t]ᵀ with a [B, T, i], g [B, T, o]; `shape` is the parameter's shape.
 
     `widths` are o and i without the zeros that `aligned` may have added.
@@ -177,9 +176,11 @@ class Outer(Form):
 
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:
-            return (self.sizes()[:, 0] * (1.0 + roundoff(self.g))).square()
+            size = (_reach(self.a) * _reach(self.g))[:, 0]
+            lost = roundoff(self.g) if self.g.is_cuda or self.g.dtype in HALF else 0.0
+            return (size * (1.0 + lost)).square()
         if self.is_small():
-            return Dense(self.dense()).squares()
+            return DenseGradient(self.dense()).squares()
         return gram.squares(self.a, self.g)
 
     def sizes(self) -> Tensor:
@@ -188,7 +189,7 @@ class Outer(Form):
 
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
-            return Dense(self.written[0]).total(factors)
+            return DenseGradient(self.written[0]).total(factors)
         o, i = self.widths or (None, None)
         return weighted(self.g, self.a, factors)[:o, :i].reshape(self.shape)
 
@@ -199,20 +200,22 @@ class Outer(Form):
             self.written.append(product.reshape(-1, *self.shape))
         return self.written[0]
 
-    def kept(self, keep: Tensor) -> Form:
+    def kept(self, keep: Tensor) -> GradientForm:
         # what the norm was taken of is also what is added up, rounding included
         rest = [_zeroed(grads, keep) for grads in self.written]
-        return Outer(_zeroed(self.a, keep), _zeroed(self.g, keep), self.shape, self.widths, rest)
+        return OuterGradient(
+            _zeroed(self.a, keep), _zeroed(self.g, keep), self.shape, self.widths, rest
+        )
 
-    def scaled(self, factors: Tensor) -> Form:
+    def scaled(self, factors: Tensor) -> GradientForm:
         return replace(self, g=scaled(self.g, factors), written=[])
 
-    def by_unit(self, units: Units) -> Form:
-        return Outer(units.gather(self.a), units.gather(self.g), self.shape, self.widths)
+    def by_unit(self, units: Units) -> GradientForm:
+        return OuterGradient(units.gather(self.a), units.gather(self.g), self.shape, self.widths)
 
 
 @dataclass(frozen=True)
-class Rows(Form):
+class RowGradient(GradientForm):
     """Row index[b,t] receives g[b,t]: index [B, T], g [B, T, d], `shape` = (rows, d)."""
 
     index: Tensor
@@ -237,7 +240,7 @@ class Rows(Form):
 
     def reach(self) -> Tensor:
         """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
-        return _lengths(self.g).sum(1, dtype=torch.float64)
+        return _norms(self.g, stretch=64).sum(1, dtype=torch.float64)
 
     def total(self, factors: Tensor) -> Tensor:
         g = scaled(self.g, factors).reshape(-1, self.g.shape[2])
@@ -251,48 +254,48 @@ class Rows(Form):
         flat.index_add_(0, (owner * self.shape[0] + self.index).reshape(-1), g)
         return flat.reshape(b, *self.shape)
 
-    def kept(self, keep: Tensor) -> Form:
+    def kept(self, keep: Tensor) -> GradientForm:
         return replace(self, g=_zeroed(self.g, keep))
 
-    def scaled(self, factors: Tensor) -> Form:
+    def scaled(self, factors: Tensor) -> GradientForm:
         return replace(self, g=scaled(self.g, factors))
 
-    def by_unit(self, units: Units) -> Form:
-        return Rows(units.gather(self.index), units.gather(self.g), self.shape)
+    def by_unit(self, units: Units) -> GradientForm:
+        return RowGradient(units.gather(self.index), units.gather(self.g), self.shape)
 
 
-def merge(forms: Sequence[Form]) -> list[Form]:
-    """The forms of one parameter joined: at most one Outer and one Rows, or one Dense.
+def merge(forms: Sequence[GradientForm]) -> list[GradientForm]:
+    """The forms of one parameter joined: at most one of each, or one DenseGradient.
 
     Two uses of a linear map are one with the steps of both; so are two of an embedding. A tied
-    embedding and output layer stay an Outer beside a Rows. Anything else is written out.
+    embedding and output layer stay an OuterGradient beside a RowGradient. All else is written out.
     """
     if len(forms) <= 1:
         return list(forms)
-    outer = [f for f in forms if isinstance(f, Outer)]
-    rows = [f for f in forms if isinstance(f, Rows)]
+    outer = [f for f in forms if isinstance(f, OuterGradient)]
+    rows = [f for f in forms if isinstance(f, RowGradient)]
     if len(outer) + len(rows) < len(forms):
-        return [Dense(torch.stack([f.dense() for f in forms]).sum(0))]
-    joined: list[Form] = []
+        return [DenseGradient(torch.stack([f.dense() for f in forms]).sum(0))]
+    joined: list[GradientForm] = []
     if len(outer) == 1:
         joined += outer
     elif outer:
         a, g = torch.cat([f.a for f in outer], 1), torch.cat([f.g for f in outer], 1)
-        joined.append(Outer(a, g, outer[0].shape, outer[0].widths))
+        joined.append(OuterGradient(a, g, outer[0].shape, outer[0].widths))
     if len(rows) == 1:
         joined += rows
     elif rows:
         index, g = torch.cat([f.index for f in rows], 1), torch.cat([f.g for f in rows], 1)
-        joined.append(Rows(index, g, rows[0].shape))
+        joined.append(RowGradient(index, g, rows[0].shape))
     return joined
 
 
-def squares(forms: Sequence[Form]) -> Tensor:
+def squares(forms: Sequence[GradientForm]) -> Tensor:
     """Squared norm per example of the sum of merged forms, the cross term included."""
     if len(forms) == 1:
         return forms[0].square
     outer, rows = forms
-    if not isinstance(outer, Outer) or not isinstance(rows, Rows):
+    if not isinstance(outer, OuterGradient) or not isinstance(rows, RowGradient):
         raise TypeError("squares expects merged forms")
     # ⟨Σ_s g_s a_sᵀ, Σ_t e(index_t) h_tᵀ⟩ = Σ_{s,t} g_s[index_t] ⟨a_s, h_t⟩
     steps = outer.g.shape[1]

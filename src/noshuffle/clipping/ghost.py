@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Form
+from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import (
     UNCOMPILED,
@@ -45,30 +46,31 @@ from noshuffle.clipping.inputs import (
 )
 from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
 from noshuffle.clipping.layers import (
+    ExampleAxes,
     Layers,
-    Layout,
     NotByLayer,
     NotNow,
     find_layout,
-    inner_shapes,
     read,
 )
 from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
+    BatchShape,
     Criterion,
     ModelLoss,
     batch_size,
     is_rowwise,
-    leaves,
+    shape_of,
     take,
 )
 from noshuffle.clipping.per_example import PerExample, empty_sum
 from noshuffle.clipping.precision import exactly
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
+from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.units import by_unit, finish, members
+from noshuffle.clipping.units import WHOLE, Members, Part, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
@@ -80,10 +82,11 @@ class _Known:
     """What the trial of a model said, and the parts that batches of a size are cut into."""
 
     layers: Layers | None
-    layout: Layout | None
+    layout: ExampleAxes | None
     reason: str | None = None
-    is_quiet: bool = False  # a run may be done twice: it writes into no buffer
+    findings: Findings = field(default_factory=Findings)  # what its runs may change
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
+    recent: dict[tuple[int, int], Chosen] = field(default_factory=dict)  # size and entries: parts
     route: Route = field(default_factory=Route)
 
 
@@ -120,50 +123,24 @@ class Ghost:
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
         one_of(("sum", "mean"), reduce=reduce)
-        given, model = model, original(model)
-        if given is not model:
+        if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+            model = original(model)
             self._say(UNCOMPILED)
         shot = self._look(model)
-        like = shot.like
         batch = cuttable(batch)
-        size = batch_size(batch)
-        device = next(iter(like.values())).device
-        if size == 0:
-            return empty_sum(like, clip=clip, device=device)
-        members(units, weights, size=size, device=device)  # refuses bad input before any work
-        known = self._try(model, loss_fn, batch, shot)
-        layers, layout = known.layers, known.layout
-        if layers is not None and layout is not None:
-
-            def read_off(rows: tuple[Any, ...], *, early: bool) -> Any:
-                options: dict[str, Any] = {"layers": layers, "layout": layout, "early": early}
-                options["names"] = shot.names
-                with as_written(model) if shot.is_compiled else nullcontext():
-                    try:
-                        return ghost_forms(model, loss_fn, rows, **options, route=known.route)
-                    except RouteIncomplete:
-                        return ghost_forms(model, loss_fn, rows, **options)
-
-            def one(rows: tuple[Any, ...], whose: Any, marks: Any, **options: Any) -> ClippedSum:
-                is_alone = whose is None and marks is None
-                forms, losses = read_off(rows, early=device.type == "cuda" and is_alone)
-                who = members(whose, marks, size=len(losses), device=device)
-                with exactly(device):  # what is written out or added up here is not rounded
-                    for name, own in forms.items():
-                        if not is_alone or len(own) > 1:
-                            forms[name] = by_unit(own, who, reduce=reduce)
-                    return finish(forms, like, losses, who, clip=clip, **options)
-
-            def small(count: int) -> None:
-                with with_same_rng(model):
-                    one(take(batch, slice(count)), None, None)
-
+        shape = shape_of(batch)
+        device = next(iter(shot.like.values())).device
+        if shape.size == 0:
+            return empty_sum(shot.like, clip=clip, device=device)
+        if units is not None or weights is not None:
+            members(units, weights, size=shape.size, device=device)  # refuses before any work
+        known = self._try(model, loss_fn, batch, shot, kinds=shape.kinds)
+        whose: dict[str, Any] = {"clip": clip, "units": units, "reduce": reduce, "weights": weights}
+        if known.layers is not None:
             try:
-                chosen = choose_parts(
-                    known.parts, self.mode, batch, device=device, run=small, say=self._tell
+                return self._by_layers(
+                    model, loss_fn, batch, shape, shot=shot, known=known, **whose
                 )
-                settings: dict[str, Any] = {"chosen": chosen, "may_repeat": known.is_quiet}
-                return in_parts(one, batch, units, weights, device=device, **settings)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")
@@ -174,9 +151,90 @@ class Ghost:
         if known.reason is not None:
             self.why = f"{engine.why} ({known.reason})"
         with as_written(model):
-            return engine.clipped_sum(
-                model, loss_fn, batch, clip=clip, units=units, reduce=reduce, weights=weights
-            )
+            return engine.clipped_sum(model, loss_fn, batch, **whose)
+
+    def _by_layers(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        shape: BatchShape,
+        *,
+        shot: Snapshot,
+        known: _Known,
+        clip: Clip,
+        units: Tensor | None,
+        reduce: str,
+        weights: Tensor | None,
+    ) -> ClippedSum:
+        """The clipped sum by layer rules; raises NotByLayer if they turn out not to hold."""
+        device = next(iter(shot.like.values())).device
+        one = partial(
+            self._one_part, model, loss_fn, shot=shot, known=known, clip=clip, reduce=reduce
+        )
+
+        def small(count: int) -> None:
+            with with_same_rng(model):
+                one(take(batch, slice(count)), None, None)
+
+        chosen = known.recent.get((shape.size, shape.entries))
+        if chosen is None or chosen.need is not None:
+            options: dict[str, Any] = {"device": device, "run": small, "say": self._tell}
+            options["trial"] = partial(put_back_after, model)
+            chosen = choose_parts(known.parts, self.mode, batch, **options)
+            known.recent = {(shape.size, shape.entries): chosen}
+        changed: list[str] = []
+        is_watched = device.type == "cpu" or not is_capturing(device)
+        if is_watched:
+            shot.watch.begin()
+        try:
+            if chosen.parts == 1 and chosen.need is None and device.type == "cpu":
+                found = one(batch, units, weights, shape=shape)
+            else:
+                settings: dict[str, Any] = {"chosen": chosen}
+                settings["may_repeat"] = known.findings.is_unchanged
+                found = in_parts(one, batch, units, weights, device=device, **settings)
+        finally:
+            if is_watched:
+                changed = shot.watch.end(known.findings)
+        if changed:
+            with as_written(model):
+                self._written_out.reconsider(changed, model, loss_fn, batch, in_batches=True)
+        return found
+
+    def _one_part(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        rows: tuple[Any, ...],
+        units: Tensor | None,
+        weights: Tensor | None,
+        *,
+        shot: Snapshot,
+        known: _Known,
+        clip: Clip,
+        reduce: str,
+        part: Part = WHOLE,
+        shape: BatchShape | None = None,
+    ) -> ClippedSum:
+        """The clipped sum of some rows, from one forward and one backward pass."""
+        device = next(iter(shot.like.values())).device
+        is_alone = units is None and weights is None
+        options: dict[str, Any] = {"layers": known.layers, "layout": known.layout, "shape": shape}
+        options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
+        with as_written(model) if shot.is_compiled else nullcontext():
+            try:
+                forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
+            except RouteIncomplete:
+                forms, losses = ghost_forms(model, loss_fn, rows, **options)
+        who = Members(len(losses))
+        if not is_alone:
+            who = members(units, weights, size=len(losses), device=device)
+        with exactly(device):  # what is written out or added up here is not rounded
+            for name, own in forms.items():
+                if not is_alone or len(own) > 1:
+                    forms[name] = by_unit(own, who, reduce=reduce)
+            return finish(forms, shot.like, losses, who, clip=clip, part=part)
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
@@ -210,24 +268,26 @@ class Ghost:
         loss_fn: Criterion | ModelLoss,
         batch: tuple[Any, ...],
         shot: Snapshot,
+        *,
+        kinds: tuple[Any, ...] | None = None,
     ) -> _Known:
         """Look a model up, or find out about it."""
-        kinds = tuple(
-            (leaf.dim(), leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else (leaf if isinstance(leaf, bool | str) else type(leaf))
-            for leaf in leaves(batch)
-        )
-        key = (kinds, shot, identity_of(loss_fn))
+        kinds = shape_of(batch).kinds if kinds is None else kinds
+        # Of a module the class is what identifies its code.
+        is_module = isinstance(loss_fn, nn.Module)
+        key = (kinds, shot, (type(loss_fn), False) if is_module else identity_of(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
             return seen[key]
         if batch_size(batch) == 1:  # one example cannot show whether examples mix
             return _Known(None, None)
+        in_batches = is_rowwise(loss_fn)
         with as_written(model):
-            self._written_out.check_buffers(model, loss_fn, batch)
+            findings = self._written_out.check_state(model, loss_fn, batch, in_batches=in_batches)
         try:
-            seen[key] = self._find_out(model, loss_fn, batch)
+            with put_back_after(model):
+                seen[key] = self._find_out(model, loss_fn, batch)
+            seen[key].findings = findings
         except NotNow as reason:
             self._say(f"one batch written out per example: {reason}")
             return _Known(None, None)
@@ -263,17 +323,17 @@ class Ghost:
             self._say(
                 f"layer {name!r} ({type(layer).__name__}) has no rule: written out per example"
             )
-        return _Known(layers, layout, is_quiet=self._written_out.is_quiet(model))
+        return _Known(layers, layout)
 
 
 def _tried(
     model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], layers: Layers
-) -> tuple[Layout, str]:
+) -> tuple[ExampleAxes, str]:
     """The layout of a model whose rules were found to be right, and what was allowed for that."""
     with as_written(model), probe(model, loss_fn, batch) as run:
-        layout = replace(find_layout(model, layers, run), inner=inner_shapes(batch))
+        layout = replace(find_layout(model, layers, run), inner=shape_of(batch).inner)
 
-    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[Form]]:
+    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[GradientForm]]:
         return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
 
     return layout, tried(model, loss_fn, batch, forms_of)

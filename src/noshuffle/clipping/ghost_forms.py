@@ -23,27 +23,100 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.inputs import as_written, cast_early, no_autocast
 from noshuffle.clipping.layers import (
+    Axes,
+    ExampleAxes,
     Layers,
-    Layout,
     NotByLayer,
-    inner_shapes,
     spread,
-    stamp,
     tensors,
 )
-from noshuffle.clipping.objective import Criterion, ModelLoss, batch_losses, batch_size, must_depend
+from noshuffle.clipping.objective import (
+    BatchShape,
+    Criterion,
+    ModelLoss,
+    batch_losses,
+    must_depend,
+    shape_of,
+)
 from noshuffle.clipping.pooling import pooling_by_channel
-from noshuffle.clipping.tape import Found, Route, Tape, watching
+from noshuffle.clipping.tape import Found, GradientTape, Route, watching
 from noshuffle.clipping.unruled_layers import record
+
+
+class _Recorder:
+    """Calls of the layers in one run, handed to the tape by rule."""
+
+    def __init__(
+        self,
+        tape: GradientTape,
+        layers: Layers,
+        layout: ExampleAxes,
+        *,
+        is_alike: bool,
+        early: bool,
+    ) -> None:
+        self.tape, self.layers, self.layout = tape, layers, layout
+        self.is_alike, self.early, self.is_cast = is_alike, early, False
+        self.calls = dict.fromkeys(layers.watched, 0)
+
+    def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """A layer was called."""
+        tape, layout = self.tape, self.layout
+        if not tape.is_on:
+            return
+        call, self.calls[name] = self.calls[name], self.calls[name] + 1
+        first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
+        self.is_cast = self.is_cast or torch.is_autocast_enabled(first.device.type)
+        axes = layout.checked(name, call, first, out, size=tape.size, is_alike=self.is_alike)
+        if name in self.layers.rules:
+            version = -1 if first.is_inference() else first._version
+            tape.record(
+                out, partial(self._build, name, layer, first, first.detach(), version, axes)
+            )
+        else:
+            record(tape, layer, args, kwargs, axes[0], tensors(out), axes[1])
+
+    def _build(
+        self,
+        name: str,
+        layer: nn.Module,
+        given: Tensor,
+        a: Tensor,
+        version: int,
+        axes: tuple[Axes, Axes],
+        g: Tensor,
+    ) -> Found:
+        """What the gradient at the output says about the parameters of a layer."""
+        if version != -1 and given._version != version:
+            raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
+        lead, back = axes[0][0] or 0, axes[1][0] or 0
+        a = a if lead == 0 else a.movedim(lead, 0)
+        g = g if back == 0 else g.movedim(back, 0)
+        is_alone = self.early and self.layout.count(name) == 1
+        kept: list[tuple[Tensor, GradientForm]] = []
+        for key, form in self.layers.rules[name](layer, a, g, self.tape.size).items():
+            parameter = layer._parameters.get(key)
+            if parameter is not None:
+                kept.append((parameter, form))
+                if is_alone and parameter.requires_grad and not isinstance(form, DenseGradient):
+                    _ = form.square
+        return kept
+
+    def check_calls(self) -> None:
+        """Raise if a layer is called a number of times that examples may have decided."""
+        for name, times in self.calls.items():
+            if self.is_alike and times != len(self.layout.inputs.get(name, ())):
+                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
 
 
 def ghost_forms(
@@ -52,68 +125,37 @@ def ghost_forms(
     batch: tuple[Any, ...],
     *,
     layers: Layers,
-    layout: Layout,
+    layout: ExampleAxes,
     early: bool = False,
     route: Route | None = None,
     names: Mapping[int, str] | None = None,
-) -> tuple[dict[str, list[Form]], Tensor]:
+    shape: BatchShape | None = None,
+) -> tuple[dict[str, list[GradientForm]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
     `early`: norms are wanted of every example by itself, so take them as gradients arrive. A GPU
     then has other work in its queue, and does not wait for many small operations at the end.
     `route`: what an earlier run found out about the graph. `names`: the name of every trainable
     parameter by its id, where it is known, by somebody who lets compiled parts run as written.
+    `shape`: that of the batch, where it is known.
     """
-    size = batch_size(batch)
-    tape = Tape(size, route=route or Route())
-    calls = dict.fromkeys(layers.watched, 0)
-    is_alike = inner_shapes(batch) == layout.inner
-    is_cast = False
-
-    def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        nonlocal is_cast
-        if not tape.is_on:
-            return
-        call, calls[name] = calls[name], calls[name] + 1
-        first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
-        is_cast = is_cast or torch.is_autocast_enabled(first.device.type)
-        ins, outs = layout.checked(name, call, first, out, size=size, is_alike=is_alike)
-        rule = layers.rules.get(name)
-        if rule is not None:
-            a, before = first.detach(), stamp(first)
-            lead, back = ins[0] or 0, outs[0] or 0
-            a = a if lead == 0 else a.movedim(lead, 0)
-            once = early and layout.count(name) == 1
-
-            def build(g: Tensor) -> Found:
-                if stamp(first) != before:
-                    raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
-                found = rule(layer, a, g if back == 0 else g.movedim(back, 0), size)
-                own = layer._parameters
-                kept = [(p, form) for n, form in found.items() if (p := own.get(n)) is not None]
-                if once:
-                    for parameter, form in kept:
-                        if parameter.requires_grad and not isinstance(form, Dense):
-                            _ = form.square
-                return kept
-
-            tape.record(out, build)
-        else:
-            record(tape, layer, args, kwargs, ins, tensors(out), outs)
-
-    watch = watching(model, layers.watched, seen, tape, inside=layers.rewritten.values())
+    size, _, _, inner = shape_of(batch) if shape is None else shape
+    tape = GradientTape(size, route=route or Route())
+    run = _Recorder(tape, layers, layout, is_alike=inner == layout.inner, early=early)
+    watch = watching(model, layers.watched, run.seen, tape, inside=layers.rewritten.values())
     write = as_written(model) if names is None else nullcontext()
     cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
     lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
     with torch.enable_grad(), write, watch, cast, lay, pool:
-        losses = batch_losses(model, loss_fn, batch)
-        must_depend(losses)
-        for name, times in calls.items():
-            if is_alike and times != layout.count(name):  # who decided? perhaps another example
-                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
-        tape.route.is_cast = is_cast
+        losses = batch_losses(model, loss_fn, batch, size=size)
+        if not losses.requires_grad:
+            must_depend(losses)
+        run.check_calls()
+        tape.route.is_cast = run.is_cast
         if names is None:
             names = {id(p): name for name, p in trainable(model).items()}
+        if not torch.is_autocast_enabled(losses.device.type):
+            return tape.forms(losses, names), losses.detach()
         with no_autocast(losses.device):  # a checkpoint sets its own
             return tape.forms(losses, names), losses.detach()

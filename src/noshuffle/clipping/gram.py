@@ -39,9 +39,13 @@ def allowance(dtype: torch.dtype, *lengths: int) -> float:
     return 0.5 * eps * (2.0 + sum(math.sqrt(n) for n in lengths))
 
 
+#: Of single (False) and double precision (True): see `smallest`.
+SMALLEST = {False: torch.finfo(torch.float32).tiny, True: torch.finfo(torch.float64).tiny}
+
+
 def smallest(dtype: torch.dtype) -> float:
     """Numbers below this lose digits where entries of this type are multiplied."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
+    return SMALLEST[dtype is torch.float64]
 
 
 def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

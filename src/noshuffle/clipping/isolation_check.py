@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.forms import Form, merge, squares
+from noshuffle.clipping.forms import GradientForm, merge, squares
 from noshuffle.clipping.inputs import as_written
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import (
@@ -39,7 +39,7 @@ from noshuffle.clipping.objective import (
     take,
 )
 from noshuffle.clipping.products import HALF, roundoff, sum_dtype, wide
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.errors import InvalidInput
 
 #: Numbers of a gradient that are compared at a time.
@@ -48,22 +48,22 @@ PIECE = 1 << 18
 #: which takes megabytes.
 TRIAL_ROWS = 12
 #: What `tried` says of a model that passed by the allowance for TF32.
-LOOSE = "with TF32 a gradient moves by up to 0.5 % with its company, as it does from run to run"
+LOOSE = "with TF32 a gradient moves by up to 0.5 % with its batch, as it does from run to run"
 
 
-def close(found: float, truth: float, *, low: bool, room: float = 0.0) -> bool:
+def close(found: float, truth: float, *, low: bool, whole: float = 0.0) -> bool:
     """Whether a norm agrees with the true one as far as the precision allows (`low`: half).
 
-    `room` is the size of the whole gradient: a part that is pure rounding error has no digits to
+    `whole` is the norm of the whole gradient: a part that is pure rounding error has no digits to
     agree on. A norm that is somewhat too large (steps that nearly cancel) is safe, one that is too
     small is not.
     """
     tolerance = 0.05 if low else 1e-3
-    below = found >= truth * (1.0 - tolerance) - 1e-5 * room - 1e-12
-    return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * room + 1e-12
+    below = found >= truth * (1.0 - tolerance) - 1e-5 * whole - 1e-12
+    return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * whole + 1e-12
 
 
-def is_half(form: Form) -> bool:
+def is_half(form: GradientForm) -> bool:
     """Whether a form was read from tensors in half precision."""
     return any(isinstance(t, Tensor) and t.dtype in HALF for t in vars(form).values())
 
@@ -134,14 +134,14 @@ def _alone(
         there = torch.autograd.grad(again, params, allow_unused=True)
         size = _length(own)
         moved = _distance(own, there)
-        room = (2e-2 if low else 1e-4) * size + 1e-12
-        if not moved <= room and not low and roundoff(params[0]) > 0.0:
+        tolerance = (2e-2 if low else 1e-4) * size + 1e-12
+        if not moved <= tolerance and not low and roundoff(params[0]) > 0.0:
             # Attention on a GPU adds up in any order, and TF32 makes that a matter of 1e-4.
             with torch.enable_grad():
                 same = torch.autograd.grad(run(pair)[i], params, allow_unused=True)
-            room = max(room, min(3.0 * _distance(own, same), 5e-3 * size))
+            tolerance = max(tolerance, min(3.0 * _distance(own, same), 5e-3 * size))
             is_loose = True
-        if not moved <= room:
+        if not moved <= tolerance:
             raise NotByLayer(
                 "the gradient of an example changes with the other examples of its batch"
             )
@@ -186,7 +186,7 @@ def _beside(pair: tuple[Any, ...], batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _as_many_as_fit(run: Callable[..., Tensor], rows: tuple[Any, ...]) -> Tensor:
-    """The losses of these examples, or of the first ones where the device has no room for all."""
+    """The losses of these examples, or of the first ones where the device has no memory for all."""
     while True:
         try:
             return run(rows)
@@ -200,7 +200,7 @@ def _counted(
     model: nn.Module,
     run: Callable[..., Tensor],
     pair: tuple[Any, ...],
-    company: tuple[Any, ...],
+    more_rows: tuple[Any, ...],
     *,
     low: bool,
 ) -> None:
@@ -213,10 +213,10 @@ def _counted(
             if not torch.equal(run(pair), run(pair, seed=1)):
                 return
         two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
-        more = _as_many_as_fit(run, company)
+        more = _as_many_as_fit(run, more_rows)
     for a, *others in zip(two.tolist(), three.tolist(), more.tolist()):
-        room = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
-        if not all(abs(a - b) <= room for b in others):
+        tolerance = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
+        if not all(abs(a - b) <= tolerance for b in others):
             raise NotByLayer("the loss of an example changes with the number of examples")
 
 
@@ -249,7 +249,7 @@ def tried(
     model: nn.Module,
     loss_fn: Criterion | ModelLoss,
     batch: tuple[Any, ...],
-    forms_of: Callable[[tuple[Any, ...]], dict[str, list[Form]]],
+    forms_of: Callable[[tuple[Any, ...]], dict[str, list[GradientForm]]],
 ) -> str:
     """Raise NotByLayer unless the rules agree with plain autograd on two examples.
 
@@ -259,7 +259,11 @@ def tried(
     params = trainable(model)
 
     def run(rows: tuple[Any, ...], seed: int = 0) -> Tensor:
-        with as_written(model), rewritten(model, Tape(2, is_on=False)), with_same_rng(model, seed):
+        with (
+            as_written(model),
+            rewritten(model, GradientTape(2, is_on=False)),
+            with_same_rng(model, seed),
+        ):
             return batch_losses(model, loss_fn, rows)
 
     with torch.enable_grad():
@@ -283,23 +287,34 @@ def tried(
     low = low or any(p.dtype in HALF for p in params.values())
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
     _counted(model, run, pair, _beside(pair, batch), low=low)
-    room = [_length(t) for t in truth] or [0.0, 0.0]
+    whole = [_length(t) for t in truth] or [0.0, 0.0]
     for i, (name, parameter) in enumerate(params.items()):
         blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
         rows = [blank if t[i] is None else wide(t[i]) for t in truth] or [blank, blank]
-        own = merge(forms.get(name, []))
-        found = squares(own).double().sqrt() if own else torch.zeros(2)
-        if len(found) != 2:
-            raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
-        exact = [_length([row]) for row in rows]
-        summed = rows[0] + rows[1]
-        for f in own:
-            summed -= f.total(torch.ones(2, device=parameter.device)).to(summed)
-        gap = _length([summed])
-        fits = all(close(float(f), e, low=low, room=r) for f, e, r in zip(found, exact, room))
-        if not fits or gap > (0.1 if low else 2e-3) * max(exact) + 1e-5 * sum(room):
-            raise NotByLayer(
-                f"the gradient of {name!r} by layer rules differs from autograd's: it is used "
-                "outside its own layer, or examples mix before it"
-            )
+        _exact(name, merge(forms.get(name, [])), rows, whole, low=low)
     return LOOSE if is_loose else ""
+
+
+def _exact(
+    name: str,
+    forms: Sequence[GradientForm],
+    rows: Sequence[Tensor],
+    whole: Sequence[float],
+    *,
+    low: bool,
+) -> None:
+    """Raise NotByLayer unless norms and sum of a parameter's forms are those of its two `rows`."""
+    found = squares(forms).double().sqrt() if forms else torch.zeros(2)
+    if len(found) != 2:
+        raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
+    exact = [_length([row]) for row in rows]
+    summed = rows[0] + rows[1]
+    for form in forms:
+        summed -= form.total(torch.ones(2, device=summed.device)).to(summed)
+    gap = _length([summed])
+    fits = all(close(float(f), e, low=low, whole=w) for f, e, w in zip(found, exact, whole))
+    if not fits or gap > (0.1 if low else 2e-3) * max(exact) + 1e-5 * sum(whole):
+        raise NotByLayer(
+            f"the gradient of {name!r} by layer rules differs from autograd's: it is used "
+            "outside its own layer, or examples mix before it"
+        )

@@ -27,12 +27,11 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
-from noshuffle.clipping.objective import leaves
 from noshuffle.clipping.pooling import pools
 from noshuffle.clipping.row_order import Picking
 from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
 from noshuffle.clipping.rules_hf import named_rule
-from noshuffle.clipping.tape import Tape, watching
+from noshuffle.clipping.tape import GradientTape, watching
 
 Axes = tuple[int | None, ...]
 
@@ -109,7 +108,7 @@ def _is_random(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExampleAxes:
     """For each layer and each of its calls: the example axis of every input and output tensor."""
 
     inputs: dict[str, list[Axes]]
@@ -126,7 +125,8 @@ class Layout:
         `is_alike`: examples have the shapes of the trial's; longer ones may have more rows where
         the trial saw a flattened batch. Rows that lie otherwise would be given to another example.
         """
-        axes = self.axes(name, call)
+        known = self._calls.get(name, ())
+        axes = known[call] if call < len(known) else self.axes(name, call)
         spans = self.spans[name]
         rows = spans[call if call < len(spans) else -1]
         for t, own, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
@@ -167,11 +167,6 @@ def stamp(t: Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def inner_shapes(batch: Any) -> tuple[torch.Size, ...]:
-    """The shapes of one example."""
-    return tuple(t.shape[1:] for t in leaves(batch) if isinstance(t, Tensor))
-
-
 def _rows(shapes: Sequence[torch.Size], axes: Axes) -> int:
     """How many rows of the first tensor belong to one example, in a run of two."""
     return shapes[0][axes[0] or 0] // 2 if shapes and shapes[0] else 1
@@ -205,47 +200,48 @@ def spread(layers: Layers, shared: frozenset[str], size: int) -> Iterator[None]:
         yield
 
 
-def find_layout(
-    model: nn.Module, layers: Layers, run: Callable[[int], Tensor], *, shared: Sequence[str] = ()
-) -> Layout:
-    """Run two and three examples (`run(n)` gives n losses) and compare the shapes of every call."""
-    shapes: list[dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]] = []
-    held = frozenset(shared)
-    picking = Picking()
+Calls = dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]  # inputs and outputs of each
+
+
+def _shapes_of_calls(
+    model: nn.Module, layers: Layers, run: Callable[[int], Tensor], held: frozenset[str], size: int
+) -> Calls:
+    """The shapes that every layer sees in a run of `size` examples."""
+    calls: Calls = {}
+    picking = Picking(size)
 
     def orderly(*_: Any) -> None:
         if picking.how:
             raise NotByLayer(f"rows are picked or ordered by what they hold ({picking.how})")
 
-    for size in (2, 3):
-        calls: dict[str, list[tuple[list[torch.Size], list[torch.Size]]]] = {}
+    def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        orderly()
+        ins = [t.shape for t in tensors((args, kwargs))]
+        calls.setdefault(name, []).append((ins, [t.shape for t in tensors(out)]))
 
-        picking.size = size
+    watch = watching(model, layers.watched, seen, GradientTape(size, is_on=False))
+    try:
+        with torch.no_grad(), watch, spread(layers, held, size), picking, ExitStack() as stack:
+            for layer in layers.rewritten.values():
+                stack.callback(layer.register_forward_pre_hook(orderly).remove)
+            run(size)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not held:
+            raise
+        raise NotByLayer(
+            f"embedding {min(held)!r} is looked up without an example axis, and the model does "
+            "not run with one; freeze it, or give it one"
+        ) from error
+    return calls
 
-        def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            orderly()
-            ins = [t.shape for t in tensors((args, kwargs))]
-            calls.setdefault(name, []).append((ins, [t.shape for t in tensors(out)]))  # noqa: B023
 
-        tape = Tape(size, is_on=False)
-        watch = watching(model, layers.watched, seen, tape)
-        try:
-            with torch.no_grad(), watch, spread(layers, held, size), picking, ExitStack() as stack:
-                for layer in layers.rewritten.values():
-                    stack.callback(layer.register_forward_pre_hook(orderly).remove)
-                run(size)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if not held:
-                raise
-            raise NotByLayer(
-                f"embedding {min(held)!r} is looked up without an example axis, and the model does "
-                "not run with one; freeze it, or give it one"
-            ) from error
-        shapes.append(calls)
-    two, three = shapes
-    inputs: dict[str, list[Axes]] = {}
-    outputs: dict[str, list[Axes]] = {}
-    spans: dict[str, list[tuple[int, int]]] = {}
+def find_layout(
+    model: nn.Module, layers: Layers, run: Callable[[int], Tensor], *, shared: Sequence[str] = ()
+) -> ExampleAxes:
+    """Run two and three examples (`run(n)` gives n losses) and compare the shapes of every call."""
+    held = frozenset(shared)
+    two, three = (_shapes_of_calls(model, layers, run, held, size) for size in (2, 3))
+    found = ExampleAxes({}, {}, held)
     lacking: set[str] = set()
     for name, calls_two in two.items():
         calls_three = three.get(name, [])
@@ -254,9 +250,9 @@ def find_layout(
         for (in2, out2), (in3, out3) in zip(calls_two, calls_three):
             ins = tuple(_axis(x, y, name) for x, y in zip(in2, in3))
             outs = tuple(_axis(x, y, name) for x, y in zip(out2, out3))
-            inputs.setdefault(name, []).append(ins)
-            outputs.setdefault(name, []).append(outs)
-            spans.setdefault(name, []).append((_rows(in2, ins), _rows(out2, outs)))
+            found.inputs.setdefault(name, []).append(ins)
+            found.outputs.setdefault(name, []).append(outs)
+            found.spans.setdefault(name, []).append((_rows(in2, ins), _rows(out2, outs)))
             if None in outs or (name in layers.ruled and None in ins):
                 lacking.add(name)
             merged = any(s[0] != 2 for s, d in zip([*in2, *out2], [*ins, *outs]) if d == 0)
@@ -265,6 +261,4 @@ def find_layout(
     for name in lacking:
         if name in held or not isinstance(layers.ruled.get(name), nn.Embedding):
             raise NotByLayer(f"layer {name!r} sees a tensor without an example axis")
-    if lacking:
-        return find_layout(model, layers, run, shared=[*held, *lacking])
-    return Layout(inputs, outputs, held, spans)
+    return find_layout(model, layers, run, shared=[*held, *lacking]) if lacking else found

@@ -7,7 +7,7 @@
 
 Examples are clipped one by one and the sum is kept in single precision, so the mode changes speed
 and memory and nothing else. The device is asked once whether an example is not finite, when all the
-work was handed to it, so that it never waits for the host (`members.finish`). What a step needs is
+work was handed to it, so that it never waits for the host (`units.finish`). What a step needs is
 measured once on two small pieces of the first batch, bytes(n) = fixed + n·per_example, and compared
 with what the device has left; a step that runs out of memory all the same is repeated in twice as
 many parts. No state here.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,10 @@ from torch import Tensor
 from noshuffle.clipping.clipped import ClippedSum
 from noshuffle.clipping.objective import batch_size, leaves, take
 from noshuffle.clipping.rng_state import rng_state_of
-from noshuffle.clipping.units import BadUnitFound, is_capturing
+from noshuffle.clipping.units import BadUnitFound, Part, is_capturing
 
 MODES = ("auto", "fast", "lean")
-#: The part of the free memory that a step may count on: allocators need some room of their own.
+#: The part of the free memory that a step may count on: allocators need some for themselves.
 USABLE = 0.9
 #: The choice is looked at again in so many steps.
 LOOKS = 4
@@ -51,8 +52,8 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some examples of a batch: their rows, and their units, numbered from 0 within the piece."""
+class Microbatch:
+    """Some examples of a batch: their rows, and their units, numbered from 0 within it."""
 
     rows: Tensor | slice
     units: Tensor | None
@@ -100,7 +101,7 @@ def _words(parts: int, reason: str) -> str:
     return f"{'fast, in one part' if parts == 1 else f'lean, in {parts} parts'}: {reason}"
 
 
-def pieces(size: int, parts: int, units: Tensor | None) -> list[Piece]:
+def microbatches(size: int, parts: int, units: Tensor | None) -> list[Microbatch]:
     """Cut a batch into at most `parts` pieces; all examples of a unit stay together.
 
     Guarantees: every example is in exactly one piece, every unit in exactly one; the units of the
@@ -108,22 +109,22 @@ def pieces(size: int, parts: int, units: Tensor | None) -> list[Piece]:
     its rows in their own order.
     """
     if parts <= 1 or size <= 1:
-        return [Piece(slice(0, size), units)]
+        return [Microbatch(slice(0, size), units)]
     if units is None:
         step = -(-size // parts)
-        return [Piece(slice(i, min(i + step, size)), None) for i in range(0, size, step)]
-    own = units.detach().cpu().long()
-    order = torch.argsort(own, stable=True)
-    ends = torch.cumsum(torch.bincount(own), 0)  # examples of units 0 … u, in that order
-    found: list[Piece] = []
+        return [Microbatch(slice(i, min(i + step, size)), None) for i in range(0, size, step)]
+    of = units.detach().cpu().long()
+    order = torch.argsort(of, stable=True)
+    ends = torch.cumsum(torch.bincount(of), 0)  # examples of units 0 … u, in that order
+    found: list[Microbatch] = []
     start, first = 0, 0
     while start < size:
         full = start + -(-size // parts)
         unit = int(torch.searchsorted(ends, min(full, size)))  # ends here, or a little later
         rows = order[start : int(ends[unit])]
-        found.append(Piece(rows, own[rows] - first))
+        found.append(Microbatch(rows, of[rows] - first))
         start, first = int(ends[unit]), unit + 1
-    return found if len(found) > 1 else pieces(size, 1, units)
+    return found if len(found) > 1 else microbatches(size, 1, units)
 
 
 @dataclass
@@ -134,13 +135,23 @@ class Chosen:
     parts: int
     need: Need | None
     looks: int = 0
-    is_hopeful: bool = True  # no unit was bad so far
+    had_bad_unit: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is to be measured any more."""
+        return self.looks >= LOOKS or self.need is None
 
 
 def kind_of(batch: tuple[Any, ...]) -> tuple[int, int]:
     """Batches that need about the same memory: as many examples, and as long within a quarter."""
     entries = sum(t.numel() for t in leaves(batch) if isinstance(t, Tensor))
-    return batch_size(batch), round(math.log(max(1, entries), 1.25))
+    return batch_size(batch), about(entries)
+
+
+def about(entries: int) -> int:
+    """The same number for all that differ by less than a quarter."""
+    return round(math.log(max(1, entries), 1.25))
 
 
 def choose_parts(
@@ -150,18 +161,23 @@ def choose_parts(
     *,
     device: torch.device,
     run: Callable[[int], object],
+    trial: Callable[[], AbstractContextManager[None]],
     say: Callable[[str], None],
 ) -> Chosen:
-    """The parts for this batch; `memory` holds earlier choices, `run(n)` clips n examples."""
+    """The parts for this batch; `memory` holds earlier choices, `run(n)` clips n examples.
+
+    `trial()` is a block after which the model is as before: what is measured runs in one.
+    """
     kind = kind_of(batch)
     size, chosen = kind[0], memory.get(kind)
-    is_still = chosen is not None and (chosen.looks >= LOOKS or chosen.need is None)
-    if chosen is not None and (is_still or is_capturing(device)):
+    if chosen is not None and (chosen.is_settled or is_capturing(device)):
         return chosen
     if chosen is None:
-        measured = mode != "fast" and not is_capturing(device)
-        chosen = Chosen(1, measure(run, size=size, device=device) if measured else None)
-        memory[kind] = chosen
+        need = None
+        if mode != "fast" and not is_capturing(device):
+            with trial() if device.type == "cuda" else nullcontext():  # else nothing is run
+                need = measure(run, size=size, device=device)
+        chosen = memory[kind] = Chosen(1, need)
     free = float(free_bytes(device)) if chosen.need is not None else 0.0
     parts, words = decide(mode, size, chosen.need, free)
     chosen.looks += 1
@@ -186,23 +202,23 @@ def in_parts(
 ) -> ClippedSum:
     """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
 
-    A bad unit is hoped against as long as there was none; then all is done again, with the same
-    random numbers, and the device asked before every sum. Not so for a model that writes into its
-    buffers (`may_repeat`): what a second run left there would tell that a unit was bad.
+    As long as no unit was bad, the device is asked about them after the sums only; once one is
+    found all is done again, with the same random numbers, and from then on it is asked before every
+    sum. Not so for a model that writes into its buffers (`may_repeat`): what a second run left
+    there would tell that a unit was bad.
     """
     size = batch_size(batch)
     again = None if is_capturing(device) else rng_state_of(device)
     while True:
         try:
-            cut = pieces(size, chosen.parts, units)
-            if chosen.is_hopeful and may_repeat and again is not None:
+            cut = microbatches(size, chosen.parts, units)
+            if not chosen.had_bad_unit and may_repeat and again is not None:
                 try:
-                    return _joined(one, batch, weights, cut, is_hopeful=True)
+                    return _joined(one, batch, weights, cut, ask="after")
                 except BadUnitFound:
-                    # Where one is bad others will be: from now on they are looked for first.
-                    chosen.is_hopeful = False
+                    chosen.had_bad_unit = True
                     again()
-            return _joined(one, batch, weights, cut, is_hopeful=False)
+            return _joined(one, batch, weights, cut, ask="before")
         except torch.OutOfMemoryError:
             if chosen.need is None or chosen.parts >= size:
                 raise
@@ -216,23 +232,24 @@ def _joined(
     one: Run,
     batch: tuple[Any, ...],
     weights: Tensor | None,
-    parts: Sequence[Piece],
+    parts: Sequence[Microbatch],
     *,
-    is_hopeful: bool,
+    ask: str,
 ) -> ClippedSum:
-    """All pieces; with `is_hopeful` the device is waited for once, when all sums are begun."""
+    """All parts; with `ask="after"` the device is waited for once, when all sums are begun."""
     if len(parts) == 1:
-        return one(batch, parts[0].units, weights, is_hopeful=is_hopeful)
+        return one(batch, parts[0].units, weights, part=Part(ask))
     done: list[ClippedSum] = []
     for piece in parts:
         marks = None if weights is None else weights[piece.rows]
-        options: dict[str, Any] = {"onto": done[0].values if done else None}
-        if is_hopeful and piece is not parts[-1]:
-            options["is_sure"] = True
-        elif is_hopeful:
-            options["is_hopeful"] = True
-            options["doubt"] = torch.cat([d.bad for d in done]).any()
-        done.append(one(take(batch, piece.rows), piece.units, marks, **options))
+        onto = done[0].values if done else None
+        if ask == "before":
+            how = Part(onto=onto)
+        elif piece is not parts[-1]:
+            how = Part("never", onto)
+        else:
+            how = Part("after", onto, earlier_bad=torch.cat([d.bad for d in done]).any())
+        done.append(one(take(batch, piece.rows), piece.units, marks, part=how))
     losses = _in_order([d.losses for d in done], parts)
     # The last piece has waited for the device, hence for the losses of all before it too.
     each = [d.shown for d in done if d.shown is not None]
@@ -241,7 +258,7 @@ def _joined(
     return ClippedSum(done[0].values, done[0].bound, norms, losses, bad, present, shown)
 
 
-def _in_order(found: list[Tensor], parts: Sequence[Piece]) -> Tensor:
+def _in_order(found: list[Tensor], parts: Sequence[Microbatch]) -> Tensor:
     """One value an example, as the batch has them."""
     values = torch.cat(found)
     if not isinstance(parts[0].rows, Tensor):

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,40 @@ class ModelLoss:
 
 def leaves(batch: Any) -> Sequence[Any]:
     """Everything in a batch that holds nothing else, in order."""
-    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
-        return batch  # the usual batch: looking for what is nested takes long
-    found: list[Any] = tree_leaves(batch)
-    return found
+    for leaf in batch if type(batch) is tuple else (None,):
+        if not isinstance(leaf, Tensor):
+            found: list[Any] = tree_leaves(batch)
+            return found
+    return batch  # type: ignore[no-any-return]  # the usual one: to look inside takes long
+
+
+class BatchShape(NamedTuple):
+    """What is known of a batch without its numbers."""
+
+    size: int  # examples
+    kinds: tuple[Any, ...]  # axes and types of its leaves; settings
+    entries: int  # numbers in all of it
+    inner: tuple[torch.Size, ...]  # shapes of one example
+
+
+def shape_of(batch: tuple[Any, ...]) -> BatchShape:
+    """The shape of a batch; raises what `batch_size` raises."""
+    size, entries = -1, 0
+    kinds: list[Any] = []
+    inner: list[torch.Size] = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            shape = leaf.shape
+            if not shape or size not in (-1, shape[0]):
+                batch_size(batch)
+            size, entries = shape[0], entries + leaf.numel()
+            kinds.append((len(shape), leaf.dtype))
+            inner.append(shape[1:])
+        else:
+            kinds.append(leaf if isinstance(leaf, bool | str) else type(leaf))
+    if len(inner) < len(kinds) or not inner:
+        size = batch_size(batch)
+    return BatchShape(size, tuple(kinds), entries, tuple(inner))
 
 
 def batch_size(batch: tuple[Any, ...]) -> int:
@@ -138,17 +168,23 @@ def is_rowwise(loss_fn: Criterion | ModelLoss) -> bool:
 
 
 def batch_losses(
-    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    model: nn.Module,
+    loss_fn: Criterion | ModelLoss,
+    batch: tuple[Any, ...],
+    *,
+    size: int | None = None,
 ) -> Tensor:
-    """One loss per example from one run of the model on the whole batch."""
-    size = batch_size(batch)
+    """One loss per example from one run of the model on the whole batch of `size`, if known."""
+    size = batch_size(batch) if size is None else size
     if isinstance(loss_fn, ModelLoss):
         losses = loss_fn.fn(model, *batch)
     else:
         callables(loss_fn=loss_fn)
         outputs = model(batch[0])
-        found = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
-        got = {leaf.shape[:1] for leaf in found if isinstance(leaf, Tensor)}
+        if isinstance(outputs, Tensor):
+            got = {outputs.shape[:1]}
+        else:
+            got = {leaf.shape[:1] for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
         if got != {(size,)}:
             raise InvalidInput(
                 f"the model must return tensors with the example axis ({size}) first, got first "
@@ -198,20 +234,7 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
         return None
     target = targets[0]
     if loss_fn is F.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss:
-        ignore, reduction, plain = -100, "mean", True
-        if isinstance(loss_fn, nn.CrossEntropyLoss):
-            ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
-            plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
-        if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
-            return None
-        each = cross_entropy(outputs, target, reduction="none", ignore_index=ignore)
-        if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
-            is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
-            return each if is_whole or reduction != "mean" else each / (target != ignore)
-        total = each.reshape(each.shape[0], -1).sum(1)
-        if reduction != "mean":
-            return total
-        return total / (target != ignore).reshape(each.shape[0], -1).sum(1)
+        return _cross_entropy(loss_fn, outputs, target)
     if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
         if outputs.shape != target.shape:
             return None
@@ -219,3 +242,22 @@ def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...])
         mean = getattr(loss_fn, "reduction", "mean") == "mean"
         return each.mean(1) if mean else each.sum(1)
     return None
+
+
+def _cross_entropy(loss_fn: Criterion, outputs: Tensor, target: Tensor) -> Tensor | None:
+    ignore, reduction, plain = -100, "mean", True
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+    if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
+        return None
+    # Classes along the second of more axes are slow on a CPU (`classes_last`).
+    fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
+    each = fn(outputs, target, reduction="none", ignore_index=ignore)
+    if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
+        is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
+        return each if is_whole or reduction != "mean" else each / (target != ignore)
+    total = each.reshape(each.shape[0], -1).sum(1)
+    if reduction != "mean":
+        return total
+    return total / (target != ignore).reshape(each.shape[0], -1).sum(1)

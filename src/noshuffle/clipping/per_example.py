@@ -16,6 +16,8 @@ Memory is one gradient per example of a microbatch (per unit, with units). What 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,19 +28,21 @@ from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noshuffle.clipping.batch import cuttable
-from noshuffle.clipping.buffers import refuse_written, same
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.clipped import Clip, ClippedSum
-from noshuffle.clipping.forms import Dense, Form
+from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
 from noshuffle.clipping.layers import NotNow
+from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
     _is_vmap_limit,
     batch_axes,
+    batch_losses,
     batch_size,
+    is_rowwise,
     must_depend,
     one,
     single_loss,
@@ -46,11 +50,12 @@ from noshuffle.clipping.objective import (
 )
 from noshuffle.clipping.precision import exactly
 from noshuffle.clipping.products import sum_dtype, wide
-from noshuffle.clipping.remembers import refuse_memory
+from noshuffle.clipping.snapshot import SMALL, Watch
+from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.clipping.units import Members, by_unit, finish, members
-from noshuffle.errors import one_of, whole
+from noshuffle.errors import Unsupported, one_of, whole
 
 
 class _Bound(nn.Module):
@@ -79,7 +84,7 @@ def per_example_gradients(
 
     mapped = vmap(grad_and_value(loss), in_dims=(None, batch_axes(batch)), randomness="different")
     # Fused attention has no batching rule and would be run example by example.
-    with rewritten(model, Tape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
+    with rewritten(model, GradientTape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
         grads, losses = mapped(params, batch)
     return {n.removeprefix("model."): g for n, g in grads.items()}, losses
 
@@ -89,16 +94,19 @@ def one_at_a_time(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same by plain autograd, one example after the other: slow, and for every model.
 
-    Buffers are as before the first one for each: what an example writes there, none after it sees.
+    Buffers and frozen parameters are as before the first one for each: what an example writes
+    there, none after it sees. (A large frozen one is refused by the watch of the step instead.)
     """
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.numel() <= SMALL]
+    kept = [(t, t.detach().clone()) for t in (*model.buffers(), *frozen)]
     params = trainable(model)
     rows: list[list[Tensor]] = []
     losses = []
     for i in range(batch_size(batch)):
         with torch.no_grad():
-            for buffer, value in kept if i else ():
-                buffer.copy_(value)
+            for tensor, value in kept if i else ():
+                if not same(tensor.detach(), value):
+                    tensor.copy_(value)
         with torch.enable_grad():
             loss = single_loss(model, loss_fn, take(batch, slice(i, i + 1)))
         losses.append(loss.detach())
@@ -124,7 +132,7 @@ class PerExample:
     microbatch: int | None = None
     why: str = "gradients of every example are written out: any model, memory grows with the batch"
     fallbacks: list[str] = field(default_factory=list)
-    _clean: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], bool]] = field(
+    _findings: WeakKeyDictionary[nn.Module, dict[Any, Findings]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
@@ -155,24 +163,49 @@ class PerExample:
         device = next(iter(like.values())).device
         if size == 0:
             return empty_sum(like, clip=clip, device=device)
-        self.check_buffers(model, loss_fn, batch)
-        step = self.microbatch or size
         who = members(units, weights, size=size, device=device)
+        findings = self.check_state(model, loss_fn, batch)
+        watch = Watch(model)
+        watch.begin()
+        try:
+            found = self._sum(model, loss_fn, batch, who, like=like, clip=clip, reduce=reduce)
+        finally:
+            changed = watch.end(findings)
+        self.reconsider(changed, model, loss_fn, batch)
+        return found
+
+    def _sum(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        who: Members,
+        *,
+        like: dict[str, nn.Parameter],
+        clip: Clip,
+        reduce: str,
+    ) -> ClippedSum:
+        """The clipped sum, microbatch by microbatch."""
+        size, device = who.size, next(iter(like.values())).device
+        step = self.microbatch or size
         parts: list[ClippedSum] = []
-        totals: dict[str, list[Form]] = {}
+        totals: dict[str, list[GradientForm]] = {}
         losses = []
         for start in range(0, size, step):
             rows = slice(start, start + step)
             grads, values = self._gradients(model, loss_fn, take(batch, rows))
             losses.append(values)
             part = who if step >= size else _part(who, rows)
-            forms = {n: by_unit([Dense(wide(g))], part, reduce=reduce) for n, g in grads.items()}
+            forms = {
+                n: by_unit([DenseGradient(wide(g))], part, reduce=reduce) for n, g in grads.items()
+            }
             if who.units is None:
                 with exactly(device):
                     parts.append(finish(forms, like, values, part, clip=clip))
             else:
-                totals = {n: [*totals.get(n, []), *f] for n, f in forms.items()}
-                totals = {n: [Dense(sum(f.dense() for f in fs))] for n, fs in totals.items()}  # type: ignore[arg-type]
+                for name, own in forms.items():
+                    so_far = [form.dense() for form in (*totals.get(name, ()), *own)]
+                    totals[name] = [DenseGradient(torch.stack(so_far).sum(0))]
         if who.units is not None:
             with exactly(device):
                 return finish(totals, like, torch.cat(losses), who, clip=clip)
@@ -189,48 +222,78 @@ class PerExample:
             self._say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
             return one_at_a_time(model, loss_fn, batch)
 
-    def check_buffers(
-        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
-    ) -> None:
-        """Raise if the model takes its data into a buffer, or remembers it from one example to
-        the next; asked once for each of its modes."""
-        modes, is_quiet = _modes(model), True
-        if modes in self._clean.setdefault(model, {}):
-            return
+    def check_state(
+        self,
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        in_batches: bool = False,
+        is_again: bool = False,
+    ) -> Findings:
+        """Raise if the model keeps something of its data (`statefulness`); what it may change.
+
+        Asked once for each of its modes and kinds of loss, or `is_again`. `in_batches`: examples
+        will be run side by side.
+        """
+        modes = tuple(m.training for m in model.modules())
+        key = (modes, identity_of(loss_fn), in_batches)
+        known = self._findings.setdefault(model, {})
+        if key in known and not is_again:
+            return known[key]
         try:
             pair = unlike_pair(batch)
         except NotNow:
-            return
+            return Findings()
 
         def run(i: int) -> Tensor:
-            nonlocal is_quiet
-            before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-            with with_same_rng(model), rewritten(model, Tape(1, is_on=False)):
-                loss = single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
-            after = list(model.buffers())
-            alike = [a is b and same(b, content) for a, (b, content) in zip(after, before)]
-            is_quiet = is_quiet and all(alike) and len(after) == len(before)
-            return loss
+            with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)):
+                return single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
 
-        refuse_written(model, run)
+        def run_two(i: int) -> None:
+            # Whoever runs it in batches will say why it does not run.
+            with (
+                suppress(Exception),
+                with_same_rng(model),
+                rewritten(model, GradientTape(2, is_on=False)),
+            ):
+                batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i])))
+
+        findings = refuse_written(model, run, known.get(key))
+        if in_batches and is_rowwise(loss_fn):
+            refuse_written(model, run_two, findings)
         refuse_memory(model, run)
-        self._clean[model][modes] = is_quiet
+        known[key] = findings
+        return findings
 
-    def is_quiet(self, model: nn.Module) -> bool:
-        """Whether a run leaves all buffers as they are, and may be done twice; asked before.
+    def reconsider(
+        self,
+        changed: Sequence[str],
+        model: nn.Module,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        in_batches: bool = False,
+    ) -> None:
+        """Raise unless what a step changed, for the first time, is seen not to depend on the data.
 
-        A counter that went on by two where an example was not finite would tell of it.
+        A cache grows with the longest sequence so far; a layer may also start to keep statistics.
         """
-        return self._clean.get(model, {}).get(_modes(model), False)
+        if not changed:
+            return
+        options = {"in_batches": in_batches, "is_again": True}
+        findings = self.check_state(model, loss_fn, batch, **options)
+        for name in changed:
+            if name not in findings.may_change:
+                raise Unsupported(
+                    f"{name!r} of the model must not change in a step, as it did not when the "
+                    "model was tried, but this forward pass wrote into it; nothing was released. "
+                    "Let no layer start to keep statistics while a run lasts"
+                )
 
     def _say(self, note: str) -> None:
         if note not in self.fallbacks:
             self.fallbacks.append(note)
-
-
-def _modes(model: nn.Module) -> tuple[bool, ...]:
-    """Of every module with buffers, whether it is in training."""
-    return tuple(m.training for m in model.modules() if m._buffers)
 
 
 def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device) -> ClippedSum:

@@ -3,7 +3,7 @@
 A clipped sum is a product, and so are most norms. Where torch may round the factors of a product
 (TF32 on a GPU, bfloat16 on a CPU with matrix units after `set_float32_matmul_precision("medium")`),
 an example could pass the clip norm. On a GPU norms leave room for that (`products.roundoff`,
-`clipped.slack`); on a CPU norms and sums are taken in full precision, whatever model and loss run
+`factor.slack`); on a CPU norms and sums are taken in full precision, whatever model and loss run
 in. Torch's older and newer names for these settings refuse to tell of each other: both are read.
 State: none here; torch's own setting, put back.
 
@@ -48,6 +48,9 @@ def exactly(device: torch.device) -> Iterator[None]:
     """Nothing is cast inside the block, and on a CPU float32 products keep all their bits."""
     matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     before = getattr(matmul, "fp32_precision", "") if device.type == "cpu" else ""
+    if before not in _ROUNDED and not torch.is_autocast_enabled(device.type):
+        yield
+        return
     with no_autocast(device):
         if before not in _ROUNDED:
             yield

@@ -105,7 +105,12 @@ def scaled(t: Tensor, factors: Tensor) -> Tensor:
 
 def weighted(x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
     """Σ_b factors[b]·x[b]ᵀ y[b] for x [B, T, o] and y [B, T, i], in at least single precision."""
-    if x.shape[2] <= y.shape[2]:
+    is_narrower = x.shape[2] <= y.shape[2]
+    if x.dtype not in HALF and y.dtype not in HALF:  # as below, in two operations
+        factors = factors.to(x.dtype).reshape(-1, 1, 1)
+        x, y = (x * factors, y) if is_narrower else (x, y * factors)
+        return x.reshape(-1, x.shape[2]).mT @ y.reshape(-1, y.shape[2])
+    if is_narrower:
         x = _rescaled(x, y, factors)
     else:
         y = _rescaled(y, x, factors)

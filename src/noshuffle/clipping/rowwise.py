@@ -1,8 +1,8 @@
 """All forms of a step that are plain rows, on a CPU: norms in one call, weighted sums in another.
 
-    Dense                  ‖d[b]‖²                Σ_b f_b d[b]
-    Outer with one step    ‖a[b]‖² · ‖g[b]‖²
-    Outer                                         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
+    DenseGradient                  ‖d[b]‖²                Σ_b f_b d[b]
+    OuterGradient with one step    ‖a[b]‖² · ‖g[b]‖²
+    OuterGradient                                         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
 
 `native_rows` reads the matrices where they lie. The bias of a linear layer has the matrix g that
 the weight's gradient is made of, which is read once for both. What is not float32 in ordinary
@@ -10,7 +10,7 @@ memory, or too small to be worth it, is left to the forms themselves: they are t
 functions. State: where the matrices of one step lie.
 
 >>> import torch
->>> form = Dense(torch.randn(64, 2048))
+>>> form = DenseGradient(torch.randn(64, 2048))
 >>> Rowwise({"w": [form]}).take_squares()
 >>> torch.allclose(form.square.double(), form.squares().double())
 True
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.forms import Dense, Form, Outer
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_rows import (
     WIDEST,
     Matrix,
@@ -41,17 +41,17 @@ HELD = 1 << 20
 class Rowwise:
     """The forms of parameters by name; those of which a parameter has several are passed over."""
 
-    def __init__(self, forms: dict[str, list[Form]]) -> None:
+    def __init__(self, forms: dict[str, list[GradientForm]]) -> None:
         self._forms = forms
-        self._dense: dict[str, tuple[Dense, Matrix]] = {}
-        self._outer: dict[str, tuple[Outer, Matrix, Matrix]] = {}
+        self._dense: dict[str, tuple[DenseGradient, Matrix]] = {}
+        self._outer: dict[str, tuple[OuterGradient, Matrix, Matrix]] = {}
         for name, own in forms.items():
             form = own[0] if len(own) == 1 else None
-            if isinstance(form, Dense):
+            if isinstance(form, DenseGradient):
                 d = matrix(form.grads, form.grads.shape[0])
                 if d is not None:
                     self._dense[name] = (form, d)
-            elif type(form) is Outer:
+            elif type(form) is OuterGradient:
                 size, steps = form.g.shape[:2]
                 g, a = matrix(form.g, size * steps), matrix(form.a, size * steps)
                 if g is not None and a is not None:
@@ -65,8 +65,8 @@ class Rowwise:
         with a NaN or an infinity has a square that is one.
         """
         pairs: list[tuple[Matrix, Matrix | None]] = []
-        owners: list[tuple[Dense | None, Outer | None]] = []
-        alone: dict[str, Dense | None] = {name: own[0] for name, own in self._dense.items()}
+        owners: list[tuple[DenseGradient | None, OuterGradient | None]] = []
+        alone: dict[str, DenseGradient | None] = {name: own[0] for name, own in self._dense.items()}
         size = 0
         for form, g, a in self._outer.values():
             if form.a.shape[1] == 1:
@@ -97,7 +97,7 @@ class Rowwise:
 
         Their forms are used up, so that memory is given back product by product.
         Guarantees: the product of a factor and a number is rounded once, and so is each sum of a
-        Dense; the bits are the same for any number of threads.
+        DenseGradient; the bits are the same for any number of threads.
         """
         alone: dict[str, Matrix] = {}
         wanted: list[str] = []
@@ -149,7 +149,7 @@ class Rowwise:
         if written:
             self._outer.pop(name, None)
         if d is not None:
-            self._dense[name] = (Dense(written[0]), d)
+            self._dense[name] = (DenseGradient(written[0]), d)
 
     def _multiply(
         self,

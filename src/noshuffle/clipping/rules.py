@@ -1,7 +1,7 @@
 """Layer rules: from a layer's input and output gradient to its per-example gradients.
 
     @rule(nn.Linear)
-    def linear(layer, a, g, size): …  ->  {"weight": Outer(…), "bias": Dense(…)}
+    def linear(layer, a, g, size): …  ->  {"weight": OuterGradient(…), "bias": DenseGradient(…)}
 
 `a` is the input, `g` the gradient at the output, both with the example axis first; the first axis
 may also be examples × positions (a batch that was flattened), which is why rules reshape to
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from noshuffle.clipping.forms import Dense, Form, Outer, Rows
-from noshuffle.clipping.products import aligned, sum_dtype, wide
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, RowGradient
+from noshuffle.clipping.products import HALF, aligned, sum_dtype, wide
 
-Rule = Callable[[Any, Tensor, Tensor, int], dict[str, Form]]
+Rule = Callable[[Any, Tensor, Tensor, int], dict[str, GradientForm]]
 Rewrite = Callable[..., Any]
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
@@ -82,52 +82,56 @@ def find_rewrite(layer: nn.Module) -> Rewrite | None:
 def summed(t: Tensor) -> Tensor:
     """Sum over axis 1, added up in at least single precision without a wide copy."""
     if t.shape[1] == 1:  # a sum of one takes torch ten times as long as a view
-        return wide(t[:, 0])
+        return t[:, 0].float() if t.dtype in HALF else t[:, 0]
     return t.sum(1, dtype=sum_dtype(t.dtype))
 
 
-def affine(a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int) -> tuple[Form, Form]:
+def affine(
+    a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int
+) -> tuple[GradientForm, GradientForm]:
     """Weight and bias of x ↦ W x + b, with any number of axes between example and feature."""
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
-    return Outer(aligned(a), aligned(g), shape, (g.shape[2], a.shape[2])), Dense(summed(g))
+    widths = (g.shape[2], a.shape[2])
+    bias = DenseGradient(summed(g))
+    return OuterGradient(*((aligned(a), aligned(g)) if a.is_cuda else (a, g)), shape, widths), bias
 
 
 @rule(nn.Linear)
-def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
     return {"weight": weight, "bias": bias}
 
 
 @rule(nn.Embedding)
-def embedding(layer: nn.Embedding, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def embedding(layer: nn.Embedding, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     index = a.reshape(size, -1).long()
     g = g.reshape(size, index.shape[1], -1)
     if layer.padding_idx is not None:
         g = torch.where((index == layer.padding_idx).unsqueeze(2), torch.zeros_like(g), g)
-    return {"weight": Rows(index, g, tuple(layer.weight.shape))}
+    return {"weight": RowGradient(index, g, tuple(layer.weight.shape))}
 
 
-def _scale_and_shift(unit: Tensor, g: Tensor, shape: tuple[int, ...]) -> dict[str, Form]:
+def _scale_and_shift(unit: Tensor, g: Tensor, shape: tuple[int, ...]) -> dict[str, GradientForm]:
     """weight and bias of y = weight · unit + bias; both are [B, positions, *shape]."""
     return {
-        "weight": Dense(summed(unit * g).reshape(-1, *shape)),
-        "bias": Dense(summed(g).reshape(-1, *shape)),
+        "weight": DenseGradient(summed(unit * g).reshape(-1, *shape)),
+        "bias": DenseGradient(summed(g).reshape(-1, *shape)),
     }
 
 
 @rule(nn.LayerNorm)
-def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     shape = tuple(layer.normalized_shape)
     unit = F.layer_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
     return _scale_and_shift(unit, g.reshape(size, -1, *shape), shape)
 
 
 @rule(nn.RMSNorm)
-def rms_norm(layer: nn.RMSNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def rms_norm(layer: nn.RMSNorm, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     shape = tuple(layer.normalized_shape)
     unit = F.rms_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
-    return {"weight": Dense(summed(unit * g.reshape(size, -1, *shape)).reshape(-1, *shape))}
+    return {"weight": DenseGradient(summed(unit * g.reshape(size, -1, *shape)).reshape(-1, *shape))}
 
 
 def _by_channel(t: Tensor, channels: int, size: int) -> Tensor:
@@ -136,14 +140,16 @@ def _by_channel(t: Tensor, channels: int, size: int) -> Tensor:
 
 
 @rule(nn.GroupNorm)
-def group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     unit = F.group_norm(wide(a), layer.num_groups, eps=layer.eps)
     c = layer.num_channels
     return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))
 
 
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(layer: nn.InstanceNorm2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def instance_norm(
+    layer: nn.InstanceNorm2d, a: Tensor, g: Tensor, size: int
+) -> dict[str, GradientForm]:
     unit = F.instance_norm(wide(a), eps=layer.eps)
     c = layer.num_features
     return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))

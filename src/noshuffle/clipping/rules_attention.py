@@ -7,9 +7,9 @@ attention) the three are one. Masks have torch's meaning: True or −∞ keeps a
 none. Layers with bias_k, bias_v or add_zero_attn are left to the fallback.
 
 >>> import torch
->>> from noshuffle.clipping.tape import Tape
+>>> from noshuffle.clipping.tape import GradientTape
 >>> layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
->>> ours, theirs = attention(layer, Tape(3, is_on=False), x, x, x)[0], layer(x, x, x)[0]
+>>> ours, theirs = attention(layer, GradientTape(3, is_on=False), x, x, x)[0], layer(x, x, x)[0]
 >>> torch.allclose(ours, theirs, atol=1e-6)
 True
 """
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from noshuffle.clipping.forms import Form
+from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.rules import affine, rewrite
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
-    from noshuffle.clipping.tape import Tape
+    from noshuffle.clipping.tape import GradientTape
 
 
-def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Any, *, block: int = -1) -> Tensor:
+def _linear(tape: GradientTape, x: Tensor, weight: Tensor, bias: Any, *, block: int = -1) -> Tensor:
     """x ↦ W x + b, recorded. `block` k: only rows [k·e, (k+1)·e) of a stacked weight."""
     if block < 0:
         w, b, pad = weight, bias, (0, 0)
@@ -42,7 +42,7 @@ def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Any, *, block: int = -1
     out = F.linear(x, w, b)
     a = x.detach()
 
-    def build(g: Tensor) -> list[tuple[Tensor, Form]]:
+    def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
         g = F.pad(g, pad) if any(pad) else g
         one, two = affine(a, g, tuple(weight.shape), size=a.shape[0])
         return [(weight, one)] if bias is None else [(weight, one), (bias, two)]
@@ -51,7 +51,7 @@ def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Any, *, block: int = -1
     return out
 
 
-def _project(layer: Any, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _project(layer: Any, tape: GradientTape, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     bias = layer.in_proj_bias
     if layer.in_proj_weight is None:  # key and value have widths of their own
         e = layer.embed_dim
@@ -68,8 +68,8 @@ def _project(layer: Any, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> list[Te
     return [_linear(tape, x, layer.in_proj_weight, bias, block=i) for i, x in enumerate((q, k, v))]
 
 
-def _record_bias(tape: Tape, out: Tensor, bias: Tensor, pad: tuple[int, int]) -> None:
-    def build(g: Tensor) -> list[tuple[Tensor, Form]]:
+def _record_bias(tape: GradientTape, out: Tensor, bias: Tensor, pad: tuple[int, int]) -> None:
+    def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
         return [(bias, affine(g[..., :1], F.pad(g, pad), (1,), size=g.shape[0])[1])]
 
     tape.record(out, build)
@@ -86,7 +86,7 @@ def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
 @rewrite(nn.MultiheadAttention)
 def attention(
     layer: Any,
-    tape: Tape,
+    tape: GradientTape,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from noshuffle.clipping.forms import Dense, Form, Outer, _zeroed
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, _zeroed
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import scaled, wide
 from noshuffle.clipping.rules import rule
@@ -60,7 +60,7 @@ def _padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Convolution(Form):
+class Convolution(GradientForm):
     """The weight of a convolution: x [B·k, C, *space], g [B·k, O, *positions].
 
     `sides` are the zeros that x still lacks; the compiled loops add them on their way.
@@ -78,8 +78,8 @@ class Convolution(Form):
         """x with its border."""
         return _padded(self.x, self.sides, mode="zeros")
 
-    def _outer(self) -> Outer:
-        """One Outer over (example, group) pairs."""
+    def _outer(self) -> OuterGradient:
+        """One OuterGradient over (example, group) pairs."""
         layer, (n, c), o = self.layer, self.x.shape[:2], self.g.shape[1]
         w = windows(self.full, layer.kernel_size, layer.stride, layer.dilation)
         axes = len(layer.kernel_size)
@@ -98,7 +98,7 @@ class Convolution(Form):
             a = a.reshape(self.size, frames, *a.shape[1:]).transpose(1, 2).flatten(2, 3)
             g = g.reshape(self.size, frames, *g.shape[1:]).transpose(1, 2).flatten(2, 3)
         shape = (o // many, *layer.weight.shape[1:])
-        return Outer(a.flatten(0, 1), g.flatten(0, 1), shape)
+        return OuterGradient(a.flatten(0, 1), g.flatten(0, 1), shape)
 
     @cached_property
     def _loops(self) -> Gradients | None:
@@ -121,10 +121,10 @@ class Convolution(Form):
             return loops.squares()
         outer = self._outer()
         if outer.is_small() or outer.a.shape[1] == 1:
-            return Dense(self.dense(outer)).squares()
+            return DenseGradient(self.dense(outer)).squares()
         return outer.squares().reshape(self.size, -1).sum(1)
 
-    def dense(self, outer: Outer | None = None) -> Tensor:
+    def dense(self, outer: OuterGradient | None = None) -> Tensor:
         if not self.written:
             full = (outer or self._outer()).dense()
             self.written.append(full.reshape(self.size, *self.layer.weight.shape))
@@ -132,7 +132,7 @@ class Convolution(Form):
 
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
-            return Dense(self.written[0]).total(factors)
+            return DenseGradient(self.written[0]).total(factors)
         loops = self._loops
         if loops is not None and loops.is_small:
             return loops.total(factors)
@@ -165,17 +165,17 @@ class Convolution(Form):
         assert loops.channels is not None
         return loops.channels
 
-    def kept(self, keep: Tensor) -> Form:
+    def kept(self, keep: Tensor) -> GradientForm:
         rest = [_zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)
         return replace(self, x=_zeroed(self.x, keep), g=_zeroed(self.g, keep), written=rest)
 
-    def scaled(self, factors: Tensor) -> Form:
+    def scaled(self, factors: Tensor) -> GradientForm:
         frames = self.g.shape[0] // self.size
         return replace(self, g=scaled(self.g, factors.repeat_interleave(frames)), written=[])
 
 
-class Channels(Dense):
+class Channels(DenseGradient):
     """The bias of a convolution, whose gradients come along with the norms of the weight's."""
 
     weight: Convolution
@@ -189,10 +189,10 @@ class Channels(Dense):
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     a, g, sides, mode = wide(a), wide(g), _sides(layer), layer.padding_mode
     if mode != "zeros" or a.device.type != "cpu":
         a, sides = _padded(a, sides, mode=mode), ()
     weight = Convolution(layer, a, g, size, sides)
-    bias = Channels(weight) if a.device.type == "cpu" else Dense(weight.channels)
+    bias = Channels(weight) if a.device.type == "cpu" else DenseGradient(weight.channels)
     return {"weight": weight, "bias": bias}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.forms import Dense, Form, Outer
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.products import HALF, aligned, wide
 from noshuffle.clipping.rules import Rule, embedding, summed
 
@@ -44,20 +44,20 @@ def named_rule(layer: nn.Module) -> Rule | None:
     return None
 
 
-def stored_by_input(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def stored_by_input(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     """Weight [in, out] and bias of x ↦ x W + b."""
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
     widths = (a.shape[2], g.shape[2])
-    weight = Outer(aligned(g), aligned(a), tuple(layer.weight.shape), widths)
-    return {"weight": weight, "bias": Dense(summed(g))}
+    weight = OuterGradient(aligned(g), aligned(a), tuple(layer.weight.shape), widths)
+    return {"weight": weight, "bias": DenseGradient(summed(g))}
 
 
 def _scale(layer: Any) -> Any:
     return getattr(layer, "embed_scale", None)
 
 
-def scaled_embedding(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def scaled_embedding(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     """Rows of a table that are multiplied by a constant."""
     scale = _scale(layer)
     scale = scale.to(g.dtype) if isinstance(scale, Tensor) else scale
@@ -69,10 +69,10 @@ def _eps(layer: Any) -> float | None:
     return float(found) if isinstance(found, float) else None
 
 
-def scaled_root_mean_square(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, Form]:
+def scaled_root_mean_square(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     """Weight of x ↦ w · x/√(mean x² + ε); adding a constant to w changes nothing here."""
     x = wide(a)
     unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (_eps(layer) or 0.0))
     unit = unit.to(a.dtype) if a.dtype in HALF else unit
     width = a.shape[-1]
-    return {"weight": Dense(summed((unit * g).reshape(size, -1, width)))}
+    return {"weight": DenseGradient(summed((unit * g).reshape(size, -1, width)))}

@@ -10,9 +10,9 @@ part's gradient is r·∂u. An LSTM projection W_hr is one more linear map. The 
 makes recurrent layers work under vmap. State: none; packed sequences are refused (pad instead).
 
 >>> import torch
->>> from noshuffle.clipping.tape import Tape
+>>> from noshuffle.clipping.tape import GradientTape
 >>> layer, x = torch.nn.GRU(2, 3, batch_first=True), torch.randn(4, 5, 2)
->>> torch.allclose(recurrent(layer, Tape(4, is_on=False), x)[0], layer(x)[0], atol=1e-6)
+>>> torch.allclose(recurrent(layer, GradientTape(4, is_on=False), x)[0], layer(x)[0], atol=1e-6)
 True
 """
 
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import lstm
-from noshuffle.clipping.forms import Dense, Form, Outer
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.products import wide
 from noshuffle.clipping.rules import affine, rewrite
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
-    from noshuffle.clipping.tape import Tape
+    from noshuffle.clipping.tape import GradientTape
 
 
 def _gru_step(u: Tensor, h: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def _time_first(t: Tensor) -> Tensor:
 
 
 def _one_way(
-    layer: Any, tape: Tape, x: Tensor, h: Tensor, c: Tensor | None, suffix: str
+    layer: Any, tape: GradientTape, x: Tensor, h: Tensor, c: Tensor | None, suffix: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One layer in one direction over x [T, B, i]; returns outputs and the last states."""
 
@@ -82,33 +82,33 @@ def _one_way(
         reset = _time_first(torch.stack(resets)) if is_gru else None
         inputs = _time_first(x)
 
-        def build(g: Tensor) -> list[tuple[Tensor, Form]]:
+        def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
             g = wide(g).transpose(0, 1)
             hidden = g
             if reset is not None:
                 hidden = torch.cat(
                     [g[..., : -reset.shape[-1]], g[..., -reset.shape[-1] :] * reset], -1
                 )
-            found: list[tuple[Tensor, Form]] = [
-                (w_ih, Outer(inputs, g, tuple(w_ih.shape))),
-                (w_hh, Outer(previous, hidden, tuple(w_hh.shape))),
+            found: list[tuple[Tensor, GradientForm]] = [
+                (w_ih, OuterGradient(inputs, g, tuple(w_ih.shape))),
+                (w_hh, OuterGradient(previous, hidden, tuple(w_hh.shape))),
             ]
             if b_ih is not None:
-                found += [(b_ih, Dense(g.sum(1))), (b_hh, Dense(hidden.sum(1)))]
+                found += [(b_ih, DenseGradient(g.sum(1))), (b_hh, DenseGradient(hidden.sum(1)))]
             return found
 
         tape.record(projected, build)
     return torch.stack(outs), h, c
 
 
-def _record_linear(tape: Tape, weight: Tensor, a: Tensor, out: Tensor) -> None:
+def _record_linear(tape: GradientTape, weight: Tensor, a: Tensor, out: Tensor) -> None:
     a = a.detach()
     size, shape = a.shape[0], tuple(weight.shape)
     tape.record(out, lambda g: [(weight, affine(a, g, shape, size=size)[0])])
 
 
 @rewrite(nn.LSTM, nn.GRU, nn.RNN)
-def recurrent(layer: Any, tape: Tape, x: Any, hx: Any = None) -> tuple[Tensor, Any]:
+def recurrent(layer: Any, tape: GradientTape, x: Any, hx: Any = None) -> tuple[Tensor, Any]:
     """What `layer(x, hx)` computes, one step after the other."""
     if not isinstance(x, Tensor) or x.dim() != 3:
         raise Unsupported(
@@ -142,7 +142,7 @@ def recurrent(layer: Any, tape: Tape, x: Any, hx: Any = None) -> tuple[Tensor, A
 
 
 @rewrite(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-def cell(layer: Any, tape: Tape, x: Tensor, hx: Any = None) -> Any:
+def cell(layer: Any, tape: GradientTape, x: Tensor, hx: Any = None) -> Any:
     """What a single-step cell computes; x is [B, i]."""
     if x.dim() != 2:
         raise Unsupported(f"{type(layer).__name__} takes [batch, feature], got {tuple(x.shape)}")
@@ -164,7 +164,7 @@ def cell(layer: Any, tape: Tape, x: Tensor, hx: Any = None) -> Any:
     a, before = x.detach(), h.detach()
     r = None if reset is None else wide(reset.detach())
 
-    def build(g: Tensor) -> list[tuple[Tensor, Form]]:
+    def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
         g = wide(g)
         hidden = g if r is None else torch.cat([g[:, : -r.shape[1]], g[:, -r.shape[1] :] * r], 1)
         w_ih, b1 = affine(a, g, tuple(layer.weight_ih.shape), size=len(g))

@@ -1,4 +1,4 @@
-"""A model as it was when it was last looked at, and whether it still is.
+"""A model as it was when it was last looked at, and whether it still is: its parts, its tensors.
 
 What an engine knows about a model (which parameters are trained, which layers are watched, that no
 layer couples examples) stays true until somebody changes the model. Finding it out again in every
@@ -9,6 +9,17 @@ step walks the modules half a dozen times; comparing with a snapshot walks them 
 
 Settings of single layers (`max_norm` of an embedding) may change without that; `check` looks at
 those in every step. State: the modules, except the model itself, so that it can go.
+
+`Watch` compares the tensors of a model around a step. What is not trained has no noise: whatever a
+forward pass leaves there is published with the model. So all that the trial of a model has not
+found to change in the same way whatever the data (`statefulness.Findings`) must be as before:
+
+    always              the same objects at the same places, in the same memory, of the same version
+    small, on a CPU     the same numbers, which also shows writes through `.data`
+
+A layer that starts to keep statistics at step ten is seen at step ten. Not seen: writes of a CUDA
+graph, and through `.data` into tensors that are trained, large or on a GPU; plain attributes, whose
+effect on a loss only the trial looks at; what changes in every run, once the trial has allowed it.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()); shot = Snapshot(model)
@@ -22,10 +33,17 @@ from __future__ import annotations
 from operator import is_not
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from noshuffle.clipping.check import delicate, refuse, refuse_hooks, trainable, validate
 from noshuffle.clipping.inputs import is_compiled
+from noshuffle.clipping.statefulness import Content, Findings, is_wrapped, mark
+
+#: Untrained tensors of a CPU with so many numbers in all are compared number by number.
+SMALL = 1 << 14
+#: Bytes of untrained tensors of which a copy is kept, to be put back.
+COPIED = 1 << 26
 
 
 class Snapshot:
@@ -40,6 +58,7 @@ class Snapshot:
         self.like = trainable(model)
         self.names = {id(p): name for name, p in self.like.items()}
         self.is_compiled = is_compiled(model)
+        self.watch = Watch(model)
         self._delicate = delicate(model)
         self._parts = [(None if m is model else m, *_seen(m)) for m in model.modules()]
 
@@ -55,8 +74,9 @@ class Snapshot:
                 now = module._parameters
                 if tuple(now) != tuple(own) or any(map(is_not, now.values(), own.values())):
                     return False
-                if asks != [p is not None and p.requires_grad for p in now.values()]:
-                    return False
+                for p, asked in zip(now.values(), asks):
+                    if (p is not None and p.requires_grad) is not asked:
+                        return False
             if module.__dict__.get("_compiled_call_impl") is not impl:
                 return False
         return True
@@ -65,7 +85,9 @@ class Snapshot:
         """Raise if a layer was set so that it couples examples, or a parameter has a hook."""
         for name, layer in self._delicate:
             refuse(name, layer)
-        refuse_hooks(self.like)
+        for p in self.like.values():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                refuse_hooks(self.like)
 
 
 def _seen(module: nn.Module) -> tuple[Any, ...]:
@@ -75,3 +97,121 @@ def _seen(module: nn.Module) -> tuple[Any, ...]:
     children = tuple(module._modules.items())
     impl = module.__dict__.get("_compiled_call_impl")
     return type(module), module.training, children, own, asks, impl
+
+
+class Watch:
+    """The parameters and buffers of a model around one step: `begin`, run it, `end`.
+
+    Guarantees: `end` names every one that is another object, lies elsewhere or was written into
+    since `begin`, unless the findings allow it or it holds the same numbers; one that is not
+    trained has its value back then, as far as copies go (`COPIED`).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders = [
+            (prefix, holder)
+            for prefix, module in model.named_modules()
+            for holder in (module._parameters, module._buffers)
+        ]
+        self._entries: list[dict[str, Tensor | None]] = []
+        self._tensors: list[Tensor] = []
+        self._marks: list[tuple[int, int]] = []
+        self._untrained: list[int] = []
+        self._small: frozenset[int] = frozenset()
+        self._contents: dict[int, Content] = {}
+
+    def begin(self) -> None:
+        """Remember what is there."""
+        tensors, self._marks = self._look()
+        if not self._entries or not _are_the_same(tensors, self._tensors):
+            self._read(tensors)
+        for i in self._untrained:
+            known = self._contents.get(i)
+            if known is None or i in self._small or known.mark != self._marks[i]:
+                self._contents[i] = Content(tensors[i])
+
+    def end(self, findings: Findings) -> list[str]:
+        """The names of what changed and must not have; it is as before then."""
+        tensors, marks = self._look()
+        if marks == self._marks and _are_the_same(tensors, self._tensors):
+            for i in self._small:
+                if not self._contents[i].is_kept():
+                    break
+            else:
+                return []
+        return self._changed(findings)
+
+    def _look(self) -> tuple[list[Tensor], list[tuple[int, int]]]:
+        tensors: list[Tensor] = []
+        marks: list[tuple[int, int]] = []
+        for _, holder in self._holders:
+            for t in holder.values():
+                if t is not None:
+                    tensors.append(t)
+                    try:
+                        marks.append((t._version, t.data_ptr()))
+                    except RuntimeError:  # an inference tensor has no version, others no memory
+                        marks.append(mark(t))
+        return tensors, marks
+
+    def _read(self, tensors: list[Tensor]) -> None:
+        """Find out which tensors there are, and of which to keep a copy."""
+        self._tensors = tensors
+        self._entries = [dict(holder) for _, holder in self._holders]
+        self._untrained, self._contents, small = [], {}, []
+        bytes_left, numbers_left = COPIED, SMALL
+        for i, t in enumerate(tensors):
+            if t.requires_grad or t.layout is not torch.strided or t.is_meta:
+                continue
+            bytes_left -= t.numel() * t.element_size()
+            if bytes_left >= 0:
+                self._untrained.append(i)
+            numbers_left -= t.numel()
+            if numbers_left >= 0 <= bytes_left and t.device.type == "cpu":
+                small.append(i)
+        self._small = frozenset(small)
+
+    def _changed(self, findings: Findings) -> list[str]:
+        before = {id(t): (i, m) for i, (t, m) in enumerate(zip(self._tensors, self._marks))}
+        found = []
+        for (prefix, holder), entries in zip(self._holders, self._entries):
+            for key in dict.fromkeys([*entries, *holder]):
+                name = f"{prefix}.{key}" if prefix else key
+                was, now = entries.get(key), holder.get(key)
+                i, marked = before.get(id(was), (-1, (0, 0)))
+                content = self._contents.get(i)
+                is_alive = now is None or not is_wrapped(now)  # vmap left it there
+                if is_alive and name in findings.may_change:
+                    continue
+                if is_alive and _is_as_before(was, now, content, marked, findings, name):
+                    continue
+                if name not in findings.may_change:
+                    found.append(name)
+                if key in entries:
+                    holder[key] = was
+                else:
+                    del holder[key]
+                if content is not None:
+                    with torch.no_grad():
+                        content.put_back()
+        return found
+
+
+def _is_as_before(
+    was: Tensor | None,
+    now: Tensor | None,
+    content: Content | None,
+    marked: tuple[int, int],
+    findings: Findings,
+    name: str,
+) -> bool:
+    if content is not None:
+        return content.is_kept_by(now)
+    if was is None or now is None:
+        return was is now
+    is_written = was is not now or mark(now) != marked
+    return not is_written or name in findings.may_be_written
+
+
+def _are_the_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and not any(map(is_not, a, b))

@@ -13,7 +13,7 @@ lie on the way, and no weight gradient is computed. A `Route` remembers which on
 in which it does not lead to every site is repeated without it (`RouteIncomplete`).
 
 >>> import torch
->>> tape = Tape(size=2); x = torch.ones(2, 1, requires_grad=True)
+>>> tape = GradientTape(size=2); x = torch.ones(2, 1, requires_grad=True)
 >>> tape.record(x * 3, lambda g: []); len(tape.sites)
 1
 """
@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noshuffle.clipping.forms import Form
+from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.rules import find_rewrite
 
-Found = Sequence[tuple[Tensor, Form]]
+Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Build = Callable[[list[Tensor | None]], Found]
+BuildOne = Callable[[Tensor], Found]
 
 
 class RouteIncomplete(Exception):
@@ -57,33 +58,30 @@ class Route:
 class Site:
     """Points of the graph, and what their gradients (None: not reached) say about parameters."""
 
-    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "missing")
+    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "is_listed", "missing")
 
-    def __init__(self, edges: tuple[GradientEdge, ...], build: Build) -> None:
-        self.edges = edges
-        self.build: Build | None = build
+    def __init__(
+        self, edges: tuple[GradientEdge, ...], build: Build | BuildOne, *, is_listed: bool
+    ) -> None:
+        self.edges, self.is_listed = edges, is_listed
+        self.build: Any = build
         self.grads: list[Tensor | None] = [None] * len(edges)
         self.found: Found = ()
         self.missing = len(edges)
 
-    def take(self, place: int, grad: Tensor) -> None:
-        """A gradient has arrived; a site with one point is done then."""
-        self.grads[place] = grad
-        self.missing -= 1
-        if len(self.grads) == 1:
-            self.finish()
-
     def finish(self) -> None:
         """Turn the gradients into forms, once, and keep nothing else."""
-        if self.build is None:
-            return
-        if self.missing < len(self.grads):
-            self.found = [(p, form) for p, form in self.build(self.grads) if p.requires_grad]
+        if self.build is not None and self.missing < len(self.grads):
+            found = []
+            for parameter, form in self.build(self.grads if self.is_listed else self.grads[0]):
+                if parameter.requires_grad:
+                    found.append((parameter, form))
+            self.found = found
         self.build, self.grads = None, []
 
 
 @dataclass(eq=False)
-class Tape:
+class GradientTape:
     """The sites of one run, in order; a tape with `is_on=False` stays empty."""
 
     size: int
@@ -92,28 +90,32 @@ class Tape:
     handles: list[RemovableHandle] = field(default_factory=list)
     route: Route = field(default_factory=Route)
 
-    def record(self, out: Tensor, build: Callable[[Tensor], Found]) -> None:
+    def record(self, out: Tensor, build: BuildOne) -> None:
         """Ask for the gradient at `out`."""
         if self.is_on and out.requires_grad:
-            self.ask((out,), partial(_first, build))
+            site = Site((get_gradient_edge(out),), build, is_listed=False)
+            self.sites.append(site)
+            hook: Any = partial(_arrived, ref(site), 0)
+            self.handles.append(out.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def ask(self, outs: Sequence[Tensor], build: Build) -> None:
         """Ask for the gradients at several tensors, all of which require one."""
-        site = Site(tuple(map(get_gradient_edge, outs)), build)
+        site = Site(tuple(map(get_gradient_edge, outs)), build, is_listed=True)
         self.sites.append(site)
         for place, out in enumerate(outs):
             # The graph must not hold the site, which holds the graph.
             hook: Any = partial(_arrived, ref(site), place)
             self.handles.append(out.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def forms(self, losses: Tensor, names: Mapping[int, str]) -> dict[str, list[Form]]:
+    def forms(self, losses: Tensor, names: Mapping[int, str]) -> dict[str, list[GradientForm]]:
         """One backward pass; forms by parameter name. `names` maps id(parameter) to its name."""
         self.is_on = False  # a checkpointed part runs again now, and must not be recorded twice
-        found: dict[str, list[Form]] = {}
+        found: dict[str, list[GradientForm]] = {}
         try:
             self._backward(losses)
             for site in self.sites:
-                site.finish()
+                if site.build is not None:
+                    site.finish()
                 for parameter, form in site.found:
                     name = names.get(id(parameter))
                     if name is not None:
@@ -123,19 +125,23 @@ class Tape:
         return found
 
     def _backward(self, losses: Tensor) -> None:
-        edges = [edge for site in self.sites for edge in site.edges]
+        edges: list[GradientEdge] = []
+        for site in self.sites:
+            edges += site.edges
         is_known = self.route.count == len(edges) and losses.requires_grad
         picks = self.route.picks if is_known else outermost(losses, edges)
         if picks:
-            ends = [edges[i] for i in picks]
+            ends = list(map(edges.__getitem__, picks))
             # Hooks are Python: to hand them to a GPU's own thread takes longer than it saves.
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
-        is_whole = not any(site.missing for site in self.sites)
-        if is_known and not is_whole:
+        missing = 0
+        for site in self.sites:
+            missing += site.missing
+        if is_known and missing:
             self.route.count = -1
             raise RouteIncomplete
-        if is_whole:
+        if not missing:
             self.route.count, self.route.picks = len(edges), tuple(picks)
 
     def clear(self) -> None:
@@ -145,14 +151,14 @@ class Tape:
         self.handles, self.sites = [], []
 
 
-def _first(build: Callable[[Tensor], Found], grads: list[Tensor | None]) -> Found:
-    return () if grads[0] is None else build(grads[0])
-
-
 def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
-    own = site()
-    if own is not None:
-        own.take(place, grad)
+    """A gradient has arrived; a site with one point is done then."""
+    at = site()
+    if at is not None:
+        at.grads[place] = grad
+        at.missing -= 1
+        if len(at.grads) == 1:
+            at.finish()
 
 
 def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
@@ -176,7 +182,7 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
 
 @contextmanager
 def rewritten(
-    model: nn.Module, tape: Tape, *, only: Iterable[nn.Module] | None = None
+    model: nn.Module, tape: GradientTape, *, only: Iterable[nn.Module] | None = None
 ) -> Iterator[None]:
     """Run layers that have a rewrite by it (recurrent layers have no vmap rule of their own)."""
     changed = []
@@ -197,7 +203,7 @@ def watching(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     seen: Seen,
-    tape: Tape,
+    tape: GradientTape,
     *,
     inside: Collection[nn.Module] | None = None,
 ) -> Iterator[None]:

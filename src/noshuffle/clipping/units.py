@@ -19,10 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.bundle import bundled
-from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors, slack
-from noshuffle.clipping.forms import Form, Units, merge, squares
-from noshuffle.clipping.products import sum_dtype
+from noshuffle.clipping import native_rows
+from noshuffle.clipping.bundle import Bundle, bundled
+from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors
+from noshuffle.clipping.factor import slack
+from noshuffle.clipping.forms import (
+    DenseGradient,
+    GradientForm,
+    OuterGradient,
+    Units,
+    merge,
+    squares,
+)
+from noshuffle.clipping.products import HALF
 from noshuffle.clipping.rowwise import Rowwise
 from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput
@@ -33,9 +42,9 @@ class Members:
     """The examples that count (`keep`, None for all) and the units they belong to (or None)."""
 
     size: int
-    keep: Tensor | None
-    units: Units | None
-    examples: Tensor | None  # how many examples each unit has
+    keep: Tensor | None = None
+    units: Units | None = None
+    examples: Tensor | None = None  # how many examples each unit has
 
     @property
     def count(self) -> int:
@@ -78,7 +87,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
+def by_unit(forms: Sequence[GradientForm], who: Members, *, reduce: str) -> list[GradientForm]:
     """The merged forms of one parameter, one gradient per unit."""
     joined = merge(forms)
     if who.keep is not None:
@@ -92,100 +101,207 @@ def by_unit(forms: Sequence[Form], who: Members, *, reduce: str) -> list[Form]:
 
 
 class BadUnitFound(Exception):
-    """What was taken for good held a bad unit. Never leaves the package."""
+    """A sum holds a bad unit (NaN or infinite) and is worthless. Never leaves the package."""
 
 
-def _sum_of(forms: Sequence[Form], factors: Tensor, like: Tensor) -> Tensor:
-    dtype = sum_dtype(like.dtype)
-    totals = [form.total(factors).to(dtype) for form in forms]
-    if not totals:
-        return torch.zeros_like(like, dtype=dtype)
-    for more in totals[1:]:
-        totals[0].add_(more)
-    return totals[0]
+@dataclass(frozen=True)
+class Part:
+    """How one part of a sum is finished: what it is added to, and when one asks for bad units.
+
+    A GPU works behind the host, and to ask it whether a unit is bad is to wait for it. `ask`:
+
+        "before"   the sum; bad units are replaced by zeros in it
+        "after"    the sum was begun; a bad unit then raises `BadUnitFound`
+        "never"    the caller asks about all parts together, and must: the sum may be worthless
+
+    `onto`: sums of earlier parts, to which these are added in place. `earlier_bad`: whether one of
+    those parts, which was not asked about, has a bad unit; raises `BadUnitFound`, too.
+    """
+
+    ask: str = "before"
+    onto: Mapping[str, Tensor] | None = None
+    earlier_bad: Tensor | None = None
 
 
-def _is_finite(losses: Tensor) -> Tensor:
-    """Truth value per loss; NumPy takes one pass over a few hundred numbers, torch four."""
-    if losses.device.type == "cpu" and losses.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(np.isfinite(losses.detach().numpy()))
-    return torch.isfinite(losses)
+WHOLE = Part()
 
 
 def finish(
-    forms: dict[str, list[Form]],
+    forms: dict[str, list[GradientForm]],
     like: Mapping[str, Tensor],
     losses: Tensor,
     who: Members,
     *,
     clip: Clip,
-    onto: Mapping[str, Tensor] | None = None,
-    is_sure: bool = False,
-    is_hopeful: bool = False,
-    doubt: Tensor | None = None,
+    part: Part = WHOLE,
 ) -> ClippedSum:
     """Clip every unit and sum. `forms` are per unit, by parameter name; `like` gives the shapes.
 
     `forms` is used up, so that memory is given back parameter by parameter. Sums of parameters in
     half precision are float32: rounding a sum would let one unit move it by more than `bound`.
-    `onto`: sums of other units that these are added to, in place. `is_sure` does not ask the
-    device whether a unit is bad: the caller must, and give the answer as `doubt` to the last
-    part of the same sum, which raises `BadUnitFound` if anything in `onto` is worthless.
-    `is_hopeful` lets a GPU go on meanwhile: the sum is begun, the answer read after it, and a bad
-    unit raises `BadUnitFound` too.
 
     Guarantees: one unit moves `values` by at most `bound` in L2 norm, whatever the other units
     are; a unit with a NaN or an infinity in its loss or gradient contributes exactly zero and is
     counted; a parameter that no example reached has a zero gradient.
     """
-    device = losses.device
-    ok = _is_finite(losses)
-    present = torch.ones_like(ok) if who.keep is None else who.keep
-    if who.units is not None and who.examples is not None:
-        broken = torch.zeros(who.count, dtype=torch.long, device=device)
-        ok = broken.index_add_(0, who.units.of, (~ok & present).long()) == 0
-        present = who.examples > 0
-    zeros = torch.zeros(who.count, device=device)
-    on_gpu = device.type == "cuda" and who.count > 0
-    packs = [bundled(forms, names, is_wanted=on_gpu) for names, _ in clip.groups(tuple(like))]
-    rows = Rowwise({} if on_gpu else forms)
-    rows.take_squares()
-    norms2 = {name: squares(forms[name]) if forms.get(name) else zeros for name in like}
-    norms2.update({pack.names[0]: pack.form.squares() for pack in packs if pack is not None})
-    aim = max(map(slack, {(t.dtype, t.dim() > 2): t for t in like.values()}.values()))
-    factors, norms, bad = clip_factors(norms2, ok, present, clip=clip, aim=aim)
-    spoiled = is_capturing(device)
-    # Sent along now, losses cost nobody a wait: the device is about to be asked anyway.
-    shown = None if spoiled or not on_gpu else DeviceCopy(losses).values
-    answer = None
-    if not spoiled and not is_sure:
-        any_bad = bad.any() if doubt is None else bad.any() | doubt
-        if is_hopeful and on_gpu:
-            answer = DeviceCopy(any_bad)
-        else:
-            spoiled = bool(any_bad)
-            if spoiled and doubt is not None and bool(doubt):
-                raise BadUnitFound
-    if spoiled:
-        forms.update({name: [form.kept(~bad) for form in own] for name, own in forms.items()})
-        rows = Rowwise({} if on_gpu else forms)
+    device, losses, names = losses.device, losses.detach(), tuple(like)
+    ok, present = _finite_and_present(losses, who)
+    gradients = _Gradients(forms, like, clip=clip, count=len(ok), device=device)
+    squared = gradients.squared_norms()
+    factors, norms, bad = clip_factors(squared, ok, present, clip=clip, slack=slack(*like.values()))
+    shown = gradients.shown(losses)
+    has_bad, answer = _ask(bad, part, device=device)
+    if has_bad:
+        gradients.leave_out(bad)
     values: dict[str, Tensor] = {}
-    is_single = {sum_dtype(t.dtype) for t in like.values()} == {torch.float32}
-    for (names, exact), pack in zip(factors, packs):
-        factor = exact.float() if on_gpu and is_single else exact  # once, and not for each of them
-        small = {} if pack is None else pack.totals(factor, bad if spoiled else None)
-        small.update(rows.totals(names, factor))
-        if onto is not None and small:
-            torch._foreach_add_([onto[name] for name in small], list(small.values()))
-            small = {name: onto[name] for name in small}
-        values.update(small)
-        for name in names:
-            own = forms.pop(name, [])
-            if name not in small:
-                value = _sum_of(own, factor, like[name])
-                values[name] = value if onto is None else onto[name].add_(value)
+    for group, factor in factors:
+        gradients.add_up(values, group, factor, onto=part.onto)
     if answer is not None and bool(answer.read()):
         raise BadUnitFound
-    bound = clip.bound(tuple(like))
-    values = {name: values[name] for name in like}
-    return ClippedSum(values, bound, norms, losses.detach(), bad, present, shown)
+    values = {name: values[name] for name in names} if len(factors) > 1 else values
+    return ClippedSum(values, clip.bound(names), norms, losses, bad, present, shown)
+
+
+def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor]:
+    """Per unit, whether all losses of its present examples are finite, and whether it has any."""
+    if losses.device.type == "cpu" and losses.dtype in (torch.float32, torch.float64):
+        # NumPy takes one pass over a few hundred numbers, torch four.
+        ok = torch.from_numpy(np.isfinite(losses.numpy()))
+    else:
+        ok = torch.isfinite(losses)
+    present = torch.ones_like(ok) if who.keep is None else who.keep
+    if who.units is None or who.examples is None:
+        return ok, present
+    broken = torch.zeros(who.count, dtype=torch.long, device=losses.device)
+    broken.index_add_(0, who.units.of, (~ok & present).long())
+    return broken == 0, who.examples > 0
+
+
+def _ask(bad: Tensor, part: Part, *, device: torch.device) -> tuple[bool, DeviceCopy | None]:
+    """Whether bad units must be replaced by zeros, or where the answer will be after the sum.
+
+    While a graph is captured nobody can be asked: they are replaced in any case.
+    """
+    if is_capturing(device):
+        return True, None
+    if part.ask == "never":
+        return False, None
+    any_bad = bad.any() if part.earlier_bad is None else bad.any() | part.earlier_bad
+    if part.ask == "after" and device.type == "cuda":
+        return False, DeviceCopy(any_bad)
+    has_bad = bool(any_bad)
+    if has_bad and part.earlier_bad is not None and bool(part.earlier_bad):
+        raise BadUnitFound
+    return has_bad, None
+
+
+class _Gradients:
+    """The gradients of all units, laid out as the device likes them; used up by the sums.
+
+    A GPU has small ones bundled, a CPU reads many plain rows in one call, where they are worth it.
+    """
+
+    bundling = ("cuda",)
+
+    def __init__(
+        self,
+        forms: dict[str, list[GradientForm]],
+        like: Mapping[str, Tensor],
+        *,
+        clip: Clip,
+        count: int,
+        device: torch.device,
+    ) -> None:
+        self._forms, self._like, self._count, self._device = forms, like, count, device
+        self._on_gpu = device.type in self.bundling and count > 0
+        self._bundles: dict[tuple[str, ...], Bundle] = {}
+        self._bad: Tensor | None = None
+        self._rows: Rowwise | None = None
+        if self._on_gpu:
+            for group, _ in clip.groups(tuple(like)):
+                bundle = bundled(forms, group)
+                if bundle is not None:
+                    self._bundles[group] = bundle
+        elif _are_many(forms):
+            self._rows = Rowwise(forms)
+            self._rows.take_squares()
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Squared norm per unit, by parameter; that of a bundle stands at its first name."""
+        found, zeros = {}, None
+        for name in self._like:
+            own = self._forms.get(name)
+            if own:
+                if len(own) > 1:
+                    found[name] = squares(own)
+                else:
+                    square = own[0].__dict__.get("square")  # taken before (`Rowwise`)
+                    found[name] = own[0].squares() if square is None else square
+            else:
+                if zeros is None:
+                    zeros = torch.zeros(self._count, device=self._device)
+                found[name] = zeros
+        for bundle in self._bundles.values():
+            found[bundle.names[0]] = bundle.form.squares()
+        return found
+
+    def shown(self, losses: Tensor) -> Tensor | None:
+        """Losses on their way to the host: the device is about to be asked anyway."""
+        if not self._on_gpu or is_capturing(self._device):
+            return None
+        return DeviceCopy(losses).values
+
+    def leave_out(self, bad: Tensor) -> None:
+        """Bad units are replaced by zeros: 0·∞ is not 0."""
+        own = self._forms
+        own.update({name: [form.kept(~bad) for form in forms] for name, forms in own.items()})
+        self._bad = bad
+        if self._rows is not None:
+            self._rows = Rowwise(own)
+
+    def add_up(
+        self,
+        values: dict[str, Tensor],
+        names: tuple[str, ...],
+        factor: Tensor,
+        *,
+        onto: Mapping[str, Tensor] | None,
+    ) -> None:
+        """Put the sums of one group of parameters into `values`, or add them to `onto`."""
+        if self._on_gpu and not any(self._like[n].dtype is torch.float64 for n in names):
+            factor = factor.float()  # once, and not for each of them
+        together: dict[str, Tensor] = {}
+        if names in self._bundles:
+            together = self._bundles[names].totals(factor, self._bad)
+        if self._rows is not None:
+            together = self._rows.totals(names, factor)
+        if onto is not None and together:
+            torch._foreach_add_([onto[name] for name in together], list(together.values()))
+            together = {name: onto[name] for name in together}
+        for name in names:
+            own = self._forms.pop(name, ())
+            if name in together:
+                values[name] = together[name]
+                continue
+            like, total = self._like[name], None
+            kind = torch.float32 if like.dtype in HALF else like.dtype
+            for form in own:
+                more = form.total(factor).to(kind)
+                total = more if total is None else total.add_(more)
+            if total is None:
+                total = torch.zeros_like(like, dtype=kind)
+            values[name] = total if onto is None else onto[name].add_(total)
+
+
+def _are_many(forms: Mapping[str, Sequence[GradientForm]]) -> bool:
+    """Whether the numbers of a step are so many that one call for all rows may be worth it."""
+    numbers = 0
+    for own in forms.values():
+        for form in own:
+            if type(form) is DenseGradient:
+                numbers += form.grads.numel()
+            elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
+                numbers += form.a.numel() + form.g.numel()
+            else:
+                return True
+    return numbers >= native_rows.LEAST

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.func import vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from noshuffle.clipping.forms import Dense
+from noshuffle.clipping.forms import DenseGradient
 from noshuffle.clipping.layers import NotByLayer, stamp, tensors
 from noshuffle.clipping.products import wide
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Found, Tape, rewritten
+from noshuffle.clipping.tape import Found, GradientTape, rewritten
 
 
 def written_out(
@@ -59,13 +59,19 @@ def written_out(
         found: dict[str, Tensor] = pull(lifted)[0]
         return found
 
-    with rewritten(layer, Tape(1, is_on=False)):
+    with rewritten(layer, GradientTape(1, is_on=False)):
         mapped = torch.vmap(of_one, in_dims=(list(in_axes), list(out_axes)))(values, list(grads))
     return {name: wide(grad) for name, grad in mapped.items()}
 
 
 def record(
-    tape: Tape, layer: nn.Module, args: Any, kwargs: Any, ins: Any, outs: list[Tensor], axes: Any
+    tape: GradientTape,
+    layer: nn.Module,
+    args: Any,
+    kwargs: Any,
+    ins: Any,
+    outs: list[Tensor],
+    axes: Any,
 ) -> None:
     """Ask for the gradients at the outputs of a layer, and write its own out from them."""
     floating = [(t, axis) for t, axis in zip(outs, axes) if t.is_floating_point()]
@@ -83,6 +89,6 @@ def record(
         filled = [blank if g is None else g for g, blank in zip(full, blanks)]
         found = written_out(layer, args, kwargs, ins, filled, [axis for _, axis in floating])
         own = dict(layer.named_parameters())
-        return [(own[name], Dense(grad)) for name, grad in found.items()]
+        return [(own[name], DenseGradient(grad)) for name, grad in found.items()]
 
     tape.ask([t for t, _ in floating if t.requires_grad], build)

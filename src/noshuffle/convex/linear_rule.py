@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex import rate
 from noshuffle.convex.margins import Array, Loss, Targets
 from noshuffle.convex.phases import Phase
@@ -33,7 +34,7 @@ from noshuffle.optim.constraints import Constraint
 
 AVERAGING = ("last", "uniform", "linear")
 #: Clipped norms stay this far below the bound, more than float64 can lose.
-_SLACK = 1.0 - 2.0**-40
+_SLACK = 2.0**-40
 _VECTORS, _NUMBERS = ("_total", "_theta", "_average"), ("_weight", "_count", "learning_rate")
 
 
@@ -105,7 +106,7 @@ class LinearRule:
         residual = s.loss.residual(margins, y)
         norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
         norms *= np.sqrt(squared_norms(x) + float(s.fit_intercept))
-        factor = np.minimum(1.0, s.clip_norm * _SLACK / np.maximum(norms, 1e-300))
+        factor = clip_factor(norms, s.clip_norm, slack=_SLACK)
         residual *= factor[:, None]
         # A row of infinite norm has factor 0; whatever is still not finite contributes nothing.
         residual[~np.isfinite(residual).all(axis=1)] = 0.0

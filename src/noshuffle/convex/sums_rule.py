@@ -29,13 +29,14 @@ import numpy as np
 import torch
 from scipy import sparse
 
+from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.margins import Array, Targets
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.stream import Watch
 from noshuffle.errors import non_negative, positive
 
-_SLACK = 1.0 - 2.0**-40
+_SLACK = 2.0**-40
 
 
 def pack(matrix: Array) -> Array:
@@ -129,7 +130,7 @@ class SumsRule:
         squared = squared_norms(rows)
         with np.errstate(over="ignore"):
             norms = np.sqrt(squared) * np.sqrt(squared + (self.tau * y) ** 2)
-        weight = np.minimum(1.0, self.clip_norm * _SLACK / np.maximum(norms, 1e-300))
+        weight = clip_factor(norms, self.clip_norm, slack=_SLACK)
         weighted = rows * weight[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             gram = weighted.T @ rows

@@ -25,14 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, Flat
+from noshuffle.clipping.clipped import Flat
+from noshuffle.clipping.factor import SLACK, clip_factor
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, instance_of, non_negative, positive, whole
 
 #: A target that counts for nothing, as in torch's cross-entropy.
 NO_TARGET = -100
-#: A power of two that brings a factor below what float32 holds back into its range.
-_DOWN = 2.0**-64
+#: Beyond so many clip norms the factor might count as zero (`clip_factor`).
+_FAR = 2.0**64
 
 #: Scores and targets of a batch → one loss per example.
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -96,32 +97,26 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     return losses.flatten(1).sum(1) / counted
 
 
-def clip_factor(norm: float, *, clip_norm: float) -> float:
-    """What to multiply by. A vector that was clipped before is left as it is, bit for bit.
-
-    The room below the clip norm is that of single precision for all types: the norm of many
-    doubles is itself rounded, and tensors of both types may travel in one delta.
-    """
-    if norm <= clip_norm * (1.0 - SLACK / 2):
-        return 1.0
-    return clip_norm * (1.0 - SLACK) / norm
-
-
 def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:
     """A whole delta as one vector, clipped; its norm before; whether it was NaN or infinite.
 
     Guarantees: the result has norm at most `clip_norm` after rounding. A vector with a NaN or an
-    infinity, or whose norm overflows double precision, becomes zeros; a zero vector stays zero.
+    infinity, or whose norm overflows double precision, becomes zeros; a zero vector stays zero. A
+    vector that was clipped before is left as it is, bit for bit. The slack is that of single
+    precision for all types: the norm of many doubles is itself rounded, and tensors of both types
+    may travel in one delta.
     """
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
     if not math.isfinite(norm):
         return torch.zeros_like(flat), norm, True
-    factor = clip_factor(norm, clip_norm=clip_norm)
-    if factor < LEAST_FACTOR:
-        # A factor so small has few bits left: scale by a power of two first, where nothing is lost.
-        factor = clip_factor(norm * _DOWN, clip_norm=clip_norm)
-        return (flat.double() * _DOWN * factor).to(flat.dtype), norm, False
-    return (flat if factor == 1.0 else flat * factor), norm, False
+    if norm <= clip_norm * (1.0 - SLACK / 2):
+        return flat, norm, False
+    if norm < clip_norm * _FAR:
+        return flat * float(clip_factor(norm, clip_norm, slack=SLACK)), norm, False
+    # Scaled by a power of two first, where nothing is lost, to about the clip norm.
+    down = 0.5 ** (math.frexp(norm)[1] - math.frexp(clip_norm)[1] - 1)
+    factor = float(clip_factor(norm * down, clip_norm, slack=SLACK))
+    return (flat.double() * down * factor).to(flat.dtype), norm, False
 
 
 def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta:

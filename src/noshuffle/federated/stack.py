@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from noshuffle.clipping.clipped import COARSE_SLACK, LEAST_FACTOR, SLACK
+from noshuffle.clipping.factor import COARSE_SLACK, SLACK, clip_factor
 from noshuffle.clipping.precision import exactly, rounds_products
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
@@ -232,9 +232,8 @@ class Stack:
         delta = now.sub_(start)
         # In single precision small squares are lost beside a large one, and with them 0.1 %.
         norm = torch.linalg.vector_norm(delta, dim=1, dtype=torch.float64)
-        factor = torch.clamp(self._clip[run] * (1 - self._slack) / norm.clamp_min(1e-30), max=1.0)
-        is_used = torch.isfinite(norm) & (live > 0) & (factor >= LEAST_FACTOR)
-        delta = torch.where(is_used[:, None], delta, 0.0)
-        share = (run == self._runs[:, None]) * (factor * is_used).nan_to_num().to(delta.dtype)
+        factor = clip_factor(norm, self._clip[run], slack=self._slack, keep=live > 0)
+        delta = torch.where((factor > 0)[:, None], delta, 0.0)
+        share = (run == self._runs[:, None]) * factor.to(delta.dtype)
         with exactly(self._device):
             self._total.addmm_(share, delta)

@@ -13,8 +13,8 @@ from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.clipped import slack
-from noshuffle.clipping.forms import Dense, Outer
+from noshuffle.clipping.factor import slack
+from noshuffle.clipping.forms import DenseGradient, OuterGradient
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -660,8 +660,8 @@ def test_no_row_of_the_matrix_comes_out_longer_than_the_bound(width):
     row[0, :1024] = 1.0
     like = {"w": torch.zeros(width)}
     aim = 1.0 - slack(like["w"])
-    flat = Flattened({"w": [Dense(row)]}, like, aim=aim)
-    sums = flat({"w": [Dense(row)]}, torch.ones(1), torch.tensor([True]))
+    flat = Flattened({"w": [DenseGradient(row)]}, like, aim=aim)
+    sums = flat({"w": [DenseGradient(row)]}, torch.ones(1), torch.tensor([True]))
     assert float(sums.values["w"].double().norm()) <= 1.0
     norm = float(row.double().norm())
     factor = np.float32(float(flat._aim) / np.sqrt(in_lanes(row[0].numpy())))
@@ -671,7 +671,7 @@ def test_no_row_of_the_matrix_comes_out_longer_than_the_bound(width):
 @pytest.mark.parametrize(("inputs", "size"), [(784, 1e-20), (2**20, 1e-22)])
 def test_squares_that_underflow_do_not_hide_a_gradient(inputs, size):
     a, g = torch.full((1, 1, inputs), size), torch.full((1, 1, 1), 1.6e19)
-    forms, like = {"w": [Outer(a, g, (1, inputs))]}, {"w": torch.zeros(1, inputs)}
+    forms, like = {"w": [OuterGradient(a, g, (1, inputs))]}, {"w": torch.zeros(1, inputs)}
     for c in (0.01, 1.0):
         flat = Flattened(forms, like, aim=c * (1.0 - slack(like["w"])))
         sums = flat(forms, torch.ones(1), torch.tensor([True]))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.clipped import SLACK, slack
+from noshuffle.clipping.factor import SLACK, slack
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput
 from noshuffle.training.compiled.program import Program

@@ -10,10 +10,10 @@ norms come in as `extra`, and their sums are taken beside. With one bound for th
 only (`Flat`). `plain` is the twin by torch operations, which a CPU runs. No state but the tables.
 
 >>> import torch
->>> from noshuffle.clipping.forms import Outer
+>>> from noshuffle.clipping.forms import OuterGradient
 >>> a, g = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[2.0]]])
->>> flat = Flattened({"w": [Outer(a, g, (1, 2))]}, {"w": torch.zeros(1, 2)}, aim=5.0)
->>> sums = flat({"w": [Outer(a, g, (1, 2))]}, torch.ones(1), torch.tensor([True]))
+>>> flat = Flattened({"w": [OuterGradient(a, g, (1, 2))]}, {"w": torch.zeros(1, 2)}, aim=5.0)
+>>> sums = flat({"w": [OuterGradient(a, g, (1, 2))]}, torch.ones(1), torch.tensor([True]))
 >>> sums.norms.item(), sums.values["w"].tolist()
 (10.0, [[3.0, 4.0]])
 """
@@ -28,8 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.clipped import LEAST_FACTOR
-from noshuffle.clipping.forms import Dense, Form, Outer, squares
+from noshuffle.clipping.factor import clip_factor
+from noshuffle.clipping.forms import (
+    DenseGradient,
+    GradientForm,
+    OuterGradient,
+    RowGradient,
+    squares,
+)
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled import kernels
 from noshuffle.training.compiled.result import Sums
@@ -40,18 +46,18 @@ ROWS, COLUMNS, OUTPUTS, INPUTS, BLOCK = 32, 64, 16, 64, 1024
 #: What the square of a float32 may lose by underflow; the factor beside it may be large.
 HIDDEN = 1.2e-38
 
-_Forms = Mapping[str, Sequence[Form]]
+_Forms = Mapping[str, Sequence[GradientForm]]
 
 
-def _kind(forms: Sequence[Form], size: int) -> str:
+def _kind(forms: Sequence[GradientForm], size: int) -> str:
     """How a parameter is kept: "pair", "dense", or "other"."""
     if len(forms) != 1:
         return "other" if forms else "none"
     form = forms[0]
-    if isinstance(form, Outer) and form.a.shape[1] == 1:
+    if isinstance(form, OuterGradient) and form.a.shape[1] == 1:
         return "pair"
-    written = isinstance(form, Dense) or bool(getattr(form, "written", ()))
-    is_rows = type(form).__name__ == "Rows"
+    written = isinstance(form, DenseGradient) or bool(getattr(form, "written", ()))
+    is_rows = isinstance(form, RowGradient)
     return "dense" if written or (size <= MOST_COLUMNS and not is_rows) else "other"
 
 
@@ -201,8 +207,7 @@ class Flattened:
             own = matrix[:, a : a + i].square().sum(1).double() + i * HIDDEN
             total = total + own * (matrix[:, g : g + o].square().sum(1).double() + o * HIDDEN)
         is_fine = (total <= 1e300) & (losses.abs() <= 3.4e38)
-        factor = (self._aim / total.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(is_fine & keep & (factor >= LEAST_FACTOR), factor, 0.0).float()
+        factor = clip_factor(total.sqrt(), self._aim, slack=0.0, keep=is_fine & keep).float()
         matrix = torch.where((factor != 0)[:, None], matrix, 0.0)
         pieces = [factor @ matrix[:, : self.columns]]
         for a, i, g, o, _ in self._table:

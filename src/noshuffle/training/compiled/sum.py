@@ -13,9 +13,10 @@ out or not finite is replaced by zeros before it is multiplied, since 0·∞ is 
 >>> import torch
 >>> from torch import nn
 >>> from noshuffle.clipping import Flat
->>> from noshuffle.clipping.forms import Dense
+>>> from noshuffle.clipping.forms import DenseGradient
 >>> grads, keep = torch.tensor([[3.0, 4.0], [0.0, torch.inf]]), torch.tensor([True, True])
->>> got = short({"w": [Dense(grads)]}, {"w": torch.zeros(2)}, torch.ones(2), keep, clip=Flat(1.0))
+>>> forms, like = {"w": [DenseGradient(grads)]}, {"w": torch.zeros(2)}
+>>> got = short(forms, like, torch.ones(2), keep, clip=Flat(1.0))
 >>> [round(v, 4) for v in got.values["w"].tolist()], got.bad.tolist()
 ([0.6, 0.8], [False, True])
 """
@@ -32,8 +33,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.clipped import LEAST_FACTOR, slack
-from noshuffle.clipping.forms import Dense, Form, merge, squares
+from noshuffle.clipping.factor import clip_factor, slack
+from noshuffle.clipping.forms import DenseGradient, GradientForm, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_losses
@@ -45,11 +46,11 @@ from noshuffle.training.compiled.result import Sums, TotalFn
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27
 
-FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[Form]], Tensor]]
+FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[GradientForm]], Tensor]]
 
 
 def short(
-    forms: Mapping[str, Sequence[Form]],
+    forms: Mapping[str, Sequence[GradientForm]],
     like: Mapping[str, Tensor],
     losses: Tensor,
     keep: Tensor,
@@ -58,11 +59,11 @@ def short(
 ) -> Sums:
     """Clip every row and sum the kept ones, without waiting for the device.
 
-    Guarantees: as `clipping.members.finish` without units. One row moves `values` by at most the
+    Guarantees: as `clipping.units.finish` without units. One row moves `values` by at most the
     bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
     a NaN or infinite loss or norm contributes exactly zero and is marked.
     """
-    aim = max(slack(tensor) for tensor in like.values())
+    aim = slack(*like.values())
     kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
     zeros = torch.zeros_like(losses, dtype=kind)
     norms2 = {n: squares(forms[n]) if forms.get(n) else zeros for n in like}
@@ -72,8 +73,7 @@ def short(
     values: dict[str, Tensor] = {}
     for names, c in clip.groups(tuple(like)):
         square = total if len(names) == len(like) else _added([norms2[n] for n in names])
-        factor = (c * (1.0 - aim) / square.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-        factor = torch.where(good & (factor >= LEAST_FACTOR), factor, 0.0).to(zeros.dtype)
+        factor = clip_factor(square.sqrt(), c, slack=aim, keep=good).to(zeros.dtype)
         for name in names:
             totals = [_usable(form).kept(good).total(factor) for form in forms.get(name, ())]
             value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
@@ -83,10 +83,10 @@ def short(
     return Sums({name: values[name] for name in like}, losses, norms, keep & ~is_fine)
 
 
-def _usable(form: Form) -> Form:
+def _usable(form: GradientForm) -> GradientForm:
     """What was written out for its norm is not computed a second time for the sum."""
     held = getattr(form, "written", ())
-    return Dense(held[0]) if held else form
+    return DenseGradient(held[0]) if held else form
 
 
 def _added(parts: list[Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def rules(
 
     shown = ModelLoss(by_row, by_row=True)
 
-    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[GradientForm]], Tensor]:
         found, losses = ghost_forms(model, shown, batch, layers=layers, layout=layout)
         with no_autocast(losses.device):
             return {name: merge(own) for name, own in found.items()}, losses
@@ -145,9 +145,9 @@ def rules(
 def written(model: nn.Module, loss_fn: Criterion | ModelLoss) -> FormsFn:
     """Gradients written out by vmap."""
 
-    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[Form]], Tensor]:
+    def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[GradientForm]], Tensor]:
         grads, losses = per_example_gradients(model, loss_fn, batch)
-        return {name: [Dense(wide(g))] for name, g in grads.items()}, losses
+        return {name: [DenseGradient(wide(g))] for name, g in grads.items()}, losses
 
     return forms
 
@@ -166,7 +166,7 @@ def clipped(
     device = next(iter(like.values())).device.type
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
-        aim = c * (1.0 - max(slack(tensor) for tensor in like.values()))
+        aim = c * (1.0 - slack(*like.values()))
         first, losses = forms(batch)
         flat = Flattened(first, like, aim=aim, rows=len(losses))
 

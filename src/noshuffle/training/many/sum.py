@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.clipped import LEAST_FACTOR, SLACK, slack
+from noshuffle.clipping.factor import SLACK, clip_factor, slack
 from noshuffle.clipping.objective import Criterion, batch_size, take
 from noshuffle.clipping.precision import exactly
 from noshuffle.errors import Unsupported
@@ -69,7 +69,7 @@ def clipped_sums(
     first = next(iter(params.values()))
     most = MOST_NUMBERS.get(first.device.type, MOST_NUMBERS["cpu"])
     rows, size = max(1, most // (network.runs * max(1, network.written))), batch_size(batch)
-    aim = max(slack(value[0]) for value in params.values())
+    aim = slack(*(value[0] for value in params.values()))
     sums: dict[str, Tensor] = {}
     losses = []
     for begin in range(0, size, rows):
@@ -89,8 +89,7 @@ def _factors(grads: Gradients, losses: Tensor, keep: Tensor, *, clip: Tensor, ai
     """Clip factor per example and run, in double precision, in which no square overflows."""
     squares = torch.stack([g.squares() for g in grads.values()]).sum(0, dtype=torch.float64)
     good = torch.isfinite(squares) & torch.isfinite(losses) & keep[:, None]
-    factor = (clip * (1.0 - aim) / squares.clamp_min(1e-300).sqrt()).clamp_max(1.0)
-    return torch.where(good & (factor >= LEAST_FACTOR), factor, 0.0)
+    return clip_factor(squares.sqrt(), clip, slack=aim, keep=good)
 
 
 def network_for(
@@ -148,7 +147,7 @@ def _agree(
         truth = general.example_gradients(params, batch)
     if found[1].shape != truth[1].shape or found[0].keys() != truth[0].keys():
         return False
-    aim = max(slack(value[0]) for value in params.values())
+    aim = slack(*(value[0] for value in params.values()))
     tolerance = 1e-4 if aim <= SLACK else 1e-2
     is_tried = False
     for row in range(len(truth[1])):

@@ -43,7 +43,7 @@ from noshuffle.clipping.check import trainable
 from noshuffle.clipping.objective import Criterion, _is_vmap_limit, batch_axes, one, take
 from noshuffle.clipping.per_example import PerExample, _Bound
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Tape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.many.stacked import DenseByRun, Gradients, OuterByRun
 
@@ -135,7 +135,7 @@ class Vmapped:
 
     def check_memory(self, batch: tuple[Any, ...]) -> None:
         """Raise if the model keeps something of one example that the next one meets."""
-        PerExample().check_buffers(self._model, self._bound.loss_fn, batch)
+        PerExample().check_state(self._model, self._bound.loss_fn, batch)
 
     def linear_layers(self, batch: tuple[Any, ...]) -> list[str]:
         """Linear layers that the first example of a batch calls once, with one vector.
@@ -173,7 +173,7 @@ class Vmapped:
         """With layers in the forms that vmap knows; what it cannot do is said in one line."""
         try:
             # Fused attention has no batching rule and would be run example by example.
-            with rewritten(self._model, Tape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
+            with rewritten(self._model, GradientTape(1, is_on=False)), sdpa_kernel(SDPBackend.MATH):
                 yield
         except RuntimeError as error:
             if not _is_vmap_limit(error):

@@ -1,0 +1,314 @@
+"""What a model keeps from one run to the next, and whether any of it is the data's.
+
+Noise covers the gradients of trained parameters and nothing else. A running mean in a buffer or in
+a frozen parameter, a code book that follows its codes, a bias that the first batch initialises
+would publish raw statistics beside private weights; a layer that adds its last input to the present
+one lets an example move the gradients of the next ones. So a model is tried before it is trusted,
+each run from the same state and under the same random numbers:
+
+    written      what is kept after example 0  ≠  after example 1                →  refused, by name
+                 (in batches, too: after examples 0 and 1  ≠  after 0 and 0)
+    remembered   loss of 0 after a run of 0  ≠  loss of 0 after a run of 1       →  refused
+
+Counters, caches that depend on shapes and power iterations on weights come out the same and may
+change (`Findings.may_change`). What is kept only to be looked at (attention maps) changes no loss
+and may stay. Where a loss does not come out the same twice (a schedule that counts calls outside
+the model) the second question has no answer.
+
+`snapshot.Watch` goes on after every step with what was found here. `ModelState` copies and puts
+back: parameters of any kind, buffers, submodules, the attributes of modules, and what lists,
+dictionaries, sets, tuples and NumPy arrays among them hold. Objects of other classes and globals
+are not seen, but for their effect on a loss. No state.
+
+>>> class Mean(torch.nn.Linear):
+...     def forward(self, x):
+...         self.mean.copy_(x.detach().mean(0)); return super().forward(x)
+>>> model = Mean(2, 1); model.register_buffer("mean", torch.zeros(2))
+>>> refuse_written(model, lambda row: model(torch.full((1, 2), float(row))))
+Traceback (most recent call last):
+    ...
+noshuffle.errors.Unsupported: buffer 'mean' of the model keeps statistics of the data, which are \
+not private and would be saved with it; leave that layer out, or in eval mode
+>>> model.mean
+tensor([0., 0.])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import parameter
+
+from noshuffle.clipping.products import HALF
+from noshuffle.errors import Unsupported
+
+_OF_TORCH = frozenset(nn.Module().__dict__)  # what torch keeps in every module
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+#: Containers of attributes are gone into so deep, and up to so many entries.
+_DEPTH, _ENTRIES = 4, 10_000
+Place = tuple[str, dict[str, Any], str]  # name, the dictionary of the module, key
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Where the tensors of a model are: parameters and buffers, at every place of each."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, holder, key)
+        for prefix, module in model.named_modules()
+        for holder in (module._parameters, module._buffers)
+        for key, value in holder.items()
+        if value is not None
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, shape and numbers, NaN included; or one and the same."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b
+    if a is b or a.shape != b.shape or a.dtype != b.dtype:
+        return a is b
+    if a.device != b.device:
+        a, b = a.cpu(), b.cpu()
+    if torch.equal(a, b):
+        return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _has_numbers(t: Tensor) -> bool:
+    is_there = not parameter.is_lazy(t) and not t.is_meta
+    return is_there and t.layout is torch.strided
+
+
+def mark(t: Tensor) -> tuple[int, int]:
+    """Numbers that a write into the tensor, or other memory under it, makes others."""
+    if t.is_inference() or is_wrapped(t) or not _has_numbers(t):
+        return -1, 0
+    return t._version, t.data_ptr()
+
+
+def is_wrapped(t: Tensor) -> bool:
+    """Whether a tensor means something under `torch.func` only (torch 2.x has no public name)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+
+
+class Content:
+    """A tensor, the memory under it, and what it held."""
+
+    def __init__(self, tensor: Tensor, *, on_host: bool = False) -> None:
+        self.tensor, self.mark, self._memory = tensor, mark(tensor), tensor.detach()
+        self._copy = self._memory.cpu() if on_host else self._memory.clone()
+
+    def is_kept(self) -> bool:
+        return same(self.tensor.detach(), self._copy)
+
+    def is_kept_by(self, other: Any) -> bool:
+        return isinstance(other, Tensor) and same(other.detach(), self._copy)
+
+    def put_back(self) -> None:
+        if not self.is_kept():
+            if not _lies_alike(self.tensor, self._memory):  # `p.data = …`
+                self.tensor.data = self._memory
+            self._memory.copy_(self._copy)
+
+
+def _lies_alike(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _put_back_entries(holder: dict[str, Any], before: dict[str, Any]) -> None:
+    if list(holder) != list(before) or any(map(is_not, holder.values(), before.values())):
+        holder.clear()
+        holder.update(before)
+
+
+class ModelState:
+    """Everything that a model keeps, as it is now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        tensors: dict[int, Tensor] = {}
+        for module in model.modules():
+            for holder in (module._parameters, module._buffers, module._modules):
+                self._entries.append((holder, dict(holder)))
+                self._go_into(dict(holder), tensors, depth=1)
+            own = {k: v for k, v in module.__dict__.items() if k not in _OF_TORCH}
+            self._attributes.append((module.__dict__, own))
+            self._go_into(tuple(own.values()), tensors, depth=_DEPTH)
+        on_host = _are_too_many(tensors.values())
+        self._contents = {i: Content(t, on_host=on_host) for i, t in tensors.items()}
+        self._before: dict[str, Any] = {name: holder[key] for name, holder, key in places(model)}
+        self._marks = {name: mark(t) for name, t in self._before.items()}
+        self._extras = _extra_state(model)
+
+    def _go_into(self, value: Any, tensors: dict[int, Tensor], *, depth: int) -> None:
+        """Note the tensors and containers in an attribute."""
+        if isinstance(value, Tensor):
+            if _has_numbers(value):
+                tensors[id(value)] = value
+        elif isinstance(value, np.ndarray):
+            self._containers.append((value, value.copy()))
+        elif depth and type(value) in (*_CONTAINERS, tuple) and len(value) <= _ENTRIES:
+            if type(value) is not tuple:
+                self._containers.append((value, copy.copy(value)))
+            for inner in value.values() if isinstance(value, dict) else value:
+                self._go_into(inner, tensors, depth=depth - 1)
+
+    def put_back(self) -> None:
+        """All as it was; what a run made is gone again, what it filled is empty."""
+        for holder, before in self._entries:
+            _put_back_entries(holder, before)
+        for holder, before in self._attributes:
+            for name in [k for k in holder if k not in _OF_TORCH and k not in before]:
+                del holder[name]
+            holder.update(before)
+        for container, before in self._containers:
+            if isinstance(container, np.ndarray):
+                container[...] = before
+            elif isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                (container.extend if isinstance(container, deque) else container.update)(before)
+        with torch.no_grad():
+            for content in self._contents.values():
+                content.put_back()
+
+    def changes(self) -> tuple[dict[str, Any], set[str]]:
+        """What became of tensors that a run changed, by name, and all that it wrote into."""
+        now: dict[str, Any] = {n: holder[key] for n, holder, key in places(self._model)}
+        changed: dict[str, Any] = dict.fromkeys(self._before.keys() - now.keys())
+        written = set(changed)
+        for name, t in now.items():
+            before: Any = self._before.get(name)
+            content = self._contents.get(id(before))
+            if t is not before or self._marks[name] != mark(t):
+                written.add(name)
+            if t is before if content is None else content.is_kept_by(t):
+                continue
+            changed[name] = t.detach().clone() if _has_numbers(t) else t
+            written.add(name)
+        extras = _extra_state(self._model)
+        changed.update({k: v for k, v in extras.items() if v != self._extras.get(k)})
+        return changed, written
+
+
+def _are_too_many(tensors: Iterable[Tensor]) -> bool:
+    """Whether copies of all of them would take more than a quarter of a GPU's free memory."""
+    found = [t for t in tensors if t.is_cuda]
+    if not found:
+        return False
+    size = sum(t.numel() * t.element_size() for t in found)
+    return 4 * size > torch.cuda.mem_get_info(found[0].device)[0]
+
+
+def _extra_state(model: nn.Module) -> dict[str, str]:
+    """What modules add to their `state_dict` by themselves, in words that can be compared."""
+    usual = nn.Module.get_extra_state
+    return {
+        f"{name}.extra state": repr(module.get_extra_state())
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not usual
+    }
+
+
+@contextmanager
+def put_back_after(model: nn.Module) -> Iterator[None]:
+    """The model is the same after the block as before, whatever is run in it."""
+    state = ModelState(model)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+@dataclass
+class Findings:
+    """What a model was seen to do: tensors that runs change in the same way whatever the data, and
+    such as they write into without a change."""
+
+    may_change: set[str] = field(default_factory=set)
+    may_be_written: set[str] = field(default_factory=set)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether a run leaves all tensors as they are, and may be done twice."""
+        return not self.may_change
+
+
+def refuse_written(
+    model: nn.Module, run: Callable[[int], object], findings: Findings | None = None
+) -> Findings:
+    """Raise if `run(0)` and `run(1)` leave a parameter or a buffer unlike; else what they change.
+
+    Guarantees: the model is as before, also where this raises.
+    """
+    findings, state = findings or Findings(), ModelState(model)
+    seen: list[dict[str, Any]] = []
+    touched: set[str] = set()
+    for which in (0, 1):
+        try:
+            with torch.no_grad():
+                run(which)
+            changed, written = state.changes()
+        finally:
+            state.put_back()
+        seen.append(changed)
+        touched |= written
+    first, second = seen
+    for name in {**first, **second}:
+        if name not in first or name not in second or not _alike(first[name], second[name]):
+            raise Unsupported(_why_refused(model, name))
+    findings.may_change |= first.keys()
+    findings.may_be_written |= touched
+    return findings
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return same(a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else bool(a == b)
+
+
+def _why_refused(model: nn.Module, name: str) -> str:
+    if name not in dict(model.named_parameters(remove_duplicate=False)):
+        return (
+            f"buffer {name!r} of the model keeps statistics of the data, which are not private and "
+            "would be saved with it; leave that layer out, or in eval mode"
+        )
+    return (
+        f"parameter {name!r} is set by the forward pass from the data, which no noise covers; do a "
+        "data-dependent initialisation on public data before privatize, leave that layer out, or "
+        "in eval mode"
+    )
+
+
+def refuse_memory(model: nn.Module, run: Callable[[int], Tensor]) -> None:
+    """Raise if what an example leaves in the model changes the loss of the next one."""
+    if remembers(model, run):
+        raise Unsupported(
+            "the model keeps something of one example that changes the loss of the next one, which "
+            "no clipping bounds; let it forget between calls (an attribute set in forward, say)"
+        )
+
+
+def remembers(model: nn.Module, run: Callable[[int], Tensor]) -> bool:
+    """Whether the loss `run(0)` depends on which of `run(0)` and `run(1)` came before it."""
+    losses = []
+    for which in (0, 0, 1):
+        with put_back_after(model), torch.no_grad():
+            run(which)
+            losses.append(float(run(0)))
+    first, again, other = losses
+    low = any(p.dtype in HALF for p in model.parameters())
+    low = low or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    tolerance = (2e-3 if low else 1e-5) * max(abs(first), 1e-6)
+    return abs(first - other) > tolerance and abs(first - again) <= 0.1 * tolerance
