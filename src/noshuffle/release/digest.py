@@ -191,12 +191,12 @@ class DigestRing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
-        # A sector of 32 bytes for each, on a border of 32.
-        spare = torch.zeros(self.SLOTS * 4 + 4, dtype=torch.int64, pin_memory=True)
-        first = -spare.data_ptr() // 8 % 4
-        self._ring = spare[first : first + self.SLOTS * 4].view(self.SLOTS, 4)
+        # A line of 64 bytes for each, on a border of 64.
+        spare = torch.zeros(self.SLOTS * 8 + 8, dtype=torch.int64, pin_memory=True)
+        first = -spare.data_ptr() // 8 % 8
+        self._ring = spare[first : first + self.SLOTS * 8].view(self.SLOTS, 8)
         self._seen = self._ring.numpy()
-        self.expected = 0
+        self._expected = 0
 
     def publish_(self, printer: Printer) -> None:
         """Digest what the printer holds and hand it over; this is what a graph holds."""
@@ -207,26 +207,26 @@ class DigestRing:
 
     def expect(self) -> int:
         """The host starts a graph that publishes; the number of its digest."""
-        self.expected += 1
-        return self.expected
+        self._expected += 1
+        return self._expected
 
     def read(self, number: int) -> bytes:
         """Wait for a digest by its number, at most `SLOTS` after it was started."""
         row, looks = self._seen[number % self.SLOTS], 0
-        while row[3] != number:
+        while row[4] != number:
             looks += 1
             if looks == _PATIENCE:
                 torch.cuda.synchronize(self._device)
-                if row[3] != number:
+                if row[4] != number:
                     raise NoshuffleError("the device lost a step; go on from the last checkpoint")
-        return bytes(row[:3].tobytes())
+        return bytes(row[:4].tobytes())
 
     def reset(self) -> None:
         """Start anew; whatever was on its way is lost."""
         self._tick.zero_()
         torch.cuda.synchronize(self._device)
         self._ring.fill_(-1)
-        self.expected = 0
+        self._expected = 0
 
 
 def _unsigned(size: int) -> Any:
@@ -263,11 +263,7 @@ def begin(values: Sequence[Tensor], secret: bytes) -> Callable[[], list[bytes]]:
 
 
 def begin_group(values: Sequence[Tensor], secret: bytes) -> Callable[[], bytes]:
-    """Start the digest of several tensors as one row of words; to call the result is to wait.
-
-    Three words of D, as a `DigestRing` hands them over: two sums share them with a probability
-    below 2⁻⁹⁰.
-    """
+    """Start the digest of several tensors as one row of words; to call the result is to wait."""
     held = [value.detach().contiguous() for value in values]
     found = DeviceCopy(Printer(_keys(secret, held[0].device), [held]).run_())
-    return lambda: bytes(found.read().numpy()[0, :3].tobytes())
+    return lambda: bytes(found.read().numpy()[0].tobytes())

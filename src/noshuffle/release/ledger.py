@@ -273,9 +273,13 @@ class Ledger(OneOwner):
         """The digest of a step on record is still being computed; the next write takes it along."""
         self._file.expect_digest(step, digest)
 
-    def collect_digests(self, *, or_lose: bool = False) -> None:
-        """Wait for digests that are on their way; `or_lose` gives up those that do not come."""
-        self._file.collect_digests(or_lose=or_lose)
+    def collect_digests(self) -> None:
+        """Wait for digests that are on their way, so that whoever makes them can go on."""
+        self._file.collect_digests()
+
+    def give_up_digests(self) -> None:
+        """A step failed: take the digests that are there; nobody waits for the others any more."""
+        self._file.give_up_digests()
 
     def digest(self, step: int) -> bytes:
         """The digest of the clipped sum of a released step; empty if it never reached the disk."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, VerificationFailed
+from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
 from noshuffle.release.ledger_tables import (
     FORMAT,
     SCHEMA,
@@ -174,19 +174,18 @@ class LedgerFile:
         """The digest of a step that is written already comes later: with the next write."""
         self._waiting[step] = digest
 
-    def collect_digests(self, *, or_lose: bool = False) -> None:
-        """Wait for the digests that are on their way; they are written with the next row.
-
-        `or_lose`: a step whose digest does not come any more has none, and is never repeated.
-        """
-        for step, digest in list(self._waiting.items()):
-            if isinstance(digest, bytes):
-                continue
-            try:
+    def collect_digests(self) -> None:
+        """Wait for the digests that are on their way; they are written with the next row."""
+        for step, digest in self._waiting.items():
+            if not isinstance(digest, bytes):
                 self._waiting[step] = digest()
-            except NoshuffleError:
-                if not or_lose:
-                    raise
+
+    def give_up_digests(self) -> None:
+        """Take those that can still be had; a step without one is never replayed."""
+        for step, digest in list(self._waiting.items()):
+            try:
+                self._waiting[step] = digest if isinstance(digest, bytes) else digest()
+            except Exception:  # the device failed
                 del self._waiting[step]
 
     def flush(self) -> None:

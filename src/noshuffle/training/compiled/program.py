@@ -1,13 +1,13 @@
 """A private step of fixed shapes as three CUDA graphs over buffers that stay where they are.
 
     digest    fingerprints of a batch without ids                → 32 bytes a tensor to the host
-    sum       per-example gradients, clip, sum                   → losses, then norms to the host
-    release   digest of the sum; add the noise, divide, update   → 24 bytes to the host
+    sum       per-example gradients, clip, sum, digest of it     → losses, norms, 32 bytes
+    release   add the noise, divide, update
 
 The host stages a batch (rows beyond it stay zero, with weight zero), replays `digest` where the
 batch has no ids, replays `sum`, writes the ledger while the device is at work on it, and replays
-`release`. The digest of the sum is read some time during the next step; a replay asks for it before
-it is released. Nothing here decides anything: order and guard are `compiled`'s.
+`release`. The digest of the sum is read before the next one. Nothing here decides anything: order
+and guard are `compiled`'s.
 
 Without capture (`captures=False`, on any device) the same three functions are simply called; the
 tests hold everything but the capture itself that way.
@@ -126,13 +126,15 @@ class Program:
             Signal(self.device, captures=captures) for _ in range(3)
         )
         self._ring = DigestRing(self.device) if captures else None
+        self._number = 0
         self._is_shown = False
         self.sums: Sums | None = None
         self._grads: dict[nn.Parameter, Tensor] = {}
         self._digest = Captured(self._do_digest, captures=False)
         self._sum = Captured(lambda: None, captures=False)
-        self._sum_printer: Printer | None = None
-        self._hash = Captured(lambda: None, captures=False)
+        self._host_digest = b""
+        self._printers: list[Printer] = []
+        self._both = Captured(lambda: None, captures=False)
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
         self._release = Captured(lambda: None, captures=False)
@@ -151,32 +153,38 @@ class Program:
     # -- building ------------------------------------------------------------------------------
 
     def capture_digest(self) -> None:
-        """Ready the fingerprints of the batch, and the digest of the sum, which must be ready."""
+        """Ready the fingerprints of the batch, and let the sum, which must be ready, end with its
+        digest."""
         assert self.sums is not None
         self._do_digest()
         self._digest = Captured(self._do_digest, captures=self.captures, pool=self._pool)
-        values = [self.sums.values[name] for name in sorted(self.sums.values)]
-        if self._ring is not None:
-            # Its tables are sent to the device here: inside a capture they would be sent again
-            # with every replay, from memory that is somebody else's by then.
-            self._sum_printer = Printer(self._keys, [[in_memory(value) for value in values]])
-            torch.cuda.synchronize(self.device)
-            self._hash_sum()
-            self._hash = Captured(self._hash_sum, captures=True, pool=self._pool)
-            generator = torch.cuda.default_generators[self.device.index or 0]
-            before = generator.get_state()
+        self._digested.reset()
+        do_sum = self._sum.do
+
+        def do() -> None:
+            do_sum()
+            assert self.sums is not None
+            values = [self.sums.values[name] for name in sorted(self.sums.values)]
+            if self._ring is None:
+                self._host_digest = digest_host.of_group(values, self.parts.secret)
+            else:
+                printer = Printer(self._keys, [[in_memory(value) for value in values]])
+                self._printers.append(printer)  # its tables stay where the graph reads them
+                self._ring.publish_(printer)
+
+        def both() -> None:
+            self._do_digest()
+            do()
+
+        generator = torch.cuda.default_generators[self.device.index or 0] if self.captures else None
+        before = None if generator is None else generator.get_state()
+        with repeatable():
+            self._sum = Captured(do, captures=self.captures, pool=self._pool)
+            self._both = Captured(both, captures=self.captures, pool=self._pool)
+        if generator is not None and before is not None:
             self._sum()
             torch.cuda.synchronize(self.device)
             self.is_random = not torch.equal(generator.get_state(), before)
-        self._reset()
-
-    def _hash_sum(self) -> None:
-        assert self._ring is not None
-        assert self._sum_printer is not None
-        self._ring.publish_(self._sum_printer)
-
-    def _reset(self) -> None:
-        """Expect nothing that is on its way."""
         for signal in (self._digested, self._shown, self._summed):
             signal.reset()
         if self._ring is not None:
@@ -236,8 +244,6 @@ class Program:
         assert self.sums is not None
         assert self.update is not None
         values = self.sums.values
-        if self._ring is not None:
-            self._hash_sum()
         self.parts.noise.add_(values)
         torch._foreach_mul_(list(values.values()), 1.0 / self.parts.planned_batch)
         self._grads = {p: values[n].to(p.dtype) for n, p in self.parts.parameters.items()}
@@ -290,29 +296,22 @@ class Program:
         self._digested.wait()
         return [row.tobytes() for row in self._told[0]]
 
-    def sum(self) -> None:
-        """Start the clipped sum of what is staged."""
+    def sum(self, *, with_prints: bool = False) -> None:
+        """Start the clipped sum of what is staged, and the fingerprints of the batch before it."""
         self._shown.expect()
         self._summed.expect()
-        self._sum()
-
-    def sum_digest(self, *, is_now: bool) -> Callable[[], bytes]:
-        """The digest of the sum, to be waited for within the next few steps.
-
-        It comes with `release`, or by itself where somebody must know it first (`is_now`).
-        """
-        ring = self._ring
-        if ring is None:
-            assert self.sums is not None
-            values = [self.sums.values[name] for name in sorted(self.sums.values)]
-            here = digest_host.of_group(values, self.parts.secret)
-            return lambda: here
-        if is_now:
-            number = ring.expect()
-            self._hash()
+        if self._ring is not None:
+            self._number = self._ring.expect()
+        if with_prints:
+            self._digested.expect()
+            self._both()
         else:
-            number = ring.expected + 1
-        return lambda: ring.read(number)
+            self._sum()
+
+    def sum_digest(self) -> Callable[[], bytes]:
+        """The digest of the last sum, to be waited for within the next few steps."""
+        ring, number, here = self._ring, self._number, self._host_digest
+        return (lambda: here) if ring is None else (lambda: ring.read(number))
 
     def forget(self) -> None:
         """Make the sum zero: it may not be released."""
@@ -325,7 +324,10 @@ class Program:
         Somebody may have been interrupted before a graph was started that would have told.
         """
         self.forget()
-        self._reset()
+        for signal in (self._digested, self._shown, self._summed):
+            signal.reset()
+        if self._ring is not None:
+            self._ring.reset()
 
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""
@@ -333,8 +335,6 @@ class Program:
         self.update.before()
         if self.captures:
             self.parts.noise.announce(counts_itself=True)
-        if self._ring is not None:
-            self._ring.expect()
         self._release()
         self._give()
         if not self.update.is_captured:

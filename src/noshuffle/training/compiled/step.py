@@ -116,10 +116,10 @@ class Compiled(Programs):
         with self.at_home():
             program.stage(leaves, size)
             try:
-                if own is None:
-                    program.digest()
                 if is_early or admission is not None:
-                    self._sum(program, size, keep, index)
+                    self._sum(program, size, keep, index, with_prints=is_early)
+                else:
+                    program.digest()
                 # The device is at work from here on: what the sum does not need is done meanwhile.
                 if program.has_moved():
                     self._recapture(program)
@@ -135,14 +135,14 @@ class Compiled(Programs):
                     keep = _mask(admission, size)
                     if not is_early:
                         self._sum(program, size, keep, index)
-                raw = program.sum_digest(is_now=admission.is_replay)
+                raw = program.sum_digest()
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
-                release.ledger.collect_digests(or_lose=True)  # what comes later is lost
+                release.ledger.give_up_digests()  # of steps before, which are about to be lost
                 # The gradients that the last step gave out lie where the raw sum is now.
                 program.give_up()
                 raise
@@ -154,14 +154,22 @@ class Compiled(Programs):
             release.skip()
         return seen
 
-    def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
+    def _sum(
+        self,
+        program: Program,
+        size: int,
+        keep: Mask | None,
+        index: int,
+        *,
+        with_prints: bool = False,
+    ) -> None:
         """Start the clipped sum of the rows that count."""
         program.weigh(size, keep)
         if program.is_random:
             with seeded(self.parts.release.seed(index), self.device):
-                program.sum()
+                program.sum(with_prints=with_prints)
         else:
-            program.sum()
+            program.sum(with_prints=with_prints)
 
     def reset(self) -> None:
         """Forget everything that was captured."""
