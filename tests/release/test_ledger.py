@@ -8,7 +8,6 @@ import sqlite3
 
 import numpy as np
 import pytest
-from noshuffle.release.batch_cache import Known
 
 from noshuffle.errors import (
     HorizonExceeded,
@@ -21,7 +20,8 @@ from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted,
 from noshuffle.release import guard
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
-from noshuffle.release.units import Seen, UnitTable
+from noshuffle.release.ledger_tables import broken_link
+from noshuffle.release.units import BatchCache, Seen, UnitTable
 
 
 def is_allowed(participation, pattern):
@@ -91,7 +91,7 @@ def test_batches_that_are_remembered_are_judged_like_new_ones(rule, drop):
         ledger, slow = Ledger(rule), Ledger(rule)
         for t in range(rule.steps):
             batch = batches[int(rng.integers(len(batches)))].copy()
-            slow._known = Known()
+            slow._known = BatchCache()
             told = []
             for one in (ledger, slow):
                 try:
@@ -156,7 +156,7 @@ def test_ids_of_another_width_are_not_taken_for_others():
 
 
 def test_units_that_are_remembered_do_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("noshuffle.release.batch_cache._MOST_ROWS", 6)
+    monkeypatch.setattr("noshuffle.release.units._MOST_ROWS", 6)
     ledger = Ledger(SinglePass(steps=50))
     for t in range(50):
         ledger.record(ledger.admit(t, np.array([2 * t, 2 * t + 1]), bytes([t])))
@@ -242,21 +242,86 @@ def test_without_ids_batches_are_units():
         restarted.record(restarted.admit(t, None, batch))
 
 
-def test_replay_needs_the_same_batch_and_state(tmp_path):
+def test_a_replay_is_admitted_without_a_row_and_keeps_the_units_of_its_step(tmp_path):
+    """Whether its sum is the released one, `Release` decides by the digest."""
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(SinglePass(steps=5), path=path)
     for t in range(3):
-        ledger.record(ledger.admit(t, np.array([t, t + 10]), bytes([t]), state=b"s"))
+        ledger.record(ledger.admit(t, np.array([t, t + 10]), bytes([t])), bytes([t]) * 16)
+    ledger.let_go()
     again = Ledger(SinglePass(steps=5), path=path)  # a second process, after a crash of the first
     assert again.released == 3
-    again.record(again.admit(1, np.array([1, 11]), bytes([1]), state=b"s"))
-    assert again.released == 3
+    repeated = again.admit(1, np.array([1, 11]), bytes([1]))
+    assert repeated.is_replay
+    assert repeated.keep is None
+    assert again.digest(1) == bytes([1]) * 16
+    with pytest.raises(ReplayRefused, match="another process"):  # never a second row of a step
+        again.record(repeated)
+    other = again.admit(1, np.array([1, 12]), b"")  # a unit that was not in it stays out
+    assert other.keep.tolist() == [True, False]
+    assert other.units.tolist() == [1, 11]
     with pytest.raises(ReplayRefused, match="step 1 was already released with other data"):
-        again.admit(1, np.array([1, 12]), bytes([9]), state=b"s")
-    with pytest.raises(ReplayRefused, match="other parameters or settings"):
-        again.admit(1, np.array([1, 11]), bytes([1]), state=b"t")
+        again.admit(1, np.array([1, 11]), bytes([9]))  # both prints are known, and differ
     with pytest.raises(ParticipationViolation, match="unit 11"):
-        again.admit(3, np.array([11]), bytes([3]), state=b"s")
+        again.admit(3, np.array([11]), bytes([3]))
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_late_digests_reach_the_disk_with_the_next_row_or_the_end(tmp_path, is_closed):
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=6), path=path)
+    for t in range(4):
+        ledger.record(ledger.admit(t, np.array([t]), b""))
+        ledger.expect_digest(t, lambda t=t: bytes([t + 1]) * 16)
+    if is_closed:
+        ledger.close()
+    else:
+        ledger._file.db.close()  # as a process that is killed leaves it
+    again = Ledger(SinglePass(steps=6), path=path)
+    assert [again.digest(t) for t in range(3)] == [bytes([t + 1]) * 16 for t in range(3)]
+    assert again.digest(3) == (bytes([4]) * 16 if is_closed else b"")
+    rows = list(again.rows())
+    assert [row.digest for row in rows] == [b""] * 4
+    assert [row.late for row in rows] == [b"", *(bytes([t + 1]) * 16 for t in range(3))]
+
+
+def test_the_chain_names_every_row(tmp_path):
+    """Steps and log share one sequence; whatever is changed, cut or exchanged breaks a link."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(SinglePass(steps=6), path=path)
+    ledger.begin_life(keys="a")
+    for t in range(3):
+        ledger.record(ledger.admit(t, np.array([t]), b"b"), bytes([t]) * 16)
+        ledger.note("note", number=t)
+    ledger.close()
+    db = sqlite3.connect(path, isolation_level=None)
+    assert broken_link(db) is None
+    seqs = [
+        seq
+        for (seq,) in db.execute("SELECT seq FROM steps UNION ALL SELECT seq FROM log ORDER BY seq")
+    ]
+    assert seqs == list(range(1, len(seqs) + 1))
+    changes = [
+        f"UPDATE steps SET {field} = {value} WHERE step = 1"
+        for field, value in {
+            "seq": 99, "life": 1, "time": 1.5, "batch": "x'00'", "digest": "x'00'",
+            "late": "x'00'", "units": 7, "ids": "x'00'", "link": "x'00'", "step": 77,
+        }.items()
+    ] + [
+        f"UPDATE log SET {field} = {value} WHERE kind = 'note' AND seq = "
+        "(SELECT MIN(seq) FROM log WHERE kind = 'note')"
+        for field, value in {
+            "seq": 99, "kind": "'other'", "time": 1.5, "body": "x'00'", "link": "x'00'",
+        }.items()
+    ] + ["DELETE FROM steps WHERE step = 1", "DELETE FROM log WHERE kind = 'life'",
+         "INSERT INTO log SELECT seq + 100, kind, time, body, link FROM log WHERE kind = 'life'"]  # fmt: skip
+    for change in changes:
+        db.execute("BEGIN")
+        db.execute(change)
+        assert broken_link(db) is not None, change
+        db.execute("ROLLBACK")
+    assert broken_link(db) is None
+    db.close()
 
 
 @pytest.mark.parametrize("summarise_at", [None, 0, 3, 7])

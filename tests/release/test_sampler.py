@@ -7,12 +7,12 @@ import pytest
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, FixedSize, Poisson
+from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
     FixedSizeSampler,
     PoissonSampler,
     in_order,
     make_sampler,
-    new_sampling_key,
 )
 
 KEY = b"0123456789abcdef" * 2
@@ -45,7 +45,7 @@ def test_fixed_size_is_uniform_without_replacement():
 
 def test_draws_depend_on_key_and_step_only():
     a, b = (PoissonSampler(Poisson(steps=10, rate=0.5), 64, k) for k in (KEY, KEY))
-    c = PoissonSampler(Poisson(steps=10, rate=0.5), 64, new_sampling_key())
+    c = PoissonSampler(Poisson(steps=10, rate=0.5), 64, KeyRing.new().sampling_key)
     list(a)
     assert all(np.array_equal(a.draw(t), b.draw(t)) for t in range(10))
     assert not np.array_equal(a.draw(0), a.draw(1))
@@ -75,3 +75,16 @@ def test_make_sampler_refuses_what_makes_no_sense():
         make_sampler(Poisson(steps=1, rate=0.5), key=KEY)
     with pytest.raises(InvalidInput, match="samples from 9"):
         make_sampler(FixedSize(steps=1, batch=2, population=9), key=KEY, population=8)
+
+
+def test_steps_not_yet_drawn_get_the_keys_of_the_new_process():
+    """A ring: draws of released steps come again, later ones are fresh in every continuation."""
+    rule, ring = Poisson(steps=10, rate=0.5), KeyRing.new()
+    one, two = (ring.renewed(step=4, row=4) for _ in range(2))
+    before, a, b = (PoissonSampler(rule, 64, r.sampling_key) for r in (ring, one, two))
+    for t in range(4):
+        assert np.array_equal(before.draw(t), a.draw(t))
+        assert np.array_equal(before.draw(t), b.draw(t))
+    for t in range(4, 10):
+        assert not np.array_equal(a.draw(t), b.draw(t))
+        assert not np.array_equal(a.draw(t), before.draw(t))

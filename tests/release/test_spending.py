@@ -11,7 +11,7 @@ from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.facts import notes_of
+from noshuffle.release.facts import OTHER_RUNS, notes_of
 from noshuffle.release.spending import ADAPTIVE_CLIP, Ancestor, spent
 from noshuffle.strategies import identity, tree
 
@@ -89,7 +89,8 @@ def test_a_stopped_run_states_the_sensitivity_of_its_rows(released):
 
 
 def test_facts_become_sentences():
-    usual = notes_of({"test_key": "no", "identified_by": "ids", "adaptive_clip": "no"})
+    plain = {"test_key": "no", "identified_by": "ids", "adaptive_clip": "no"}
+    assert notes_of(plain) == (OTHER_RUNS,)
     said = notes_of(
         {
             "test_key": "yes",
@@ -98,8 +99,26 @@ def test_facts_become_sentences():
             "adaptive_clip": "yes",
         }
     )
-    assert len(said) == len(usual) + 4
+    assert len(said) == 5
     assert said[0].startswith("NOT PRIVATE")
+    said = notes_of(
+        {
+            **plain,
+            "ids": "names",
+            "initial": "ImageNet",
+            "lives": "3",
+            "first": "0.0",
+            "last": "86400.0",
+            "version": "9",
+            "torch": "8",
+            "records": "77",
+            "clip": "Flat(1)",
+            "batch_size": "5",
+            "noise_scale": "2.5",
+        }
+    )
+    for words in ("by names", "ImageNet", "3 processes", "from 1970-01-01 to 1970-01-02", "77"):
+        assert any(words in line for line in said), words
 
 
 def test_an_unfinished_run_with_an_adaptive_clip_states_the_whole_plan():

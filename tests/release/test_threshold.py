@@ -16,6 +16,7 @@ from noshuffle.noise import NoiseStream, test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.keys import KeyRing
 from noshuffle.release.threshold import COUNT, AdaptiveThreshold
 from noshuffle.strategies import identity, sqrt_toeplitz, tree
 from noshuffle.strategies.recipe import FeedForward
@@ -65,14 +66,14 @@ def test_the_budget_is_the_plans():
     ]
     for rule, strategy in rules:
         plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.5)
-        threshold = AdaptiveThreshold(CONFIG, plan, test_source(seed=1))
+        threshold = AdaptiveThreshold(CONFIG, plan, KeyRing.new(test_source(seed=1)))
         z = threshold.noise_scale(plan, ("w",))
         gradients = plan.sensitivity.squared / z**2
         counts = rule.most * (0.5 / CONFIG.noise) ** 2
         assert math.sqrt(gradients + counts) == pytest.approx(plan.mu(), rel=1e-12)
         assert z > 1.5
     plan = Plan(participation=Poisson(steps=9, rate=0.1), strategy=identity(), noise_multiplier=1.5)
-    z = AdaptiveThreshold(CONFIG, plan, test_source(seed=1)).noise_scale(plan, ("w",))
+    z = AdaptiveThreshold(CONFIG, plan, KeyRing.new(test_source(seed=1))).noise_scale(plan, ("w",))
     assert z**-2 + (2 * CONFIG.noise) ** -2 == pytest.approx(1.5**-2)
 
 
@@ -120,7 +121,7 @@ def test_refused_where_noise_is_correlated_over_the_whole_run():
 def threshold(config, *, seed, kind="auto"):
     rule = Epochs(epochs=1, steps_per_epoch=1000)
     plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
-    return AdaptiveThreshold(config, plan, test_source(seed=seed, kind=kind))
+    return AdaptiveThreshold(config, plan, KeyRing.new(test_source(seed=seed, kind=kind)))
 
 
 def noisy_count(config, before, after):

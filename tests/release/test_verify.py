@@ -9,7 +9,6 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from noshuffle.release.ledger_location import open_ledger
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -17,11 +16,12 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, FixedSize, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
-from noshuffle.release.folder import RunFolder
 from noshuffle.release.fork import fork, load_model
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.sampler import make_sampler
+from noshuffle.release.seal import seal
+from noshuffle.release.verdict import UNSIGNED
 from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
@@ -30,7 +30,7 @@ X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(2, (24,), generator=torch.Generator().manual_seed(1))
 
 
-def train(path, rule, *, strategy=None, z=2.0, run=None, moved=False):
+def train(path, rule, *, strategy=None, z=2.0, run=None, source=None, keep_keys=False):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     plan = Plan(participation=rule, strategy=strategy or identity(), noise_multiplier=z)
@@ -41,18 +41,18 @@ def train(path, rule, *, strategy=None, z=2.0, run=None, moved=False):
         clip_norm=1.0,
         batch_size=6,
         run=run or path,
-        moved=moved,
+        source=source,
     )
     order = private.sampler(24) if rule.is_sampled else in_order(24, 6)
     fit_model(private, TensorBatches((X, Y), order), nn.CrossEntropyLoss())
-    private.close()
+    private.close(keep_keys=keep_keys)
     return private
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "good"
-    train(path, Epochs(epochs=2, steps_per_epoch=4), strategy=tree())
+    train(path, Epochs(epochs=2, steps_per_epoch=4), strategy=tree(), keep_keys=True)
     return path
 
 
@@ -69,16 +69,40 @@ def sql(path, *commands):
     db.close()
 
 
+def relink(path):
+    """Make the hash chain of a ledger anew, as somebody who knows its form would."""
+    db = sqlite3.connect(path / "ledger.sqlite", isolation_level=None)
+    steps = "SELECT seq, step, life, time, units, batch, digest, late, ids FROM steps"
+    rows = [(seq, None, row) for seq, *row in db.execute(steps)]
+    rows += [
+        (seq, kind, row) for seq, kind, *row in db.execute("SELECT seq, kind, time, body FROM log")
+    ]
+    link = evidence.START
+    for number, (seq, kind, row) in enumerate(sorted(rows, key=lambda one: one[0]), start=1):
+        if kind is None:
+            link = evidence.step_link(link, *row)
+            db.execute("UPDATE steps SET link = ?, seq = ? WHERE step = ?", (link, -number, row[0]))
+        else:
+            link = evidence.event_link(link, kind, *row)
+            db.execute("UPDATE log SET link = ?, seq = ? WHERE seq = ?", (link, -number, seq))
+    db.execute("UPDATE steps SET seq = -seq")
+    db.execute("UPDATE log SET seq = -seq")
+    assert evidence.broken_link(db) is None
+    db.close()
+    return number, link.hex()
+
+
 def edit(file, change):
     record = json.loads(file.read_text())
     change(record)
     file.write_text(json.dumps(record, sort_keys=True, separators=(",", ":")))
 
 
-def test_a_good_run_verifies(good):
+def test_a_good_run_is_proved(good):
     verdict = verify(good)
-    assert verdict.is_verified, verdict.words()
-    assert verdict.words().startswith("VERIFIED: 8 of 8 planned steps")
+    assert (verdict.answer, verdict.exit_code) == ("PROVED", 0), verdict.words()
+    assert verdict.words().startswith("PROVED: 8 of 8 planned steps")
+    assert UNSIGNED in verdict.words()
     verdict.check()
     record = json.loads((good / "statement.json").read_text())
     assert verdict.epsilon == record["epsilon"]
@@ -89,16 +113,28 @@ def test_a_good_run_verifies(good):
 @pytest.mark.parametrize("rule", [Poisson(steps=6, rate=0.3), FixedSize(6, 5, 24)], ids=repr)
 def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
     path = tmp_path / "run"
-    private = train(path, rule)
-    assert verify(path).is_verified, verify(path).words()
+    private = train(path, rule, keep_keys=True)
+    assert verify(path).answer == "PROVED", verify(path).words()
     hidden = shutil.copytree(path, tmp_path / "hidden")
     (hidden / "checkpoints/key.json").unlink()
-    assert verify(hidden).is_verified
-    assert "secret draws" in verify(hidden).unchecked[0]
-    drawn = make_sampler(rule, key=private._keys.sampling, population=24).draw(2)
+    verdict = verify(hidden)
+    assert (verdict.answer, verdict.exit_code) == ("CONSISTENT", 3)
+    assert "what needs the keys" in verdict.unchecked[0]
+    sealed = tmp_path / "sealed"
+    train(sealed, rule)
+    assert not (sealed / "checkpoints/key.json").exists()
+    verdict = verify(sealed)
+    assert verdict.answer == "PROVED", verdict.words()  # checked before the keys were destroyed
+    assert any("secret draws of 6 steps" in line for line in verdict.checked)
+    ring = private._parts.release._ring
+    drawn = make_sampler(rule, key=ring.sampling_key, population=24).draw(2)
     ids = np.setdiff1d(np.arange(24), drawn)
     sql(path, ("UPDATE steps SET ids = ?, units = ? WHERE step = 2", (encode_units(ids), len(ids))))
+    relink(path)  # not even by somebody who makes the whole chain anew
     assert any("sampler drew" in f for f in verify(path).failures)
+    with pytest.raises(VerificationFailed, match="sampler drew"):
+        seal(path)
+    assert (path / "checkpoints/key.json").exists()  # nothing was destroyed
 
 
 DOCTORED = {
@@ -108,7 +144,10 @@ DOCTORED = {
         "covers 8 steps, the ledger has 7",
     ),
     "step added": (
-        ("INSERT INTO steps SELECT 8, time, batch, state, units, ids FROM steps WHERE step = 0",),
+        (
+            "INSERT INTO steps SELECT 8, 999, life, time, batch, digest, late, units, ids, link "
+            "FROM steps WHERE step = 0",
+        ),
         "9 steps were released, the plan covers 8",
     ),
     "unit moved": (
@@ -126,7 +165,7 @@ DOCTORED = {
     ),
     "summary edited": (("UPDATE units SET count = 1 WHERE unit = 4",), "summary of units"),
     "plan hash edited": (("UPDATE meta SET value = 'x' WHERE name = 'plan'",), "another plan"),
-    "key edited": (("UPDATE meta SET value = 'x' WHERE name = 'key'",), "the key is not the one"),
+    "key edited": (("UPDATE meta SET value = 'x' WHERE name = 'key'",), "the keys are not those"),
     "unit of privacy edited": (
         ("UPDATE meta SET value = 'user' WHERE name = 'unit'",),
         "counts users",
@@ -146,7 +185,8 @@ def test_doctored_ledger(copy, name):
     sql(copy, command)
     verdict = verify(copy)
     assert any(words in f for f in verdict.failures), verdict.words()
-    assert verdict.words().startswith("NOT VERIFIED")
+    assert (verdict.answer, verdict.exit_code) == ("REFUTED", 1)
+    assert verdict.words().startswith("REFUTED")
     with pytest.raises(VerificationFailed):
         verdict.check()
 
@@ -235,12 +275,11 @@ def test_evidence_with_a_log_that_was_not_folded_in(tmp_path, monkeypatch):
 
 def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
     parent = shutil.copytree(good, tmp_path / "parent")
-    with pytest.raises(ReplayRefused, match="copy or a restored backup"):
-        fork(parent, tmp_path / "child")
-    child = fork(parent, tmp_path / "child", moved=True)
+    child = fork(parent, tmp_path / "child")
     model = nn.Linear(4, 2)
     assert load_model(parent, model) == 8
-    private = train(None, Epochs(epochs=1, steps_per_epoch=4), strategy=tree(), run=child)
+    rule = Epochs(epochs=1, steps_per_epoch=4)
+    private = train(None, rule, strategy=tree(), run=child, keep_keys=True)
     own, old = private.plan.mu(), verify(parent)
     assert old.is_verified, old.words()
     statement = json.loads(child.statement_file.read_text())
@@ -249,9 +288,9 @@ def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
     assert any("fork" in s for s in statement["assumptions"])
     assert verify(child.path).is_verified, verify(child.path).words()
     key = [json.loads((p / "checkpoints/key.json").read_text()) for p in (parent, child.path)]
-    assert key[0]["noise"] != key[1]["noise"]
+    assert key[0]["lives"][0]["noise"] != key[1]["lives"][0]["noise"]
     with pytest.raises(InvalidInput, match="was forked after 8 steps"):
-        train(parent, Epochs(epochs=2, steps_per_epoch=4), strategy=tree(), moved=True)
+        train(parent, Epochs(epochs=2, steps_per_epoch=4), strategy=tree())
     with pytest.raises(InvalidInput, match="not empty"):
         fork(parent, child.path)
     edit(child.ancestors_file, lambda r: r[0].update(released=0))
@@ -270,7 +309,7 @@ def test_a_run_that_is_open_when_it_is_forked_releases_nothing_more(tmp_path):
         return private.step(nn.CrossEntropyLoss(), x, y, ids=range(6 * t, 6 * t + 6))
 
     step(0)
-    early = open_ledger(RunFolder(tmp_path / "run"), plan, moved=False)
+    early = Ledger(plan.participation, path=tmp_path / "run/ledger.sqlite")
     step(1)
     assert early.released == 1  # it was opened before the second step
     assert early.end() == 2
@@ -301,6 +340,26 @@ def test_a_test_seed_is_called_not_private(tmp_path):
     ).close()
     record = json.loads((tmp_path / "run/statement.json").read_text())
     assert any("NOT PRIVATE" in s for s in record["assumptions"])
+    verdict = verify(tmp_path / "run")
+    assert (verdict.answer, verdict.exit_code) == ("NOT PRIVATE", 4), verdict.words()
+    assert not verdict.is_verified
+    with pytest.raises(VerificationFailed, match="test seed"):
+        verdict.check()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("why", ["test seed", "no noise"])
+def test_what_is_not_private_says_so_itself(tmp_path, why, is_finished):
+    """It used to be called verified, with ε to four digits."""
+    path, rule = tmp_path / "run", Epochs(epochs=1, steps_per_epoch=4)
+    options = {"z": 0.0} if why == "no noise" else {"source": test_source(seed="told")}
+    train(path, rule, strategy=tree(), keep_keys=not is_finished, **options)
+    verdict = verify(path)
+    assert (verdict.answer, verdict.exit_code) == ("NOT PRIVATE", 4), verdict.words()
+    assert verdict.refuted == ()
+    (reason,) = verdict.not_private
+    assert why in reason or "has no noise" in reason
+    assert verdict.to_dict()["verified"] is False
 
 
 def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
@@ -311,7 +370,8 @@ def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
     for rows in (slice(0, 6), slice(6, 12)):
         private.step(nn.CrossEntropyLoss(), X[rows], Y[rows])
     private.close()
-    assert verify(tmp_path / "run").failures == ()
+    assert verify(tmp_path / "run").answer == "PROVED"
     print_of_another = ("UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 0)",)
     sql(tmp_path / "run", print_of_another)
-    assert verify(tmp_path / "run").failures == ("step 1 lists another unit than its batch",)
+    relink(tmp_path / "run")
+    assert "step 1 lists another unit than its batch" in verify(tmp_path / "run").failures

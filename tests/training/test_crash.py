@@ -34,17 +34,17 @@ x, y = torch.randn(40, 6, generator=g), torch.randint(3, (40,), generator=g)
 plan = Plan(participation=Epochs(epochs=3, steps_per_epoch=5), strategy=tree(variant="honaker"),
             noise_multiplier=2.0)
 
-def build(path, moved=False):
+def build(path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     private = privatize(model, optimizer, plan, clip_norm=0.7, batch_size=8, run=path,
-                        source=test_source(seed="crash"), moved=moved)
+                        source=test_source(seed="crash"))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     return private, schedule
 
-def train(path, data=x, moved=False):
-    private, schedule = build(path, moved=moved)
+def train(path, data=x):
+    private, schedule = build(path)
     batches = TensorBatches((data, y), in_order(40, 8))
     accuracy = lambda m: {"accuracy": (m(x).argmax(1) == y).double().mean()}
     fit_model(private, batches, nn.CrossEntropyLoss(), scheduler=schedule, evaluate=accuracy,
@@ -53,7 +53,7 @@ def train(path, data=x, moved=False):
     for p in private.model.state_dict().values():
         hasher.update(p.numpy().tobytes())
     metrics = list(private.run.metrics())
-    private.close()
+    private.close(keep_keys=True)
     return {"digest": hasher.hexdigest(), "metrics": metrics, "released": private.plan.steps}
 
 def child(work, kill_after=None):
@@ -107,7 +107,7 @@ for i in range(instants):
             def tamper():
                 other = x.clone()
                 other[8 * ((released - 1) % 5)] += 1e-3
-                train(path, other, moved=True)
+                train(path, other)
             # on a copy, so that the run itself stays as the crash left it
             import shutil
             copy = folder / f"copy{i}"
@@ -117,7 +117,8 @@ for i in range(instants):
             path = path_before
         out = child(lambda: train(path), kill_after=again)
     verdict = verify(path)
-    results.append({"same": out[0] == reference, "kills": kills, "failures": verdict.failures,
+    results.append({"same": out[0] == reference, "kills": kills, "answer": verdict.answer,
+                    "failures": [*verdict.refuted, *verdict.unchecked],
                     "changed": changed if kills else None, "out": str(out[0])[:300],
                     "mode": oct(os.stat(path / "checkpoints/key.json").st_mode & 0o777)})
 print(json.dumps(results))
@@ -139,6 +140,7 @@ def crash(tmp_path, *, instants, seed):
     for result in results:
         assert result["same"], result
         assert result["failures"] == [], result
+        assert result["answer"] == "NOT PRIVATE"  # the test seed
         assert result["mode"] == "0o600"
         if result["changed"] is not None:
             assert result["changed"].startswith("ReplayRefused"), result

@@ -236,7 +236,7 @@ def test_run_folder_belongs_to_one_plan_and_key(tmp_path):
         make(other)
     assert sorted(p.name for p in other.iterdir()) == ["thesis.tex"]
     key.unlink()
-    with pytest.raises(InvalidInput, match="without its keys"):
+    with pytest.raises(InvalidInput, match="without its keys a run cannot go on"):
         make(run)
 
 

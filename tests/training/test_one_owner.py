@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from noshuffle.convex import PrivateLogisticRegression
 from noshuffle.errors import ReplayRefused, Unsupported
-from noshuffle.federated import ServerOptimizer
 from noshuffle.noise import NoiseStream
 from noshuffle.noise import test_source as make_source
 from noshuffle.noise.lazy import LazyNoise
@@ -45,7 +44,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, generator=generator), torch.randint(2, (2,), generator=generator)
 
 
-def server() -> ServerOptimizer:
+def server() -> Any:
+    from noshuffle.federated import ServerOptimizer
+
     plan = Plan.fit(MinSeparation(8, 4, 2), mechanism="tree", noise_multiplier=1.0, unit="user")
     return ServerOptimizer(
         {"w": torch.zeros(2)},

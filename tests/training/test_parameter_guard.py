@@ -9,7 +9,7 @@ from torch import nn
 
 import noshuffle as ns
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.parameter_guard import Held, has_hooks
+from noshuffle.training.parameter_guard import ParameterGuard, has_hooks
 
 LOSS = nn.CrossEntropyLoss()
 PLAN = ns.Plan.fit(ns.SinglePass(steps=6), mechanism="tree", noise_multiplier=2.0)
@@ -134,13 +134,13 @@ def test_optimizers_that_cannot_be_private_are_refused() -> None:
 def test_tied_and_shared_places() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
-    held = Held(model, dict(model.named_parameters()))
-    held.check()
-    held.check_names(["0.weight"])
+    guarded = ParameterGuard(model, dict(model.named_parameters()))
+    guarded.check()
+    guarded.check_names(["0.weight"])
     model[1].weight = nn.Parameter(torch.zeros(5, 4))  # has a name of its own now
-    held.check()
+    guarded.check()
     with pytest.raises(InvalidInput, match=r"'1\.weight' became trainable"):
-        held.check_names([name for name, _ in model.named_parameters()])
+        guarded.check_names([name for name, _ in model.named_parameters()])
 
 
 def test_arguments_of_the_wrong_kind_are_named() -> None:

@@ -207,7 +207,7 @@ def test_one_step_past_the_plan_is_refused_and_a_short_run_costs_less():
     assert "test seed" in private.statement().words()
 
 
-def test_replay_in_process_is_refused_with_other_data_or_settings():
+def test_replay_in_process_is_refused_with_other_data_or_another_loss():
     x, y = data()
     model = network()
     private = make(model, plan_of(z=1.0))
@@ -218,13 +218,27 @@ def test_replay_in_process_is_refused_with_other_data_or_settings():
     private.load_state_dict(start)
     with pytest.raises(ReplayRefused, match="other data"):
         private.step(LOSS, x[6:12], y[6:12])
-    private.optimizer.param_groups[0]["lr"] = 9.0
-    with pytest.raises(ReplayRefused, match="settings"):
-        private.step(LOSS, x[:6], y[:6])
-    private.optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(ReplayRefused, match="its sum now differs"):
+        private.step(nn.CrossEntropyLoss(label_smoothing=0.1), x[:6], y[:6])
     private.step(LOSS, x[:6], y[:6])
     assert private.steps_released == 1
     assert all(torch.equal(a, b) for a, b in zip(after, model.parameters()))
+    assert [note["step"] for note in private.ledger.notes("replay")] == [0]
+
+
+def test_another_learning_rate_is_no_other_release():
+    """What is made of a released value is post-processing; the value itself is the same."""
+    x, y = data()
+    model = network()
+    private = make(model, plan_of(z=1.0))
+    start = private.state_dict()
+    start = {**start, "model": {k: v.clone() for k, v in start["model"].items()}}
+    private.step(LOSS, x[:6], y[:6])
+    first = [p.grad.clone() for p in model.parameters()]
+    private.load_state_dict(start)
+    private.optimizer.param_groups[0]["lr"] = 9.0
+    private.step(LOSS, x[:6], y[:6])
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, model.parameters()))
 
 
 def two_parts(private, x, y, first, second):
@@ -490,9 +504,15 @@ def test_fingerprints_and_names_cannot_be_guessed_from_the_ledger():
     for seed in (1, 2):
         private = make(network(), plan_of(unit="user"), source=test_source(seed=seed))
         private.step(LOSS, x[:2], y[:2], ids=["ann", "bob"])
-        rows.append(private.ledger.row(0))
-    assert rows[0].batch != rows[1].batch
-    assert set(rows[0].units).isdisjoint(rows[1].units)
+        nameless = make(network(), plan_of(), source=test_source(seed=seed))
+        nameless.step(LOSS, x[:2], y[:2])
+        rows.append((private.ledger.row(0), nameless.ledger.row(0)))
+    (named, nameless), (other, nameless_other) = rows
+    assert set(named.units).isdisjoint(other.units)
+    assert named.batch == other.batch == b""  # the ids say it all
+    assert nameless.batch != nameless_other.batch
+    assert named.digest == nameless.digest  # the same sum under the same secret
+    assert named.digest != other.digest
 
 
 def test_a_guess_of_the_data_cannot_be_checked_by_the_low_bits():

@@ -16,6 +16,7 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,13 +26,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from noshuffle.errors import InvalidInput
-from noshuffle.release.files import sync_file, sync_folder, write_bytes
+from noshuffle.release.files import file_digest, sync_file, sync_folder, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
-def save(state: dict[str, Any], folder: Path, *, keep: int = 2) -> Path:
-    """Write a state (with its "step" and "model") and drop all but the last `keep`."""
+#: Names of the files of a checkpoint, each with its SHA-256.
+Digests = dict[str, str]
+
+
+def save(
+    state: dict[str, Any],
+    folder: Path,
+    *,
+    keep: int = 2,
+    note: Callable[[Digests], None] = lambda digests: None,
+) -> Path:
+    """Write a state (with its "step" and "model") and drop all but the last `keep`.
+
+    `note` hears of the files before they are there: a checkpoint that nobody noted is not ours.
+    """
     step = int(state["step"])
     target = folder / f"step-{step:08d}"
     temporary = folder / f".step-{step:08d}.{os.getpid()}.tmp"
@@ -49,11 +63,29 @@ def save(state: dict[str, Any], folder: Path, *, keep: int = 2) -> Path:
     if target.exists():  # a replay came past here again; the old one is as good
         _remove(temporary)
     else:
+        note(digests(temporary))
         os.replace(temporary, target)
         sync_folder(folder)
     for old in saved(folder)[:-keep]:
         _remove(old)
     return target
+
+
+def digests(path: Path) -> Digests:
+    """SHA-256 of every file of a checkpoint."""
+    return {file.name: file_digest(file) for file in sorted(path.iterdir())}
+
+
+def changed(path: Path, noted: Digests) -> str:
+    """The name of a file that is not what was noted, or "" where all are."""
+    have = digests(path)
+    names = sorted(have.keys() | noted.keys())
+    return next((name for name in names if have.get(name) != noted.get(name)), "")
+
+
+def step_of(path: Path) -> int:
+    """How many steps lie behind a checkpoint."""
+    return int(path.name.rpartition("-")[2])
 
 
 def saved(folder: Path) -> list[Path]:

@@ -46,7 +46,6 @@ from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, digest, digest_host
 from noshuffle.release.facts import bind_facts, notes_of, statement_record
-from noshuffle.release.files import file_digest
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.opening import Opened, Run, open_run
@@ -430,13 +429,15 @@ class Release(OneOwner):
         """Write a checkpoint, note its digests in the ledger, and bring the statement up to date.
 
         Guarantees: the ledger holds the digests of all steps that the checkpoint is made of before
-        it is there, and those of its files after it.
+        it is there, and those of its files.
         """
         folder = self.need_folder()
         self.ledger.flush()
-        path = checkpoint.save(state, folder.checkpoints)
-        files = {file.name: file_digest(file) for file in sorted(path.iterdir())}
-        self.ledger.note("checkpoint", step=int(state["step"]), files=files)
+
+        def note(files: checkpoint.Digests) -> None:
+            self.ledger.note("checkpoint", step=int(state["step"]), files=files)
+
+        path = checkpoint.save(state, folder.checkpoints, note=note)
         self.ledger.tidy()
         self.write_statement()
         self.note_files()
@@ -448,9 +449,22 @@ class Release(OneOwner):
         self.ledger.note("files", files=folder.published())
 
     def saved(self) -> dict[str, Any] | None:
-        """The newest checkpoint, if there is one."""
+        """The newest checkpoint, if there is one.
+
+        Guarantees: raises where its files are not those that this run wrote: what a run goes on
+        from must not depend on the data in any other way than by what it released.
+        """
         found = checkpoint.saved(self.need_folder().checkpoints)
-        return checkpoint.load(found[-1]) if found else None
+        if not found:
+            return None
+        state = checkpoint.load(found[-1])
+        noted = {note["step"]: note["files"] for note in self.ledger.notes("checkpoint")}
+        if name := checkpoint.changed(found[-1], noted.get(checkpoint.step_of(found[-1]), {})):
+            raise InvalidInput(
+                f"{found[-1] / name} is not what this run saved there; bring it back, or remove "
+                "the checkpoint to go on from the one before"
+            )
+        return state
 
     def need_folder(self) -> RunFolder:
         """The run folder, or one line that there is none."""

@@ -28,7 +28,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.facts import ROUND_PRINTS, notes_of, round_print, statement_record
-from noshuffle.release.files import file_digest, read_json, write_bytes, write_json
+from noshuffle.release.files import read_json, write_bytes, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
 from noshuffle.release.keys import KeyRing
@@ -44,8 +44,9 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
 
     `sign`: a file with an Ed25519 private key (PEM) to sign the result with.
 
-    Guarantees: raises, and destroys nothing, where the evidence contradicts the keys. What was
-    checked is in the ledger before the keys are gone.
+    Guarantees: raises, and destroys nothing, where the evidence contradicts the keys or where a
+    checkpoint is not what the run saved. What was checked is in the ledger before the keys are
+    gone.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
     plan = folder.plan()
@@ -62,6 +63,9 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
             failures, checked = by_keys(ring, plan, list(ledger.rows()), ledger.facts(), lives)
             if failures:
                 raise VerificationFailed(f"{folder.path}: {failures[0]}")
+        is_half_done = ledger.meta("sealed") is not None and folder.key_file.exists()
+        if not is_half_done and (wrong := next(_changed(folder, ledger), None)):
+            raise VerificationFailed(wrong)
         if ledger.meta("sealed") is None:
             ledger.end("sealed")
             ledger.note("seal", checked=list(checked))
@@ -88,6 +92,14 @@ def note_files(run: RunFolder | str | Path) -> None:
     finally:
         ledger.close()
         del lock
+
+
+def _changed(folder: RunFolder, ledger: Ledger) -> Iterator[str]:
+    """What a seal must not make good: files of checkpoints that the run did not write."""
+    noted = {note["step"]: note["files"] for note in ledger.notes("checkpoint")}
+    for path in checkpoint.saved(folder.checkpoints):
+        if name := checkpoint.changed(path, noted.get(checkpoint.step_of(path), {})):
+            yield f"{path / name} is not what was saved; bring it back, or remove the checkpoint"
 
 
 def by_keys(
@@ -167,8 +179,7 @@ def _drop_noise_states(folder: RunFolder, ledger: Ledger) -> None:
             buffer = io.BytesIO()
             torch.save({**state, "noise": None}, buffer)
             write_bytes(path / "state.pt", buffer.getvalue(), mode=0o600)
-        files = {file.name: file_digest(file) for file in sorted(path.iterdir())}
-        ledger.note("checkpoint", step=int(state["step"]), files=files)
+        ledger.note("checkpoint", step=int(state["step"]), files=checkpoint.digests(path))
 
 
 # -- signatures ------------------------------------------------------------------------------------
@@ -237,6 +248,8 @@ def signature_failure(
         return f"the signature does not hold ({type(error).__name__})"
     if link_of.get(record["ledger_rows"]) != record["ledger_link"]:
         return "the ledger is not the one that was signed"
+    if max(link_of) != record["ledger_rows"]:  # such as a note of another model
+        return "rows were added to the ledger after it was signed"
     if folder.published() != record["files"]:
         return "the files are not those that were signed"
     return None

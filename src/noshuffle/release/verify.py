@@ -286,10 +286,8 @@ def _saved(found: _Found, evidence: Evidence) -> None:
         if step not in newest:
             found.refuted.append(f"the ledger does not know of the checkpoint {path.name}")
             continue
-        have = {file.name: file_digest(file) for file in path.iterdir()}
-        for name in sorted(have.keys() | newest[step].keys()):
-            if have.get(name) != newest[step].get(name):
-                found.refuted.append(f"checkpoints/{path.name}/{name} is not what was saved")
+        if name := checkpoint.changed(path, newest[step]):
+            found.refuted.append(f"checkpoints/{path.name}/{name} is not what was saved")
     if newest and max(newest) not in paths:
         found.unchecked.append(f"the checkpoint of step {max(newest)}, which is not in the folder")
     told: dict[str, list[Any]] = {}
@@ -364,9 +362,16 @@ def _checkpoints(found: _Found) -> None:
     try:
         state = torch.load(saved[-1] / "state.pt", map_location="cpu", weights_only=True)
         noise = state.get("noise")
+        told = {name: str(state[name]) for name in ("plan", "key", "batch_size") if name in state}
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         found.refuted.append(f"{saved[-1].name}/state.pt cannot be read ({type(error).__name__})")
         return
+    for name, value in told.items():
+        if value != found.facts.get(name):
+            found.refuted.append(
+                f"{saved[-1].name} was saved with {name} = {value}, the ledger says "
+                f"{found.facts.get(name)}"
+            )
     if noise is None:
         return
     plan = found.plan

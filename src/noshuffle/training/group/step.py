@@ -1,6 +1,6 @@
 """One private step over many ranks; each brings its own part of the batch.
 
-    meet     ids, block fingerprints and the state of every rank; any difference is refused
+    meet     ids, block fingerprints and settings of every rank; any difference is refused
     admit    rank 0 asks the ledger about the whole batch, all hear the answer
     clip     every rank, block by block; sums in fixed point (`fixed_sum`)
     reduce   integers over the ranks, all_reduce or reduce_scatter: before any noise
@@ -57,11 +57,15 @@ class GroupParts(Parts):
 
 @dataclass(frozen=True)
 class Brought:
-    """What a rank brings to a step: the examples' ids, in block order, and their fingerprints."""
+    """What a rank brings to a step: the examples' ids, in block order, and their fingerprints.
+
+    `settings` are those of its optimizer (learning rates and the like).
+    """
 
     size: int
     ids: Ids | None
     prints: list[bytes]
+    settings: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ class GroupStep(Step):
             blocks.extend(blocks_of(size, users, block=self.parts.block))
             prints = block_prints(batch, blocks, own, secret=self.parts.secret)
             order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
-            return Brought(size, None if own is None else own[order], prints)
+            settings = repr(fingerprint.settings_of(self.parts.optimizer))
+            return Brought(size, None if own is None else own[order], prints, settings)
 
         told = team.meet(f"{tag}, last: {is_last}", bring)
         self._check(told)
@@ -142,8 +147,9 @@ class GroupStep(Step):
         self._part += 1
 
     def _check(self, told: list[Brought]) -> None:
-        """Refuse ranks that differ in having ids, and users on several ranks."""
+        """Refuse ranks that differ in having ids or in settings, and users on several ranks."""
         all_agree([{"having ids": b.ids is not None} for b in told])
+        all_agree([{"optimizer settings": b.settings} for b in told])
         if self.parts.groups_users:
             users = np.concatenate([np.unique(b.ids) for b in told if b.ids is not None])
             names, counts = np.unique(users, return_counts=True)
@@ -279,15 +285,27 @@ class GroupStep(Step):
     def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
         """Rank 0 writes the digest of the whole sum; a replay must be the same on every rank."""
         release, team = self.parts.release, self.parts.team
-        of_sum = release.digest(values)
-        found = of_sum if isinstance(of_sum, bytes) else of_sum()
-        if self.parts.is_sharded:  # every rank has another part of it
-            told = team.meet(f"the digest of step {self.index}", lambda: found)
-            found = hashlib.blake2b(b"".join(told), digest_size=16).digest()
-        is_fine = release.commit(admission, found)
+        is_fine = release.commit(admission, self._digest(values))
         if admission.is_replay:
             is_fine = all(team.meet(f"the replay of step {self.index}", lambda: is_fine))
         return is_fine
+
+    def _digest(self, values: dict[str, Tensor]) -> bytes:
+        """The digest of the whole sum, the same for any number of ranks, sharded or not."""
+        parts, hasher = self.parts, hashlib.blake2b(digest_size=16)
+        for name in sorted(values):
+            value = values[name]
+            if parts.is_sharded:
+                whole = shards.gather_rows(
+                    value, parts.places[name], parts.team, dim=0, device=value.device
+                )
+                value = whole.to(value.device)
+            of_sum = parts.release.digest({name: value})
+            hasher.update(of_sum if isinstance(of_sum, bytes) else of_sum())
+        if also := parts.release.counted(self._sums):
+            of_count = parts.release.digest({}, also)
+            hasher.update(of_count if isinstance(of_count, bytes) else of_count())
+        return hasher.digest()
 
 
 def _joined(figures: list[Figures]) -> Figures:
