@@ -380,8 +380,8 @@ def _checkpoints(found: _Found) -> None:
         "scale": float(found.facts.get("noise_scale") or "nan"),
         "horizon": plan.steps,
     }
-    for name, value in own.items():
-        if noise.get(name) != value:
+    for name, planned in own.items():
+        if noise.get(name) != planned:
             found.refuted.append(
                 f"{saved[-1].name} goes on with noise of another {name} than the plan's"
             )
