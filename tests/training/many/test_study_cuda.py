@@ -30,6 +30,19 @@ class Residual(nn.Module):
         return self.leave(x + self.back(self.block(x)))
 
 
+class Named(nn.Module):
+    """A model whose tensors are called "k/name", as those of run k of a study are."""
+
+    def __init__(self, inner: nn.Module, run: int) -> None:
+        super().__init__()
+        self.__dict__["inner"] = inner
+        for name, child in inner.named_children():
+            self.add_module(f"{run}/{name}", child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 def small_cnn() -> nn.Module:
     return build("small_cnn", (1, 8, 8), 10)
 
@@ -89,10 +102,10 @@ def test_captured_eager_and_privatize_agree(make, form: str) -> None:
             model.parameters(), lr=setting.learning_rate, momentum=setting.momentum
         )
         private = privatize(
-            *(model, optimizer, setting.plan or plan(identity(), 0.0)),
+            *(Named(model, k), optimizer, setting.plan or plan(identity(), 0.0)),
             clip_norm=setting.clip_norm,
             batch_size=SIZE,
-            source=captured.source(k),
+            source=test_source(seed=2),
             compile=False,
         )
         for factor, (x, y) in zip(schedule, parts()):
