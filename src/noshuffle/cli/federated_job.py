@@ -204,7 +204,7 @@ def _tell_operator(job: Job, report: RoundReport) -> None:
 
 
 def _let_go(job: Job, *, keep_keys: bool) -> None:
-    """Save, close, seal; an open round is given up, one that was torn is left to the next resume."""
+    """Save, close, seal; an open round is given up, a torn one is left to the next resume."""
     try:
         job.rounds.close(keep_keys=keep_keys)
     except ReplayRefused:
