@@ -128,7 +128,9 @@ def test_a_run_without_noise_or_counts_still_has_a_page(tmp_path: Path) -> None:
     a_run(tmp_path / "a").close()
     (tmp_path / "a" / "operator.jsonl").unlink()
     statement = json.loads((tmp_path / "a" / "statement.json").read_text())
-    (tmp_path / "a" / "statement.json").write_text(json.dumps({**statement, "epsilon": None}))
+    (tmp_path / "a" / "statement.json").write_text(
+        json.dumps({**statement, "epsilon": None, "assumptions": []})
+    )
     page = write_report(tmp_path / "a").read_text()
     assert "∞" in page
     assert not (tmp_path / "a" / "operator.html").exists()

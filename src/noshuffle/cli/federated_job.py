@@ -27,7 +27,6 @@ from noshuffle.federated.per_user import spending
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import RoundProgress, evaluate
 from noshuffle.federated.telemetry import need_flower
-from noshuffle.release.seal import seal
 from noshuffle.report import write_report
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
@@ -69,11 +68,10 @@ def run_job(
         loss, accuracy = evaluate(job.model, job.server.parameters(), job.task)
         _note(job, loss, accuracy, kind="summary")
         users, statement = spending(job.server), job.server.statement()
+        job.rounds.save()
+        write_report(path)  # before the ledger is closed, which then knows of the page
     finally:
-        _let_go(job)
-    write_report(path)
-    if job.server.round == job.server.plan.steps and not keep_keys:
-        seal(path)  # once more where closing did it, so that the ledger knows of the page
+        _let_go(job, keep_keys=keep_keys)
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")
@@ -205,10 +203,10 @@ def _tell_operator(job: Job, report: RoundReport) -> None:
         file.write(json.dumps(row).encode() + b"\n")
 
 
-def _let_go(job: Job) -> None:
-    """Save and close; an open round is given up, one that was torn is left to the next resume."""
+def _let_go(job: Job, *, keep_keys: bool) -> None:
+    """Save, close, seal; an open round is given up, a torn one is left to the next resume."""
     try:
-        job.rounds.close()
+        job.rounds.close(keep_keys=keep_keys)
     except ReplayRefused:
         pass  # another process has gone on with the run: the folder is its own now
     except NoshuffleError:
