@@ -75,6 +75,8 @@ from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
+#: What becomes of the gradients of one unit's examples.
+REDUCTIONS = ("sum", "mean")
 
 
 @dataclass
@@ -122,7 +124,8 @@ class Ghost:
         weights: Tensor | None = None,
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
-        one_of(("sum", "mean"), reduce=reduce)
+        if reduce not in REDUCTIONS:
+            one_of(REDUCTIONS, reduce=reduce)
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
             model = original(model)
             self._say(UNCOMPILED)
