@@ -70,7 +70,7 @@ from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.units import WHOLE, Members, Part, by_unit, finish, is_capturing, members
+from noshuffle.clipping.units import WHOLE, Members, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
@@ -217,7 +217,7 @@ class Ghost:
         known: _Known,
         clip: Clip,
         reduce: str,
-        part: Part = WHOLE,
+        part: SumPart = WHOLE,
         shape: BatchShape | None = None,
     ) -> ClippedSum:
         """The clipped sum of some rows, from one forward and one backward pass."""
