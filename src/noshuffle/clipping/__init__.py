@@ -2,13 +2,14 @@
 
 objective   how a loss is written          forms     per-example gradients not written out
 clipped     bounds and the clipped sum     rules*    one rule per layer type
+factor      min(1, c/‖g‖), the only one    isolation_check  are the rules right for a model?
 units       units, weights, the last steps ghost     one backward pass (tape, layers)
 check       what a model must not contain  per_example  any model, written out
 adaptive    a threshold that follows a quantile      choose  which engine, and why
 products    half precision, wide sums      gram      norms from inner products (a kernel)
 microbatches fast, lean, or what fits      causal_lm the loss of causal language models
 rowwise     rows of a CPU in a few calls   snapshot  whether a model is as it was
-remembers   from one example to the next   row_order rows ordered by what they hold
+statefulness  what a model keeps           row_order rows ordered by what they hold
 """
 
 from noshuffle.clipping.causal_lm import next_token

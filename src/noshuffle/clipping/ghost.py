@@ -70,11 +70,13 @@ from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.units import WHOLE, Members, Part, by_unit, finish, is_capturing, members
+from noshuffle.clipping.units import WHOLE, Members, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
+#: What becomes of the gradients of one unit's examples.
+REDUCTIONS = ("sum", "mean")
 
 
 @dataclass
@@ -122,7 +124,8 @@ class Ghost:
         weights: Tensor | None = None,
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
-        one_of(("sum", "mean"), reduce=reduce)
+        if reduce not in REDUCTIONS:
+            one_of(REDUCTIONS, reduce=reduce)
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
             model = original(model)
             self._say(UNCOMPILED)
@@ -214,7 +217,7 @@ class Ghost:
         known: _Known,
         clip: Clip,
         reduce: str,
-        part: Part = WHOLE,
+        part: SumPart = WHOLE,
         shape: BatchShape | None = None,
     ) -> ClippedSum:
         """The clipped sum of some rows, from one forward and one backward pass."""

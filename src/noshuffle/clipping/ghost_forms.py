@@ -71,13 +71,13 @@ class _Recorder:
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
-        tape, layout = self.tape, self.layout
+        tape = self.tape
         if not tape.is_on:
             return
         call, self.calls[name] = self.calls[name], self.calls[name] + 1
         first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
         self.is_cast = self.is_cast or torch.is_autocast_enabled(first.device.type)
-        axes = layout.checked(name, call, first, out, size=tape.size, is_alike=self.is_alike)
+        axes = self._axes(name, call, first, out)
         if name in self.layers.rules:
             version = -1 if first.is_inference() else first._version
             tape.record(
@@ -85,6 +85,25 @@ class _Recorder:
             )
         else:
             record(tape, layer, args, kwargs, axes[0], tensors(out), axes[1])
+
+    def _axes(self, name: str, call: int, first: Tensor, out: Any) -> tuple[Axes, Axes]:
+        """Example axes of a call that holds as many rows of every example as in the trial.
+
+        Where examples do not have the shapes of the trial's, longer ones may have more rows if the
+        trial saw a flattened batch. Rows that lie otherwise would be given to another example.
+        """
+        layout, size = self.layout, self.tape.size
+        known = layout.calls.get(name, ())
+        axes = known[call] if call < len(known) else layout.axes(name, call)
+        spans = layout.spans[name]
+        rows = spans[call if call < len(spans) else -1]
+        for t, axis, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
+            if not isinstance(t, Tensor):
+                continue
+            found = t.shape[axis[0] or 0] if t.shape else 0
+            if found != size * many and (many == 1 or self.is_alike or found % size):
+                raise NotByLayer(f"layer {name!r} sees its examples in another way than before")
+        return axes
 
     def _build(
         self,

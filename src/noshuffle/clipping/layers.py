@@ -117,29 +117,8 @@ class ExampleAxes:
     spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows per example
     inner: tuple[torch.Size, ...] = ()  # shapes of one example in the trial
 
-    def checked(
-        self, name: str, call: int, first: Tensor, out: Any, *, size: int, is_alike: bool
-    ) -> tuple[Axes, Axes]:
-        """`axes`, of a call that holds as many rows of every example as in the trial.
-
-        `is_alike`: examples have the shapes of the trial's; longer ones may have more rows where
-        the trial saw a flattened batch. Rows that lie otherwise would be given to another example.
-        """
-        known = self._calls.get(name, ())
-        axes = known[call] if call < len(known) else self.axes(name, call)
-        spans = self.spans[name]
-        rows = spans[call if call < len(spans) else -1]
-        for t, own, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
-            if not isinstance(t, Tensor):
-                continue
-            shape = t.shape
-            found = shape[own[0] or 0] if shape else 0
-            if found != size * many and (many == 1 or is_alike or found % size):
-                raise NotByLayer(f"layer {name!r} sees its examples in another way than before")
-        return axes
-
     @cached_property
-    def _calls(self) -> dict[str, list[tuple[Axes, Axes]]]:
+    def calls(self) -> dict[str, list[tuple[Axes, Axes]]]:
         """Input and output axes of every call in the trial."""
         return {name: list(zip(own, self.outputs[name])) for name, own in self.inputs.items()}
 
@@ -149,7 +128,7 @@ class ExampleAxes:
 
     def axes(self, name: str, call: int) -> tuple[Axes, Axes]:
         """Input and output axes of one call; a layer always used alike may be used more often."""
-        known = self._calls.get(name, [])
+        known = self.calls.get(name, [])
         if call < len(known):
             return known[call]
         if len(set(known)) != 1:

@@ -30,7 +30,7 @@ from torch import Tensor
 from noshuffle.clipping.clipped import ClippedSum
 from noshuffle.clipping.objective import batch_size, leaves, take
 from noshuffle.clipping.rng_state import rng_state_of
-from noshuffle.clipping.units import BadUnitFound, Part, is_capturing
+from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing
 
 MODES = ("auto", "fast", "lean")
 #: The part of the free memory that a step may count on: allocators need some for themselves.
@@ -238,17 +238,17 @@ def _joined(
 ) -> ClippedSum:
     """All parts; with `ask="after"` the device is waited for once, when all sums are begun."""
     if len(parts) == 1:
-        return one(batch, parts[0].units, weights, part=Part(ask))
+        return one(batch, parts[0].units, weights, part=SumPart(ask))
     done: list[ClippedSum] = []
     for piece in parts:
         marks = None if weights is None else weights[piece.rows]
         onto = done[0].values if done else None
         if ask == "before":
-            how = Part(onto=onto)
+            how = SumPart(onto=onto)
         elif piece is not parts[-1]:
-            how = Part("never", onto)
+            how = SumPart("never", onto)
         else:
-            how = Part("after", onto, earlier_bad=torch.cat([d.bad for d in done]).any())
+            how = SumPart("after", onto, earlier_bad=torch.cat([d.bad for d in done]).any())
         done.append(one(take(batch, piece.rows), piece.units, marks, part=how))
     losses = _in_order([d.losses for d in done], parts)
     # The last piece has waited for the device, hence for the losses of all before it too.

@@ -179,7 +179,9 @@ def batch_losses(
     if isinstance(loss_fn, ModelLoss):
         losses = loss_fn.fn(model, *batch)
     else:
-        callables(loss_fn=loss_fn)
+        given: Any = loss_fn
+        if not callable(given):
+            callables(loss_fn=given)
         outputs = model(batch[0])
         if isinstance(outputs, Tensor):
             got = {outputs.shape[:1]}

@@ -204,8 +204,9 @@ class PerExample:
                     parts.append(finish(forms, like, values, part, clip=clip))
             else:
                 for name, own in forms.items():
-                    so_far = [form.dense() for form in (*totals.get(name, ()), *own)]
-                    totals[name] = [DenseGradient(torch.stack(so_far).sum(0))]
+                    (new,) = own
+                    old = totals.get(name, ())
+                    totals[name] = [DenseGradient(old[0].dense() + new.dense()) if old else new]
         if who.units is not None:
             with exactly(device):
                 return finish(totals, like, torch.cat(losses), who, clip=clip)

@@ -45,18 +45,19 @@ class Rowwise:
         self._forms = forms
         self._dense: dict[str, tuple[DenseGradient, Matrix]] = {}
         self._outer: dict[str, tuple[OuterGradient, Matrix, Matrix]] = {}
+        self._at: dict[int, str] = {}  # names by where their matrices lie
         for name, own in forms.items():
             form = own[0] if len(own) == 1 else None
             if isinstance(form, DenseGradient):
                 d = matrix(form.grads, form.grads.shape[0])
                 if d is not None:
                     self._dense[name] = (form, d)
+                    self._at[d[0]] = name
             elif type(form) is OuterGradient:
                 size, steps = form.g.shape[:2]
                 g, a = matrix(form.g, size * steps), matrix(form.a, size * steps)
                 if g is not None and a is not None:
                     self._outer[name] = (form, g, a)
-        self._at = {d[0]: name for name, (_, d) in self._dense.items()}
 
     def take_squares(self) -> None:
         """Find the `square` of every form that is rows, and leave it with the form.
@@ -75,7 +76,8 @@ class Rowwise:
                 pairs.append((g, a))
                 owners.append((bias, form))
                 size += g[1] * (g[2] + a[2])
-        for rows, d in (self._dense[name] for name in alone):
+        for name in alone:
+            rows, d = self._dense[name]
             pairs.append((d, None))
             owners.append((rows, None))
             size += d[1] * d[2]
@@ -103,7 +105,8 @@ class Rowwise:
         wanted: list[str] = []
         size = 0
         for name in names:
-            self._find_written(name)
+            if name not in self._dense:
+                self._find_written(name)
             if name in self._dense:
                 d = self._dense[name][1]
                 if d[2] <= WIDEST:

@@ -105,7 +105,7 @@ class BadUnitFound(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class SumPart:
     """How one part of a sum is finished: what it is added to, and when one asks for bad units.
 
     A GPU works behind the host, and to ask it whether a unit is bad is to wait for it. `ask`:
@@ -123,7 +123,7 @@ class Part:
     earlier_bad: Tensor | None = None
 
 
-WHOLE = Part()
+WHOLE = SumPart()
 
 
 def finish(
@@ -133,7 +133,7 @@ def finish(
     who: Members,
     *,
     clip: Clip,
-    part: Part = WHOLE,
+    part: SumPart = WHOLE,
 ) -> ClippedSum:
     """Clip every unit and sum. `forms` are per unit, by parameter name; `like` gives the shapes.
 
@@ -177,7 +177,7 @@ def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor]:
     return broken == 0, who.examples > 0
 
 
-def _ask(bad: Tensor, part: Part, *, device: torch.device) -> tuple[bool, DeviceCopy | None]:
+def _ask(bad: Tensor, part: SumPart, *, device: torch.device) -> tuple[bool, DeviceCopy | None]:
     """Whether bad units must be replaced by zeros, or where the answer will be after the sum.
 
     While a graph is captured nobody can be asked: they are replaced in any case.
