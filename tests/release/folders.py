@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,8 @@ def train(private: Private, *, stop: int | None = None, every: int = 4) -> Priva
             raise Stop
 
     order = TensorBatches(data(), in_order(ROWS, SIZE))
-    try:
+    with suppress(Stop):
         fit_model(private, order, LOSS, checkpoint_every=every, callbacks=[interrupt])
-    except Stop:
-        pass
     return private
 
 

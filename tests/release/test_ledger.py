@@ -313,8 +313,11 @@ def test_the_chain_names_every_row(tmp_path):
         for field, value in {
             "seq": 99, "kind": "'other'", "time": 1.5, "body": "x'00'", "link": "x'00'",
         }.items()
-    ] + ["DELETE FROM steps WHERE step = 1", "DELETE FROM log WHERE kind = 'life'",
-         "INSERT INTO log SELECT seq + 100, kind, time, body, link FROM log WHERE kind = 'life'"]  # fmt: skip
+    ] + [
+        "DELETE FROM steps WHERE step = 1",
+        "DELETE FROM log WHERE kind = 'life'",
+        "INSERT INTO log SELECT seq + 99, kind, time, body, link FROM log WHERE kind = 'life'",
+    ]  # fmt: skip
     for change in changes:
         db.execute("BEGIN")
         db.execute(change)

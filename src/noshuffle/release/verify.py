@@ -366,10 +366,10 @@ def _checkpoints(found: _Found) -> None:
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         found.refuted.append(f"{saved[-1].name}/state.pt cannot be read ({type(error).__name__})")
         return
-    for name, value in told.items():
-        if value != found.facts.get(name):
+    for name, said in told.items():
+        if said != found.facts.get(name):
             found.refuted.append(
-                f"{saved[-1].name} was saved with {name} = {value}, the ledger says "
+                f"{saved[-1].name} was saved with {name} = {said}, the ledger says "
                 f"{found.facts.get(name)}"
             )
     if noise is None:
