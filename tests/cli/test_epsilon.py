@@ -29,9 +29,14 @@ def test_stackoverflow_setting(capsys: pytest.CaptureFixture[str]) -> None:
         "1e-6",
     ]
     exact = output(capsys, *base)
-    assert exact["epsilon"] == pytest.approx(17.67, abs=0.005)
-    assert exact["squared_sensitivity"] == pytest.approx(11)
+    assert exact["epsilon"] == pytest.approx(16.07, abs=0.005)
+    assert exact["squared_sensitivity"] < 11
     assert exact["exact"] is True
+    base += ["--tree-accounting", "nodes"]
+    nodes = output(capsys, *base)
+    assert nodes["epsilon"] == pytest.approx(17.67, abs=0.005)
+    assert nodes["squared_sensitivity"] == pytest.approx(11)
+    assert nodes["exact"] is False
     for key in ("mu", "sensitivity", "noise_multiplier", "mechanism", "participation"):
         assert exact[key]
     assert exact["neighbours"] == "zero-out"
@@ -44,7 +49,7 @@ def test_stackoverflow_setting(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("every", ["2000", "20e"])
 def test_cifar_setting(capsys: pytest.CaptureFixture[str], every: str) -> None:
     line = "epsilon --mechanism tree --epochs 100 --steps-per-epoch 100 --completion "
-    line += f"--noise-multiplier 46.3 --delta 1e-5 --restart-every {every}"
+    line += f"--noise-multiplier 46.3 --delta 1e-5 --restart-every {every} --tree-accounting nodes"
     found = output(capsys, *line.split())
     assert found["squared_sensitivity"] == pytest.approx(4129)
     assert found["epsilon"] == pytest.approx(6.43, abs=0.005)
@@ -55,7 +60,7 @@ def test_cifar_setting(capsys: pytest.CaptureFixture[str], every: str) -> None:
 
 def test_gboard_setting(capsys: pytest.CaptureFixture[str]) -> None:
     line = "epsilon --mechanism tree --steps 2000 --separation 314 --max-participations 6 "
-    line += "--noise-multiplier 7 --delta 1e-10 --unit user"
+    line += "--noise-multiplier 7 --delta 1e-10 --unit user --tree-accounting nodes"
     found = output(capsys, *line.split())
     assert found["squared_sensitivity"] == pytest.approx(79)
     assert found["epsilon"] == pytest.approx(8.526093, abs=1e-5)

@@ -21,6 +21,9 @@ class EpsilonSettings(Promise):
         None, "tree: steps per tree, or epochs with the suffix e (2000, 20e)"
     )
     completion: bool = setting(False, "tree: virtual empty steps before a restart", "--completion")
+    tree_accounting: str = setting(
+        "tight", "tree: tight (noise that is released) or nodes (all nodes, as in older papers)"
+    )
     bands: int | None = setting(None, "bands of banded mechanisms")
     buffers: int | None = setting(None, "buffers of a BLT")
     taps: int | None = setting(None, "epoch taps of a BLT")
@@ -62,12 +65,14 @@ def _plan(asked: EpsilonSettings) -> Any:
             "variant": asked.variant != "honaker",
             "restart_every": every,
             "completion": asked.completion,
+            "tree_accounting": asked.tree_accounting != "tight",
         },
     )
     chosen: Any = mechanism
     options: dict[str, Any] = {}
     if mechanism == "tree":
         chosen = tree(asked.variant, restart_every=every, completion=asked.completion)
+        options = {"tree_accounting": asked.tree_accounting}
         participation = _with_restarts(participation, every)
     else:
         options = {name: value for name, value in sizes.items() if value is not None}

@@ -24,6 +24,7 @@ _ONLY_FOR = {
     "variant": ("tree",),
     "restart_every": ("tree",),
     "completion": ("tree",),
+    "tree_accounting": ("tree",),
     "bands": _BANDED,
     "taps": _TAPPED,
 }
