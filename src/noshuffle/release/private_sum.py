@@ -27,7 +27,6 @@ part in step 0 and the plan allows one step; keep the order of the plan, or use 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import Flat
+from noshuffle.clipping.factor import FINE_SLACK, clip_factor
 from noshuffle.errors import InvalidInput, one_of, positive
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
@@ -156,6 +156,7 @@ class PrivateSum(OneOwner):
     def add(self, contributions: Any, *, ids: Any = None) -> Any:
         """Take the contributions of the next step, one row per unit; the private increment.
 
+        A single number is the contribution of one unit.
         `ids` names the unit of every row. Without ids the rows of a step are told apart from those
         of other steps by their content as a whole, a weaker check that the statement names. Of a
         plan with unit="user", rows of one user are added up before they are clipped. An empty step
@@ -276,8 +277,7 @@ def clipped_rows(rows: Tensor, clip: float) -> Tensor:
     # Divided by the largest entry first: squares of huge entries would overflow.
     unit = torch.where(is_fine & (largest > 0), largest, torch.ones_like(largest))
     norms = (rows / unit).square().sum(1, keepdim=True).sqrt() * unit
-    shrink = clip * (1.0 - 2.0**-40)  # room for the rounding of this very product
-    return rows * torch.clamp(shrink / norms.clamp_min(math.ulp(0.0)), max=1.0)
+    return rows * clip_factor(norms, clip, slack=FINE_SLACK)
 
 
 def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
@@ -308,7 +308,6 @@ def _tensor(value: Any) -> tuple[Tensor, str]:
                 f"contributions must be real numbers, got {array.dtype}; give one row per unit"
             )
         value = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
-    if value.is_complex() or value.dim() == 0:
-        what = "complex numbers" if value.is_complex() else "a single number"
-        raise InvalidInput(f"contributions must be one real row per unit, got {what}; use [value]")
-    return value.detach(), kind
+    if value.is_complex():
+        raise InvalidInput("contributions must be real numbers, got complex ones")
+    return value.detach().reshape(1) if value.dim() == 0 else value.detach(), kind
