@@ -72,8 +72,8 @@ def test_the_deviation_of_totals_is_the_stated_one(mechanism: str) -> None:
         sums.add(np.zeros((1, width)), ids=[step])
         spread = float(np.sqrt(np.mean(sums.total**2)))
         assert spread == pytest.approx(sums.deviation, rel=0.12)
-        assert not spread == pytest.approx(sums.deviation * 1.5, rel=0.12)
-        assert not spread == pytest.approx(sums.deviation / 1.5, rel=0.12)
+        assert spread != pytest.approx(sums.deviation * 1.5, rel=0.12)
+        assert spread != pytest.approx(sums.deviation / 1.5, rel=0.12)
 
 
 def test_a_number_is_one_contribution() -> None:
