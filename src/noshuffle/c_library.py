@@ -49,6 +49,8 @@ from typing import Any
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 #: The flag that asks for all that this processor has; some compilers for ARM know the second.
 _PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
+#: Functions of a library may be inlined into each other, although others can call them too.
+_COMMON = ("-O3", "-shared", "-fPIC", "-fno-semantic-interposition")
 
 _SOURCES = Path(__file__).parent / "native"
 _PROCESS = os.getpid()
@@ -81,14 +83,14 @@ def build(
 
 def _kept(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL | None:
     """The library as it lies in the cache folder, built and put there if it does not."""
-    parts = (text, compiler, _version(compiler), *flags, *_PROCESSOR_FLAGS, _processor())
-    name = hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
+    parts = (text, compiler, _version(compiler), *_COMMON, *flags, *_PROCESSOR_FLAGS)
+    name = hashlib.blake2b("\0".join([*parts, _processor()]).encode(), digest_size=20).hexdigest()
     kept = folder / f"{name}.so"
     if kept.exists() and _is_safe(kept):
         try:
             return ctypes.CDLL(str(kept))
         except OSError:
-            kept.unlink()  # damaged: build it again
+            kept.unlink(missing_ok=True)  # damaged: build it again
     with tempfile.TemporaryDirectory(
         prefix="build-", dir=folder, ignore_cleanup_errors=True
     ) as aside:
@@ -106,7 +108,7 @@ def _compiled(text: str, compiler: str, flags: tuple[str, ...], folder: Path) ->
     source.write_text(text, encoding="utf-8")
     files = ["-o", str(target), str(source), "-lm"]
     for processor in _PROCESSOR_FLAGS:
-        command = [compiler, "-O3", "-shared", "-fPIC", processor, *flags, *files]
+        command = [compiler, *_COMMON, processor, *flags, *files]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             return target
