@@ -14,22 +14,25 @@ from scipy.optimize import check_grad
 
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, rate
 from noshuffle.convex.linear_rule import LinearRule, LinearSettings
-from noshuffle.convex.margins import Hinge, Logistic, SmoothHinge, Softmax, Squared
+from noshuffle.convex.losses import hinge, logistic, smoothed_hinge, squared
+from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.convex.moments import ball_least_squares, moments, unpack
 from noshuffle.convex.phases import Budget, make_phase, next_phase, statement_of
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream
-from noshuffle.convex.sums_rule import SumsRule, pack, ridge_in_ball, unpack
+from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.noise import test_source as source_of
 from noshuffle.strategies import blt
 
 RNG = np.random.default_rng(5)
 START = RNG.bit_generator.state
+SQUARED, HINGE = PerMargin(squared(radius=math.inf)), PerMargin(hinge())
 LOSSES = [
-    (Logistic(), 1),
+    (PerMargin(logistic()), 1),
     (Softmax(), 4),
-    (SmoothHinge(), 1),
-    (SmoothHinge(0.2), 3),
-    (Squared(), 1),
+    (PerMargin(smoothed_hinge()), 1),
+    (PerMargin(smoothed_hinge(width=0.2)), 3),
+    (SQUARED, 1),
 ]
 
 
@@ -40,7 +43,7 @@ def _from_the_start() -> None:
 
 
 def targets(loss: Any, n: int, outputs: int) -> Any:
-    if isinstance(loss, Squared):
+    if loss is SQUARED:
         return RNG.uniform(-1, 1, size=n)
     return RNG.integers(max(outputs, 2), size=n)
 
@@ -65,8 +68,9 @@ def test_residual_is_the_gradient_within_its_bounds(loss: Any, outputs: int) -> 
 
 def test_hinge_is_the_limit_of_its_smooth_form() -> None:
     m, y = RNG.normal(size=(200, 3)), RNG.integers(3, size=200)
-    np.testing.assert_allclose(SmoothHinge(1e-9).value(m, y), Hinge().value(m, y), atol=1e-8)
-    np.testing.assert_allclose(SmoothHinge(1e-9).residual(m, y), Hinge().residual(m, y))
+    round_hinge = PerMargin(smoothed_hinge(width=1e-9))
+    np.testing.assert_allclose(round_hinge.value(m, y), HINGE.value(m, y), atol=1e-8)
+    np.testing.assert_allclose(round_hinge.residual(m, y), HINGE.residual(m, y))
 
 
 def rule(loss: Any, outputs: int, clip: float, **more: Any) -> LinearRule:
@@ -89,7 +93,7 @@ def slow_sum(made: LinearRule, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("intercept", [True, False])
-@pytest.mark.parametrize(("loss", "outputs"), [*LOSSES, (Hinge(), 3)])
+@pytest.mark.parametrize(("loss", "outputs"), [*LOSSES, (HINGE, 3)])
 def test_clipped_sum_against_its_slow_twin(loss: Any, outputs: int, intercept: bool) -> None:
     made = rule(loss, outputs, 0.8, fit_intercept=intercept, averaging="last", learning_rate=0.3)
     made.start(None)  # type: ignore[arg-type]
@@ -178,24 +182,36 @@ def test_sums_without_noise_are_least_squares() -> None:
 
 
 def test_packing_keeps_the_norm() -> None:
-    a = RNG.normal(size=(5, 5))
-    a = a + a.T
-    assert np.linalg.norm(pack(a)) == pytest.approx(np.linalg.norm(a))
-    np.testing.assert_allclose(unpack(pack(a), 5), a)
+    x, y = RNG.normal(size=(7, 5)), RNG.normal(size=7)
+    packed = moments(x, y, ratio=0.5)
+    assert np.linalg.norm(packed[:15]) == pytest.approx(np.linalg.norm(x.T @ x))
+    gram, cross = unpack(packed, 5, ratio=0.5)
+    np.testing.assert_allclose(gram, x.T @ x, atol=1e-12)
+    np.testing.assert_allclose(cross, y @ x, atol=1e-12)
+    weights = RNG.uniform(size=7)
+    one_by_one = sum(
+        w * moments(x[i : i + 1], y[i : i + 1], ratio=0.5) for i, w in enumerate(weights)
+    )
+    np.testing.assert_allclose(moments(x, y, ratio=0.5, weights=weights), one_by_one, atol=1e-12)
 
 
-def test_ridge_in_ball_meets_its_optimality_conditions() -> None:
+def test_ridge_in_a_ball_meets_its_optimality_conditions() -> None:
     for _ in range(20):
         a = RNG.normal(size=(4, 4))
         v, u = a @ a.T, RNG.normal(size=4) * 5
-        free = ridge_in_ball(v, u, ridge=0.3, radius=None)
+        free = ball_least_squares(v, u, ridge=0.3, least_curvature=1e-12)
         np.testing.assert_allclose((v + 0.3 * np.eye(4)) @ free, u, atol=1e-8)
         radius = 0.5 * float(np.linalg.norm(free))
-        inside = ridge_in_ball(v, u, ridge=0.3, radius=radius)
+        inside = ball_least_squares(v, u, ridge=0.3, radius=radius)
         assert np.linalg.norm(inside) == pytest.approx(radius)
         slope = u - (v + 0.3 * np.eye(4)) @ inside  # must point outwards along the answer
         cosine = slope @ inside / (np.linalg.norm(slope) * radius)
         assert cosine == pytest.approx(1.0)
+        # Curvatures that come from noise alone are raised.
+        raised = ball_least_squares(v - 9 * np.eye(4), u, ridge=0.3, least_curvature=0.2)
+        values, basis = np.linalg.eigh(v - 9 * np.eye(4))
+        expected = basis @ ((basis.T @ u) / np.maximum(values + 0.3, 0.2))
+        np.testing.assert_allclose(raised, expected, atol=1e-10)
 
 
 def test_rows_depend_on_themselves_alone() -> None:

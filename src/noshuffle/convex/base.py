@@ -11,19 +11,20 @@ import pickle
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.linear_rule import LinearRule, LinearSettings
-from noshuffle.convex.margins import Array, Loss, Targets
-from noshuffle.convex.phases import UNKNOWN_HORIZON, Budget, statement_of
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, Budget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, replace_file, write_stream
+from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, write_stream
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Observer, Rule
@@ -31,6 +32,8 @@ from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instanc
 from noshuffle.noise import Source, new_key, test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
+from noshuffle.release.files import write_bytes
+from noshuffle.release.spending import TEST_SEED
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
 
@@ -38,11 +41,11 @@ from noshuffle.strategies import Strategy
 _BLOCK = 4096
 _NO_IDS = "No ids were given: every row is taken to be a unit of its own."
 _IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
-_TEST_SEED = (
-    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
-)
 _RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
-_SCALED = "Bounds, horizon, batch size, radius and all other settings were chosen without the data."
+_BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
+_UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
+_SETTINGS = "All other settings are taken to have been chosen without the data, too."
+_FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -97,7 +100,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     release_score: bool = False
     test_seed: int | str | None = None
 
-    def _loss(self, classes: int) -> Loss:
+    #: Parameters that bound columns or targets.
+    _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound")
+
+    def _loss(self, classes: int) -> MarginLoss:
         raise NotImplementedError
 
     def _score(self) -> Accuracy | RSquared:
@@ -135,7 +141,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         )
         return LinearRule(settings, watch=self._watch)
 
-    def _clip(self, loss: Loss, outputs: int) -> float:
+    def _clip(self, loss: MarginLoss, outputs: int) -> float:
         """The given clip norm, else the bound that follows from Lipschitz loss and bounded rows."""
         if self.clip_norm is not None:
             positive(clip_norm=self.clip_norm)
@@ -147,10 +153,53 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             )
         return slope * float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
 
+    def _targets(self, y: Any) -> Targets:
+        """y as the rule takes it."""
+        raise NotImplementedError
+
+    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        """Rows and targets as arrays of real numbers (classes may be anything with an order)."""
+        refuse_complex(X=X, y=y)
+        numeric = isinstance(self, RegressorMixin)
+        return validate_data(  # type: ignore[no-any-return]
+            self, X, y, accept_sparse="csr", dtype=_FLOATS, y_numeric=numeric, reset=reset
+        )
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        ids: Iterable[Hashable] | None,
+        observer: Observer | None,
+        *notes: str,
+    ) -> Self:
+        """`fit`, once X and y are checked."""
+        self._begin(X.shape[1], rows=X.shape[0])
+        self._learn(X, self._targets(y), ids, observer=observer, passes=self.passes)
+        self._stream.close()
+        self._finish(*notes)
+        return self
+
+    def _partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        ids: Iterable[Hashable] | None,
+        observer: Observer | None,
+        *,
+        goes_on: bool,
+    ) -> Self:
+        """`partial_fit`, once X and y are checked."""
+        if not goes_on:
+            self._begin(X.shape[1], rows=None)
+        self._learn(X, self._targets(y), ids, observer=observer)
+        self._finish(*(self._notes if goes_on else ()))
+        return self
+
     def _watch(self, margins: Array, y: Targets) -> None:
         self._progress(margins, y)
 
-    def _begin(self, features: int, classes: int, *, rows: int | None) -> None:
+    def _begin(self, features: int, *, rows: int | None) -> None:
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
         # A number would be read as the square of the constant column, and half of one bounds less.
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
@@ -168,18 +217,18 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             else test_source(seed=f"{type(self).__name__} {self.test_seed}")
         )
         self._stream = self._new_stream(
-            features, classes, source=source, horizon=horizon, passes=self.passes
+            features, source=source, horizon=horizon, passes=self.passes
         )
 
     def _new_stream(
-        self, features: int, classes: int, *, source: Source, horizon: int | None, passes: int
+        self, features: int, *, source: Source, horizon: int | None, passes: int
     ) -> LearningStream:
         if self.neighbours == "add-remove":
             raise Unsupported(
                 "rows behind one that is added or removed would move to other batches, which no "
                 "bound covers; use neighbours='zero-out' or 'replace-one'"
             )
-        rule = self._rule(features, classes)
+        rule = self._rule(features, len(getattr(self, "classes_", ())))
         return LearningStream(
             ScoredRule(rule, self._scores) if self.release_score else rule,
             Budget(self.epsilon, self.delta, self.mechanism, self.neighbours),
@@ -220,7 +269,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self.progressive_score_ = self._progress.value
         self._publish()
         self._notes = notes
-        said = [_IDS if stream.has_ids else _NO_IDS, NOT_COVERED, _SCALED, *notes]
+        given = [n for n in self._BOUNDS if getattr(self, n) is not None]
+        bounds = _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED
+        ids = _IDS if stream.has_ids else _NO_IDS
+        said = [ids, NOT_COVERED, bounds, _SETTINGS, OTHER_FITS, *notes]
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
             curve = np.array(stream.rule.curve).reshape(-1, 3)
@@ -228,8 +280,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
-        if self.test_seed is not None:
-            said.insert(0, _TEST_SEED)
+        if stream.source.is_test:
+            said.insert(0, TEST_SEED)
         self.plan_ = stream.phase.plan
         self.privacy_: PrivacyStatement = statement_of(stream.phases, notes=tuple(said))
 
@@ -274,7 +326,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         if stream.log is None:
             stream.log = ReleaseLog(path, key=stream.source.key)
         state |= {"prefix": stream.log.cut().hex(), "progress": dict(vars(self._progress))}
-        replace_file(path / MODEL, pickle.dumps(self), mode=0o644)
+        write_bytes(path / MODEL, pickle.dumps(self), mode=0o644)
         write_stream(path, state, inode=stream.log.inode)
         return self
 
@@ -299,9 +351,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def _revive(self, path: Path, state: dict[str, Any]) -> ReleaseLog:
         source = Source(bytes.fromhex(state["key"]), state["kind"], state["is_test"])
         horizon, passes = state["phases"][0]
-        classes = len(getattr(self, "classes_", ()))
         stream = self._new_stream(
-            self.n_features_in_, classes, source=source, horizon=horizon, passes=passes
+            self.n_features_in_, source=source, horizon=horizon, passes=passes
         )
         stream.load(state)
         stream.log = ReleaseLog(path, key=source.key, prefix=bytes.fromhex(state["prefix"]))
@@ -312,7 +363,8 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
 
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")
-        x = validate_data(self, x, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        refuse_complex(X=x)
+        x = validate_data(self, x, accept_sparse="csr", dtype=_FLOATS, reset=False)
         out = [np.zeros((0, len(self._weights)))]
         for first in range(0, x.shape[0], _BLOCK):
             rows = self._rows.apply(x[first : first + _BLOCK])

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from scipy import sparse
 
 from noshuffle.errors import InvalidInput, ReplayRefused
+from noshuffle.release.files import write_bytes
 
 FORMAT = "noshuffle-stream/1"
 MODEL, STREAM, LOG = "model.pkl", "stream.pt", "released.sqlite"
@@ -117,7 +117,7 @@ def write_stream(folder: Path, state: dict[str, Any], *, inode: int) -> None:
     """Replace stream.pt atomically; it is readable by its owner only from the first byte on."""
     buffer = io.BytesIO()
     torch.save({**state, "format": FORMAT, "inode": inode}, buffer)
-    replace_file(folder / STREAM, buffer.getvalue(), mode=0o600)
+    write_bytes(folder / STREAM, buffer.getvalue(), mode=0o600)
 
 
 def read_stream(folder: Path, *, moved: bool) -> dict[str, Any]:
@@ -135,19 +135,3 @@ def read_stream(folder: Path, *, moved: bool) -> dict[str, Any]:
             "different rows. If it was moved and the original is gone, say load(..., moved=True)"
         )
     return state
-
-
-def replace_file(path: Path, data: bytes, *, mode: int) -> None:
-    """The old file or the new one, never something in between, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

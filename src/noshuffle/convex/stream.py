@@ -2,9 +2,9 @@
 
 Rows arrive in pieces of any size. Every piece is handed to a rule at the current iterate; the rule
 predicts it, and returns the sum of its clipped contributions. When the planned number of rows has
-come, the sum receives row t of C⁻¹Z (scaled by z·clip), is divided by the planned batch size and
-goes to the rule, which makes the next iterate. Between batches the iterate does not move, so it
-does not matter how a batch was cut into pieces.
+come, the sum receives row t of C⁻¹Z (scaled by z·clip) on the public grid of the noise stream, is
+divided by the planned batch size and goes to the rule, which makes the next iterate. Between
+batches the iterate does not move, so it does not matter how a batch was cut into pieces.
 
 State kept: the unfinished sum, the noise stream of the current phase, counts, and keyed hashes of
 the ids that were seen (if ids are given). The unfinished sum and the key are secrets: they leave
@@ -20,9 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Budget, Phase, make_phase, next_phase
-from noshuffle.convex.release import Release
 from noshuffle.convex.saved import ReleaseLog
 from noshuffle.errors import (
     HorizonExceeded,
@@ -31,7 +30,8 @@ from noshuffle.errors import (
     Unsupported,
     instance_of,
 )
-from noshuffle.noise import Source
+from noshuffle.noise import NoiseStream, Source
+from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 
 #: Bytes by which an id is known again.
@@ -88,7 +88,7 @@ class Observer(Protocol):
         """The step was released and the iterate has moved."""
 
 
-class LearningStream:
+class LearningStream(OneOwner):
     """One pass (or several in the same order) of rows through a rule.
 
     Guarantees: what the rule's `update` receives in a phase is the sequence of clipped sums plus
@@ -144,12 +144,13 @@ class LearningStream:
         self.phases.append(phase)
         self._in_phase = self._phase_steps = 0
         # Every phase has a name, hence a stream, of its own under the one key.
-        self._noise = Release(
-            phase.plan,
+        self._noise_name = f"phase {len(self.phases)}"
+        self._noise = NoiseStream(
+            phase.plan.strategy.recipe(phase.plan.steps),
             self.source,
-            name=f"phase {len(self.phases)}",
-            size=self.rule.size,
-            clip_norm=self.rule.clip_norm,
+            {self._noise_name: (self.rule.size,)},
+            scale=phase.plan.noise_multiplier * self.rule.clip_norm,
+            steps=phase.plan.steps,
         )
         self.rule.start(phase)
 
@@ -244,7 +245,8 @@ class LearningStream:
             self._observer.before(self.steps, last - self._held, last)
         if self.log is not None:
             self.log.before(self.steps)
-        mean = (self._noise(self._sum) / self.phase.batch_size).numpy()
+        self._noise.add_({self._noise_name: self._sum})
+        mean = (self._sum / self.phase.batch_size).numpy()
         self.rule.update(mean, step=self._phase_steps)
         self._sum = torch.zeros_like(self._sum)
         self._held = 0
