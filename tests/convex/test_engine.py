@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,10 @@ from noshuffle.convex.phases import Budget, make_phase, next_phase, statement_of
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
+from noshuffle.errors import Unsupported
 from noshuffle.noise import test_source as source_of
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.verify import verify
 from noshuffle.strategies import blt
 
 RNG = np.random.default_rng(5)
@@ -255,30 +260,40 @@ def test_rates_minimise_what_they_say() -> None:
     assert regret(eta) <= min(regret(eta * 0.9), regret(eta * 1.1))
 
 
-def test_observer_sees_every_row_once_per_pass_before_its_release() -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, int, int]] = []
-            self.after_steps: list[int] = []
-
-        def start(self, plan: Any, source: Any) -> None:
-            assert plan.steps == 10
-            assert source.is_test
-
-        def before(self, step: int, first: int, last: int) -> None:
-            assert len(self.after_steps) == step
-            self.seen.append((step, first, last))
-
-        def after(self, step: int) -> None:
-            self.after_steps.append(step)
-
-    notes = Notes()
+@pytest.mark.parametrize("ids", [None, range(100, 123), [f"u{i}" for i in range(23)]])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_run_folder_holds_the_evidence(ids: Any, passes: int, tmp_path: Path) -> None:
     x, y = RNG.normal(size=(23, 2)), RNG.integers(2, size=23)
-    PrivateLogisticRegression(passes=2, batch_size=5, mechanism="tree", test_seed=1).fit(
-        x, y, observer=notes
-    )
-    once = [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
-    assert [(a, b) for _, a, b in notes.seen] == once + once
+    model = PrivateLogisticRegression(
+        passes=passes, batch_size=5, mechanism="tree", classes=[0, 1]
+    ).fit(x, y, ids=ids, run=tmp_path / "run")
+    verdict = verify(tmp_path / "run")
+    assert not verdict.refuted
+    assert verdict.is_verified
+    assert verdict.released == 5 * passes
+    said = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert said["epsilon"] == model.privacy_.epsilon
+    rows = list(Ledger(model.plan_.participation, path=tmp_path / "run" / "ledger.sqlite").rows())
+    assert [len(row.units) for row in rows] == [5, 5, 5, 5, 3] * passes
+    assert all(row.digest for row in rows)
+    assert not (tmp_path / "run" / "checkpoints" / "key.json").exists()  # finished, so sealed
+    if passes == 1:  # new rows after a finished run are phases of their own
+        more = None if ids is None else [f"v{i}" if isinstance(ids, list) else i for i in range(9)]
+        model.partial_fit(x[:9], y[:9], ids=more)
+        assert model.n_rows_ == 32
+
+
+def test_a_stream_in_a_run_folder_ends_with_its_horizon(tmp_path: Path) -> None:
+    x, y = RNG.normal(size=(20, 2)), RNG.integers(2, size=20)
+    model = PrivateLogisticRegression(horizon=20, batch_size=5, classes=[0, 1], mechanism="tree")
+    model.partial_fit(x[:12], y[:12], run=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["released_steps"] == 2
+    with pytest.raises(Unsupported, match="first partial_fit"):
+        model.partial_fit(x[12:14], y[12:14], run=tmp_path / "other")
+    model.partial_fit(x[12:], y[12:])
+    assert verify(tmp_path / "run").is_verified
+    with pytest.raises(Unsupported, match="one plan"):
+        PrivateLogisticRegression(classes=[0, 1]).partial_fit(x, y, run=tmp_path / "more")
 
 
 def test_memory_does_not_grow_with_the_rows() -> None:

@@ -24,16 +24,23 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, Budget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, write_stream
+from noshuffle.convex.saved import MODEL, read_stream, write_stream
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
-from noshuffle.convex.stream import LearningStream, Observer, Rule
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
-from noshuffle.noise import Source, new_key, test_source
+from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    Unsupported,
+    instance_of,
+    one_of,
+    positive,
+)
+from noshuffle.noise import test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
+from noshuffle.release.facts import TEST_SEED
 from noshuffle.release.files import write_bytes
-from noshuffle.release.spending import TEST_SEED
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
 
@@ -170,12 +177,12 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         X: Any,
         y: Any,
         ids: Iterable[Hashable] | None,
-        observer: Observer | None,
+        run: str | Path | None,
         *notes: str,
     ) -> Self:
         """`fit`, once X and y are checked."""
-        self._begin(X.shape[1], rows=X.shape[0])
-        self._learn(X, self._targets(y), ids, observer=observer, passes=self.passes)
+        self._begin(X.shape[1], rows=X.shape[0], run=run)
+        self._learn(X, self._targets(y), ids, passes=self.passes)
         self._stream.close()
         self._finish(*notes)
         return self
@@ -185,21 +192,23 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         X: Any,
         y: Any,
         ids: Iterable[Hashable] | None,
-        observer: Observer | None,
+        run: str | Path | None,
         *,
         goes_on: bool,
     ) -> Self:
         """`partial_fit`, once X and y are checked."""
         if not goes_on:
-            self._begin(X.shape[1], rows=None)
-        self._learn(X, self._targets(y), ids, observer=observer)
+            self._begin(X.shape[1], rows=None, run=run)
+        elif run is not None:
+            raise Unsupported("a run folder goes with the first partial_fit of a stream")
+        self._learn(X, self._targets(y), ids)
         self._finish(*(self._notes if goes_on else ()))
         return self
 
     def _watch(self, margins: Array, y: Targets) -> None:
         self._progress(margins, y)
 
-    def _begin(self, features: int, *, rows: int | None) -> None:
+    def _begin(self, features: int, *, rows: int | None, run: str | Path | None) -> None:
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
         # A number would be read as the square of the constant column, and half of one bounds less.
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
@@ -211,23 +220,19 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             )
         self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
         self._progress = self._score()
-        source = (
-            Source(new_key())
-            if self.test_seed is None
-            else test_source(seed=f"{type(self).__name__} {self.test_seed}")
-        )
-        self._stream = self._new_stream(
-            features, source=source, horizon=horizon, passes=self.passes
-        )
+        self._stream = self._new_stream(features, horizon=horizon, passes=self.passes, run=run)
 
     def _new_stream(
-        self, features: int, *, source: Source, horizon: int | None, passes: int
+        self, features: int, *, horizon: int | None, passes: int, run: str | Path | None = None
     ) -> LearningStream:
         if self.neighbours == "add-remove":
             raise Unsupported(
                 "rows behind one that is added or removed would move to other batches, which no "
                 "bound covers; use neighbours='zero-out' or 'replace-one'"
             )
+        source = None  # keys of the operating system
+        if self.test_seed is not None:
+            source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
         rule = self._rule(features, len(getattr(self, "classes_", ())))
         return LearningStream(
             ScoredRule(rule, self._scores) if self.release_score else rule,
@@ -236,6 +241,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             horizon=horizon,
             passes=passes,
             batch_size=self.batch_size,
+            run=run,
         )
 
     def _learn(
@@ -244,14 +250,11 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         y: Targets,
         ids: Iterable[Hashable] | None,
         *,
-        observer: Observer | None = None,
         passes: int = 1,
     ) -> None:
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.admit(x.shape[0], ids)
-        if observer is not None:
-            stream.watch(observer)
         for index in range(passes):
             # A second look at a row is no validation.
             stream.rule.watch = None if index else self._watch
@@ -280,9 +283,13 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
-        if stream.source.is_test:
+        if stream.is_test:
             said.insert(0, TEST_SEED)
         self.plan_ = stream.phase.plan
+        if stream.is_observed:
+            stream.release.write_statement()
+            if stream.release.released == self.plan_.steps:
+                stream.end_run()
         self.privacy_: PrivacyStatement = statement_of(stream.phases, notes=tuple(said))
 
     def _continued(self) -> bool:
@@ -305,10 +312,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     def save(self, folder: str | Path) -> Self:
         """Write the model and its live stream into a folder, from which `load` goes on.
 
-        Guarantees: from here on this model, and every process that loads the folder, records what
-        each step was released from before its noise is used; a step that was recorded is repeated
-        from the same rows only (see `saved`). The folder holds the noise key: keep it as secret
-        as the data. To give a model away, pickle it instead.
+        Guarantees: from here on this model, and every process that loads the folder, writes a row
+        with the digest of its sum before the noise of a step is used; a step on record is repeated
+        with the same sum only (see `saved`). The folder holds the noise keys: keep it as secret as
+        the data. To give a model away, pickle it instead.
         """
         check_is_fitted(self, "privacy_")
         stream, path = getattr(self, "_stream", None), Path(folder)
@@ -316,50 +323,44 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
         if stream.is_observed:
             raise Unsupported("this stream keeps its evidence in a run folder already")
-        if stream.log is None:
+        if stream.folder is None:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        elif stream.log.folder.resolve() != path.resolve():
-            raise InvalidInput(f"this stream lives in {stream.log.folder}; save it there again")
-        state = stream.state()
-        if stream.log is None:
-            stream.log = ReleaseLog(path, key=stream.source.key)
-        state |= {"prefix": stream.log.cut().hex(), "progress": dict(vars(self._progress))}
+            stream.move_into(path)
+        elif stream.folder.resolve() != path.resolve():
+            raise InvalidInput(f"this stream lives in {stream.folder}; save it there again")
         write_bytes(path / MODEL, pickle.dumps(self), mode=0o644)
-        write_stream(path, state, inode=stream.log.inode)
+        write_stream(path, stream, progress=dict(vars(self._progress)))
         return self
 
     @classmethod
-    def load(cls, folder: str | Path, *, moved: bool = False) -> Self:
+    def load(cls, folder: str | Path, *, moved: bool = False, on_replay: str = "refuse") -> Self:
         """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
 
         A stream that was killed after its last save is given the rows since then once more, in
-        their order. Load only folders you wrote: the model is a pickle. `moved` says that the
-        folder was moved to another disk and that the original is gone.
+        their order and in the same pieces. A step whose sum does not come out as it was released
+        is refused, or passed over with on_replay="skip": nothing is learned from its rows. Load
+        only folders you wrote: the model is a pickle. A folder that was copied or restored goes on
+        under keys of its own (`moved`, which used to say so, is not needed).
         """
+        one_of(("refuse", "skip"), on_replay=on_replay)
         path = Path(folder)
-        state = read_stream(path, moved=moved)
+        state = read_stream(path)
         model = pickle.loads((path / MODEL).read_bytes())
         if not isinstance(model, cls):
             raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
-        log = model._revive(path, state)
-        if moved:
-            write_stream(path, state, inode=log.inode)
+        model._revive(path, state)
+        model._stream.skips_replays = on_replay == "skip"
         return model
 
-    def _revive(self, path: Path, state: dict[str, Any]) -> ReleaseLog:
-        source = Source(bytes.fromhex(state["key"]), state["kind"], state["is_test"])
+    def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]
-        stream = self._new_stream(
-            self.n_features_in_, source=source, horizon=horizon, passes=passes
-        )
-        stream.load(state)
-        stream.log = ReleaseLog(path, key=source.key, prefix=bytes.fromhex(state["prefix"]))
+        stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
+        stream.load(state, path)
         self._stream, self._progress = stream, self._score()
         vars(self._progress).update(state["progress"])
         self._finish(*self._notes)
-        return stream.log
 
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -33,7 +34,6 @@ from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import Accuracy, told
-from noshuffle.convex.stream import Observer
 from noshuffle.errors import InvalidInput, one_of
 
 _READ_CLASSES = (
@@ -59,15 +59,18 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten."""
+        """Learn from a table in the order of its rows; anything learned before is forgotten.
+
+        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
+        """
         X, y = self._checked(X, y, reset=True)
         check_classification_targets(y)
         self._set_classes(y if self.classes is None else self.classes)
         self._targets(y)  # refuses unknown classes before anything begins
         notes = () if self.classes is not None else (_READ_CLASSES,)
-        return self._fit(X, y, ids, observer, *notes)
+        return self._fit(X, y, ids, run, *notes)
 
     def partial_fit(
         self,
@@ -76,7 +79,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         classes: Any = None,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them; the first call names the classes."""
         goes_on = self._continued()
@@ -89,7 +92,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
             self._set_classes(known)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
-        return self._partial_fit(X, y, ids, observer, goes_on=goes_on)
+        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _set_classes(self, labels: Any) -> None:
         self.classes_ = np.unique(column_or_1d(labels))

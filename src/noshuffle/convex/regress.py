@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -32,7 +33,7 @@ from noshuffle.convex.losses import squared
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import RSquared
 from noshuffle.convex.shape import constraint_of
-from noshuffle.convex.stream import Observer, Rule
+from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import L2Ball
@@ -120,11 +121,14 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten."""
+        """Learn from a table in the order of its rows; anything learned before is forgotten.
+
+        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
+        """
         X, y = self._checked(X, y, reset=True)
-        return self._fit(X, y, ids, observer)
+        return self._fit(X, y, ids, run)
 
     def partial_fit(
         self,
@@ -132,12 +136,12 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them."""
         goes_on = self._continued()
         X, y = self._checked(X, y, reset=not goes_on)
-        return self._partial_fit(X, y, ids, observer, goes_on=goes_on)
+        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _publish(self) -> None:
         low, high = self._limits()

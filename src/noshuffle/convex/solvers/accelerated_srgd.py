@@ -92,7 +92,7 @@ def accelerated_srgd(
     )
     bound = increment_bound(loss, radius=radius, steps=steps) / size
     noise = plan.noise_multiplier * bound
-    release = problem.sums(plan.strategy, steps=steps, scale=noise)
+    release = problem.door(plan, scale=noise)
     if learning_rate is None:
         smooth = 1 / (4 * max(loss.smoothness + loss.ridge, 1e-12))
         # E‖t·d̃_t − t·∇F‖² is about t·L²/size + d(noise·E)²; balance R²/η with η·Σ of it.

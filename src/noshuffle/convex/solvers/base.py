@@ -21,7 +21,7 @@ from noshuffle.accounting import gaussian, renyi
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.errors import InvalidInput, Unsupported, one_of, open_unit, positive
-from noshuffle.release.spending import TEST_SEED
+from noshuffle.release.facts import TEST_SEED
 from noshuffle.statement import PrivacyStatement
 
 NEIGHBOURS = ("replace-one", "zero-out")

@@ -110,7 +110,7 @@ def ftrl(
             batch_size=batch_size,
         )
     positive(regularization=regularization)
-    release = problem.sums(plan.strategy, steps=steps, scale=noise)
+    release = problem.door(plan, scale=noise)
     iterates = np.empty((steps, d)) if keep_iterates else None
     average = np.zeros(d)
     w = domain.project(np.zeros(d))

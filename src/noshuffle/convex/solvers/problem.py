@@ -12,9 +12,10 @@
 
 All noise comes from one `Source`: a fresh key of the operating system for every run, or a named
 test seed, which anybody can repeat: then the statement says NOT PRIVATE, because the source does.
-Sums receive row t of scale·C⁻¹Z from the noise stream of the library and lie on its public grid
-(`noise.grid`). `gaussians` has a scale of its own in every step: it releases value/scale with unit
-noise on the grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale. State: the noise streams.
+Sums leave by the door of the library (`release.Release`, in memory): row t of scale·C⁻¹Z on the
+public grid (`noise.grid`). `gaussians` has a scale of its own in every step: it releases
+value/scale with unit noise on the grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale.
+State: the noise streams.
 
 >>> problem = Problem.of(losses.linear(), np.ones((4, 1)), None, test_seed="doc")
 >>> out = problem.sums(identity(), steps=1, scale=1.0)(np.array([4.0]))
@@ -40,10 +41,13 @@ from noshuffle.convex.arrays import Array
 from noshuffle.convex.losses import Loss, require
 from noshuffle.convex.solvers.base import Solution, contribution, guarantee, table_sentences
 from noshuffle.convex.solvers.domains import Domain, Everywhere
-from noshuffle.noise import NoiseStream, Source, new_key, test_source
+from noshuffle.noise import Source, new_key, test_source
 from noshuffle.noise.laws import Draws
+from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.spending import TEST_SEED
+from noshuffle.release.facts import TEST_SEED
+from noshuffle.release.release import Release
+from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy, identity
 
@@ -125,16 +129,28 @@ class Problem:
         self, strategy: Strategy, *, steps: int, scale: float, size: int | None = None
     ) -> Callable[[Array], Array]:
         """Releases of one value a step: value + row t of scale·C⁻¹Z, on the grid."""
-        name = f"stream {next(self._streams)}"
-        shapes, recipe = {name: (size or self.d,)}, strategy.recipe(steps)
-        stream = NoiseStream(recipe, self.source, shapes, scale=scale, steps=steps)
+        plan = Plan.fit(
+            SinglePass(steps), mechanism=strategy, noise_multiplier=1.0, neighbours="zero-out"
+        )
+        return self.door(plan, scale=scale, size=size)
 
-        def release(value: Array) -> Array:
-            out = torch.tensor(value, dtype=torch.float64, device="cpu")
-            stream.add_({name: out})
-            return np.asarray(out.numpy())
+    def door(self, plan: Plan, *, scale: float, size: int | None = None) -> Callable[..., Array]:
+        """Releases under a plan, one value a step, with noise of deviation scale·(rows of C⁻¹).
 
-        return release
+        The clip norm of the door is scale/z: the bound on one unit, by which a plan's noise
+        multiplier z is told. Units of a step are named by its number, or by the `ids` given.
+        """
+        name, bound = f"stream {next(self._streams)}", scale / plan.noise_multiplier
+        shapes, source = {name: (size or self.d,)}, self.source if self.source.is_test else None
+        release = Release.begin(plan, shapes, clip=bound, source=source)
+
+        def released(value: Array, *, ids: Ids | None = None) -> Array:
+            out = {name: torch.tensor(value, dtype=torch.float64, device="cpu")}
+            step = release.step
+            release.close(release.admit(step, ids, f"step {step}".encode()), out)
+            return np.asarray(out[name].numpy())
+
+        return released
 
     def gaussians(self, *, steps: int) -> Callable[..., Array]:
         """Releases of vectors with independent normal noise, each with a `scale` of its own."""
