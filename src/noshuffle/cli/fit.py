@@ -94,8 +94,8 @@ def fit(asked: FitSettings, output: Output) -> None:
     model = _model(asked.task, settings)
     kept = {name: value for name, value in settings.items() if value is not None}
     scored = "mean absolute error" if asked.task == "linear" else "accuracy"
-    how = {"kind": "fit", "file": asked.file.name, "target": asked.target, "task": asked.task}
-    how |= {**kept, "rows": len(table.y), "score": scored}
+    how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
+    how |= {"task": asked.task, **kept, "rows": len(table.y), "score": scored}
     model.fit(table.x, table.y, ids=table.ids, run=path)
     statement = _write_results(RunFolder(path), model, table.columns, how)
     page = write_report(path)

@@ -7,7 +7,6 @@ their gradients a `clip_norm`, and the number of rows is a public `horizon`.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, Budget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.saved import MODEL, read_stream, write_stream
+from noshuffle.convex.saved import Saveable
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
@@ -33,14 +32,12 @@ from noshuffle.errors import (
     InvalidInput,
     Unsupported,
     instance_of,
-    one_of,
     positive,
 )
 from noshuffle.noise import test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
 from noshuffle.release.facts import TEST_SEED
-from noshuffle.release.files import write_bytes
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
 
@@ -56,7 +53,7 @@ _FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
+class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     """A linear model learned by DP-FTRL from rows in any order.
 
     Parameters
@@ -308,51 +305,6 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
                 )
             self._stream.extend()
         return True
-
-    def save(self, folder: str | Path) -> Self:
-        """Write the model and its live stream into a folder, from which `load` goes on.
-
-        Guarantees: from here on this model, and every process that loads the folder, writes a row
-        with the digest of its sum before the noise of a step is used; a step on record is repeated
-        with the same sum only (see `saved`). The folder holds the noise keys: keep it as secret as
-        the data. To give a model away, pickle it instead.
-        """
-        check_is_fitted(self, "privacy_")
-        stream, path = getattr(self, "_stream", None), Path(folder)
-        if stream is None:
-            raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
-        if stream.is_observed:
-            raise Unsupported("this stream keeps its evidence in a run folder already")
-        if stream.folder is None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stream.move_into(path)
-        elif stream.folder.resolve() != path.resolve():
-            raise InvalidInput(f"this stream lives in {stream.folder}; save it there again")
-        write_bytes(path / MODEL, pickle.dumps(self), mode=0o644)
-        write_stream(path, stream, progress=dict(vars(self._progress)))
-        return self
-
-    @classmethod
-    def load(cls, folder: str | Path, *, moved: bool = False, on_replay: str = "refuse") -> Self:
-        """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
-
-        A stream that was killed after its last save is given the rows since then once more, in
-        their order and in the same pieces. A step whose sum does not come out as it was released
-        is refused, or passed over with on_replay="skip": nothing is learned from its rows. Load
-        only folders you wrote: the model is a pickle. A folder that was copied or restored goes on
-        under keys of its own (`moved`, which used to say so, is not needed).
-        """
-        one_of(("refuse", "skip"), on_replay=on_replay)
-        path = Path(folder)
-        state = read_stream(path)
-        model = pickle.loads((path / MODEL).read_bytes())
-        if not isinstance(model, cls):
-            raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
-        model._revive(path, state)
-        model._stream.skips_replays = on_replay == "skip"
-        return model
 
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]

@@ -14,13 +14,15 @@ release, and nothing cancels. Phases before the current one are sealed: their ke
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.convex.stream import LearningStream
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import seal
@@ -50,3 +52,59 @@ def read_stream(folder: Path) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise InvalidInput(f"{folder / STREAM} is not a {FORMAT} file")
     return state
+
+
+class Saveable:
+    """An estimator whose stream can go on in another process."""
+
+    _stream: LearningStream
+    _progress: Any
+
+    def _revive(self, path: Path, state: dict[str, Any]) -> None:
+        """Take up the stream that wrote `state`."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> Self:
+        """Write the model and its live stream into a folder, from which `load` goes on.
+
+        Guarantees: from here on this model, and every process that loads the folder, writes a row
+        with the digest of its sum before the noise of a step is used; a step on record is repeated
+        with the same sum only (see `saved`). The folder holds the noise keys: keep it as secret as
+        the data. To give a model away, pickle it instead.
+        """
+        check_is_fitted(self, "privacy_")
+        stream, path = getattr(self, "_stream", None), Path(folder)
+        if stream is None:
+            raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
+        if stream.is_observed:
+            raise Unsupported("this stream keeps its evidence in a run folder already")
+        if stream.folder is None:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stream.move_into(path)
+        elif stream.folder.resolve() != path.resolve():
+            raise InvalidInput(f"this stream lives in {stream.folder}; save it there again")
+        write_bytes(path / MODEL, pickle.dumps(self), mode=0o644)
+        write_stream(path, stream, progress=dict(vars(self._progress)))
+        return self
+
+    @classmethod
+    def load(cls, folder: str | Path, *, moved: bool = False, on_replay: str = "refuse") -> Self:
+        """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
+
+        A stream that was killed after its last save is given the rows since then once more, in
+        their order and in the same pieces. A step whose sum does not come out as it was released
+        is refused, or passed over with on_replay="skip": nothing is learned from its rows. Load
+        only folders you wrote: the model is a pickle. A folder that was copied or restored goes on
+        under keys of its own (`moved`, which used to say so, is not needed).
+        """
+        one_of(("refuse", "skip"), on_replay=on_replay)
+        path = Path(folder)
+        state = read_stream(path)
+        model = pickle.loads((path / MODEL).read_bytes())
+        if not isinstance(model, cls):
+            raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
+        model._revive(path, state)
+        model._stream.skips_replays = on_replay == "skip"
+        return model
