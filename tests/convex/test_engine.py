@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,22 +16,28 @@ from scipy.optimize import check_grad
 
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, rate
 from noshuffle.convex.linear_rule import LinearRule, LinearSettings
-from noshuffle.convex.margins import Hinge, Logistic, SmoothHinge, Softmax, Squared
+from noshuffle.convex.losses import hinge, logistic, smoothed_hinge, squared
+from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.convex.moments import ball_least_squares, moments, unpack
 from noshuffle.convex.phases import Budget, make_phase, next_phase, statement_of
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream
-from noshuffle.convex.sums_rule import SumsRule, pack, ridge_in_ball, unpack
+from noshuffle.convex.sums_rule import SumsRule
+from noshuffle.errors import Unsupported
 from noshuffle.noise import test_source as source_of
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.verify import verify
 from noshuffle.strategies import blt
 
 RNG = np.random.default_rng(5)
 START = RNG.bit_generator.state
+SQUARED, HINGE = PerMargin(squared(radius=math.inf)), PerMargin(hinge())
 LOSSES = [
-    (Logistic(), 1),
+    (PerMargin(logistic()), 1),
     (Softmax(), 4),
-    (SmoothHinge(), 1),
-    (SmoothHinge(0.2), 3),
-    (Squared(), 1),
+    (PerMargin(smoothed_hinge()), 1),
+    (PerMargin(smoothed_hinge(width=0.2)), 3),
+    (SQUARED, 1),
 ]
 
 
@@ -40,7 +48,7 @@ def _from_the_start() -> None:
 
 
 def targets(loss: Any, n: int, outputs: int) -> Any:
-    if isinstance(loss, Squared):
+    if loss is SQUARED:
         return RNG.uniform(-1, 1, size=n)
     return RNG.integers(max(outputs, 2), size=n)
 
@@ -65,8 +73,9 @@ def test_residual_is_the_gradient_within_its_bounds(loss: Any, outputs: int) -> 
 
 def test_hinge_is_the_limit_of_its_smooth_form() -> None:
     m, y = RNG.normal(size=(200, 3)), RNG.integers(3, size=200)
-    np.testing.assert_allclose(SmoothHinge(1e-9).value(m, y), Hinge().value(m, y), atol=1e-8)
-    np.testing.assert_allclose(SmoothHinge(1e-9).residual(m, y), Hinge().residual(m, y))
+    round_hinge = PerMargin(smoothed_hinge(width=1e-9))
+    np.testing.assert_allclose(round_hinge.value(m, y), HINGE.value(m, y), atol=1e-8)
+    np.testing.assert_allclose(round_hinge.residual(m, y), HINGE.residual(m, y))
 
 
 def rule(loss: Any, outputs: int, clip: float, **more: Any) -> LinearRule:
@@ -89,7 +98,7 @@ def slow_sum(made: LinearRule, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("intercept", [True, False])
-@pytest.mark.parametrize(("loss", "outputs"), [*LOSSES, (Hinge(), 3)])
+@pytest.mark.parametrize(("loss", "outputs"), [*LOSSES, (HINGE, 3)])
 def test_clipped_sum_against_its_slow_twin(loss: Any, outputs: int, intercept: bool) -> None:
     made = rule(loss, outputs, 0.8, fit_intercept=intercept, averaging="last", learning_rate=0.3)
     made.start(None)  # type: ignore[arg-type]
@@ -178,24 +187,36 @@ def test_sums_without_noise_are_least_squares() -> None:
 
 
 def test_packing_keeps_the_norm() -> None:
-    a = RNG.normal(size=(5, 5))
-    a = a + a.T
-    assert np.linalg.norm(pack(a)) == pytest.approx(np.linalg.norm(a))
-    np.testing.assert_allclose(unpack(pack(a), 5), a)
+    x, y = RNG.normal(size=(7, 5)), RNG.normal(size=7)
+    packed = moments(x, y, ratio=0.5)
+    assert np.linalg.norm(packed[:15]) == pytest.approx(np.linalg.norm(x.T @ x))
+    gram, cross = unpack(packed, 5, ratio=0.5)
+    np.testing.assert_allclose(gram, x.T @ x, atol=1e-12)
+    np.testing.assert_allclose(cross, y @ x, atol=1e-12)
+    weights = RNG.uniform(size=7)
+    one_by_one = sum(
+        w * moments(x[i : i + 1], y[i : i + 1], ratio=0.5) for i, w in enumerate(weights)
+    )
+    np.testing.assert_allclose(moments(x, y, ratio=0.5, weights=weights), one_by_one, atol=1e-12)
 
 
-def test_ridge_in_ball_meets_its_optimality_conditions() -> None:
+def test_ridge_in_a_ball_meets_its_optimality_conditions() -> None:
     for _ in range(20):
         a = RNG.normal(size=(4, 4))
         v, u = a @ a.T, RNG.normal(size=4) * 5
-        free = ridge_in_ball(v, u, ridge=0.3, radius=None)
+        free = ball_least_squares(v, u, ridge=0.3, least_curvature=1e-12)
         np.testing.assert_allclose((v + 0.3 * np.eye(4)) @ free, u, atol=1e-8)
         radius = 0.5 * float(np.linalg.norm(free))
-        inside = ridge_in_ball(v, u, ridge=0.3, radius=radius)
+        inside = ball_least_squares(v, u, ridge=0.3, radius=radius)
         assert np.linalg.norm(inside) == pytest.approx(radius)
         slope = u - (v + 0.3 * np.eye(4)) @ inside  # must point outwards along the answer
         cosine = slope @ inside / (np.linalg.norm(slope) * radius)
         assert cosine == pytest.approx(1.0)
+        # Curvatures that come from noise alone are raised.
+        raised = ball_least_squares(v - 9 * np.eye(4), u, ridge=0.3, least_curvature=0.2)
+        values, basis = np.linalg.eigh(v - 9 * np.eye(4))
+        expected = basis @ ((basis.T @ u) / np.maximum(values + 0.3, 0.2))
+        np.testing.assert_allclose(raised, expected, atol=1e-10)
 
 
 def test_rows_depend_on_themselves_alone() -> None:
@@ -239,30 +260,40 @@ def test_rates_minimise_what_they_say() -> None:
     assert regret(eta) <= min(regret(eta * 0.9), regret(eta * 1.1))
 
 
-def test_observer_sees_every_row_once_per_pass_before_its_release() -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, int, int]] = []
-            self.after_steps: list[int] = []
-
-        def start(self, plan: Any, source: Any) -> None:
-            assert plan.steps == 10
-            assert source.is_test
-
-        def before(self, step: int, first: int, last: int) -> None:
-            assert len(self.after_steps) == step
-            self.seen.append((step, first, last))
-
-        def after(self, step: int) -> None:
-            self.after_steps.append(step)
-
-    notes = Notes()
+@pytest.mark.parametrize("ids", [None, range(100, 123), [f"u{i}" for i in range(23)]])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_run_folder_holds_the_evidence(ids: Any, passes: int, tmp_path: Path) -> None:
     x, y = RNG.normal(size=(23, 2)), RNG.integers(2, size=23)
-    PrivateLogisticRegression(passes=2, batch_size=5, mechanism="tree", test_seed=1).fit(
-        x, y, observer=notes
-    )
-    once = [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
-    assert [(a, b) for _, a, b in notes.seen] == once + once
+    model = PrivateLogisticRegression(
+        passes=passes, batch_size=5, mechanism="tree", classes=[0, 1]
+    ).fit(x, y, ids=ids, run=tmp_path / "run")
+    verdict = verify(tmp_path / "run")
+    assert not verdict.refuted
+    assert verdict.is_verified
+    assert verdict.released == 5 * passes
+    said = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert said["epsilon"] == model.privacy_.epsilon
+    rows = list(Ledger(model.plan_.participation, path=tmp_path / "run" / "ledger.sqlite").rows())
+    assert [len(row.units) for row in rows] == [5, 5, 5, 5, 3] * passes
+    assert all(row.digest for row in rows)
+    assert not (tmp_path / "run" / "checkpoints" / "key.json").exists()  # finished, so sealed
+    if passes == 1:  # new rows after a finished run are phases of their own
+        more = None if ids is None else [f"v{i}" if isinstance(ids, list) else i for i in range(9)]
+        model.partial_fit(x[:9], y[:9], ids=more)
+        assert model.n_rows_ == 32
+
+
+def test_a_stream_in_a_run_folder_ends_with_its_horizon(tmp_path: Path) -> None:
+    x, y = RNG.normal(size=(20, 2)), RNG.integers(2, size=20)
+    model = PrivateLogisticRegression(horizon=20, batch_size=5, classes=[0, 1], mechanism="tree")
+    model.partial_fit(x[:12], y[:12], run=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["released_steps"] == 2
+    with pytest.raises(Unsupported, match="first partial_fit"):
+        model.partial_fit(x[12:14], y[12:14], run=tmp_path / "other")
+    model.partial_fit(x[12:], y[12:])
+    assert verify(tmp_path / "run").is_verified
+    with pytest.raises(Unsupported, match="one plan"):
+        PrivateLogisticRegression(classes=[0, 1]).partial_fit(x, y, run=tmp_path / "more")
 
 
 def test_memory_does_not_grow_with_the_rows() -> None:

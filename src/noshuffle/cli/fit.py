@@ -76,6 +76,8 @@ def fit(asked: FitSettings, output: Output) -> None:
     FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
     what is known of the data beforehand costs no privacy.
     """
+    from noshuffle.release.folder import RunFolder
+    from noshuffle.release.seal import note_files
     from noshuffle.report import write_report
 
     path = _folder(asked.out, asked.file)
@@ -92,11 +94,12 @@ def fit(asked: FitSettings, output: Output) -> None:
     model = _model(asked.task, settings)
     kept = {name: value for name, value in settings.items() if value is not None}
     scored = "mean absolute error" if asked.task == "linear" else "accuracy"
-    how = {"kind": "fit", "file": asked.file.name, "target": asked.target, "task": asked.task}
-    evidence = _Evidence(path, table, {**how, **kept, "rows": len(table.y), "score": scored})
-    model.fit(table.x, table.y, ids=table.ids, observer=evidence)
-    statement = evidence.close(model, table.columns)
+    how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
+    how |= {"task": asked.task, **kept, "rows": len(table.y), "score": scored}
+    model.fit(table.x, table.y, ids=table.ids, run=path)
+    statement = _write_results(RunFolder(path), model, table.columns, how)
     page = write_report(path)
+    note_files(path)
     _print(model, statement, path, page, as_json=output.json)
 
 
@@ -139,97 +142,38 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     return settings
 
 
-class _Evidence:
-    """Writes the run folder as the estimator releases its steps."""
+def _write_results(run: Any, model: Any, columns: tuple[str, ...], how: dict[str, Any]) -> Any:
+    """Metrics, the model as JSON, and what the statement rests on beyond the ledger's facts."""
+    from noshuffle.release.files import read_json, write_json
 
-    plan: Any
-    ledger: Any
+    _write_metrics(run, model)
+    weights = {"coef": model.coef_.tolist(), "intercept": _plain(model.intercept_)}
+    if hasattr(model, "classes_"):
+        weights["classes"] = model.classes_.tolist()
+    record = {"kind": type(model).__name__, "columns": list(columns), **weights}
+    write_json(run.path / "model.json", record)
+    known = read_json(run.statement_file)["assumptions"]
+    further = [s for s in model.privacy_.assumptions if s not in known]
+    further.append(_SCHEMA)
+    run.write_config({**how, "batch_size": model.batch_size_, "further_assumptions": further})
+    return model.privacy_.with_assumptions(*known, _SCHEMA)
 
-    def __init__(self, path: Path, table: Any, how: dict[str, Any]) -> None:
-        from noshuffle.release.folder import RunFolder
 
-        self.run, self.table = RunFolder(path), table
-        self.how = how
-
-    def start(self, plan: Any, source: Any) -> None:
-        import numpy as np
-
-        from noshuffle.release.fingerprint import secret_of
-        from noshuffle.release.ledger import Ledger
-        from noshuffle.release.units import as_ids
-
-        self.plan = plan
-        self.run.begin(plan, source=source)
-        self.run.write_config(self.how)
-        self.ledger = Ledger(plan.participation, path=self.run.ledger_file)
-        for name, value in (
-            ("plan", plan.hash),
-            ("key", source.fingerprint),
-            ("test_key", "yes" if source.is_test else "no"),
-        ):
-            self.ledger.bind(name, value)
-        self.secret = secret_of(source.key)
-        given = self.table.ids
-        rows = np.arange(len(self.table.y))
-        self.ids = rows if given is None else as_ids(list(given), secret=self.secret)
-
-    def before(self, step: int, first: int, last: int) -> None:
-        from noshuffle.release.fingerprint import of_batch
-
-        rows, units = slice(first, last), self.ids[first:last]
-        batch = (self.table.x[rows], self.table.y[rows])
-        admitted = self.ledger.admit(step, units, of_batch(batch, units, secret=self.secret))
-        self.ledger.record(admitted)
-
-    def after(self, step: int) -> None:
-        """Metrics are written at the end, from what the model released."""
-
-    def close(self, model: Any, columns: tuple[str, ...]) -> Any:
-        """The statement of what was released, and the model as JSON."""
-        from noshuffle.release.files import write_json
-        from noshuffle.release.ledger_tables import Evidence
-        from noshuffle.release.spending import notes_of, spent
-
-        released = self.ledger.released
-        self.ledger.close()
-        evidence = Evidence(self.run.ledger_file)
-        said = spent(self.plan, released, notes=notes_of(evidence.facts()))
-        evidence.close()
-        self.run.write_statement(
-            {
-                **said.to_dict(),
-                "plan_hash": self.plan.hash,
-                "planned_steps": self.plan.steps,
-                "released_steps": released,
-            }
-        )
-        self._write_metrics(model, released)
-        weights = {"coef": model.coef_.tolist(), "intercept": _plain(model.intercept_)}
-        if hasattr(model, "classes_"):
-            weights["classes"] = model.classes_.tolist()
-        record = {"kind": type(model).__name__, "columns": list(columns), **weights}
-        write_json(self.run.path / "model.json", record)
-        own = [s for s in model.privacy_.assumptions if s not in said.assumptions]
-        own.append(_SCHEMA)
-        self.how["batch_size"] = model.batch_size_
-        self.run.write_config({**self.how, "further_assumptions": own})
-        return said.with_assumptions(*own)
-
-    def _write_metrics(self, model: Any, released: int) -> None:
-        """ε spent and, where it was released, the progressive score, at up to 200 steps."""
-        curve = getattr(model, "progress_", None)
-        every = max(1, released // 200)
-        for step in range(1, released + 1):
-            if step % every and step != released:
-                continue
-            row: dict[str, Any] = {"step": step}
-            if step == released or step % (10 * every) == 0:
-                row["epsilon"] = self.plan.epsilon_after(step)
-            if curve is not None and step <= len(curve):
-                rows, score, deviation = (float(v) for v in curve[step - 1])
-                row |= {"rows": int(rows), "progressive_score": score}
-                row["progressive_deviation"] = deviation
-            self.run.append_metrics(row)
+def _write_metrics(run: Any, model: Any) -> None:
+    """ε spent and, where it was released, the progressive score, at up to 200 steps."""
+    curve, released = getattr(model, "progress_", None), model.n_steps_
+    every = max(1, released // 200)
+    for step in range(1, released + 1):
+        if step % every and step != released:
+            continue
+        row: dict[str, Any] = {"step": step}
+        if step == released or step % (10 * every) == 0:
+            row["epsilon"] = model.plan_.epsilon_after(step)
+        if curve is not None and step <= len(curve):
+            rows, score, deviation = (float(v) for v in curve[step - 1])
+            row |= {"rows": int(rows), "progressive_score": score}
+            row["progressive_deviation"] = deviation
+        run.append_metrics(row)
 
 
 def _model(task: str, settings: dict[str, Any]) -> Any:

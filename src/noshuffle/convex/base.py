@@ -7,30 +7,37 @@ their gradients a `clip_norm`, and the number of rows is a public `horizon`.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.linear_rule import LinearRule, LinearSettings
-from noshuffle.convex.margins import Array, Loss, Targets
-from noshuffle.convex.phases import UNKNOWN_HORIZON, Budget, statement_of
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, Budget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.saved import MODEL, ReleaseLog, read_stream, replace_file, write_stream
+from noshuffle.convex.saved import Saveable
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
-from noshuffle.convex.stream import LearningStream, Observer, Rule
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
-from noshuffle.noise import Source, new_key, test_source
+from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    Unsupported,
+    instance_of,
+    positive,
+)
+from noshuffle.noise import test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
+from noshuffle.release.facts import TEST_SEED
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
 
@@ -38,15 +45,15 @@ from noshuffle.strategies import Strategy
 _BLOCK = 4096
 _NO_IDS = "No ids were given: every row is taken to be a unit of its own."
 _IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
-_TEST_SEED = (
-    "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
-)
 _RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
-_SCALED = "Bounds, horizon, batch size, radius and all other settings were chosen without the data."
+_BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
+_UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
+_SETTINGS = "All other settings are taken to have been chosen without the data, too."
+_FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
+class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     """A linear model learned by DP-FTRL from rows in any order.
 
     Parameters
@@ -97,7 +104,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
     release_score: bool = False
     test_seed: int | str | None = None
 
-    def _loss(self, classes: int) -> Loss:
+    #: Parameters that bound columns or targets.
+    _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound")
+
+    def _loss(self, classes: int) -> MarginLoss:
         raise NotImplementedError
 
     def _score(self) -> Accuracy | RSquared:
@@ -135,7 +145,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         )
         return LinearRule(settings, watch=self._watch)
 
-    def _clip(self, loss: Loss, outputs: int) -> float:
+    def _clip(self, loss: MarginLoss, outputs: int) -> float:
         """The given clip norm, else the bound that follows from Lipschitz loss and bounded rows."""
         if self.clip_norm is not None:
             positive(clip_norm=self.clip_norm)
@@ -147,10 +157,55 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             )
         return slope * float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
 
+    def _targets(self, y: Any) -> Targets:
+        """y as the rule takes it."""
+        raise NotImplementedError
+
+    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        """Rows and targets as arrays of real numbers (classes may be anything with an order)."""
+        refuse_complex(X=X, y=y)
+        numeric = isinstance(self, RegressorMixin)
+        return validate_data(  # type: ignore[no-any-return]
+            self, X, y, accept_sparse="csr", dtype=_FLOATS, y_numeric=numeric, reset=reset
+        )
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        ids: Iterable[Hashable] | None,
+        run: str | Path | None,
+        *notes: str,
+    ) -> Self:
+        """`fit`, once X and y are checked."""
+        self._begin(X.shape[1], rows=X.shape[0], run=run)
+        self._learn(X, self._targets(y), ids, passes=self.passes)
+        self._stream.close()
+        self._finish(*notes)
+        return self
+
+    def _partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        ids: Iterable[Hashable] | None,
+        run: str | Path | None,
+        *,
+        goes_on: bool,
+    ) -> Self:
+        """`partial_fit`, once X and y are checked."""
+        if not goes_on:
+            self._begin(X.shape[1], rows=None, run=run)
+        elif run is not None:
+            raise Unsupported("a run folder goes with the first partial_fit of a stream")
+        self._learn(X, self._targets(y), ids)
+        self._finish(*(self._notes if goes_on else ()))
+        return self
+
     def _watch(self, margins: Array, y: Targets) -> None:
         self._progress(margins, y)
 
-    def _begin(self, features: int, classes: int, *, rows: int | None) -> None:
+    def _begin(self, features: int, *, rows: int | None, run: str | Path | None) -> None:
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
         # A number would be read as the square of the constant column, and half of one bounds less.
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
@@ -162,24 +217,20 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             )
         self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
         self._progress = self._score()
-        source = (
-            Source(new_key())
-            if self.test_seed is None
-            else test_source(seed=f"{type(self).__name__} {self.test_seed}")
-        )
-        self._stream = self._new_stream(
-            features, classes, source=source, horizon=horizon, passes=self.passes
-        )
+        self._stream = self._new_stream(features, horizon=horizon, passes=self.passes, run=run)
 
     def _new_stream(
-        self, features: int, classes: int, *, source: Source, horizon: int | None, passes: int
+        self, features: int, *, horizon: int | None, passes: int, run: str | Path | None = None
     ) -> LearningStream:
         if self.neighbours == "add-remove":
             raise Unsupported(
                 "rows behind one that is added or removed would move to other batches, which no "
                 "bound covers; use neighbours='zero-out' or 'replace-one'"
             )
-        rule = self._rule(features, classes)
+        source = None  # keys of the operating system
+        if self.test_seed is not None:
+            source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
+        rule = self._rule(features, len(getattr(self, "classes_", ())))
         return LearningStream(
             ScoredRule(rule, self._scores) if self.release_score else rule,
             Budget(self.epsilon, self.delta, self.mechanism, self.neighbours),
@@ -187,6 +238,7 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             horizon=horizon,
             passes=passes,
             batch_size=self.batch_size,
+            run=run,
         )
 
     def _learn(
@@ -195,14 +247,11 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         y: Targets,
         ids: Iterable[Hashable] | None,
         *,
-        observer: Observer | None = None,
         passes: int = 1,
     ) -> None:
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.admit(x.shape[0], ids)
-        if observer is not None:
-            stream.watch(observer)
         for index in range(passes):
             # A second look at a row is no validation.
             stream.rule.watch = None if index else self._watch
@@ -220,7 +269,10 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
         self.progressive_score_ = self._progress.value
         self._publish()
         self._notes = notes
-        said = [_IDS if stream.has_ids else _NO_IDS, NOT_COVERED, _SCALED, *notes]
+        given = [n for n in self._BOUNDS if getattr(self, n) is not None]
+        bounds = _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED
+        ids = _IDS if stream.has_ids else _NO_IDS
+        said = [ids, NOT_COVERED, bounds, _SETTINGS, OTHER_FITS, *notes]
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
             curve = np.array(stream.rule.curve).reshape(-1, 3)
@@ -228,9 +280,13 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
-        if self.test_seed is not None:
-            said.insert(0, _TEST_SEED)
+        if stream.is_test:
+            said.insert(0, TEST_SEED)
         self.plan_ = stream.phase.plan
+        if stream.is_observed:
+            stream.release.write_statement()
+            if stream.release.released == self.plan_.steps:
+                stream.end_run()
         self.privacy_: PrivacyStatement = statement_of(stream.phases, notes=tuple(said))
 
     def _continued(self) -> bool:
@@ -250,69 +306,18 @@ class PrivateLinearModel(BaseEstimator):  # type: ignore[misc]
             self._stream.extend()
         return True
 
-    def save(self, folder: str | Path) -> Self:
-        """Write the model and its live stream into a folder, from which `load` goes on.
-
-        Guarantees: from here on this model, and every process that loads the folder, records what
-        each step was released from before its noise is used; a step that was recorded is repeated
-        from the same rows only (see `saved`). The folder holds the noise key: keep it as secret
-        as the data. To give a model away, pickle it instead.
-        """
-        check_is_fitted(self, "privacy_")
-        stream, path = getattr(self, "_stream", None), Path(folder)
-        if stream is None:
-            raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
-        if stream.is_observed:
-            raise Unsupported("this stream keeps its evidence in a run folder already")
-        if stream.log is None:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        elif stream.log.folder.resolve() != path.resolve():
-            raise InvalidInput(f"this stream lives in {stream.log.folder}; save it there again")
-        state = stream.state()
-        if stream.log is None:
-            stream.log = ReleaseLog(path, key=stream.source.key)
-        state |= {"prefix": stream.log.cut().hex(), "progress": dict(vars(self._progress))}
-        replace_file(path / MODEL, pickle.dumps(self), mode=0o644)
-        write_stream(path, state, inode=stream.log.inode)
-        return self
-
-    @classmethod
-    def load(cls, folder: str | Path, *, moved: bool = False) -> Self:
-        """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
-
-        A stream that was killed after its last save is given the rows since then once more, in
-        their order. Load only folders you wrote: the model is a pickle. `moved` says that the
-        folder was moved to another disk and that the original is gone.
-        """
-        path = Path(folder)
-        state = read_stream(path, moved=moved)
-        model = pickle.loads((path / MODEL).read_bytes())
-        if not isinstance(model, cls):
-            raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
-        log = model._revive(path, state)
-        if moved:
-            write_stream(path, state, inode=log.inode)
-        return model
-
-    def _revive(self, path: Path, state: dict[str, Any]) -> ReleaseLog:
-        source = Source(bytes.fromhex(state["key"]), state["kind"], state["is_test"])
+    def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]
-        classes = len(getattr(self, "classes_", ()))
-        stream = self._new_stream(
-            self.n_features_in_, classes, source=source, horizon=horizon, passes=passes
-        )
-        stream.load(state)
-        stream.log = ReleaseLog(path, key=source.key, prefix=bytes.fromhex(state["prefix"]))
+        stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
+        stream.load(state, path)
         self._stream, self._progress = stream, self._score()
         vars(self._progress).update(state["progress"])
         self._finish(*self._notes)
-        return stream.log
 
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")
-        x = validate_data(self, x, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        refuse_complex(X=x)
+        x = validate_data(self, x, accept_sparse="csr", dtype=_FLOATS, reset=False)
         out = [np.zeros((0, len(self._weights)))]
         for first in range(0, x.shape[0], _BLOCK):
             rows = self._rows.apply(x[first : first + _BLOCK])

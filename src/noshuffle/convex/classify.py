@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -26,18 +27,18 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import column_or_1d
 
+from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.margins import Array, Hinge, Logistic, Loss, SmoothHinge, Softmax, Targets
+from noshuffle.convex.losses import hinge, logistic, smoothed_hinge
+from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import Accuracy, told
-from noshuffle.convex.stream import Observer
 from noshuffle.errors import InvalidInput, one_of
 
 _READ_CLASSES = (
     "The set of classes was read from y; that these classes occur is taken to be public knowledge."
 )
-_FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -58,18 +59,18 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten."""
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS)
+        """Learn from a table in the order of its rows; anything learned before is forgotten.
+
+        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
+        """
+        X, y = self._checked(X, y, reset=True)
         check_classification_targets(y)
         self._set_classes(y if self.classes is None else self.classes)
-        codes = self._codes(y)
-        self._begin(X.shape[1], len(self.classes_), rows=X.shape[0])
-        self._learn(X, codes, ids, observer=observer, passes=self.passes)
-        self._stream.close()
-        self._finish(*(() if self.classes is not None else (_READ_CLASSES,)))
-        return self
+        self._targets(y)  # refuses unknown classes before anything begins
+        notes = () if self.classes is not None else (_READ_CLASSES,)
+        return self._fit(X, y, ids, run, *notes)
 
     def partial_fit(
         self,
@@ -78,23 +79,20 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         classes: Any = None,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them; the first call names the classes."""
         goes_on = self._continued()
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=not goes_on)
+        X, y = self._checked(X, y, reset=not goes_on)
         check_classification_targets(y)
         if not goes_on:
             known = classes if classes is not None else self.classes
             if known is None:
                 raise InvalidInput("the first partial_fit needs classes=: all that may ever come")
             self._set_classes(known)
-            self._begin(X.shape[1], len(self.classes_), rows=None)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
-        self._learn(X, self._codes(y), ids, observer=observer)
-        self._finish(*(self._notes if goes_on else ()))
-        return self
+        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _set_classes(self, labels: Any) -> None:
         self.classes_ = np.unique(column_or_1d(labels))
@@ -103,7 +101,7 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
                 f"a classifier needs at least 2 classes, got {len(self.classes_)} class"
             )
 
-    def _codes(self, y: Any) -> NDArray[np.int64]:
+    def _targets(self, y: Any) -> NDArray[np.int64]:
         codes = np.searchsorted(self.classes_, y)
         codes = np.minimum(codes, len(self.classes_) - 1)
         wrong = np.flatnonzero(self.classes_[codes] != y)
@@ -132,8 +130,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
 class PrivateLogisticRegression(PrivateLinearClassifier):
     """Logistic (two classes) or softmax regression by DP-FTRL, with probabilities."""
 
-    def _loss(self, classes: int) -> Loss:
-        return Logistic() if classes == 2 else Softmax()
+    def _loss(self, classes: int) -> MarginLoss:
+        return PerMargin(logistic()) if classes == 2 else Softmax()
 
     def predict_proba(self, X: Any) -> Array:
         """Probability of every class, in the order of classes_."""
@@ -155,6 +153,6 @@ class PrivateSVC(PrivateLinearClassifier):
 
     loss: str = "huber"
 
-    def _loss(self, classes: int) -> Loss:
+    def _loss(self, classes: int) -> MarginLoss:
         one_of(("huber", "hinge"), loss=self.loss)
-        return SmoothHinge() if self.loss == "huber" else Hinge()
+        return PerMargin(smoothed_hinge() if self.loss == "huber" else hinge())

@@ -4,9 +4,10 @@
     S_t = S_{t−1} + η ĝ_t                                   h_t = h_{t−1} + η
     W_{t+1} = argmin_{W∈K} ⟨S_t, W⟩ + h_t·r(W) + ½‖W‖²      b_{t+1} = −S_t (free, no penalty)
 
-Kairouz et al. 2021 (arXiv 2103.00039), section 3. A row's gradient is residual ⊗ (x, 1), so its
-norm is ‖r‖·√(‖x‖²+1) and clipping is a factor on r: one product with X for the margins, one for the
-sum, and nothing per row is stored. The noise covers W and b as one flat vector.
+Kairouz et al. 2021 (arXiv 2103.00039), section 3; the last two lines are `optim.leader`. A row's
+gradient is residual ⊗ (x, 1), so its norm is ‖r‖·√(‖x‖²+1) and clipping is a factor on r: one
+product with X for the margins, one for the sum, and nothing per row is stored. The noise covers W
+and b as one flat vector.
 
 Averages of the iterates are post-processing: "uniform" gives every iterate equal weight (online to
 batch conversion), "linear" weight t (forgets the start), "last" takes the newest.
@@ -14,7 +15,6 @@ batch conversion), "linear" weight t (forgets the start), "last" takes the newes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +24,25 @@ from numpy.typing import NDArray
 
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex import rate
-from noshuffle.convex.margins import Array, Loss, Targets
+from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
+from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.stream import Watch
 from noshuffle.errors import one_of, positive
-from noshuffle.optim.composite import Composite, GroupLasso, check_closed_form, solve
+from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
+from noshuffle.optim.leader import Leader
 
 AVERAGING = ("last", "uniform", "linear")
-#: Clipped norms stay this far below the bound, more than float64 can lose.
-_SLACK = 2.0**-40
-_VECTORS, _NUMBERS = ("_total", "_theta", "_average"), ("_weight", "_count", "learning_rate")
+_VECTORS, _NUMBERS = ("_theta", "_average"), ("_count", "learning_rate")
 
 
 @dataclass(frozen=True, eq=False)
 class LinearSettings:
     """Everything about the update that is fixed before the data comes."""
 
-    loss: Loss
+    loss: MarginLoss
     features: int
     outputs: int
     clip_norm: float
@@ -59,7 +59,20 @@ class LinearSettings:
         positive(clip_norm=self.clip_norm, radius=self.radius)
         if self.learning_rate is not None:
             positive(learning_rate=self.learning_rate)
-        check_closed_form(self.composite, self.constraint)
+
+    def leader(self) -> Leader:
+        """The update; by default a group is one feature over all margins."""
+        k, p = self.outputs, self.features
+        groups: list[NDArray[np.int64]] = [np.arange(k * p).reshape(k, p).T]
+        if self.groups is not None:
+            groups = [(np.arange(k)[:, None] * p + g).reshape(-1) for g in self.groups]
+        return Leader(
+            k * (p + 1),
+            free=k,
+            composite=self.composite,
+            constraint=self.constraint,
+            groups=groups,
+        )
 
 
 class LinearRule:
@@ -72,8 +85,7 @@ class LinearRule:
         k, p = settings.outputs, settings.features
         self.size = k * (p + 1)
         self.learning_rate = 0.0
-        self._total = np.zeros(self.size)
-        self._weight = 0.0
+        self._leader = settings.leader()
         self._theta = np.zeros(self.size)
         self._average = np.zeros(self.size)
         self._count = 0
@@ -106,7 +118,7 @@ class LinearRule:
         residual = s.loss.residual(margins, y)
         norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
         norms *= np.sqrt(squared_norms(x) + float(s.fit_intercept))
-        factor = clip_factor(norms, s.clip_norm, slack=_SLACK)
+        factor = clip_factor(norms, s.clip_norm, slack=CLIP_SLACK)
         residual *= factor[:, None]
         # A row of infinite norm has factor 0; whatever is still not finite contributes nothing.
         residual[~np.isfinite(residual).all(axis=1)] = 0.0
@@ -118,11 +130,7 @@ class LinearRule:
 
     def update(self, mean: Array, *, step: int) -> None:
         s, kp = self.settings, self.settings.outputs * self.settings.features
-        self._total += self.learning_rate * mean
-        self._weight += self.learning_rate
-        np.negative(self._total, out=self._theta)
-        if s.composite is not None or s.constraint is not None:
-            self._theta[:kp] = self._solved(self._theta[:kp])
+        self._theta = self._leader.follow(mean, rate=self.learning_rate)
         if not s.fit_intercept:
             self._theta[kp:] = 0.0
         self._count += 1
@@ -134,35 +142,20 @@ class LinearRule:
     def state(self) -> dict[str, Any]:
         """Everything that changes as rows come, as tensors and plain values."""
         return {
+            "_total": torch.from_numpy(self._leader.total.copy()),
+            "_weight": self._leader.weight,
             **{name: torch.from_numpy(getattr(self, name).copy()) for name in _VECTORS},
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
+        self._leader.total = state["_total"].numpy().copy()
+        self._leader.weight = state["_weight"]
         for name in _VECTORS:
             setattr(self, name, state[name].numpy().copy())
         for name in _NUMBERS:
             setattr(self, name, state[name])
-
-    def _solved(self, point: Array) -> Array:
-        s = self.settings
-        coef = torch.from_numpy(point.reshape(s.outputs, s.features))
-        pieces: Sequence[torch.Tensor] = [coef]
-        if isinstance(s.composite, GroupLasso):
-            if s.groups is None:
-                pieces = [coef.T.contiguous()]  # a group is one feature over all classes
-            else:
-                pieces = [coef[:, torch.from_numpy(g)].reshape(-1) for g in s.groups]
-        found = solve(pieces, weight=self._weight, composite=s.composite, constraint=s.constraint)
-        if not isinstance(s.composite, GroupLasso):
-            return np.asarray(found[0].numpy().reshape(-1))
-        if s.groups is None:
-            return np.asarray(found[0].T.reshape(-1).numpy())
-        out = np.zeros((s.outputs, s.features))
-        for g, piece in zip(s.groups, found):
-            out[:, g] = piece.numpy().reshape(s.outputs, -1)
-        return out.reshape(-1)
 
 
 def theory_rate(settings: LinearSettings, phase: Phase) -> float:

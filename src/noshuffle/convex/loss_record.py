@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from noshuffle.clipping.factor import clip_factor
+from noshuffle.convex.arrays import Array, real_array
 from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
 
-Array = NDArray[np.float64]
 _Scalar = Callable[[Array, Array], Array]
 
 #: Rounding that a row may exceed its bound by; ε moves by as little.
@@ -39,8 +39,9 @@ class Loss:
     """φ with its first two derivatives and their bounds; the table of `losses` has them.
 
     Guarantees: for rows and labels that `check` accepts, and weights within `radius` where there
-    is one, ‖∇f − ridge·w‖ ≤ `lipschitz` in the norm of order `order`. NaN and infinity in the
-    data are refused by `check`.
+    is one, ‖∇f − ridge·w‖ ≤ `lipschitz` in the norm of order `order`. NaN, infinity, complex
+    numbers and objects in the data are refused by `check`, and so are slopes of a loss of one's
+    own that are not real numbers, one for each row.
     """
 
     name: str
@@ -102,11 +103,22 @@ class Loss:
 
     def slopes(self, w: Array, rows: Array, labels: Array) -> Array:
         """φ' of every row: the data part of its gradient is slope × row."""
-        return self.slope_fn(_scores(rows, w), labels)
+        return self._real(self.slope_fn(_scores(rows, w), labels), rows)
 
     def curvatures(self, w: Array, rows: Array, labels: Array) -> Array:
         """φ'' of every row: the data part of its Hessian is curvature × row rowᵀ."""
-        return self.curvature_fn(rows @ w, labels)
+        return self._real(self.curvature_fn(rows @ w, labels), rows)
+
+    def _real(self, found: Any, rows: Array) -> Array:
+        """What a derivative gave for every row, refused unless it is one real number each."""
+        if getattr(found, "dtype", None) != np.float64:
+            found = real_array(**{f"derivatives of the loss {self.name}": found})
+        if found.shape != (len(rows),):
+            raise InvalidInput(
+                f"the loss {self.name} must give one derivative for each of {len(rows)} rows, got "
+                f"shape {found.shape}"
+            )
+        return np.asarray(found)
 
     def gradients(self, w: Array, rows: Array, labels: Array) -> Array:
         """∇f of every row, rows × dimension."""
@@ -125,14 +137,14 @@ class Loss:
 
     def check(self, rows: Any, labels: Any) -> tuple[Array, Array]:
         """Rows and labels as arrays, refused where they break a bound (no data is changed)."""
-        x = np.asarray(rows)
+        x = real_array(rows=rows)
         if x.ndim != 2 or not len(x) or not x.shape[1]:
             raise InvalidInput(f"rows must be a table with entries, got shape {x.shape}")
-        y = np.zeros(len(x)) if labels is None else np.asarray(labels, dtype=np.float64)
+        y = np.zeros(len(x)) if labels is None else real_array(labels=labels)
         if y.shape != (len(x),):
             raise InvalidInput(f"labels must be one per row ({len(x)}), got shape {y.shape}")
         distinct = x[:1] if x.strides[0] == 0 else x  # one row seen many times
-        worst = float(np.max(np.linalg.norm(distinct.astype(np.float64), ord=self.order, axis=1)))
+        worst = float(np.max(np.linalg.norm(distinct, ord=self.order, axis=1)))
         if not worst <= self.feature_bound * (1 + SLACK):
             raise InvalidInput(
                 f"every row must have norm at most feature_bound = {self.feature_bound:g}, got "
@@ -155,7 +167,7 @@ def fit_into(rows: Array, *, bound: float, order: float = 2.0) -> Array:
     """Each row shrunk on its own to norm at most `bound`: costs no privacy, measures nothing."""
     positive(bound=bound)
     norms = np.linalg.norm(rows, ord=order, axis=1, keepdims=True)
-    return np.asarray(rows * np.minimum(1.0, bound / np.maximum(norms, 1e-300)))
+    return np.asarray(rows * clip_factor(norms, bound, slack=0.0))
 
 
 def require(
@@ -169,6 +181,8 @@ def require(
     order: float | None = None,
 ) -> None:
     """Refuse a loss that misses a condition of a solver's proof."""
+    if not math.isfinite(loss.lipschitz):
+        raise InvalidInput(f"{solver} needs a Lipschitz loss; build {loss.name} with a radius")
     if convex and not loss.is_convex:
         raise Unsupported(f"{solver} needs a convex loss, got {loss.name}; use weakly_convex")
     if smooth and not loss.is_smooth:

@@ -29,8 +29,10 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy.special import expit
 
-from noshuffle.convex.loss_record import SLACK, Array, Loss, fit_into, require
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.loss_record import SLACK, Loss, fit_into, require
 from noshuffle.errors import positive
 
 __all__ = [
@@ -55,10 +57,6 @@ def _zero(s: Array, y: Array) -> Array:
     return np.zeros(np.broadcast_shapes(np.shape(s), np.shape(y)))
 
 
-def _expit(t: Array) -> Array:
-    return np.asarray(0.5 * (1 + np.tanh(0.5 * t)))
-
-
 def logistic(**bounds: Any) -> Loss:
     """log(1 + e^{−ys}) for labels ±1."""
     return Loss(
@@ -67,8 +65,8 @@ def logistic(**bounds: Any) -> Loss:
         curvature_bound=0.25,
         is_classifier=True,
         value_fn=lambda s, y: np.logaddexp(0.0, -y * s),
-        slope_fn=lambda s, y: -y * _expit(-y * s),
-        curvature_fn=lambda s, y: _expit(s) * _expit(-s) + 0 * y,
+        slope_fn=lambda s, y: -y * expit(-y * s),
+        curvature_fn=lambda s, y: expit(s) * expit(-s) + 0 * y,
         **bounds,
     )
 
@@ -108,8 +106,10 @@ def smoothed_hinge(*, width: float = 0.5, **bounds: Any) -> Loss:
 def squared(
     *, radius: float, feature_bound: float = 1.0, label_bound: float = 1.0, **bounds: Any
 ) -> Loss:
-    """(s − y)²/2 for weights within `radius`."""
-    positive(radius=radius, feature_bound=feature_bound, label_bound=label_bound)
+    """(s − y)²/2 for weights within `radius` (infinite: no bound, for those who clip)."""
+    if radius != math.inf:
+        positive(radius=radius)
+    positive(feature_bound=feature_bound, label_bound=label_bound)
     return Loss(
         name="squared",
         slope_bound=feature_bound * radius + label_bound,
@@ -175,9 +175,9 @@ def sigmoid(**bounds: Any) -> Loss:
         curvature_bound=math.sqrt(3) / 18,
         weak_curvature=math.sqrt(3) / 18,
         is_classifier=True,
-        value_fn=lambda s, y: _expit(-y * s),
-        slope_fn=lambda s, y: -y * _expit(s) * _expit(-s),
-        curvature_fn=lambda s, y: -y * _expit(s) * _expit(-s) * (1 - 2 * _expit(s)),
+        value_fn=lambda s, y: expit(-y * s),
+        slope_fn=lambda s, y: -y * expit(s) * expit(-s),
+        curvature_fn=lambda s, y: -y * expit(s) * expit(-s) * (1 - 2 * expit(s)),
         **bounds,
     )
 

@@ -1,4 +1,4 @@
-"""Losses of linear models, told by what the engine asks of them: the residual of every row.
+"""Losses of linear models with several margins, by what the engine asks: the residual of a row.
 
 A linear model has margins m = W x + b, and the gradient of a row's loss is the outer product
 
@@ -8,16 +8,13 @@ so its norm is ‖r‖·√(‖x‖² + 1): a row is clipped without its gradien
 also names `lipschitz` (a bound on ‖r‖) and `curvature` (a bound on ∂r/∂m, or None where it is not
 smooth); learning rates come from these two.
 
-    Logistic      one margin, y ∈ {0, 1}          r = σ(m) − y
-    Softmax       K margins, y ∈ {0 … K−1}        r = softmax(m) − e_y
-    Hinge         K margins, one against the rest r_k = −s_k [s_k m_k < 1],      s = ±1
-    SmoothHinge   its Huber form, width h          quadratic for s m between 1 − h and 1 + h
-    Squared       one margin, y a number          r = m − y, which clipping turns into Huber's loss
+    PerMargin   a loss φ of `losses` on every margin: one against the rest, targets s = ±1 (two
+                classes have one margin), or the number y of a regression: r_k = φ'(m_k, s_k)
+    Softmax     K margins together, y ∈ {0 … K−1}: r = softmax(m) − e_y
 
->>> import numpy as np
->>> Logistic().residual(np.zeros((2, 1)), np.array([0, 1])).ravel()
+>>> PerMargin(losses.logistic()).residual(np.zeros((2, 1)), np.array([0, 1])).ravel()
 array([ 0.5, -0.5])
->>> SmoothHinge(width=0.5).residual(np.array([[1.0]]), np.array([1])).ravel()
+>>> PerMargin(losses.smoothed_hinge()).residual(np.array([[1.0]]), np.array([1])).ravel()
 array([-0.5])
 """
 
@@ -27,16 +24,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import expit, log_softmax, softmax
+from scipy.special import log_softmax, softmax
 
-from noshuffle.errors import positive
-
-Array = NDArray[np.float64]
-Targets = NDArray[np.int64] | Array
+from noshuffle.convex import losses
+from noshuffle.convex.arrays import Array, Targets
 
 
-class Loss:
+class MarginLoss:
     """A convex function of the margins of one row."""
 
     def outputs(self, classes: int) -> int:
@@ -61,24 +55,36 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Logistic(Loss):
-    """ℓ = log(1 + e^{−s m}) with s = 2y − 1."""
+class PerMargin(MarginLoss):
+    """ℓ = Σ_k φ(m_k, s_k)."""
+
+    phi: losses.Loss
 
     def lipschitz(self, outputs: int) -> float:
-        return 1.0
+        return self.phi.slope_bound * math.sqrt(outputs)
 
-    def curvature(self) -> float:
-        return 0.25
+    def curvature(self) -> float | None:
+        return self.phi.curvature_bound if self.phi.is_smooth else None
 
     def residual(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(expit(margins) - y[:, None])
+        return np.asarray(self.phi.slope_fn(margins, self._targets(margins, y)))
 
     def value(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(np.logaddexp(0.0, -_signs(margins, y) * margins).sum(1))
+        return np.asarray(self.phi.value_fn(margins, self._targets(margins, y)).sum(1))
+
+    def _targets(self, margins: Array, y: Targets) -> Array:
+        """The number itself, or +1 for the class of a row and −1 for the others."""
+        if not self.phi.is_classifier:
+            return np.asarray(y[:, None], dtype=np.float64)
+        if margins.shape[1] == 1:
+            return np.asarray(2.0 * y[:, None] - 1.0)
+        signs = np.full(margins.shape, -1.0)
+        signs[np.arange(len(y)), y.astype(np.int64)] = 1.0
+        return signs
 
 
 @dataclass(frozen=True)
-class Softmax(Loss):
+class Softmax(MarginLoss):
     """ℓ = −log softmax(m)_y; ‖r‖ ≤ √2, and its Hessian is at most ½."""
 
     def lipschitz(self, outputs: int) -> float:
@@ -95,73 +101,3 @@ class Softmax(Loss):
     def value(self, margins: Array, y: Targets) -> Array:
         rows = np.arange(len(y))
         return np.asarray(-log_softmax(margins, axis=1)[rows, y.astype(np.int64)])
-
-
-@dataclass(frozen=True)
-class Hinge(Loss):
-    """ℓ = Σ_k (1 − s_k m_k)₊, one class against the rest."""
-
-    def lipschitz(self, outputs: int) -> float:
-        return math.sqrt(outputs)
-
-    def curvature(self) -> None:
-        return None
-
-    def residual(self, margins: Array, y: Targets) -> Array:
-        signs = _signs(margins, y)
-        return np.asarray(np.where(signs * margins < 1.0, -signs, 0.0))
-
-    def value(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(np.maximum(1.0 - _signs(margins, y) * margins, 0.0).sum(1))
-
-
-@dataclass(frozen=True)
-class SmoothHinge(Loss):
-    """The hinge with its kink rounded: (1 + h − u)²/4h for |u − 1| ≤ h, with u = s m."""
-
-    width: float = 0.5
-
-    def __post_init__(self) -> None:
-        positive(width=self.width)
-
-    def lipschitz(self, outputs: int) -> float:
-        return math.sqrt(outputs)
-
-    def curvature(self) -> float:
-        return 1.0 / (2.0 * self.width)
-
-    def residual(self, margins: Array, y: Targets) -> Array:
-        signs = _signs(margins, y)
-        slope = np.clip((1.0 + self.width - signs * margins) / (2.0 * self.width), 0.0, 1.0)
-        return np.asarray(-signs * slope)
-
-    def value(self, margins: Array, y: Targets) -> Array:
-        u, h = _signs(margins, y) * margins, self.width
-        bend = (1.0 + h - u) ** 2 / (4.0 * h)
-        return np.asarray(np.where(u > 1 + h, 0.0, np.where(u < 1 - h, 1.0 - u, bend)).sum(1))
-
-
-@dataclass(frozen=True)
-class Squared(Loss):
-    """ℓ = ½(m − y)²; its residual is bounded by clipping alone."""
-
-    def lipschitz(self, outputs: int) -> float:
-        return math.inf
-
-    def curvature(self) -> float:
-        return 1.0
-
-    def residual(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(margins - y[:, None])
-
-    def value(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(0.5 * np.square(margins[:, 0] - y))
-
-
-def _signs(margins: Array, y: Targets) -> Array:
-    """+1 for the class of a row and −1 for the others; with one margin, for y = 1 and y = 0."""
-    if margins.shape[1] == 1:
-        return np.asarray(2.0 * y[:, None] - 1.0)
-    signs = np.full(margins.shape, -1.0)
-    signs[np.arange(len(y)), y.astype(np.int64)] = 1.0
-    return signs

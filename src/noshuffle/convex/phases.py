@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from noshuffle.convex.margins import Array
+from noshuffle.convex.arrays import Array
 from noshuffle.errors import instance_of, open_unit, positive, whole
 from noshuffle.participation import Epochs, Participation, SinglePass
 from noshuffle.plan import Plan
@@ -39,6 +39,12 @@ UNKNOWN_HORIZON = (
     "The length of the stream was not known: it is cut into phases of 1024, 1024, 2048, 4096, … "
     "rows with independent noise. A row lies in one phase, so the phases do not add up and ε is "
     "that of each; the price is noise, whose variance in the running sum adds up over phases."
+)
+
+#: What a search over settings, or a second model, costs on top.
+OTHER_FITS = (
+    "Other fits, searches or baselines on the same rows add up with this one and are not counted "
+    "here."
 )
 
 

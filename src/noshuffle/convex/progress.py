@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.arrays import Array, Targets
 
 NOT_COVERED = (
     "progressive_score_ is computed from raw targets, is not covered by the guarantee, and is left "

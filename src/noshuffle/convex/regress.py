@@ -21,22 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import validate_data
 
+from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.margins import Array, Loss, Squared, Targets
+from noshuffle.convex.losses import squared
+from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import RSquared
 from noshuffle.convex.shape import constraint_of
-from noshuffle.convex.stream import Observer, Rule
+from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import L2Ball
-
-_FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -55,8 +55,10 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     solver: str = "ftrl"
     tau: float = 1.0
 
-    def _loss(self, classes: int) -> Loss:
-        return Squared()
+    _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound", "target_bounds")
+
+    def _loss(self, classes: int) -> MarginLoss:
+        return PerMargin(squared(radius=np.inf))  # clipping turns it into Huber's loss
 
     def _score(self) -> RSquared:
         return RSquared()
@@ -96,7 +98,7 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         squared = self.feature_bound**2 + float(self.fit_intercept)
         return float(np.sqrt(squared**2 + self.tau**2 * squared))
 
-    def _scaled(self, y: Any) -> Array:
+    def _targets(self, y: Any) -> Array:
         low, high = self._limits()
         clamped = np.clip(np.asarray(y, dtype=np.float64), low, high)
         return np.asarray((clamped - (low + high) / 2) / ((high - low) / 2))
@@ -119,15 +121,14 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten."""
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, y_numeric=True)
-        self._begin(X.shape[1], 0, rows=X.shape[0])
-        self._learn(X, self._scaled(y), ids, observer=observer, passes=self.passes)
-        self._stream.close()
-        self._finish()
-        return self
+        """Learn from a table in the order of its rows; anything learned before is forgotten.
+
+        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
+        """
+        X, y = self._checked(X, y, reset=True)
+        return self._fit(X, y, ids, run)
 
     def partial_fit(
         self,
@@ -135,18 +136,12 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         y: Any,
         *,
         ids: Iterable[Hashable] | None = None,
-        observer: Observer | None = None,
+        run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them."""
         goes_on = self._continued()
-        X, y = validate_data(
-            self, X, y, accept_sparse="csr", dtype=_FLOATS, y_numeric=True, reset=not goes_on
-        )
-        if not goes_on:
-            self._begin(X.shape[1], 0, rows=None)
-        self._learn(X, self._scaled(y), ids, observer=observer)
-        self._finish()
-        return self
+        X, y = self._checked(X, y, reset=not goes_on)
+        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _publish(self) -> None:
         low, high = self._limits()

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from noshuffle.convex.margins import Array
+from noshuffle.clipping.factor import clip_factor
+from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, Unsupported, positive
 
 
@@ -95,8 +96,7 @@ class RowMap:
     def _shorten(self, x: Any) -> Any:
         if self.feature_bound is None:
             return x
-        norms = np.sqrt(squared_norms(x))
-        factor = np.minimum(1.0, self.feature_bound / np.maximum(norms, 1e-300))
+        factor = clip_factor(np.sqrt(squared_norms(x)), self.feature_bound, slack=0.0)
         if sparse.issparse(x):
             return sparse.csr_array(x.multiply(factor[:, None]))
         return x * factor[:, None]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.stream import Rule, Watch
 

@@ -1,29 +1,31 @@
-"""LearningStream: rows in, private sums out. Clip, sum, add noise, divide, update, in that order.
+"""LearningStream: rows in, private means out. Clip, sum, release, update, in that order.
 
 Rows arrive in pieces of any size. Every piece is handed to a rule at the current iterate; the rule
 predicts it, and returns the sum of its clipped contributions. When the planned number of rows has
-come, the sum receives row t of C⁻¹Z (scaled by z·clip), is divided by the planned batch size and
-goes to the rule, which makes the next iterate. Between batches the iterate does not move, so it
-does not matter how a batch was cut into pieces.
+come, the sum leaves by the door of the library (`release.Release`: ledger row, noise on the public
+grid, division by the planned batch size) and goes to the rule, which makes the next iterate.
+Between batches the iterate does not move, so it does not matter how a batch was cut into pieces.
 
-State kept: the unfinished sum, the noise stream of the current phase, counts, and keyed hashes of
-the ids that were seen (if ids are given). The unfinished sum and the key are secrets: they leave
-here only by `state`, which goes into a file for the owner alone (see `saved`).
+Every phase (see `phases`) is a run of its own with a plan, keys and a ledger, in memory, in a run
+folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`).
+
+State kept: the unfinished sum, the release of the current phase, counts, and the numbers of the
+units that were seen (if ids are given). The unfinished sum is a secret: it leaves here only by
+`state`, which goes into a file for the owner alone (see `saved`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Budget, Phase, make_phase, next_phase
-from noshuffle.convex.release import Release
-from noshuffle.convex.saved import ReleaseLog
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -32,10 +34,10 @@ from noshuffle.errors import (
     instance_of,
 )
 from noshuffle.noise import Source
-from noshuffle.plan import Plan
+from noshuffle.one_owner import OneOwner
+from noshuffle.release.release import Release
+from noshuffle.release.units import Ids, UnitTable, as_ids, kind_of_ids
 
-#: Bytes by which an id is known again.
-_MARK = 16
 #: Is shown the margins and targets of rows before they are learned from.
 Watch = Callable[[Array, Targets], None]
 
@@ -75,20 +77,7 @@ class Rule(Protocol):
         """Go on from `state`."""
 
 
-class Observer(Protocol):
-    """Somebody who keeps evidence; `before` returns once the record is durable."""
-
-    def start(self, plan: Plan, source: Source) -> None:
-        """Rows are about to be learned under this plan and this key."""
-
-    def before(self, step: int, first: int, last: int) -> None:
-        """Step `step` is about to be released from rows first … last − 1, counted per pass."""
-
-    def after(self, step: int) -> None:
-        """The step was released and the iterate has moved."""
-
-
-class LearningStream:
+class LearningStream(OneOwner):
     """One pass (or several in the same order) of rows through a rule.
 
     Guarantees: what the rule's `update` receives in a phase is the sequence of clipped sums plus
@@ -102,19 +91,23 @@ class LearningStream:
         rule: Rule,
         budget: Budget,
         *,
-        source: Source,
+        source: Source | None = None,
         horizon: int | None,
         passes: int = 1,
         batch_size: int | None = None,
+        run: str | Path | None = None,
     ) -> None:
         if horizon is None and passes > 1:
             raise Unsupported(
                 f"{passes} passes need a known horizon, got None; give horizon= or call fit"
             )
-        self.rule, self.budget, self.source = rule, budget, source
+        if horizon is None and run is not None:
+            raise Unsupported("a run folder is of one plan; use fit, or give a horizon")
+        self.rule, self.budget = rule, budget
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
-        self._observer: Observer | None = None
-        self.log: ReleaseLog | None = None
+        self._source, self._run = source, run
+        self.folder: Path | None = None
+        self.skips_replays = False
         self._pid = os.getpid()
         self.is_closed = False
         self.phases: list[Phase] = []
@@ -124,7 +117,10 @@ class LearningStream:
         self._phase_steps = 0
         self._held = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64)
-        self._ids: set[bytes] = set()
+        self._units, self._pending = UnitTable(), np.empty(0, dtype=np.int64)
+        self._order: list[Ids] = []
+        self._secret = ""  # by which names of units become numbers, in every phase alike
+        self.kind_of_ids = ""
         self.has_ids: bool | None = None
         self._is_broken = False
         self._begin()
@@ -133,6 +129,16 @@ class LearningStream:
     def phase(self) -> Phase:
         """The phase that the next row belongs to."""
         return self.phases[-1]
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the noise comes from a named test seed."""
+        return self.release.is_test
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the evidence is kept in a run folder that the caller gave."""
+        return self._run is not None
 
     def _begin(self) -> None:
         if self.horizon is None:
@@ -143,20 +149,28 @@ class LearningStream:
             )
         self.phases.append(phase)
         self._in_phase = self._phase_steps = 0
-        # Every phase has a name, hence a stream, of its own under the one key.
-        self._noise = Release(
-            phase.plan,
-            self.source,
-            name=f"phase {len(self.phases)}",
-            size=self.rule.size,
-            clip_norm=self.rule.clip_norm,
-        )
+        self._open(self._run if self.folder is None else self._phase_folder())
         self.rule.start(phase)
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether somebody else keeps evidence of the releases."""
-        return self._observer is not None
+    def _phase_folder(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"phase-{len(self.phases)}"
+
+    def _open(self, run: str | Path | None) -> None:
+        # The name differs from phase to phase: under a test seed all of them have one key.
+        self._name = f"phase {len(self.phases)}"
+        self.release = Release.begin(
+            self.phase.plan,
+            {self._name: (self.rule.size,)},
+            clip=self.rule.clip_norm,
+            divisor=self.phase.batch_size,
+            run=run,
+            source=self._source,
+        )
+        self._has_ended = False
+        self._secret = self._secret or self.release.secret.hex()
+        if self.kind_of_ids:
+            self.release.ledger.bind("ids", self.kind_of_ids)
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
@@ -174,34 +188,37 @@ class LearningStream:
             )
         if self.has_ids not in (None, ids is not None):
             raise InvalidInput("rows came with ids in one call and without in another; do the same")
-        if ids is None:
-            self.has_ids = False
-            return
+        if ids is not None:
+            self._admit_ids(rows, ids)
+        self.has_ids = ids is not None
+
+    def _admit_ids(self, rows: int, ids: Iterable[Hashable]) -> None:
+        """No unit twice, in this call and in all before it, in whichever phase that was."""
         instance_of(Iterable, ids=ids)
-        given = list(ids)
+        given = ids if isinstance(ids, np.ndarray) else list(ids)
         if len(given) != rows:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
-        fresh: set[bytes] = set()
-        for one in given:
-            mark = _mark(one, key=self.source.key)
-            if mark in self._ids or mark in fresh:
-                raise ParticipationViolation(
-                    f"id {one!r} came twice and the plan allows one row each; drop the second one"
-                )
-            fresh.add(mark)
-        self._ids |= fresh
-        self.has_ids = True
-
-    def watch(self, observer: Observer | None) -> None:
-        """Let somebody see every release from here on; evidence is kept of one plan only."""
-        self._observer = observer
-        if observer is not None:
-            if self.horizon is None or self.rows:
-                raise Unsupported(
-                    "evidence is kept of a run with one plan from its first row on; use fit, or "
-                    "give a horizon and the observer to the first partial_fit"
-                )
-            observer.start(self.phase.plan, self.source)
+        if not rows:
+            return
+        kind, units = kind_of_ids(given), as_ids(given, secret=bytes.fromhex(self._secret))
+        if self.kind_of_ids not in ("", kind):
+            raise InvalidInput(
+                f"this stream told its rows apart by {self.kind_of_ids}, and now {kind} came; 5 "
+                "and '5' would count as two units, so give the same kind in every call"
+            )
+        twice = self._units.look_up(units).count > 0
+        _, firsts = np.unique(units, return_index=True)
+        twice[np.setdiff1d(np.arange(rows), firsts)] = True
+        if twice.any():
+            one = given[int(np.flatnonzero(twice)[0])]
+            raise ParticipationViolation(
+                f"id {one!r} came twice and the plan allows one row each; drop the second one"
+            )
+        if not self.kind_of_ids:
+            self.kind_of_ids = kind
+            self.release.ledger.bind("ids", kind)
+        self._units.update(np.sort(units), step=0)
+        self._order.append(units)
 
     def feed(self, x: Any, y: Targets) -> None:
         """Learn from rows that were admitted, in order."""
@@ -209,11 +226,10 @@ class LearningStream:
         at, total = 0, x.shape[0]
         while at < total:
             if self.horizon is None and self._in_phase == self.phase.rows * self.phase.passes:
+                self.end_run(keep_keys=True)  # a killed process comes back to where it was saved
                 self._begin()
             room = min(self._until_release(), total - at)
             piece = slice(at, at + room)
-            if self.log is not None:
-                self.log.saw(x[piece], y[piece])
             self._sum += torch.from_numpy(self.rule.clipped_sum(x[piece], y[piece]))
             at += room
             self.rows += room
@@ -234,70 +250,96 @@ class LearningStream:
             self._release()
         self.is_closed = True
 
+    def end_run(self, *, keep_keys: bool = False) -> None:
+        """Bring the evidence of the phase up to date and let go of it."""
+        if not self._has_ended:
+            self.release.close_run(keep_keys=keep_keys)
+        self._has_ended = True
+
     def extend(self) -> None:
         """After `close`, more rows came: new ones, which form phases of their own."""
-        self.horizon, self.passes, self.is_closed = None, 1, False
+        self.horizon, self.passes, self.is_closed, self._run = None, 1, False, None
 
     def _release(self) -> None:
-        last = (self._in_phase - 1) % self.phase.rows + 1 + self._before_phase()
-        if self._observer is not None:
-            self._observer.before(self.steps, last - self._held, last)
-        if self.log is not None:
-            self.log.before(self.steps)
-        mean = (self._noise(self._sum) / self.phase.batch_size).numpy()
-        self.rule.update(mean, step=self._phase_steps)
+        """The batch leaves: its units are admitted, its row is written, noise, division."""
+        first = (self._in_phase - self._held) % self.phase.rows
+        place = f"rows {first} to {first + self._held}".encode()
+        admission = self.release.admit(self._phase_steps, self._batch_units(first), place)
+        mean = {self._name: self._sum}
+        if self.release.commit(admission, self.release.digest(mean)):
+            self.release.add_noise_(mean)
+            self.rule.update(mean[self._name].numpy(), step=self._phase_steps)
+        elif self.skips_replays:  # its charge stays, and nothing is learned from these rows
+            self.release.skip()
+        else:
+            raise self.release.refusal(self._phase_steps)
         self._sum = torch.zeros_like(self._sum)
         self._held = 0
         self.steps += 1
         self._phase_steps += 1
-        if self._observer is not None:
-            self._observer.after(self.steps)
 
-    def _before_phase(self) -> int:
-        return sum(phase.rows for phase in self.phases[:-1])
+    def _batch_units(self, first: int) -> Ids | None:
+        """Who the rows of the batch are: their ids, in a run folder else their places."""
+        if not self.has_ids:
+            return np.arange(first, first + self._held) if self.is_observed else None
+        if self._order:
+            self._pending = np.concatenate([self._pending, *self._order])
+            self._order = []
+        if self.passes > 1:  # they come again, in the same order
+            return self._pending[first : first + self._held]
+        units, self._pending = self._pending[: self._held], self._pending[self._held :]
+        return units
 
-    _COUNTS = ("horizon", "passes", "is_closed", "rows", "steps", "has_ids")
-    _INNER_COUNTS = ("_in_phase", "_phase_steps", "_held")
+    _COUNTS = ("horizon", "passes", "is_closed", "rows", "steps", "has_ids", "kind_of_ids")
+    _INNER_COUNTS = ("_in_phase", "_phase_steps", "_held", "_secret")
 
     def state(self) -> dict[str, Any]:
-        """All of it, secrets included, as tensors and plain values; for the owner's eyes only."""
+        """All but the keys, as tensors and plain values; for the owner's eyes only."""
         if self._is_broken:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
+        self._pending = np.concatenate([self._pending, *self._order])
+        self._order = []
         return {
             **{name: getattr(self, name) for name in (*self._COUNTS, *self._INNER_COUNTS)},
-            "key": self.source.key.hex(),
-            "kind": self.source.kind,
-            "is_test": self.source.is_test,
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
             "sum": self._sum.clone(),
-            "ids": b"".join(sorted(self._ids)).hex(),
-            "noise": self._noise.state_dict(),
+            "units": torch.from_numpy(self._units.all()[0].copy()),
+            "pending": torch.from_numpy(self._pending.copy()),
+            "release": self.release.state_dict(),
+            "test_key": self._source.key.hex() if self.is_test and self._source else "",
             "rule": self.rule.state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Become the stream that wrote `state`; plans and key must come out the same.
+    def move_into(self, folder: Path) -> None:
+        """From now on the evidence of every phase is kept in a folder of a saved stream."""
+        state = self.release.state_dict()
+        self.folder = folder
+        self.release.keep_in(self._phase_folder())
+        self._open(self._phase_folder())
+        self.release.load_state_dict(state)
 
-        Guarantees: the noise goes on at the row after the last one saved, under the same recipe,
-        scale and key, or the state is refused.
+    def load(self, state: dict[str, Any], folder: Path) -> None:
+        """Become the stream that wrote `state` into this folder, under fresh keys.
+
+        Guarantees: the noise goes on at the row after the last one saved. Steps that were released
+        since then are repeated only with the sums that they had; all later ones have noise that no
+        other copy of the folder has.
         """
+        key = bytes.fromhex(state["test_key"])
+        self._source = Source(key, is_test=True) if key else None
         self.phases = []
         for rows, passes in state["phases"]:
-            self.horizon, self.passes = rows, passes
-            self._begin()
+            self.phases.append(
+                make_phase(self.budget, rows=rows, passes=passes, batch_size=self.batch_size)
+            )
+            self.rule.start(self.phases[-1])
         for name in (*self._COUNTS, *self._INNER_COUNTS):
             setattr(self, name, state[name])
+        self.folder = folder
+        self._open(self._phase_folder())
         self._sum = state["sum"].clone()
-        marks = bytes.fromhex(state["ids"])
-        self._ids = {marks[i : i + _MARK] for i in range(0, len(marks), _MARK)}
-        self._noise.load_state_dict(state["noise"])
+        self._pending = state["pending"].numpy().copy()
+        self._units = UnitTable()
+        self._units.update(np.sort(state["units"].numpy()), step=0)
+        self.release.load_state_dict(state["release"])
         self.rule.load(state["rule"])
-
-
-def _mark(one: Hashable, *, key: bytes) -> bytes:
-    """A keyed hash by which an id is known again, whatever process it comes to; 1 and 1.0 agree."""
-    value = one.item() if hasattr(one, "item") else one
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
-        value = int(value)
-    text = f"{type(value).__name__}:{value!r}".encode()
-    return hashlib.blake2b(text, key=key, digest_size=_MARK, person=b"ns-stream-id").digest()

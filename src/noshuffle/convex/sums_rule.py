@@ -3,21 +3,16 @@
     V_t = Σ_{i≤t} x̃_i x̃_iᵀ + N_t,   u_t = Σ_{i≤t} y_i x̃_i + n_t            x̃ = (x, 1)
     θ_{t+1} = argmin_{θ∈K} θᵀV_tθ − 2⟨u_t, θ⟩ + λ_t‖θ‖²
 
-Both sums come from one mechanism on the concatenation of svec(x̃x̃ᵀ) (off-diagonals times √2, so
-that Euclidean norm is Frobenius norm) and τ·y x̃. One row contributes a vector of norm
+Both sums come from one mechanism on the vector (svec(x̃x̃ᵀ), τ·y x̃) of `moments`. One row
+contributes a vector of norm
 
     √(‖x̃‖⁴ + τ²y²‖x̃‖²),
 
 which is clipped jointly: the row gets a weight in [0, 1] that depends on it alone, and the problem
-is weighted least squares. Unpacked, N has deviation s on the diagonal and s/√2 off it (s: clip
-norm × noise multiplier × error of the mechanism at step t), a Gaussian orthogonal matrix with
-operator norm about s√(2q) for q columns; λ_t is that, which keeps the problem convex, plus the
-ridge penalty. Inside a ball the answer is found by a search for the multiplier in the eigenbasis.
+is weighted least squares. With s = clip norm × noise multiplier × error of the mechanism at step t,
+λ_t is the expected norm of the noise matrix (`moments.noise_norm`) plus the ridge penalty;
+eigenvalues below half of it come from noise alone and are raised to that.
 (Kairouz et al. 2021, arXiv 2103.00039, theorem 4.3.) State: V, u and the variance of their noise.
-
->>> unpack(pack(np.array([[1.0, 2.0], [2.0, 5.0]])), 2)
-array([[1., 2.],
-       [2., 5.]])
 """
 
 from __future__ import annotations
@@ -30,49 +25,12 @@ import torch
 from scipy import sparse
 
 from noshuffle.clipping.factor import clip_factor
-from noshuffle.convex.margins import Array, Targets
+from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
+from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.stream import Watch
 from noshuffle.errors import non_negative, positive
-
-_SLACK = 2.0**-40
-
-
-def pack(matrix: Array) -> Array:
-    """svec of a symmetric matrix: upper triangle, off-diagonals times √2."""
-    upper = np.triu_indices(len(matrix))
-    return np.asarray(matrix[upper] * np.where(upper[0] == upper[1], 1.0, math.sqrt(2.0)))
-
-
-def unpack(vector: Array, size: int) -> Array:
-    """The symmetric matrix that `pack` flattened."""
-    upper = np.triu_indices(size)
-    out = np.zeros((size, size))
-    out[upper] = vector / np.where(upper[0] == upper[1], 1.0, math.sqrt(2.0))
-    return np.asarray(np.triu(out) + np.triu(out, 1).T)
-
-
-def ridge_in_ball(v: Array, u: Array, *, ridge: float, radius: float | None) -> Array:
-    """argmin θᵀVθ − 2⟨u,θ⟩ + ridge‖θ‖² over ‖θ‖ ≤ radius, for V + ridge·I made positive.
-
-    Eigenvalues of V + ridge·I below ridge/2 come from noise alone and are raised to it. With
-    V + ridge = QΛQᵀ and w = Qᵀu the answer is w_i/(Λ_i + ν); ν ≥ 0 is found by bisection.
-    """
-    values, basis = np.linalg.eigh(v)
-    scales = np.maximum(values + ridge, max(ridge / 2.0, 1e-12))
-    w = basis.T @ u
-    answer = w / scales
-    if radius is not None and np.linalg.norm(answer) > radius:
-        low, high = 0.0, float(np.linalg.norm(w)) / radius
-        for _ in range(100):
-            middle = (low + high) / 2.0
-            if np.linalg.norm(w / (scales + middle)) > radius:
-                low = middle
-            else:
-                high = middle
-        answer = w / (scales + high)
-    return np.asarray(basis @ answer)
 
 
 class SumsRule:
@@ -96,8 +54,7 @@ class SumsRule:
         self._intercept = fit_intercept
         self._q = features + int(fit_intercept)
         self._features = features
-        self._upper = np.triu_indices(self._q)
-        self.size = len(self._upper[0]) + self._q
+        self.size = self._q * (self._q + 1) // 2 + self._q
         self._total = np.zeros(self.size)
         self._theta = np.zeros(self._q)
         self._rows = 0.0
@@ -120,7 +77,7 @@ class SumsRule:
         self._phase = phase
 
     def clipped_sum(self, x: Any, y: Targets) -> Array:
-        # As 6.2 has it the matrix is dense anyway, so rows are made dense batch by batch.
+        # The matrix is dense anyway, so rows are made dense batch by batch.
         rows = x.toarray() if sparse.issparse(x) else x
         if self.watch is not None:
             margins = rows @ self._theta[: self._features, None]
@@ -130,12 +87,8 @@ class SumsRule:
         squared = squared_norms(rows)
         with np.errstate(over="ignore"):
             norms = np.sqrt(squared) * np.sqrt(squared + (self.tau * y) ** 2)
-        weight = clip_factor(norms, self.clip_norm, slack=_SLACK)
-        weighted = rows * weight[:, None]
-        with np.errstate(over="ignore", invalid="ignore"):
-            gram = weighted.T @ rows
-        factor = np.where(self._upper[0] == self._upper[1], 1.0, math.sqrt(2.0))
-        return np.concatenate([gram[self._upper] * factor, self.tau * (weighted.T @ y)])
+        weight = clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)
+        return moments(rows, y, ratio=self.tau, weights=weight)
 
     def state(self) -> dict[str, Any]:
         """Everything that changes as rows come, as tensors and plain values."""
@@ -155,7 +108,12 @@ class SumsRule:
         self._rows += batch
         self._noise = float(self._phase.error[step]) * self.clip_norm
         deviation = math.sqrt(self._finished + self._noise**2)
-        v = unpack(self._total[: -self._q], self._q)
-        u = self._total[-self._q :] / self.tau
-        ridge = deviation * math.sqrt(2.0 * self._q) + self.alpha * self._rows
-        self._theta = ridge_in_ball(v, u, ridge=ridge, radius=self.radius)
+        gram, cross = unpack(self._total, self._q, ratio=self.tau)
+        ridge = noise_norm(deviation, self._q) + self.alpha * self._rows
+        self._theta = ball_least_squares(
+            gram,
+            cross,
+            ridge=ridge,
+            radius=math.inf if self.radius is None else self.radius,
+            least_curvature=max(ridge / 2.0, 1e-12),
+        )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.convex.margins import Array
+from noshuffle.convex.arrays import Array
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noshuffle.errors import Unsupported, non_negative
-from noshuffle.optim.constraints import Box, Constraint, L1Ball, L2Ball, Simplex, shrink
+from noshuffle.optim.constraints import Box, Constraint, Everywhere, L1Ball, L2Ball, Simplex, shrink
 
 
 class Composite:
@@ -122,7 +122,7 @@ def elastic_net(l1: float, l2: float) -> ElasticNet:
 
 def check_closed_form(composite: Composite | None, constraint: Constraint | None) -> None:
     """Refuse the pairs for which `solve` has no exact answer."""
-    if composite is None or constraint is None or isinstance(constraint, L2Ball):
+    if composite is None or constraint is None or isinstance(constraint, L2Ball | Everywhere):
         return
     if isinstance(composite, ElasticNet) and isinstance(constraint, Box | L1Ball | Simplex):
         return

@@ -1,21 +1,31 @@
-"""Constraint sets for FTRL, each with its exact Euclidean projection.
+"""Convex sets: exact projection, linear minimisation, and the vertices of polytopes.
 
 The quadratic FTRL step over a convex set K is a projection,
 
     argmin_{θ∈K} ⟨ℓ,θ⟩ + ½‖θ−θ₀‖²  =  Π_K(θ₀ − ℓ),
 
-so a set is a frozen record with one method, `project`. It treats the list of tensors that it is
-given (all parameters of one group) as a single vector: an l2 ball bounds their joint norm.
-Projections are post-processing of released values and never touch the guarantee.
+and Frank–Wolfe methods minimise a linear function over K. All of it is post-processing of released
+values; privacy rests on the radius alone, where a bound of a loss depends on it.
 
-Simplex and l1 ball use the sorting form of Held, Wolfe and Crowder (1974): the projection is
-(u − τ)₊ with the one τ for which the entries add up to the total. Nothing is kept between calls.
+    set          project            lmo (argmin ⟨g, v⟩)             vertices
+    Everywhere   identity           none (unbounded)                none
+    L2Ball       rescale            −R g/‖g‖                        none
+    LpBall       for p = 2 only     dual exponents, see there       none
+    Box          clamp              low or high by the sign of g    corners (not listed)
+    L1Ball       sort-threshold     −R sign(g_i) e_i, i = argmax    ±R e_i, 2d of them
+    Simplex      sort-threshold     R e_i, i = argmin               R e_i, d of them
 
->>> import torch
+`project` takes a list of tensors (all parameters of one group), seen as a single vector: an l2 ball
+bounds their joint norm. It takes a vector of numpy too, as everything else here does. Simplex and
+l1 ball use the sorting form of Held, Wolfe and Crowder (1974): the projection is (u − τ)₊ with the
+one τ for which the entries add up to the total. Nothing is kept between calls.
+
 >>> l2_ball(1.0).project([torch.tensor([3.0, 4.0])])[0]
 tensor([0.6000, 0.8000])
->>> simplex().project([torch.tensor([2.0, 0.0, 0.0])])[0]
-tensor([1., 0., 0.])
+>>> simplex().project(np.array([2.0, 0.0, 0.0]))
+array([1., 0., 0.])
+>>> L1Ball(2.0).lmo(np.array([0.5, -3.0]))
+array([0., 2.])
 """
 
 from __future__ import annotations
@@ -24,35 +34,131 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, instance_of, positive
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, positive
+
+Array = NDArray[np.float64]
 
 
 class Constraint:
-    """A closed convex set; `project` returns the nearest point of it, as new tensors."""
+    """A closed convex set; `nearest` is what a set of its own must have.
 
-    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+    `size` is the largest norm of the set in its own order (`norm_order`), `euclidean(d)` the
+    largest Euclidean norm in d dimensions; for orders 1 to 2 the two are the same.
+    """
+
+    norm_order: float = 2.0
+    is_polytope: ClassVar[bool] = False
+
+    @property
+    def size(self) -> float:
+        return math.inf
+
+    def euclidean(self, d: int) -> float:
+        return self.size * (math.sqrt(d) if self.norm_order == math.inf else 1.0)
+
+    def start(self, d: int) -> Array:
+        """A point chosen without data: the origin, which most sets hold."""
+        return np.zeros(d)
+
+    @overload
+    def project(self, values: Array) -> Array: ...
+    @overload
+    def project(self, values: Sequence[Tensor]) -> list[Tensor]: ...
+    def project(self, values: Array | Sequence[Tensor]) -> Array | list[Tensor]:
+        """The nearest point of the set, as new values."""
+        if not isinstance(values, np.ndarray):
+            return self.nearest(values)
+        vector = values if values.flags.writeable else values.copy()  # torch warns otherwise
+        return np.asarray(self.nearest([torch.from_numpy(vector)])[0].numpy())
+
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Π_K of the tensors seen as one vector."""
-        raise NotImplementedError
+        raise Unsupported(f"{type(self).__name__} has no projection here; use Ball or L1Ball")
+
+    def lmo(self, g: Array) -> Array:
+        """argmin_{v∈K} ⟨g, v⟩."""
+        raise Unsupported(f"{type(self).__name__} has no linear minimiser; use a bounded set")
+
+    def scores(self, g: Array) -> Array:
+        """⟨v, g⟩ of every vertex, without building them."""
+        raise Unsupported(f"{type(self).__name__} has no list of vertices; use L1Ball or Simplex")
+
+    def vertex(self, index: int, d: int) -> Array:
+        """The vertex with this index."""
+        raise Unsupported(f"{type(self).__name__} has no list of vertices; use L1Ball or Simplex")
 
 
 @dataclass(frozen=True)
-class L2Ball(Constraint):
-    """‖θ‖₂ ≤ radius, over all tensors together."""
+class Everywhere(Constraint):
+    """No constraint."""
 
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return list(values)
+
+
+@dataclass(frozen=True)
+class _Sized(Constraint):
     radius: float
 
     def __post_init__(self) -> None:
         positive(radius=self.radius)
 
-    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def size(self) -> float:
+        return self.radius
+
+
+@dataclass(frozen=True)
+class L2Ball(_Sized):
+    """‖θ‖₂ ≤ radius, over all tensors together."""
+
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
         norm = joint_norm(values)
         if norm <= self.radius:
             return list(values)
         return [v * (self.radius / norm) for v in values]
+
+    def lmo(self, g: Array) -> Array:
+        norm = float(np.linalg.norm(g))
+        return -g * (self.radius / norm) if norm > 0 else np.zeros_like(g)
+
+
+@dataclass(frozen=True)
+class LpBall(_Sized):
+    """‖θ‖_p ≤ radius, 1 < p ≤ 2.
+
+    ⟨g, v⟩ ≥ −R‖g‖_q (Hölder), with equality at v_i = −R sign(g_i)(|g_i|/‖g‖_q)^{q−1}.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.p <= 2:
+            raise InvalidInput(f"p must lie in (1, 2], got {self.p!r}; use L1Ball for p = 1")
+
+    @property
+    def norm_order(self) -> float:  # type: ignore[override]
+        return self.p
+
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return L2Ball(self.radius).nearest(values) if self.p == 2 else super().nearest(values)
+
+    def lmo(self, g: Array) -> Array:
+        q = self.p / (self.p - 1)
+        largest = float(np.max(np.abs(g)))
+        if largest == 0:
+            return np.zeros_like(g)
+        scaled = np.abs(g) / largest  # powers of numbers in [0, 1] cannot overflow
+        weights = (scaled / float(np.sum(scaled**q)) ** (1 / q)) ** (q - 1)
+        return np.asarray(-self.radius * np.sign(g) * weights)
 
 
 @dataclass(frozen=True)
@@ -61,14 +167,25 @@ class Box(Constraint):
 
     low: float
     high: float
+    norm_order = math.inf
 
     def __post_init__(self) -> None:
         instance_of(numbers.Real, low=self.low, high=self.high)
         if not self.low <= self.high:  # also refuses NaN
             raise InvalidInput(f"box needs low <= high, got low={self.low!r}, high={self.high!r}")
 
-    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def size(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [v.clamp(self.low, self.high) for v in values]
+
+    def lmo(self, g: Array) -> Array:
+        if not math.isfinite(self.size):
+            return super().lmo(g)
+        ends = np.where(g > 0, self.low, self.high)
+        return np.where(g == 0, min(max(0.0, self.low), self.high), ends)
 
 
 @dataclass(frozen=True)
@@ -76,30 +193,60 @@ class Simplex(Constraint):
     """θ_i ≥ 0 and Σ θ_i = total, over all tensors together."""
 
     total: float = 1.0
+    norm_order = 1.0
+    is_polytope = True
 
     def __post_init__(self) -> None:
         positive(total=self.total)
 
-    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def size(self) -> float:
+        return self.total
+
+    def start(self, d: int) -> Array:
+        return np.full(d, self.total / d)
+
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
         tau = simplex_threshold(flatten(values), total=self.total)
         return [(v.double() - tau).clamp_min(0.0).to(v.dtype) for v in values]
 
+    def lmo(self, g: Array) -> Array:
+        return self.vertex(int(np.argmin(g)), len(g))
+
+    def scores(self, g: Array) -> Array:
+        return self.total * g
+
+    def vertex(self, index: int, d: int) -> Array:
+        out = np.zeros(d)
+        out[index] = self.total
+        return out
+
 
 @dataclass(frozen=True)
-class L1Ball(Constraint):
-    """‖θ‖₁ ≤ radius, over all tensors together."""
+class L1Ball(_Sized):
+    """‖θ‖₁ ≤ radius, over all tensors together; vertex i < d is +R e_i, vertex d + i is −R e_i."""
 
-    radius: float
+    norm_order = 1.0
+    is_polytope = True
 
-    def __post_init__(self) -> None:
-        positive(radius=self.radius)
-
-    def project(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
         sizes = flatten(values).abs()
         if float(sizes.sum()) <= self.radius:
             return list(values)
         tau = simplex_threshold(sizes, total=self.radius)
         return [shrink(v.double(), tau).to(v.dtype) for v in values]
+
+    def lmo(self, g: Array) -> Array:
+        i = int(np.argmax(np.abs(g)))
+        return self.vertex(i if g[i] <= 0 else len(g) + i, len(g))
+
+    def scores(self, g: Array) -> Array:
+        return self.radius * np.concatenate([g, -g])
+
+    def vertex(self, index: int, d: int) -> Array:
+        out = np.zeros(d)
+        out[index % d] = self.radius if index < d else -self.radius
+        return out
 
 
 def joint_norm(values: Sequence[Tensor]) -> float:

@@ -395,6 +395,12 @@ class Ledger(OneOwner):
         self.summarise()
         self.let_go()
 
+    def copy_to(self, path: Path) -> None:
+        """Everything that is on record, as a ledger in this file."""
+        self.check_owner()
+        self.summarise()
+        self._file.copy_to(path)
+
     def let_go(self) -> None:
         """Close the file as it is; nothing is written."""
         self._file.close()

@@ -23,13 +23,14 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, VerificationFailed
+from noshuffle.release.files import sync_file
 from noshuffle.release.ledger_tables import (
     FORMAT,
     SCHEMA,
@@ -308,6 +309,14 @@ class LedgerFile:
                 self.db.execute(
                     "INSERT OR REPLACE INTO meta VALUES ('summarised', ?)", (str(released),)
                 )
+
+    def copy_to(self, path: Path) -> None:
+        """The same tables in a file, on the disk when this returns."""
+        self.flush()
+        target = sqlite3.connect(path, isolation_level=None)
+        with closing(target):
+            self.db.backup(target)
+        sync_file(path)
 
     def fold(self) -> None:
         """Bring everything into the one file, so that a lost -wal file loses nothing of it."""

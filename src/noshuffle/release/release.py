@@ -48,7 +48,7 @@ from noshuffle.release import checkpoint, digest, digest_host
 from noshuffle.release.facts import bind_facts, notes_of, statement_record
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
-from noshuffle.release.opening import Opened, Run, open_run
+from noshuffle.release.opening import Opened, Run, folder_of, open_run
 from noshuffle.release.sampler import Sampler, make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.spending import ADAPTIVE_CLIP, spent
@@ -486,3 +486,14 @@ class Release(OneOwner):
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
             seal(self.folder)
+
+    def keep_in(self, run: Run) -> None:
+        """Write keys and ledger of a run in memory into a new folder, where `begin` goes on.
+
+        This object is not to be used afterwards: the folder has keys of its own from there on.
+        """
+        folder = folder_of(run)
+        if folder is None or self.folder is not None:
+            raise InvalidInput("keep_in takes a run in memory and a folder for it")
+        folder.begin(self.plan, self._ring)
+        self.ledger.copy_to(folder.ledger_file)

@@ -10,15 +10,10 @@ from scipy.optimize import minimize
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex import losses
-from noshuffle.convex.solvers.domains import Ball, Box, Everywhere, L1Ball
-from noshuffle.convex.solvers.ftrl import ftrl, penalised, regret
-from noshuffle.convex.solvers.ftrl_ls import (
-    ball_least_squares,
-    ftrl_ls,
-    moment_bound,
-    moments,
-    unpack,
-)
+from noshuffle.convex.moments import ball_least_squares, moments
+from noshuffle.convex.solvers.domains import Ball, Everywhere, L1Ball
+from noshuffle.convex.solvers.ftrl import ftrl, regret
+from noshuffle.convex.solvers.ftrl_ls import ftrl_ls, moment_bound
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import SinglePass
 from noshuffle.strategies import sensitivity, tree
@@ -57,25 +52,6 @@ def test_noise_scale_of_ftrl(neighbours: str) -> None:
     assert run.statement.epsilon == pytest.approx(1.0)
     assert run.statement.neighbours == neighbours
     assert "test seed" in run.statement.assumptions[-1]
-
-
-def test_ftrl_step_is_the_argmin() -> None:
-    draws = np.random.default_rng(0)
-    for domain in (Ball(0.6), Box(0.3), L1Ball(0.7), Everywhere()):
-        u = draws.standard_normal(3)
-        w = penalised(u, domain=domain, l1=0.2, group=0.0, groups=None)
-
-        def objective(v, u=u):
-            return 0.2 * np.abs(v).sum() + 0.5 * np.sum((v - u) ** 2)
-
-        others = [domain.project(w + 0.1 * draws.standard_normal(3)) for _ in range(300)]
-        assert min(objective(v) for v in others) >= objective(w) - 1e-12
-
-
-def test_group_penalty_zeroes_whole_groups() -> None:
-    u = np.array([0.1, 0.1, 3.0, 4.0])
-    w = penalised(u, domain=Ball(10.0), l1=0.0, group=1.0, groups=np.array([0, 0, 1, 1]))
-    np.testing.assert_allclose(w, [0, 0, 2.4, 3.2])
 
 
 def test_l1_gives_exact_zeros_and_the_support() -> None:
@@ -146,14 +122,6 @@ def test_moment_bound_holds_and_is_nearly_reached(neighbours: str) -> None:
         worst = max(worst, float(np.linalg.norm(move)))
     bound = moment_bound(feature_bound=L, label_bound=Y, ratio=tau, neighbours=neighbours)
     assert 0.8 * bound <= worst <= bound * (1 + 1e-12)
-
-
-def test_unpack_inverts_moments() -> None:
-    x = np.random.default_rng(3).standard_normal((7, 4))
-    y = np.arange(7.0)
-    gram, cross = unpack(moments(x, y, ratio=0.5), 4, ratio=0.5)
-    np.testing.assert_allclose(gram, x.T @ x, atol=1e-12)
-    np.testing.assert_allclose(cross, y @ x, atol=1e-12)
 
 
 def test_ball_least_squares_is_optimal_also_when_indefinite() -> None:

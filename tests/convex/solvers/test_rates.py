@@ -63,6 +63,30 @@ def test_intervals_follow_the_stated_rules() -> None:
             assert (low, high) == pytest.approx((rate.theory - 0.1, rate.theory + 0.1))
 
 
+def test_a_wrong_noise_scale_misses_noisy_max(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gaps do not follow the noise, so the slope can fail: noise of 1/√ε has −1/2."""
+    for power, within in ((1.0, True), (0.5, False)):
+
+        def scale(epsilon: float, sensitivity: float, power: float = power) -> float:
+            return 2 * sensitivity / epsilon**power
+
+        monkeypatch.setattr(experiments, "noise_scale", scale)
+        assert rates.measure(by_name("noisy_max"), quick=True).is_within == within
+
+
+def test_verdicts_say_no_more_than_was_seen() -> None:
+    fields = {"axis": "n", "x": (1.0, 2.0), "excess": (1.0, 0.9), "theory": -1.0, "note": ""}
+
+    def verdict(slope: float, low: float) -> str:
+        return rates.Curve(name="a", slope=slope, accepted=(low, -0.9), **fields).verdict()
+
+    two_sided = [verdict(s, -1.1) for s in (-1.0, -1.099, -0.901, -0.89)]
+    assert two_sided == ["held", "held (edge)", "held (edge)", "missed"]
+    # A bound from above: steeper than theory by more than a tenth is no test of the exponent.
+    above = [verdict(s, -math.inf) for s in (-1.0, -1.05, -1.2, -1.9, -0.5)]
+    assert above == ["held", "held", "not tested", "not tested", "missed"]
+
+
 def test_a_miss_is_said_with_its_reason() -> None:
     fields = {"axis": "n", "x": (1.0, 2.0), "excess": (1.0, 0.9), "slope": -0.15, "theory": -1.0}
     curve = rates.Curve(name="a", accepted=(-1.1, -0.9), note="", reason="too few rows", **fields)

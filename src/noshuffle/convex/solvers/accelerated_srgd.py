@@ -36,16 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    contribution,
-    generator,
-    on_top_of_plan,
-    split,
-)
-from noshuffle.convex.solvers.domains import Ball, Domain
-from noshuffle.convex.solvers.stream import NoiseStream
+from noshuffle.convex.losses import Loss
+from noshuffle.convex.solvers.base import Solution, split
+from noshuffle.convex.solvers.domains import Ball
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
@@ -64,30 +58,25 @@ def increment_bound(loss: Loss, *, radius: float, steps: int) -> float:
     return loss.lipschitz + loss.smoothness * drift
 
 
+@solver()
 def accelerated_srgd(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     steps: int | None = None,
     learning_rate: float | None = None,
     mechanism: Any = "blt",
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """One epoch; `weights` is y_T. `steps` defaults to √n.
 
     Guarantees: the statement covers every released sum, hence all iterates, for smooth losses,
     convex or not. The ridge of the loss is no data and enters outside of the sums.
     """
-    contribution(neighbours)  # refuses neighbours that would shift the batches
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
+    problem.require("accelerated SRGD", convex=False, smooth=True)
+    loss, domain = problem.loss, problem.domain
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     radius = domain.euclidean(d)
-    require(loss, "accelerated SRGD", convex=False, smooth=True, radius=radius, order=2.0)
     if not math.isfinite(radius):
         raise Unsupported("accelerated SRGD needs a bounded domain, got one without a radius")
     steps = max(2, math.isqrt(n)) if steps is None else steps
@@ -95,13 +84,15 @@ def accelerated_srgd(
     batches = split(n, steps)
     size = n // steps
     plan = Plan.fit(
-        SinglePass(steps), mechanism=mechanism, epsilon=epsilon, delta=delta, neighbours=neighbours
+        SinglePass(steps),
+        mechanism=mechanism,
+        epsilon=epsilon,
+        delta=delta,
+        neighbours=problem.neighbours,
     )
     bound = increment_bound(loss, radius=radius, steps=steps) / size
     noise = plan.noise_multiplier * bound
-    stream = NoiseStream(
-        plan.strategy, steps=steps, size=d, scale=noise, draws=generator(test_seed)
-    )
+    release = problem.door(plan, scale=noise)
     if learning_rate is None:
         smooth = 1 / (4 * max(loss.smoothness + loss.ridge, 1e-12))
         # E‖t·d̃_t − t·∇F‖² is about t·L²/size + d(noise·E)²; balance R²/η with η·Σ of it.
@@ -121,10 +112,9 @@ def accelerated_srgd(
         if t > 1:
             old = loss.data_gradient(previous, x[batch], y[batch]) / size
             share = new + (t - 1) * (new - old)
-        total = total + share + stream.next()
+        total = total + release(share)
         # η_t·d̃_t = (t·η)·(released sum)/t: the weights cancel.
         z = domain.project(z - learning_rate * (total + t * loss.ridge * point))
         w = (1 - tau) * w + tau * z
-    notes = on_top_of_plan(rows=n, test_seed=test_seed)
     details = {"noise": noise, "steps": float(steps), "learning_rate": learning_rate}
-    return Solution(weights=w, statement=plan.statement(notes=notes), details=details)
+    return Solution(weights=w, statement=problem.planned(plan), details=details)

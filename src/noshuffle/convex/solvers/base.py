@@ -1,44 +1,43 @@
-"""What all solvers share: the solution record, the randomness, and the words of a guarantee.
+"""What all solvers share: the solution, budgets and shares, and the words of a guarantee.
 
-Randomness. `generator(None)` is a Philox stream (Salmon et al. 2011; 128-bit key, 256-bit counter)
-whose key comes from the operating system for every call: nothing is seeded from time, process or a
-counter that could repeat. Philox passes every statistical test but is no cipher. A `test_seed`
-makes a run reproducible by anyone who knows it, hence not private, and the statement says so.
+Guarantees are stated as `PrivacyStatement` in one of three currencies (`guarantee`):
 
-Guarantees are stated as `PrivacyStatement` in one of three currencies:
+    mu        μ-GDP: one (possibly composed) Gaussian mechanism, ε(δ) exact
+    rho       ρ-zCDP: sums of Gaussian, generalized Gaussian and exponential mechanisms
+    epsilon   a direct proof of ε at δ = 0, or of (ε, δ)
 
-    gaussian_statement   μ-GDP: one (possibly composed) Gaussian mechanism, ε(δ) exact
-    rho_statement        ρ-zCDP: sums of Gaussian, generalized Gaussian and exponential mechanisms
-    pure_statement       ε at δ = 0
-
->>> generator("example").normal() == generator("example").normal()
-True
->>> gaussian_statement(mu=1.0, delta=1e-5, sensitivity=2.0, mechanism="m", rows=10).headline()
+>>> guarantee(mu=1.0, delta=1e-5, sensitivity=2.0, mechanism="m", rows=10).headline()
 '(ε = 4.377, δ = 1e-05)-DP per example, replace-one neighbours, exact'
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import numpy as np
-
 from noshuffle.accounting import gaussian, renyi
-from noshuffle.convex.losses import Array
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.errors import InvalidInput, Unsupported, one_of, open_unit, positive
+from noshuffle.release.facts import TEST_SEED
 from noshuffle.statement import PrivacyStatement
 
 NEIGHBOURS = ("replace-one", "zero-out")
+OUTPUTS = ("average", "last")
+EVERY_ROW = "every row is read, in any order"
+ONE_PASS = "every row is read in one pass, in any order"
 _SENTENCES = {
     "replace-one": "Neighbouring data sets differ in one example, which is replaced by any other.",
     "zero-out": "Neighbouring data sets differ in one example, whose contributions become zero.",
     "add-remove": "Neighbouring data sets differ by adding or removing one example.",
 }
+_KEY = "The key of the noise is drawn from the operating system and stays secret."
+_REAL = (
+    "Noise is treated as real-valued. Vectors are released on a public grid of 2⁻¹⁰ of their "
+    "noise, so that low bits tell nothing; the rest of floating point is not analysed."
+)
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,6 @@ class Solution:
     statement: PrivacyStatement
     iterates: Array | None = None
     details: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-
-
-def generator(test_seed: int | str | None) -> np.random.Generator:
-    """A stream keyed by the operating system, or by a named test seed (then not private)."""
-    if test_seed is None:
-        key = os.urandom(16)
-    else:
-        text = f"noshuffle convex test seed {test_seed!r}".encode()
-        key = hashlib.blake2b(text, digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
 def budget(*, epsilon: float, delta: float) -> float:
@@ -102,83 +91,51 @@ def contribution(neighbours: str) -> float:
     return 2.0 if neighbours == "replace-one" else 1.0
 
 
-def sentences(
-    *, neighbours: str, rows: int | None, test_seed: object, notes: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The assumptions of a solver's guarantee, each one plain sentence (rows=None: no table)."""
-    out: tuple[str, ...] = (_SENTENCES[neighbours],)
-    if rows is not None:
-        out += (
-            f"The number of examples ({rows}) is public, and each is one row of the data.",
-            "Every row and label respects the bounds of the loss object, which were given, not "
-            "measured; step sizes and all other settings were chosen without looking at the data.",
-        )
-    out += (
-        "The key of the noise is drawn from the operating system and stays secret.",
-        "Noise is treated as real-valued; the rounding of floating point is not analysed.",
-        *notes,
+def table_sentences(rows: int) -> tuple[str, ...]:
+    """What is assumed of a table and of the settings, beside the mechanism."""
+    return (
+        f"The number of examples ({rows}) is public, and each is one row of the data.",
+        "Every row and label respects the bounds of the loss object, which were given, not "
+        "measured; step sizes and all other settings were chosen without looking at the data.",
+        OTHER_FITS,
     )
-    if test_seed is not None:
-        out += ("A test seed was given: the noise can be reproduced, so nothing is private.",)
-    return out
 
 
-def on_top_of_plan(*, rows: int, test_seed: object) -> tuple[str, ...]:
-    """What a solver adds to the sentences of a Plan: bounds in the place of clipping."""
-    own = sentences(neighbours="zero-out", rows=rows, test_seed=test_seed, notes=())
-    bound = "The Lipschitz bound of the loss takes the place of the clip norm; nothing is clipped."
-    return (own[1], own[2], bound, *own[5:])
-
-
-def gaussian_statement(
+def guarantee(
     *,
-    mu: float,
-    delta: float,
     sensitivity: float,
     mechanism: str,
-    rows: int,
+    mu: float | None = None,
+    rho: float | None = None,
+    epsilon: float | None = None,
+    delta: float = 0.0,
+    noise: float | None = None,
+    rows: int | None = None,
     neighbours: str = "replace-one",
-    participation: str = "every row is read, in any order",
-    test_seed: object = None,
+    participation: str = EVERY_ROW,
+    accountant: str | None = None,
+    is_test: bool = False,
     notes: tuple[str, ...] = (),
 ) -> PrivacyStatement:
-    """The statement of a μ-GDP release; the noise multiplier is sensitivity / μ."""
+    """The statement of a release with one of μ, ρ and ε (rows=None: the data is no table).
+
+    Guarantees: ε at δ is exact for μ, an upper bound otherwise; a test seed is said.
+    """
+    exact, kind = False, "direct proof"
+    if mu is not None:
+        exact, kind, rho, noise = True, "exact", mu * mu / 2, sensitivity / mu
+        epsilon = gaussian.epsilon(mu=mu, delta=delta) if math.isfinite(mu) else math.inf
+    elif rho is not None:
+        kind = "rdp"
+        epsilon = renyi.epsilon_from_rho(rho=rho, delta=delta, real_orders=True)
+    elif epsilon is not None and delta == 0:
+        rho = epsilon**2 / 2
+    assert epsilon is not None
+    assert noise is not None
     return PrivacyStatement(
-        epsilon=gaussian.epsilon(mu=mu, delta=delta) if math.isfinite(mu) else math.inf,
+        epsilon=epsilon,
         delta=delta,
         mu=mu,
-        rho=mu * mu / 2,
-        sensitivity=sensitivity,
-        squared_sensitivity=sensitivity**2,
-        noise_multiplier=sensitivity / mu,
-        unit="example",
-        neighbours=neighbours,
-        participation=participation,
-        mechanism=mechanism,
-        accountant="exact",
-        exact=True,
-        assumptions=sentences(neighbours=neighbours, rows=rows, test_seed=test_seed, notes=notes),
-    )
-
-
-def rho_statement(
-    *,
-    rho: float,
-    delta: float,
-    sensitivity: float,
-    noise: float,
-    mechanism: str,
-    rows: int,
-    neighbours: str = "replace-one",
-    participation: str = "every row is read in one pass, in any order",
-    test_seed: object = None,
-    notes: tuple[str, ...] = (),
-) -> PrivacyStatement:
-    """The statement of a ρ-zCDP release: ε(δ) is an upper bound."""
-    return PrivacyStatement(
-        epsilon=renyi.epsilon_from_rho(rho=rho, delta=delta, real_orders=True),
-        delta=delta,
-        mu=None,
         rho=rho,
         sensitivity=sensitivity,
         squared_sensitivity=sensitivity**2,
@@ -187,41 +144,16 @@ def rho_statement(
         neighbours=neighbours,
         participation=participation,
         mechanism=mechanism,
-        accountant="rdp",
-        exact=False,
-        assumptions=sentences(neighbours=neighbours, rows=rows, test_seed=test_seed, notes=notes),
-    )
-
-
-def pure_statement(
-    *,
-    epsilon: float,
-    sensitivity: float,
-    noise: float,
-    mechanism: str,
-    rows: int | None = None,
-    delta: float = 0.0,
-    neighbours: str = "replace-one",
-    participation: str = "every row is read, in any order",
-    test_seed: object = None,
-    notes: tuple[str, ...] = (),
-) -> PrivacyStatement:
-    """The statement of an ε-private release (or of a direct (ε, δ) proof): an upper bound."""
-    return PrivacyStatement(
-        epsilon=epsilon,
-        delta=delta,
-        mu=None,
-        rho=epsilon**2 / 2 if delta == 0 else None,
-        sensitivity=sensitivity,
-        squared_sensitivity=sensitivity**2,
-        noise_multiplier=noise,
-        unit="example",
-        neighbours=neighbours,
-        participation=participation,
-        mechanism=mechanism,
-        accountant="direct proof",
-        exact=False,
-        assumptions=sentences(neighbours=neighbours, rows=rows, test_seed=test_seed, notes=notes),
+        accountant=accountant or kind,
+        exact=exact,
+        assumptions=(
+            _SENTENCES[neighbours],
+            *(table_sentences(rows) if rows is not None else (OTHER_FITS,)),
+            *(() if is_test else (_KEY,)),
+            _REAL,
+            *notes,
+            *((TEST_SEED,) if is_test else ()),
+        ),
     )
 
 

@@ -24,41 +24,29 @@ State: the weights and their average.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    budget,
-    contribution,
-    gaussian_statement,
-    generator,
-)
-from noshuffle.convex.solvers.domains import Ball, Domain
-from noshuffle.convex.solvers.updates import Rule
+from noshuffle.convex.solvers.base import OUTPUTS, Solution, budget
+from noshuffle.convex.solvers.domains import Ball
+from noshuffle.convex.solvers.problem import Problem, solver
+from noshuffle.convex.solvers.updates import UpdateRule
 from noshuffle.errors import InvalidInput, one_of, positive, whole
+from noshuffle.strategies import identity
 
 __all__ = ["Ball", "dp_gd"]
 
-OUTPUTS = ("average", "last")
 
-
+@solver()
 def dp_gd(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     steps: int | None = None,
     learning_rate: float | None = None,
-    rule: Rule | None = None,
+    rule: UpdateRule | None = None,
     output: str = "average",
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """T noisy full-gradient steps; with a `rule` the private gradient drives Adam or another.
 
@@ -66,13 +54,11 @@ def dp_gd(
     needed for it (only for the rate). Step sizes come from public numbers.
     """
     one_of(OUTPUTS, output=output)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    radius = domain.euclidean(d)
-    require(loss, "DP-GD", convex=False, radius=radius, order=2.0)
-    radius = radius if math.isfinite(radius) else 1.0  # the step size needs some length
+    problem.require("DP-GD", convex=False)
+    loss, domain = problem.loss, problem.domain
+    n, d, radius = problem.n, problem.d, problem.radius
     mu = budget(epsilon=epsilon, delta=delta)
-    reach = contribution(neighbours) * loss.lipschitz / n
+    reach = problem.c * loss.lipschitz / n
     if steps is None:
         steps = int(min(max(16, (loss.lipschitz * mu / reach) ** 2 / d), n))
     whole(steps=steps)
@@ -82,12 +68,12 @@ def dp_gd(
         raise InvalidInput("give either rule or learning_rate, not both")
     rate = radius / (bound * math.sqrt(steps)) if learning_rate is None else learning_rate
     positive(learning_rate=rate)
-    draws = generator(test_seed)
+    release = problem.sums(identity(), steps=steps, scale=deviation)
     w = domain.project(domain.start(d))
     average = np.zeros(d)
     state = rule.init(d) if rule is not None else ()
     for t in range(1, steps + 1):
-        g = loss.gradient(w, x, y) + deviation * draws.standard_normal(d)
+        g = release(loss.data_gradient(w, problem.x, problem.y) / n) + loss.ridge * w
         if rule is not None:
             move, state = rule.update(g, state, w)
         elif output == "average":
@@ -96,14 +82,11 @@ def dp_gd(
             move = -rate * math.sqrt(steps / t) * g
         average += w / steps
         w = domain.project(w + move)
-    statement = gaussian_statement(
+    statement = problem.statement(
         mu=mu,
         delta=delta,
         sensitivity=math.sqrt(steps) * reach,
         mechanism=f"{steps} full gradients with independent Gaussian noise of std {deviation:.6g}",
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
     )
     chosen = average if output == "average" else w
     details = {"noise": deviation, "steps": float(steps), "learning_rate": rate}

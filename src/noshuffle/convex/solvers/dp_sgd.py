@@ -24,36 +24,30 @@ State: the weights, the state of the rule, the average.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, on_top_of_plan
-from noshuffle.convex.solvers.domains import Ball, Domain
-from noshuffle.convex.solvers.updates import Rule, Sgd
+from noshuffle.convex.solvers.base import OUTPUTS, Solution
+from noshuffle.convex.solvers.domains import Ball
+from noshuffle.convex.solvers.problem import Problem, solver
+from noshuffle.convex.solvers.updates import Sgd, UpdateRule
 from noshuffle.errors import one_of, unit_rate, whole
 from noshuffle.participation import Poisson
 from noshuffle.plan import Plan
 
 __all__ = ["Ball", "dp_sgd"]
 
-OUTPUTS = ("average", "last")
 
-
+@solver(only="zero-out")
 def dp_sgd(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     rate: float,
     steps: int,
-    rule: Rule | None = None,
+    rule: UpdateRule | None = None,
     output: str = "average",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """Poisson-sampled DP-SGD; `rule` defaults to SGD with the step size of the convex bound.
 
@@ -63,11 +57,9 @@ def dp_sgd(
     one_of(OUTPUTS, output=output)
     unit_rate(rate=rate)
     whole(steps=steps)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    radius = domain.euclidean(d)
-    require(loss, "DP-SGD", convex=False, radius=radius, order=2.0)
-    radius = radius if math.isfinite(radius) else 1.0  # the step size needs some length
+    problem.require("DP-SGD", convex=False)
+    loss, domain = problem.loss, problem.domain
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     plan = Plan.fit(
         Poisson(steps, rate),
         mechanism="identity",
@@ -79,19 +71,18 @@ def dp_sgd(
     deviation = plan.noise_multiplier * loss.lipschitz / expected
     if rule is None:
         spread = loss.lipschitz**2 * (1 + 1 / expected) + d * deviation**2
-        rule = Sgd(radius / math.sqrt(steps * spread))
-    draws = generator(test_seed)
+        rule = Sgd(problem.radius / math.sqrt(steps * spread))
+    release = problem.sums(plan.strategy, steps=steps, scale=deviation)
     w = domain.project(domain.start(d))
     average, state = np.zeros(d), rule.init(d)
     for _ in range(steps):
-        chosen = np.flatnonzero(draws.random(n) < rate)
-        g = loss.data_gradient(w, x[chosen], y[chosen]) / expected + loss.ridge * w
-        move, state = rule.update(g + deviation * draws.standard_normal(d), state, w)
+        chosen = np.flatnonzero(problem.draws.coins(rate, n))
+        g = release(loss.data_gradient(w, x[chosen], y[chosen]) / expected) + loss.ridge * w
+        move, state = rule.update(g, state, w)
         average += w / steps
         w = domain.project(w + move)
-    notes = on_top_of_plan(rows=n, test_seed=test_seed)
     return Solution(
         weights=average if output == "average" else w,
-        statement=plan.statement(notes=notes),
+        statement=problem.planned(plan),
         details={"noise": deviation, "steps": float(steps), "rate": rate},
     )

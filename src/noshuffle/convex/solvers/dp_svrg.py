@@ -22,16 +22,14 @@ State: weights, snapshot and its private gradient, the average.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from noshuffle.accounting import calibrate, renyi
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, sentences
-from noshuffle.convex.solvers.domains import Ball, Domain
+from noshuffle.convex.solvers.base import Solution
+from noshuffle.convex.solvers.domains import Ball
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import positive, unit_rate, whole
-from noshuffle.statement import PrivacyStatement
 
 __all__ = ["Ball", "dp_svrg", "svrg_epsilon"]
 
@@ -42,19 +40,16 @@ def svrg_epsilon(*, noise: float, epochs: int, steps: int, rate: float, delta: f
     return renyi.compose_epsilon(records, delta=delta)
 
 
+@solver(only="zero-out")
 def dp_svrg(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     epochs: int = 4,
     steps: int = 25,
     rate: float = 0.1,
     learning_rate: float | None = None,
-    test_seed: int | str | None = None,
 ) -> Solution:
     """`epochs` snapshots with `steps` sampled corrections each.
 
@@ -64,11 +59,9 @@ def dp_svrg(
     """
     whole(epochs=epochs, steps=steps)
     unit_rate(rate=rate)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    radius = domain.euclidean(d)
-    require(loss, "DP-SVRG", smooth=True, radius=radius, order=2.0)
-    radius = radius if math.isfinite(radius) else 1.0  # the step size needs some length
+    problem.require("DP-SVRG", smooth=True)
+    loss, domain = problem.loss, problem.domain
+    n, d, x, y, radius = problem.n, problem.d, problem.x, problem.y, problem.radius
 
     def spent(noise: float) -> float:
         return svrg_epsilon(noise=noise, epochs=epochs, steps=steps, rate=rate, delta=delta)
@@ -80,37 +73,30 @@ def dp_svrg(
         length = radius / math.sqrt(epochs * steps * (bound**2 + private))
         learning_rate = min(length, 1 / max(loss.smoothness + loss.ridge, 1e-12))
     positive(learning_rate=learning_rate)
-    draws = generator(test_seed)
+    release = problem.gaussians(steps=epochs * (steps + 1))
     w = domain.project(domain.start(d))
     average = np.zeros(d)
     for _ in range(epochs):
         v = w
-        snapshot = loss.data_gradient(v, x, y) / n
-        snapshot = snapshot + noise * bound / n * draws.standard_normal(d)
+        snapshot = release(loss.data_gradient(v, x, y) / n, scale=noise * bound / n)
         for _ in range(steps):
             reach = min(2 * bound, loss.smoothness * float(np.linalg.norm(w - v)))
-            chosen = np.flatnonzero(draws.random(n) < rate)
+            chosen = np.flatnonzero(problem.draws.coins(rate, n))
             part = loss.data_gradient(w, x[chosen], y[chosen])
             part = part - loss.data_gradient(v, x[chosen], y[chosen])
-            part = part + noise * reach * draws.standard_normal(d)
+            # At w = v every difference is zero, whatever the data: there is nothing to release.
+            part = release(part, scale=noise * reach) if reach > 0 else np.zeros(d)
             w = domain.project(w - learning_rate * (part / expected + snapshot + loss.ridge * w))
             average += w / (epochs * steps)
-    statement = PrivacyStatement(
+    statement = problem.statement(
         epsilon=spent(noise),
         delta=delta,
-        mu=None,
-        rho=None,
         sensitivity=bound,
-        squared_sensitivity=bound**2,
-        noise_multiplier=noise,
-        unit="example",
-        neighbours="zero-out",
+        noise=noise,
         participation=f"every snapshot, and each of {epochs * steps} steps by a secret coin flip "
         f"of probability {rate:g}",
         mechanism=f"{epochs} full gradients and {epochs * steps} sampled differences",
         accountant="rdp",
-        exact=False,
-        assumptions=sentences(neighbours="zero-out", rows=n, test_seed=test_seed, notes=()),
     )
     details = {"noise": noise, "learning_rate": learning_rate}
     return Solution(weights=average, statement=statement, details=details)

@@ -31,14 +31,16 @@ State: x, the estimate, and a stack of node values (lg T + 1 vectors).
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from noshuffle.convex.losses import Array, Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, rho_budget, rho_statement
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.solvers.base import ONE_PASS, Solution, rho_budget
 from noshuffle.convex.solvers.domains import Ball, Domain, LpBall
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, sample
+from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
 
@@ -69,49 +71,40 @@ def noises(
 class DecayedTree:
     """Σ_{s≤t} decay^{t−s} w_s from noisy dyadic nodes; push one w at a time.
 
-    Guarantees: every node is released once, with one draw of noise; a leaf is in
+    Guarantees: every node goes through `release_fn` once; a leaf is in
     ⌊lg T⌋ + 1 nodes at most, with weights at most one. Raw node sums never leave.
     """
 
-    def __init__(
-        self, *, decay: float, sigma: float, shape: Shape, draws: np.random.Generator
-    ) -> None:
-        self.decay, self.sigma, self.shape, self.draws = decay, sigma, shape, draws
+    def __init__(self, release_fn: Callable[[Array], Array], *, decay: float) -> None:
+        self.decay, self._release = decay, release_fn
         self._stack: list[tuple[int, Array, Array]] = []  # length, raw sum, released sum
 
     def push(self, w: Array) -> Array:
         """Take in w_t and return the released decayed prefix sum."""
         length, raw = 1, w
-        released = raw + self._noise()
+        released = self._release(raw)
         while self._stack and self._stack[-1][0] == length:
             _, left, _ = self._stack.pop()
             raw = left * self.decay**length + raw
             length *= 2
-            released = raw + self._noise()
+            released = self._release(raw)
         self._stack.append((length, raw, released))
         total = np.zeros_like(w)
         for size, _, value in self._stack:  # oldest first: decay over each newer block
             total = total * self.decay**size + value
         return total
 
-    def _noise(self) -> Array:
-        return np.asarray(sample(self.shape, sigma=self.sigma, count=1, draws=self.draws)[0])
 
-
+@solver()
 def frank_wolfe_noisy(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     steps: int | None = None,
     rate: float | None = None,
     aggregation: str = "tree",
-    neighbours: str = "replace-one",
     convex: bool = True,
-    test_seed: int | str | None = None,
 ) -> Solution:
     """One pass; `steps` defaults to √n, as the rates above want. All iterates are released.
 
@@ -120,36 +113,30 @@ def frank_wolfe_noisy(
     the domain (order q for the l_p ball).
     """
     one_of(AGGREGATIONS, aggregation=aggregation)
+    loss, domain = problem.loss, problem.domain
     p = domain.norm_order
     if not 1 < p <= 2:
         raise Unsupported(
             f"noisy Frank–Wolfe needs a ball of order 1 < p <= 2, got {p:g}; "
             "use frank_wolfe_poly for polytopes"
         )
-    require(
-        loss,
-        "noisy Frank–Wolfe",
-        convex=convex,
-        smooth=True,
-        radius=domain.size,
-        order=p / (p - 1),
-    )
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
+    problem.require("noisy Frank–Wolfe", order=p / (p - 1), convex=convex, smooth=True)
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
-    first, step = recursion.reaches(loss, radius=domain.size, neighbours=neighbours)
+    first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
     rho = rho_budget(epsilon=epsilon, delta=delta)
     shape = Shape(p=p, d=d)
     sigma0, sigma = noises(
         recursion, shape, first=first, step=step, rho=rho, aggregation=aggregation
     )
-    draws = generator(test_seed)
+    # d_0 and the nodes of a tree over T leaves (2T at most), or every naive estimate.
+    release = releaser(problem, shape, steps=2 * recursion.steps + 1)
     head, batches = recursion.slices()
     w = previous = domain.start(d)
     decay = 1 - recursion.rate
     exact = loss.data_gradient(w, x[head], y[head]) / recursion.first
-    start = exact + sample(shape, sigma=sigma0, count=1, draws=draws)[0]
-    tree = DecayedTree(decay=decay, sigma=sigma, shape=shape, draws=draws)
+    start = release(exact, scale=sigma0)
+    tree = DecayedTree(partial(release, scale=sigma), decay=decay)
     estimate = start
     iterates = np.empty((recursion.steps + 2, d))
     iterates[0] = w
@@ -161,20 +148,18 @@ def frank_wolfe_noisy(
                 estimate = decay**t * start + tree.push(increment)
             else:
                 exact = decay * exact + increment
-                estimate = exact + sample(shape, sigma=sigma0, count=1, draws=draws)[0]
+                estimate = release(exact, scale=sigma0)
         v = domain.lmo(estimate + loss.ridge * w)
         previous, w = w, decay * w + recursion.rate * v
         iterates[t + 1] = w
-    statement = rho_statement(
+    statement = problem.statement(
         rho=rho,
         delta=delta,
         sensitivity=max(first, step),
         noise=sigma,
         mechanism=f"{aggregation} release of {recursion.steps + 1} recursive gradients, "
         f"generalized Gaussian noise of order {shape.r:g}",
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
+        participation=ONE_PASS,
     )
     details = {
         "first_noise": sigma0,

@@ -31,14 +31,13 @@ State: x and d_t. Scores of all 2d vertices are one array.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import Solution, generator, rho_budget, rho_statement
-from noshuffle.convex.solvers.domains import Domain, L1Ball
+from noshuffle.convex.solvers.base import ONE_PASS, Solution, rho_budget
+from noshuffle.convex.solvers.domains import L1Ball
 from noshuffle.convex.solvers.noisy_max import choose
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
 
@@ -59,46 +58,34 @@ def vertex_noise(
     return _COST[noise] * radius * reach * math.sqrt(recursion.decayed_squares() / (2 * rho))
 
 
+@solver()
 def frank_wolfe_poly(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     steps: int | None = None,
     rate: float | None = None,
     noise: str = "gumbel",
-    neighbours: str = "replace-one",
     convex: bool = True,
-    test_seed: int | str | None = None,
 ) -> Solution:
     """One pass over the rows; `steps` defaults to √n (single-row steps: n/2).
 
     Guarantees: ρ-zCDP of all chosen vertices, hence of all iterates, for any smooth loss.
     """
+    loss, domain = problem.loss, problem.domain
     if not domain.is_polytope:
         raise Unsupported(
             f"polyhedral Frank–Wolfe needs L1Ball or Simplex, got {type(domain).__name__}"
         )
-    require(
-        loss,
-        "polyhedral Frank–Wolfe",
-        convex=convex,
-        smooth=True,
-        radius=domain.size,
-        order=math.inf,
-    )
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
+    problem.require("polyhedral Frank–Wolfe", order=math.inf, convex=convex, smooth=True)
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
-    first, step = recursion.reaches(loss, radius=domain.size, neighbours=neighbours)
+    first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
     rho = rho_budget(epsilon=epsilon, delta=delta)
     scale = vertex_noise(
         recursion, reach=max(first, step), radius=domain.size, rho=rho, noise=noise
     )
-    draws = generator(test_seed)
     head, batches = recursion.slices()
     w = previous = domain.start(d)
     decay = 1 - recursion.rate
@@ -110,19 +97,17 @@ def frank_wolfe_poly(
             increment = recursion.increment(loss, w, previous, x[batch], y[batch])
             estimate = decay * estimate + increment
         scores = -domain.scores(estimate + loss.ridge * w)
-        v = domain.vertex(choose(scores, scale=scale, noise=noise, draws=draws), d)
+        v = domain.vertex(choose(scores, scale=scale, noise=noise, draws=problem.draws), d)
         previous, w = w, decay * w + recursion.rate * v
         if iterates:
             iterates.append(w)
-    statement = rho_statement(
+    statement = problem.statement(
         rho=rho,
         delta=delta,
         sensitivity=domain.size * max(first, step),
         noise=scale,
         mechanism=f"{recursion.steps + 1} vertices by report-noisy-max with {noise} noise",
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
+        participation=ONE_PASS,
     )
     details = {"noise": scale, "steps": float(recursion.steps), "rate": recursion.rate}
     path = np.array(iterates) if iterates else None

@@ -29,15 +29,12 @@ without data; all iterates are covered by the statement anyway.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from noshuffle.convex.losses import Loss
-from noshuffle.convex.solvers.base import Solution, budget, generator
-from noshuffle.convex.solvers.domains import Domain
+from noshuffle.convex.solvers.base import Solution, budget
 from noshuffle.convex.solvers.frank_wolfe_noisy import frank_wolfe_noisy
 from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import Unsupported
 
 
@@ -49,45 +46,27 @@ def schedule(*, rows: int, dimension: int, mu: float, is_polytope: bool) -> tupl
     return steps, min(1.0, length / steps)
 
 
+@solver()
 def frank_wolfe_stationary(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     steps: int | None = None,
     rate: float | None = None,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """A uniformly drawn iterate; `iterates` holds all of them.
 
     Guarantees: those of the two solvers above, which need smoothness and no convexity.
     """
-    x, _ = loss.check(rows, labels)
-    n, d = x.shape
-    mu = budget(epsilon=epsilon, delta=delta)
-    planned = schedule(rows=n, dimension=d, mu=mu, is_polytope=domain.is_polytope)
+    mu, domain = budget(epsilon=epsilon, delta=delta), problem.domain
+    planned = schedule(rows=problem.n, dimension=problem.d, mu=mu, is_polytope=domain.is_polytope)
     steps, rate = steps or planned[0], rate or planned[1]
-    solver = frank_wolfe_poly if domain.is_polytope else frank_wolfe_noisy
-    run = solver(
-        loss,
-        rows,
-        labels,
-        epsilon=epsilon,
-        delta=delta,
-        domain=domain,
-        steps=steps,
-        rate=rate,
-        neighbours=neighbours,
-        convex=False,
-        test_seed=test_seed,
-    )
+    inner = frank_wolfe_poly if domain.is_polytope else frank_wolfe_noisy
+    run = inner.on(problem, epsilon=epsilon, delta=delta, steps=steps, rate=rate, convex=False)
     if run.iterates is None:
         raise Unsupported("iterates are not kept beyond 10,000 dimensions; use fewer features")
-    picked = int(generator(None if test_seed is None else f"{test_seed}/pick").integers(steps + 1))
+    picked = problem.draws.integers(0, steps + 1)
     return Solution(
         weights=np.array(run.iterates[picked]),
         statement=run.statement,

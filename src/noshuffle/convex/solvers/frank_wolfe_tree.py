@@ -39,27 +39,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Array, Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    contribution,
-    generator,
-    rho_budget,
-    rho_statement,
-)
-from noshuffle.convex.solvers.domains import Domain, L1Ball
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.losses import Loss
+from noshuffle.convex.solvers.base import ONE_PASS, Solution, contribution, rho_budget
+from noshuffle.convex.solvers.domains import L1Ball
 from noshuffle.convex.solvers.noisy_max import choose
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, whole
 
-__all__ = ["L1Ball", "Phase", "frank_wolfe_tree", "phase_plan"]
+__all__ = ["L1Ball", "TreePhase", "frank_wolfe_tree", "phase_plan"]
 
 
 @dataclass(frozen=True)
-class Phase:
+class TreePhase:
     """One tree: its depth, root batch, and the number of leaves walked before it."""
 
     depth: int
@@ -99,16 +94,16 @@ def step_size(leaf: int) -> float:
     return 2 / (leaf + 2)
 
 
-def phase_plan(rows: int, *, phases: int) -> list[Phase]:
+def phase_plan(rows: int, *, phases: int) -> list[TreePhase]:
     """Trees of depth 1 … `phases` that share the rows equally, each with its root batch."""
     out, before = [], 0
     for depth in range(1, phases + 1):
         share = rows // phases
         batch = max(1, int(2 * share / (depth + 2)))
-        phase = Phase(depth=depth, batch=batch, before=before)
+        phase = TreePhase(depth=depth, batch=batch, before=before)
         while phase.rows > share and batch > 1:
             batch -= max(1, batch // 64)
-            phase = Phase(depth=depth, batch=batch, before=before)
+            phase = TreePhase(depth=depth, batch=batch, before=before)
         if phase.rows > share:
             raise InvalidInput(f"{rows} rows are too few for {phases} phases; use fewer phases")
         out.append(phase)
@@ -116,36 +111,31 @@ def phase_plan(rows: int, *, phases: int) -> list[Phase]:
     return out
 
 
+@solver()
 def frank_wolfe_tree(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     phases: int | None = None,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """Single pass; `phases` defaults to ½ lg n, i.e. about √n Frank–Wolfe steps.
 
     Guarantees: ρ-zCDP of all chosen vertices, hence of all iterates, for any smooth loss.
     """
+    loss, domain = problem.loss, problem.domain
     if not domain.is_polytope:
         raise Unsupported(f"this solver needs L1Ball or Simplex, got {type(domain).__name__}")
-    require(loss, "tree Frank–Wolfe", smooth=True, radius=domain.size, order=math.inf)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
+    problem.require("tree Frank–Wolfe", order=math.inf, smooth=True)
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     if phases is None:
         phases = max(1, n.bit_length() // 2 - 1)
     whole(phases=phases, at_most=40)
     plan = phase_plan(n, phases=phases)
     rho = rho_budget(epsilon=epsilon, delta=delta)
-    draws = generator(test_seed)
     w, used, scales = domain.start(d), 0, []
     for phase in plan:
-        scale = phase.noise(loss, radius=domain.size, rho=rho, neighbours=neighbours)
+        scale = phase.noise(loss, radius=domain.size, rho=rho, neighbours=problem.neighbours)
         scales.append(scale)
         values: list[Array] = [np.zeros(d)] * (phase.depth + 1)
         points: list[Array] = [w] * (phase.depth + 1)
@@ -171,18 +161,16 @@ def frank_wolfe_tree(
             for j in range(top + 1, phase.depth + 1):
                 values[j], points[j] = values[j - 1], points[j - 1]
             scores = -domain.scores(values[phase.depth] + loss.ridge * w)
-            v = domain.vertex(choose(scores, scale=scale, noise="gumbel", draws=draws), d)
+            v = domain.vertex(choose(scores, scale=scale, noise="gumbel", draws=problem.draws), d)
             eta = step_size(phase.before + leaf)
             w = (1 - eta) * w + eta * v
-    statement = rho_statement(
+    statement = problem.statement(
         rho=rho,
         delta=delta,
-        sensitivity=contribution(neighbours) * loss.lipschitz * domain.size / plan[-1].batch,
+        sensitivity=problem.c * loss.lipschitz * domain.size / plan[-1].batch,
         noise=scales[-1],
         mechanism=f"{phases} trees of gradients, vertices by report-noisy-max with Gumbel noise",
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
+        participation=ONE_PASS,
     )
     details = {"noise": scales[-1], "phases": float(phases), "rows_used": float(used)}
     return Solution(weights=w, statement=statement, details=details)

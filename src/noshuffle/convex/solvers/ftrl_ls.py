@@ -4,17 +4,14 @@
     w_{t+1} = argmin_{‖w‖≤R} wᵀ(V_t + N_t)w − 2⟨u_t + n_t, w⟩ + λ‖w‖²
 
 Kairouz et al. 2021, section 4.2 (arXiv 2103.00039). Both streams are one vector per example,
-m(x, y) = (svec(x xᵀ), τ y x) with off-diagonals times √2, so that ‖svec(M)‖ = ‖M‖_F.
+m(x, y) = (svec(x xᵀ), τ y x) of `moments`, where the problem is solved too.
 
 Sensitivity, ‖x‖ ≤ L and |y| ≤ Y. Zero-out: ‖m‖² = ‖x‖⁴ + τ²y²‖x‖² ≤ L⁴ + τ²L²Y². Replace-one:
 ‖xxᵀ − x'x'ᵀ‖_F² = ‖x‖⁴ + ‖x'‖⁴ − 2⟨x, x'⟩² ≤ 2L⁴ and ‖yx − y'x'‖ ≤ 2LY, hence
 √(2L⁴ + 4τ²L²Y²) (a little under twice the zero-out bound; the two maxima exclude each other, so
 it is not attained). τ = L/Y makes both parts count the same.
 
-Noise of standard deviation s per entry of the released vector is, unpacked, a symmetric matrix
-with diagonal std s and off-diagonal std s/√2 (so ‖N‖_op ≈ s√(2d)), and s/τ on u. λ = ‖N_t‖_op
-expected keeps the problem convex; then the ball constraint is a one-dimensional search in
-the eigenbasis of V_t + N_t + λ: ‖w(ν)‖ falls in the multiplier ν (secular equation).
+λ is the expected norm of the noise matrix (`moments.noise_norm`), which keeps the problem convex.
 
 Regret O(L²R²(√(log n/n) + √(d log⁵n log(1/δ))/(εn))); on realisable data the first term is 1/n too,
 so in the privacy regime the slope in n is −1. State: the noisy sums, d(d+1)/2 + d numbers.
@@ -32,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.accounting import gaussian
-from noshuffle.convex.losses import Array, squared
-from noshuffle.convex.solvers.base import Solution, contribution, gaussian_statement, generator
-from noshuffle.convex.solvers.stream import NoiseStream
+from noshuffle.convex.losses import squared
+from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
+from noshuffle.convex.solvers.base import Solution, budget, contribution
+from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import positive, whole
 from noshuffle.participation import SinglePass
 from noshuffle.strategies import Strategy, error, sensitivity
@@ -50,50 +47,6 @@ def moment_bound(
     if contribution(neighbours) == 2:
         return math.sqrt(2 * square + 4 * cross)
     return math.sqrt(square + cross)
-
-
-def moments(rows: Array, labels: Array, *, ratio: float) -> Array:
-    """Sum over rows of (svec(x xᵀ), τ y x)."""
-    gram = rows.T @ rows
-    i, j = np.triu_indices(len(gram))
-    weight = np.where(i == j, 1.0, math.sqrt(2))
-    return np.concatenate([weight * gram[i, j], ratio * (labels @ rows)])
-
-
-def unpack(vector: Array, d: int, *, ratio: float) -> tuple[Array, Array]:
-    """The symmetric matrix and the vector that `moments` packed."""
-    i, j = np.triu_indices(d)
-    gram = np.zeros((d, d))
-    gram[i, j] = np.where(i == j, 1.0, 1 / math.sqrt(2)) * vector[: len(i)]
-    gram[j, i] = gram[i, j]
-    return gram, vector[len(i) :] / ratio
-
-
-def ball_least_squares(gram: Array, cross: Array, *, radius: float, ridge: float) -> Array:
-    """argmin_{‖w‖≤R} wᵀ(gram)w − 2⟨cross, w⟩ + ridge‖w‖², also where gram is indefinite.
-
-    In the eigenbasis w(ν) = c/(e + ν), ν ≥ max(0, −e_min), and ‖w(ν)‖ falls in ν: bisection for
-    ‖w(ν)‖ = R unless ν = 0 is feasible. The case c ⊥ lowest eigenvector has probability zero
-    under noise; bisection then ends at the pole, inside the ball.
-    """
-    values, vectors = np.linalg.eigh(gram + ridge * np.eye(len(gram)))
-    c = vectors.T @ cross
-    size = float(np.linalg.norm(c))
-    if size == 0:
-        return np.zeros(len(c))
-    low = max(0.0, -float(values[0]))
-    floor = 1e-14 * max(float(np.abs(values).max()), size / radius)
-    if float(values[0]) > 0 and float(np.linalg.norm(c / values)) <= radius:
-        return np.asarray(vectors @ (c / values))
-    high = low + size / radius + floor
-    for _ in range(100):
-        middle = (low + high) / 2
-        if float(np.linalg.norm(c / np.maximum(values + middle, floor))) > radius:
-            low = middle
-        else:
-            high = middle
-    w = c / np.maximum(values + high, floor)
-    return np.asarray(vectors @ w)
 
 
 def ftrl_ls(
@@ -118,8 +71,8 @@ def ftrl_ls(
     """
     positive(radius=radius)
     loss = squared(radius=radius, feature_bound=feature_bound, label_bound=label_bound)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
+    problem = Problem.of(loss, rows, labels, neighbours=neighbours, test_seed=test_seed)
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     whole(batch_size=batch_size, at_most=n)
     steps = -(-n // batch_size)
     participation = SinglePass(steps)
@@ -131,31 +84,28 @@ def ftrl_ls(
         feature_bound=feature_bound, label_bound=label_bound, ratio=ratio, neighbours=neighbours
     )
     reach = sensitivity(strategy, participation).value * bound
-    mu = gaussian.mu(epsilon=epsilon, delta=delta)
+    mu = budget(epsilon=epsilon, delta=delta)
     noise = reach / mu
     size = d * (d + 1) // 2 + d
-    stream = NoiseStream(strategy, steps=steps, size=size, scale=noise, draws=generator(test_seed))
+    release = problem.sums(strategy, steps=steps, scale=noise, size=size)
     spread = error(strategy, steps).per_step  # of the prefix sums, for unit noise
     total, w = np.zeros(size), np.zeros(d)
     iterates = np.empty((steps, d))
     for t in range(steps):
         iterates[t] = w
         batch = slice(t * batch_size, (t + 1) * batch_size)
-        total += moments(x[batch], y[batch], ratio=ratio) + stream.next()
+        total += release(moments(x[batch], y[batch], ratio=ratio))
         gram, cross = unpack(total, d, ratio=ratio)
         ridge = regularization
         if ridge is None:
-            ridge = noise * float(spread[t]) * math.sqrt(2 * d)
+            ridge = noise_norm(noise * float(spread[t]), d)
         w = ball_least_squares(gram, cross, radius=radius, ridge=ridge)
-    statement = gaussian_statement(
+    statement = problem.statement(
         mu=mu,
         delta=delta,
         sensitivity=reach,
         mechanism=f"sums of x xᵀ and y x with {strategy.words()}",
         participation=participation.words(),
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
         notes=("All iterates are functions of the noisy sums.",),
     )
     details = {"noise": noise, "steps": steps, "moment_bound": bound}

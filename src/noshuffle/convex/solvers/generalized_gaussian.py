@@ -27,13 +27,16 @@ Not stable under sums: noise may be correlated only through released values. No 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from noshuffle.convex.losses import Array
+from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import rho_budget
+from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.noise.laws import Draws
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def divergence(shape: Shape, *, order: float, sensitivity: float, sigma: float) 
     return shape.kappa * order * sensitivity**2 / (2 * sigma**2)
 
 
-def sample(shape: Shape, *, sigma: float, count: int, draws: np.random.Generator) -> Array:
+def sample(shape: Shape, *, sigma: float, count: int, draws: Draws) -> Array:
     """`count` draws, count × d. For p = 2 they are Gaussian of standard deviation σ.
 
     Guarantees: exact in law but for floating point; σ = 0 gives zeros.
@@ -105,3 +108,19 @@ def sample(shape: Shape, *, sigma: float, count: int, draws: np.random.Generator
     norms = np.sum(sizes**r, axis=1) ** (1 / r)
     lengths = sigma * np.sqrt(2 * draws.standard_gamma(d / 2, count))
     return np.asarray(signs * sizes * (lengths / norms)[:, None])
+
+
+def releaser(problem: Problem, shape: Shape, *, steps: int) -> Callable[..., Array]:
+    """Releases of `steps` vectors, each with noise of this shape and a `scale` σ of its own.
+
+    Guarantees: every release lies on a public grid of 2⁻¹⁰σ. For p = 2 the noise is that of the
+    library's noise stream; a step beyond `steps` is refused there.
+    """
+    if shape.r == 2:
+        return problem.gaussians(steps=steps)
+
+    def release(value: Array, *, scale: float) -> Array:
+        noise = sample(shape, sigma=scale, count=1, draws=problem.draws)[0]
+        return problem.draws.release(value, noise, scale=scale)
+
+    return release

@@ -17,7 +17,8 @@ on D. On D' score i is at most Δ lower and the best other at most Δ higher, so
 there, and P[noise ≥ r + 2Δ] ≥ e^{−2Δ/b}·P[noise ≥ r]: ε = 2Δ/b (Δ/b if both move the same way).
 The same two lines hold for exponential noise, whose tail is e^{−r/b} from 0 on.
 
-The scores are ready arrays, so all candidates are drawn in one call. No state.
+The scores are ready arrays, so all candidates are drawn in one call. Only an index is published:
+scores and noise never leave, so there are no low bits to hide. No state.
 
 >>> noisy_max(np.array([0.0, 50.0, 1.0]), epsilon=2.0, sensitivity=1.0, test_seed=0).index
 1
@@ -30,9 +31,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.accounting.mechanisms import ReportNoisyMax
-from noshuffle.convex.losses import Array
-from noshuffle.convex.solvers.base import generator, pure_statement
+from noshuffle.convex.arrays import Array, real_array
+from noshuffle.convex.solvers.base import guarantee
+from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
+from noshuffle.noise.laws import Draws
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
@@ -47,7 +50,7 @@ class Choice:
     statement: PrivacyStatement
 
 
-def choose(scores: Array, *, scale: float, noise: str, draws: np.random.Generator) -> int:
+def choose(scores: Array, *, scale: float, noise: str, draws: Draws) -> int:
     """argmax of scores plus noise of the given scale; the arithmetic, without bookkeeping."""
     one_of(NOISES, noise=noise)
     if noise == "laplace":
@@ -97,21 +100,22 @@ def noisy_max(
             "scores do not all move in one direction when a unit is replaced; use is_monotone="
             "False, or neighbours='zero-out'"
         )
-    values = np.asarray(scores, dtype=np.float64)
+    values = real_array(scores=scores)
     if values.ndim != 1 or not len(values) or not np.all(np.isfinite(values)):
         raise InvalidInput("scores must be a list of finite numbers with at least one entry")
     scale = noise_scale(epsilon=epsilon, sensitivity=sensitivity, is_monotone=is_monotone)
-    index = choose(values, scale=scale, noise=noise, draws=generator(test_seed))
+    source = source_of(test_seed)
+    index = choose(values, scale=scale, noise=noise, draws=Draws(source, name="draws"))
     said = [f"Every score moves by at most {sensitivity:g} between neighbours."]
     if is_monotone:
         said.append("Between neighbours all scores move in one direction, as counts do.")
-    statement = pure_statement(
+    statement = guarantee(
         epsilon=epsilon,
         sensitivity=sensitivity,
         noise=scale,
         mechanism=f"report-noisy-max over {len(values)} scores, {noise} noise",
         neighbours=neighbours,
-        test_seed=test_seed,
+        is_test=source.is_test,
         notes=tuple(said),
     )
     return Choice(index, statement)

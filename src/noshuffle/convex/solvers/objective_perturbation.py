@@ -28,6 +28,11 @@ Nobody has the exact minimiser. What is found has ‖∇J‖ ≤ γ (checked), s
 ŵ + e + N is output perturbation of sensitivity 2γ/Λ; so a hundredth of (ε, δ) pays for noise N of
 that size, the tilt gets the rest, and the two compose (Iyengar et al. 2019, who call it AMP).
 
+Low bits. The tilt b is never published, but its minimiser is, and the digits of ŵ below b's own
+rounding would be those of the data. ŵ + e + N is rounded at random to a grid of 2⁻¹⁰ of N
+(`noise.grid`), a public number far below the noise of the tilt: what is published is a function of
+the real number ŵ + e + N. That b itself is drawn in 53 digits is not analysed further.
+
 >>> from noshuffle.convex.losses import logistic
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (2000, 1)), np.tile([1.0, -1.0], 2000)
 >>> run = objective_perturbation(logistic(), x, y, epsilon=1.0, ridge=0.01, test_seed=0)
@@ -38,23 +43,18 @@ that size, the tilt gets the rest, and the two compose (Iyengar et al. 2019, who
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import norm
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    budget,
-    contribution,
-    generator,
-    pure_statement,
-)
-from noshuffle.convex.solvers.domains import Domain, Everywhere
+from noshuffle.convex.losses import Loss
+from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.output_perturbation import spherical
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, positive
+from noshuffle.strategies import identity
 
 #: Share of ε and δ that pays for the distance to the exact minimiser.
 _INEXACT = 0.01
@@ -96,18 +96,14 @@ def tilt(
     return Tilt(total, reach * (t + math.sqrt(t * t + 2 * left)) / (2 * left), kappa)
 
 
+@solver()
 def objective_perturbation(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float = 0.0,
     ridge: float,
-    domain: Domain | None = None,
     tolerance: float = 1e-12,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """The minimiser of the tilted objective; δ = 0 asks for pure ε.
 
@@ -115,12 +111,9 @@ def objective_perturbation(
     distance to the exact minimiser that it leaves is covered by noise of its own; a domain
     projects afterwards (post-processing).
     """
-    require(loss, "objective perturbation", smooth=True, everywhere=True, order=2.0)
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
     positive(epsilon=epsilon, tolerance=tolerance)
-    if not 0 <= delta < 1:
-        raise InvalidInput(f"delta must lie in [0, 1), got {delta!r}")
+    problem.require("objective perturbation", smooth=True, everywhere=True)
+    loss, n, d, draws = problem.loss, problem.n, problem.d, problem.draws
     main, rest = 1 - _INEXACT, _INEXACT
     chosen = tilt(
         loss,
@@ -128,38 +121,39 @@ def objective_perturbation(
         ridge=ridge,
         epsilon=main * epsilon,
         delta=main * delta,
-        neighbours=neighbours,
+        neighbours=problem.neighbours,
     )
-    draws = generator(test_seed)
     if delta == 0:
         b = spherical(d, scale=chosen.scale, draws=draws)
     else:
         b = chosen.scale * draws.standard_normal(d)
     found = minimise(
-        loss, x, y, ridge=chosen.ridge - loss.ridge, tilt=np.asarray(b / n), tolerance=tolerance
-    )
+        loss,
+        problem.x,
+        problem.y,
+        ridge=chosen.ridge - loss.ridge,
+        tilt=np.asarray(b / n),
+        tolerance=tolerance,
+    ).weights
     apart = 2 * tolerance / chosen.ridge
     if delta == 0:
         cover = apart / (rest * epsilon)
-        released = found.weights + spherical(d, scale=cover, draws=draws)
+        released = draws.release(found, spherical(d, scale=cover, draws=draws), scale=cover)
     else:
         cover = apart / budget(epsilon=rest * epsilon, delta=rest * delta)
-        released = found.weights + cover * draws.standard_normal(d)
-    statement = pure_statement(
+        released = problem.sums(identity(), steps=1, scale=cover)(found)
+    statement = problem.statement(
         epsilon=epsilon,
         delta=delta,
-        sensitivity=contribution(neighbours) * loss.lipschitz,
+        sensitivity=problem.c * loss.lipschitz,
         noise=chosen.scale,
         mechanism=f"minimiser of the risk with ridge {chosen.ridge:g} and a random tilt",
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
         notes=(
             f"The minimiser was found up to a gradient norm of {tolerance:g}, which was checked; "
             "a hundredth of the budget pays for noise that covers the distance left.",
         ),
     )
-    w = (domain or Everywhere()).project(released)
+    w = problem.domain.project(released)
     details = {
         "noise": chosen.scale,
         "ridge": chosen.ridge,

@@ -25,22 +25,17 @@ it from public numbers. Projection onto the domain afterwards is post-processing
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    budget,
-    contribution,
-    gaussian_statement,
-    generator,
-    pure_statement,
-)
-from noshuffle.convex.solvers.domains import Domain, Everywhere
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.losses import Loss
+from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, positive
+from noshuffle.noise.laws import Draws
+from noshuffle.strategies import identity
 
 
 def output_sensitivity(
@@ -58,24 +53,20 @@ def best_ridge(
     return 2 * loss.lipschitz * math.sqrt(math.sqrt(dimension) / (rows * mu)) / radius
 
 
-def spherical(d: int, *, scale: float, draws: np.random.Generator) -> Any:
+def spherical(d: int, *, scale: float, draws: Draws) -> Array:
     """A vector with density ∝ exp(−‖b‖/scale): uniform direction, Gamma(d) length."""
     direction = draws.standard_normal(d)
-    return direction * (draws.gamma(d, scale) / np.linalg.norm(direction))
+    return np.asarray(direction * (draws.gamma(d, scale) / np.linalg.norm(direction)))
 
 
+@solver()
 def output_perturbation(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float = 0.0,
     ridge: float,
-    domain: Domain | None = None,
     tolerance: float = 1e-10,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """The ridge-regularised minimiser with noise; δ = 0 asks for pure ε.
 
@@ -83,43 +74,28 @@ def output_perturbation(
     is part of the sensitivity. The intermediate iterates and γ itself are not released.
     """
     positive(epsilon=epsilon, ridge=ridge, tolerance=tolerance)
-    require(loss, "output perturbation", smooth=True, everywhere=True, order=2.0)
     if not 0 <= delta < 1:
         raise InvalidInput(f"delta must lie in [0, 1), got {delta!r}")
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    found = minimise(loss, x, y, ridge=ridge, tolerance=tolerance)
+    problem.require("output perturbation", smooth=True, everywhere=True)
+    loss = problem.loss
+    found = minimise(loss, problem.x, problem.y, ridge=ridge, tolerance=tolerance).weights
     reach = output_sensitivity(
-        loss, rows=n, ridge=ridge + loss.ridge, gap=tolerance, neighbours=neighbours
+        loss, rows=problem.n, ridge=ridge + loss.ridge, gap=tolerance, neighbours=problem.neighbours
     )
-    draws = generator(test_seed)
-    words = f"minimiser of the risk with ridge {ridge:g}, plus noise"
     if delta == 0:
         noise = reach / epsilon
-        released = found.weights + spherical(d, scale=noise, draws=draws)
-        statement = pure_statement(
-            epsilon=epsilon,
-            sensitivity=reach,
-            noise=noise,
-            mechanism=words,
-            rows=n,
-            neighbours=neighbours,
-            test_seed=test_seed,
-        )
+        added = spherical(problem.d, scale=noise, draws=problem.draws)
+        released = problem.draws.release(found, added, scale=noise)
+        currency = {"epsilon": epsilon, "noise": noise}
     else:
         mu = budget(epsilon=epsilon, delta=delta)
         noise = reach / mu
-        released = found.weights + noise * draws.standard_normal(d)
-        statement = gaussian_statement(
-            mu=mu,
-            delta=delta,
-            sensitivity=reach,
-            mechanism=words,
-            rows=n,
-            neighbours=neighbours,
-            test_seed=test_seed,
-        )
-    if not math.isfinite(noise):  # pragma: no cover - positive() has refused what leads here
-        raise InvalidInput("the noise is not finite; use a larger ridge or epsilon")
-    w = (domain or Everywhere()).project(released)
+        released = problem.sums(identity(), steps=1, scale=noise)(found)
+        currency = {"mu": mu, "delta": delta}
+    statement = problem.statement(
+        sensitivity=reach,
+        mechanism=f"minimiser of the risk with ridge {ridge:g}, plus noise",
+        **currency,
+    )
+    w = problem.domain.project(released)
     return Solution(weights=w, statement=statement, details={"noise": noise, "ridge": ridge})

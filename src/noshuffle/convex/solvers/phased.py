@@ -30,22 +30,15 @@ does not depend on T_i. η = (R/L)·min(1/√n, √(2ρ/(κd))): R L·O(1/√n +
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from noshuffle.convex.losses import Array, Loss, require
-from noshuffle.convex.solvers.base import (
-    Solution,
-    budget,
-    contribution,
-    gaussian_statement,
-    generator,
-    rho_budget,
-    rho_statement,
-)
-from noshuffle.convex.solvers.domains import Ball, Domain, Everywhere
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, sample
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.solvers.base import Solution, budget, rho_budget
+from noshuffle.convex.solvers.domains import Ball, Everywhere
+from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
+from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 
 __all__ = ["Ball", "Prox", "phased_mirror_descent", "phased_sgd"]
@@ -63,34 +56,29 @@ def phase_slices(n: int) -> list[slice]:
     return out or [slice(0, n)]
 
 
+@solver()
 def phased_sgd(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     learning_rate: float | None = None,
     batch_size: int = 1,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """Phased one-pass SGD; only the end of each phase is released, with noise.
 
     Guarantees: μ-GDP as derived above; step sizes beyond 2/(β + ridge), where steps may expand,
     are refused, and so are losses with kinks. Iterates inside a phase are not released.
     """
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    radius = domain.euclidean(d)
-    require(loss, "phased SGD", smooth=True, radius=radius, order=2.0)
-    radius = radius if math.isfinite(radius) else 1.0
+    problem.require("phased SGD", smooth=True)
+    loss, domain = problem.loss, problem.domain
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     whole(batch_size=batch_size, at_most=n)
     mu = budget(epsilon=epsilon, delta=delta)
     limit = 2 / max(loss.smoothness + loss.ridge, 1e-12)
     if learning_rate is None:
-        best = radius / loss.lipschitz * batch_size * min(4 / math.sqrt(n), 2 * mu / math.sqrt(d))
+        best = min(4 / math.sqrt(n), 2 * mu / math.sqrt(d)) * batch_size
+        best *= problem.radius / loss.lipschitz
         learning_rate = min(best, 4 * limit)
     positive(learning_rate=learning_rate)
     if learning_rate / 4 > limit * (1 + 1e-12):
@@ -98,10 +86,11 @@ def phased_sgd(
             f"learning_rate/4 must be at most 2/(smoothness + ridge) = {limit:g}, got "
             f"{learning_rate / 4:g}; steps beyond it may expand"
         )
-    draws = generator(test_seed)
+    phases = phase_slices(n)
+    release = problem.gaussians(steps=len(phases))
     w = domain.project(domain.start(d))
     released = [w]
-    for i, part in enumerate(phase_slices(n), start=1):
+    for i, part in enumerate(phases, start=1):
         eta = learning_rate / 4**i
         v, average, count = w, np.zeros(d), 0
         for start in range(part.start, part.stop, batch_size):
@@ -110,19 +99,16 @@ def phased_sgd(
             g = loss.data_gradient(v, x[batch], y[batch]) / batch_size
             v = domain.project(v - eta * (g + loss.ridge * v))
             average, count = average + v, count + 1
-        noise = contribution(neighbours) * loss.lipschitz * eta / (batch_size * mu)
-        w = domain.project(average / count + noise * draws.standard_normal(d))
+        noise = problem.c * loss.lipschitz * eta / (batch_size * mu)
+        w = domain.project(release(average / count, scale=noise))
         released.append(w)
-    first = contribution(neighbours) * loss.lipschitz * learning_rate / (4 * batch_size)
-    statement = gaussian_statement(
+    first = problem.c * loss.lipschitz * learning_rate / (4 * batch_size)
+    statement = problem.statement(
         mu=mu,
         delta=delta,
         sensitivity=first,
         mechanism="phased SGD, Gaussian noise on the average of each phase",
         participation=_SINGLE,
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
         notes=("Iterates inside a phase are kept secret; the end of each phase is released.",),
     )
     details = {"learning_rate": learning_rate, "first_noise": first / mu}
@@ -137,20 +123,16 @@ class Prox(NamedTuple):
     convexify: float
 
 
+@solver()
 def phased_mirror_descent(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     p: float = 2.0,
     radius: float | None = None,
     steps: int = 128,
     prox: Prox | None = None,
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """Phased noisy mirror descent; non-smooth losses welcome. `radius` bounds the solution.
 
@@ -159,14 +141,14 @@ def phased_mirror_descent(
     over it is a projection.
     """
     q = p / (p - 1) if p > 1 else math.inf
+    loss, domain = problem.loss, problem.domain
     bounded = not isinstance(domain, Everywhere)
     if bounded and p != 2:
         raise Unsupported(
             "phased mirror descent has a bounded domain for p = 2 only; use Everywhere"
         )
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    require(loss, "phased mirror descent", convex=prox is None, radius=domain.euclidean(d), order=q)
+    problem.require("phased mirror descent", order=q, convex=prox is None)
+    n, d, x, y = problem.n, problem.d, problem.x, problem.y
     if prox is not None and (p != 2 or prox.convexify < loss.weak_convexity):
         raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
     if radius is None:
@@ -177,20 +159,21 @@ def phased_mirror_descent(
     shape = Shape(p=p, d=d)
     eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho / (shape.kappa * d)))
     eta *= 4  # the first phase then uses η itself
-    draws = generator(test_seed)
+    phases = phase_slices(n)
+    counts = [min(steps, max(part.stop - part.start, 8)) for part in phases]
+    release = releaser(problem, shape, steps=sum(counts))
     start = domain.project(domain.start(d)) if prox is None else prox.centre
     released, noises = [start], []
-    for i, part in enumerate(phase_slices(n), start=1):
+    for i, (part, count) in enumerate(zip(phases, counts), start=1):
         size = part.stop - part.start
-        count = min(steps, max(size, 8))
-        reach = contribution(neighbours) * loss.lipschitz / size
+        reach = problem.c * loss.lipschitz / size
         noises.append(deviation(shape, sensitivity=reach, rho=rho / count))
-        noise = sample(shape, sigma=noises[-1], count=count, draws=draws)
         strength = 4**i / (eta * size)
         centre, v = released[-1], released[-1]
         mean, average, weight = np.zeros(d), np.zeros(d), 0.0
         for t in range(count):
-            g = loss.data_gradient(v, x[part], y[part]) / size + loss.ridge * v + noise[t]
+            g = loss.data_gradient(v, x[part], y[part]) / size
+            g = release(g, scale=noises[-1]) + loss.ridge * v
             if prox is not None:
                 g = g + prox.convexify * (v - prox.centre)
             mean += (g - mean) / (t + 1)
@@ -198,17 +181,14 @@ def phased_mirror_descent(
             v = domain.project(v)
             average, weight = average + (t + 1) * v, weight + t + 1
         released.append(average / weight)
-    statement = rho_statement(
+    statement = problem.statement(
         rho=rho,
         delta=delta,
-        sensitivity=contribution(neighbours) * loss.lipschitz / max(1, n // 2),
+        sensitivity=problem.c * loss.lipschitz / max(1, n // 2),
         noise=noises[0],
         mechanism=f"phased dual averaging, generalized Gaussian noise of order {shape.r:g} on "
         "every full gradient of a phase",
         participation=_SINGLE,
-        rows=n,
-        neighbours=neighbours,
-        test_seed=test_seed,
     )
     details = {"learning_rate": eta, "first_noise": noises[0]}
     return Solution(

@@ -26,7 +26,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from noshuffle.convex.losses import Array, Loss
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.losses import Loss
 from noshuffle.convex.solvers.base import contribution
 from noshuffle.errors import InvalidInput, unit_rate, whole
 

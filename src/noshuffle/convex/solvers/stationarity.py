@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from noshuffle.convex.losses import Array, Loss
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.losses import Loss
 from noshuffle.convex.solvers.domains import Domain
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 

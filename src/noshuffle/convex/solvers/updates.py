@@ -23,13 +23,13 @@ from typing import Protocol
 
 import numpy as np
 
-from noshuffle.convex.losses import Array
+from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, non_negative, positive
 
 State = tuple[Array, ...]
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """What a solver asks of an update rule."""
 
     def init(self, d: int) -> State: ...

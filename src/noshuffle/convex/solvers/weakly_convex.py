@@ -25,15 +25,13 @@ and with J ~ min(√n, (εn/√d)^{2/3}) a uniformly drawn x_j has E‖∇F_β�
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from noshuffle.convex.losses import Array, Loss, require
-from noshuffle.convex.solvers.base import Solution, budget, generator, split
-from noshuffle.convex.solvers.domains import Domain
+from noshuffle.convex.arrays import Array, real_array
+from noshuffle.convex.solvers.base import Solution, budget, split
 from noshuffle.convex.solvers.phased import Prox, phased_mirror_descent
-from noshuffle.errors import InvalidInput, Unsupported, whole
+from noshuffle.convex.solvers.problem import Problem, solver
+from noshuffle.errors import Unsupported, one_of, whole
 
 
 def rounds_for(*, rows: int, dimension: int, mu: float) -> int:
@@ -42,59 +40,49 @@ def rounds_for(*, rows: int, dimension: int, mu: float) -> int:
     return max(1, min(int(best / 2), rows // 8))
 
 
+@solver()
 def weakly_convex(
-    loss: Loss,
-    rows: Any,
-    labels: Any,
+    problem: Problem,
     *,
     epsilon: float,
     delta: float,
-    domain: Domain,
     rounds: int | None = None,
     start: Array | None = None,
     output: str = "random",
-    neighbours: str = "replace-one",
-    test_seed: int | str | None = None,
 ) -> Solution:
     """J proximal rounds; returns a uniformly drawn x_j (or the last), with all in `iterates`.
 
     Guarantees: each round is ρ-zCDP on rows of its own, so the whole pass is ρ-zCDP. `start` must
     be chosen without the data (or by another private release, to be added up).
     """
-    if output not in ("random", "last"):
-        raise InvalidInput(f"output must be one of random, last; got {output!r}")
-    x, y = loss.check(rows, labels)
-    n, d = x.shape
-    require(loss, "the proximal scheme", convex=False, radius=domain.euclidean(d), order=2.0)
+    one_of(("random", "last"), output=output)
+    problem.require("the proximal scheme", convex=False)
+    loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
     if loss.is_convex:
         raise Unsupported(f"{loss.name} is convex; use phased_sgd or phased_mirror_descent")
     mu = budget(epsilon=epsilon, delta=delta)
     rounds = rounds_for(rows=n, dimension=d, mu=mu) if rounds is None else rounds
     whole(rounds=rounds, at_most=max(1, n // 4))
     strength = 2 * loss.weak_convexity
-    w = domain.project(domain.start(d) if start is None else np.asarray(start, dtype=np.float64))
+    if strength == 0:
+        raise Unsupported(f"the ridge of {loss.name} makes it convex; use dp_gd, or less ridge")
+    w = domain.project(domain.start(d) if start is None else real_array(start=start))
     points = [w]
     run = None
-    for j, part in enumerate(split(n, rounds)):
+    for part in split(n, rounds):
         # The regularised solution lies within G/β of the centre: that is how far phases search.
         reach = min(2 * domain.euclidean(d), 2 * loss.lipschitz / strength)
-        run = phased_mirror_descent(
-            loss,
-            x[part],
-            y[part],
+        run = phased_mirror_descent.on(
+            problem.part(part),
             epsilon=epsilon,
             delta=delta,
-            domain=domain,
             radius=reach,
             prox=Prox(w, strength, loss.weak_convexity),
-            neighbours=neighbours,
-            test_seed=None if test_seed is None else f"{test_seed}/{j}",
         )
         w = run.weights
         points.append(w)
     assert run is not None
-    draws = generator(None if test_seed is None else f"{test_seed}/pick")
-    picked = int(draws.integers(1, rounds + 1)) if output == "random" else rounds
+    picked = problem.draws.integers(1, rounds + 1) if output == "random" else rounds
     statement = run.statement.with_assumptions(
         f"The {rounds} rounds read disjoint rows ({n} in all), so each row is covered by one."
     )

@@ -1,4 +1,4 @@
-"""Losses keep their bounds; domains project and minimise exactly; the noise stream is C⁻¹Z."""
+"""Losses keep their bounds; domains project and minimise exactly; minimisers are minimisers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import pytest
 
 from noshuffle.accounting import renyi
 from noshuffle.convex import losses
-from noshuffle.convex.solvers.base import generator, rho_budget, split
+from noshuffle.convex.solvers.base import rho_budget, split
 from noshuffle.convex.solvers.domains import Ball, Box, Everywhere, L1Ball, LpBall, Simplex
 from noshuffle.convex.solvers.minimise import minimise
-from noshuffle.convex.solvers.stream import NoiseStream
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
-from noshuffle.participation import SinglePass
-from noshuffle.strategies import banded_inverse, identity, sqrt_toeplitz, tree
-from noshuffle.strategies.fit import fit
+from noshuffle.errors import InvalidInput, Unsupported
 
 ALL = [
     losses.logistic(),
@@ -141,50 +137,6 @@ def test_domains_refuse_what_they_cannot() -> None:
         LpBall(1.0, 1.0)
     with pytest.raises(Unsupported):
         LpBall(1.0, 1.5).project(np.ones(2))
-
-
-STRATEGIES = [
-    identity(),
-    tree(),
-    tree("plain"),
-    tree("full"),
-    tree("honaker", restart_every=8, completion=True),
-    sqrt_toeplitz(),
-    sqrt_toeplitz(bands=4),
-    banded_inverse(3),
-    fit("blt", SinglePass(20)).strategy,
-]
-
-
-class Fixed:
-    """Hands out given rows of Z."""
-
-    def __init__(self, z: np.ndarray) -> None:
-        self.z, self.at = z, 0
-
-    def standard_normal(self, shape: tuple[int, int]) -> np.ndarray:
-        out = np.zeros(shape)
-        part = self.z[self.at : self.at + shape[0]]
-        out[: len(part)] = part
-        self.at += shape[0]
-        return out
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.words()[:40])
-def test_stream_is_the_noising_matrix(strategy) -> None:
-    matrix = strategy.noising(20)
-    z = np.random.default_rng(4).standard_normal((matrix.shape[1], 3))
-    stream = NoiseStream(strategy, steps=20, size=3, scale=2.0, draws=Fixed(z))
-    rows = np.array([stream.next() for _ in range(20)])
-    np.testing.assert_allclose(rows, 2 * matrix @ z, atol=1e-12)
-    with pytest.raises(HorizonExceeded):
-        stream.next()
-
-
-def test_generator_is_fresh_unless_named() -> None:
-    assert generator(None).normal() != generator(None).normal()
-    assert generator("a").normal() == generator("a").normal()
-    assert generator("a").normal() != generator("b").normal()
 
 
 def test_rho_budget_is_on_the_safe_side() -> None:

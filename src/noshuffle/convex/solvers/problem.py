@@ -1,0 +1,220 @@
+"""One run of a solver: checked data, one key, everything that leaves it, and its statement.
+
+    @solver()
+    def name(problem, *, epsilon, delta, …): …              called as name(loss, rows, labels, *,
+                                                            domain=…, epsilon=…, test_seed=…)
+
+    problem.require("DP-GD", smooth=True)                   the conditions of the proof
+    problem.n, problem.d, problem.c                         rows, dimension, gradients that differ
+    release = problem.sums(strategy, steps=…, scale=…)      released = release(sum of a step)
+    release = problem.gaussians(steps=…)                    released = release(vector, scale=…)
+    problem.draws                                           laws other than the normal, coins
+
+All noise comes from one `Source`: a fresh key of the operating system for every run, or a named
+test seed, which anybody can repeat: then the statement says NOT PRIVATE, because the source does.
+Sums leave by the door of the library (`release.Release`, in memory): row t of scale·C⁻¹Z on the
+public grid (`noise.grid`). `gaussians` has a scale of its own in every step: it releases
+value/scale with unit noise on the grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale.
+State: the noise streams.
+
+>>> problem = Problem.of(losses.linear(), np.ones((4, 1)), None, test_seed="doc")
+>>> out = problem.sums(identity(), steps=1, scale=1.0)(np.array([4.0]))
+>>> bool(out[0] != 4.0 and out[0] * 2**10 == np.rint(out[0] * 2**10)), problem.source.is_test
+(True, True)
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import update_wrapper
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from noshuffle.convex import losses  # noqa: F401  (the doctest uses it)
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.losses import Loss, require
+from noshuffle.convex.solvers.base import Solution, contribution, guarantee, table_sentences
+from noshuffle.convex.solvers.domains import Domain, Everywhere
+from noshuffle.noise import Source, new_key, test_source
+from noshuffle.noise.laws import Draws
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.release.facts import TEST_SEED
+from noshuffle.release.release import Release
+from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies import Strategy, identity
+
+_BOUND = "The Lipschitz bound of the loss takes the place of the clip norm; nothing is clipped."
+
+
+def source_of(test_seed: int | str | None) -> Source:
+    """A fresh key of the operating system, or the one of a named test seed (not private)."""
+    return Source(new_key()) if test_seed is None else test_source(seed=f"convex {test_seed}")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Rows and labels within the bounds of their loss, and the source of all randomness.
+
+    Guarantees: what `sums` and `gaussians` return is the value plus noise of the asked law on a
+    public grid; a step beyond the planned number is refused. Every stream has a name of its own
+    under the key, so no noise is used twice, in parts of a problem neither.
+    """
+
+    loss: Loss
+    x: Array
+    y: Array
+    domain: Domain
+    neighbours: str
+    source: Source
+    draws: Draws
+    _streams: count[int] = field(default_factory=count, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        loss: Loss,
+        rows: Any,
+        labels: Any,
+        *,
+        domain: Domain | None = None,
+        neighbours: str = "replace-one",
+        test_seed: int | str | None = None,
+    ) -> Problem:
+        """A problem whose data keeps the bounds of its loss, and a key for it."""
+        contribution(neighbours)  # refuses neighbours that would shift the batches
+        x, y = loss.check(rows, labels)
+        source = source_of(test_seed)
+        place = Everywhere() if domain is None else domain
+        return cls(loss, x, y, place, neighbours, source, Draws(source, name="draws"))
+
+    def require(self, solver: str, *, order: float = 2.0, **conditions: bool) -> None:
+        """Refuse a loss that the solver's proof does not cover (`losses.require`)."""
+        radius = self.domain.euclidean(self.d) if order == 2 else self.domain.size
+        if conditions.get("everywhere"):  # then the domain comes after the release
+            radius = 0.0
+        require(self.loss, solver, radius=radius, order=order, **conditions)
+
+    def part(self, rows: slice) -> Problem:
+        """Some of the rows, under the same key."""
+        return replace(self, x=self.x[rows], y=self.y[rows])
+
+    @property
+    def n(self) -> int:
+        return len(self.x)
+
+    @property
+    def d(self) -> int:
+        return int(self.x.shape[1])
+
+    @property
+    def c(self) -> float:
+        """How many single gradients two neighbours can differ by: 2 replaced, 1 zeroed out."""
+        return contribution(self.neighbours)
+
+    @property
+    def radius(self) -> float:
+        """The Euclidean radius of the domain; 1 for an unbounded one (step sizes need some)."""
+        radius = self.domain.euclidean(self.d)
+        return radius if math.isfinite(radius) else 1.0
+
+    def sums(
+        self, strategy: Strategy, *, steps: int, scale: float, size: int | None = None
+    ) -> Callable[[Array], Array]:
+        """Releases of one value a step: value + row t of scale·C⁻¹Z, on the grid."""
+        plan = Plan.fit(
+            SinglePass(steps), mechanism=strategy, noise_multiplier=1.0, neighbours="zero-out"
+        )
+        return self.door(plan, scale=scale, size=size)
+
+    def door(self, plan: Plan, *, scale: float, size: int | None = None) -> Callable[..., Array]:
+        """Releases under a plan, one value a step, with noise of deviation scale·(rows of C⁻¹).
+
+        The clip norm of the door is scale/z: the bound on one unit, by which a plan's noise
+        multiplier z is told. Units of a step are named by its number, or by the `ids` given.
+        """
+        name, bound = f"stream {next(self._streams)}", scale / plan.noise_multiplier
+        shapes, source = {name: (size or self.d,)}, self.source if self.source.is_test else None
+        release = Release.begin(plan, shapes, clip=bound, source=source)
+
+        def released(value: Array, *, ids: Ids | None = None) -> Array:
+            out = {name: torch.tensor(value, dtype=torch.float64, device="cpu")}
+            step = release.step
+            release.close(release.admit(step, ids, f"step {step}".encode()), out)
+            return np.asarray(out[name].numpy())
+
+        return released
+
+    def gaussians(self, *, steps: int) -> Callable[..., Array]:
+        """Releases of vectors with independent normal noise, each with a `scale` of its own."""
+        unit = self.sums(identity(), steps=steps, scale=1.0)
+
+        def release(value: Array, *, scale: float) -> Array:
+            return scale * unit(value / scale)
+
+        return release
+
+    def statement(self, **record: Any) -> PrivacyStatement:
+        """`base.guarantee` of this table."""
+        is_test = self.source.is_test
+        return guarantee(rows=self.n, neighbours=self.neighbours, is_test=is_test, **record)
+
+    def planned(self, plan: Plan) -> PrivacyStatement:
+        """The statement of a plan, with bounds in the place of clipping."""
+        said = (*table_sentences(self.n), _BOUND, *((TEST_SEED,) if self.source.is_test else ()))
+        return plan.statement(notes=said)
+
+
+class Solver:
+    """A solver as users call it; `on` is the function behind it, for solvers that use others."""
+
+    def __init__(self, fn: Callable[..., Solution], *, neighbours: str, is_fixed: bool) -> None:
+        self.on, self._neighbours, self._is_fixed = fn, neighbours, is_fixed
+        update_wrapper(self, fn)
+        self.__signature__ = self._signature(inspect.signature(fn))
+
+    def _signature(self, inner: inspect.Signature) -> inspect.Signature:
+        outer = inspect.signature(Problem.of).parameters
+        shared = [p for name, p in outer.items() if name != "neighbours" or not self._is_fixed]
+        first = [p.replace(default=inspect.Parameter.empty) for p in shared[:3]]
+        last = [
+            p.replace(default=self._neighbours) if p.name == "neighbours" else p for p in shared[3:]
+        ]
+        own = [p for name, p in inner.parameters.items() if name != "problem"]
+        return inspect.Signature([*first, *own, *last], return_annotation=Solution)
+
+    def __call__(
+        self,
+        loss: Loss,
+        rows: Any,
+        labels: Any,
+        *,
+        domain: Domain | None = None,
+        test_seed: int | str | None = None,
+        **settings: Any,
+    ) -> Solution:
+        neighbours = self._neighbours
+        if not self._is_fixed:
+            neighbours = settings.pop("neighbours", neighbours)
+        problem = Problem.of(
+            loss, rows, labels, domain=domain, neighbours=neighbours, test_seed=test_seed
+        )
+        return self.on(problem, **settings)
+
+
+def solver(
+    *, neighbours: str = "replace-one", only: str | None = None
+) -> Callable[[Callable[..., Solution]], Solver]:
+    """Make a function of a problem a solver; `only` is the one neighbour relation it has."""
+
+    def made(fn: Callable[..., Solution]) -> Solver:
+        return Solver(fn, neighbours=only or neighbours, is_fixed=only is not None)
+
+    return made
