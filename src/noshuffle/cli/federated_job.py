@@ -73,7 +73,7 @@ def run_job(
         _let_go(job)
     write_report(path)
     if job.server.round == job.server.plan.steps and not keep_keys:
-        seal(path)  # once more where closing did it, so that the ledger knows of the page
+        seal(path)  # after the page, so that the ledger knows of it
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")
@@ -208,11 +208,11 @@ def _tell_operator(job: Job, report: RoundReport) -> None:
 def _let_go(job: Job) -> None:
     """Save and close; an open round is given up, one that was torn is left to the next resume."""
     try:
-        job.rounds.close()
+        job.rounds.close(keep_keys=True)
     except ReplayRefused:
         pass  # another process has gone on with the run: the folder is its own now
     except NoshuffleError:
-        job.server.close()
+        job.server.close(keep_keys=True)
 
 
 def _baseline(settings: FederatedSettings) -> float:
