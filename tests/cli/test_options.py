@@ -140,6 +140,43 @@ def test_all_commands_are_there() -> None:
     assert set(RECORDS) | {"verify", "report", "reproduce"} <= set(commands)
 
 
+OWN = """
+from dataclasses import dataclass
+
+from noshuffle.strategies.mechanisms import register
+from noshuffle.strategies.toeplitz import SqrtToeplitz, sqrt_toeplitz
+
+
+@register
+@dataclass(frozen=True)
+class Roots(SqrtToeplitz):
+    name = "cli_test_roots"
+"""
+
+
+def test_a_mechanism_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Registered by its module, it is compared, fitted and named like those of the library."""
+    from noshuffle.strategies.mechanisms import MECHANISMS
+
+    (tmp_path / "own_roots.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert main(["plan", "--steps", "16", "--mechanism", "own_roots:cli_test_roots"]) == 0
+        assert "cli_test_roots" in capsys.readouterr().out
+        for line in ("plan --steps 16", "epsilon --steps 16 --noise-multiplier 1"):
+            assert main([*line.split(), "--mechanism", "cli_test_roots", "--json"]) == 0
+        assert "cli_test_roots" in mechanism_names()
+        table = tmp_path / "t.csv"
+        table.write_text("1\n2\n3\n")
+        line = f"sum {table} --clip 1 --batch 1 --mechanism cli_test_roots --out {tmp_path / 'r'}"
+        assert main(line.split()) == 0
+        assert main(["verify", str(tmp_path / "r")]) == 0
+    finally:
+        MECHANISMS.pop("cli_test_roots", None)
+
+
 def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--steps", "9", "--mechanism", "no_such_module:roots"]) == 2
     said = capsys.readouterr().err

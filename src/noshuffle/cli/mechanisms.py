@@ -17,22 +17,10 @@ from noshuffle.errors import InvalidInput
 PLACEHOLDER = "{mechanisms}"
 HELP = f"{PLACEHOLDER}; or module:name of your own"
 
-_BANDED = ("bsr", "bisr", "banded", "banded_inverse")
-_TAPPED = ("blt_tapped", "blt_gains", "blt_two_sided")
-#: Options that the library would pass over for other mechanisms.
-_ONLY_FOR = {
-    "variant": ("tree",),
-    "restart_every": ("tree",),
-    "completion": ("tree",),
-    "tree_accounting": ("tree",),
-    "bands": _BANDED,
-    "taps": _TAPPED,
-}
-
 
 def mechanism_names() -> tuple[str, ...]:
     """Every mechanism that can be asked for by name."""
-    from noshuffle.strategies.fit import MECHANISMS
+    from noshuffle.strategies.mechanisms import MECHANISMS
 
     return tuple(MECHANISMS)
 
@@ -53,6 +41,10 @@ def mechanism_named(text: str) -> str:
 
 def check_options(mechanism: str, given: dict[str, Any]) -> None:
     """Refuse options that this mechanism does not have; `given` holds those that were typed."""
-    for name, families in _ONLY_FOR.items():
-        if given.get(name) and mechanism in mechanism_names() and mechanism not in families:
-            raise InvalidInput(f"{name} belongs to {', '.join(families)}; got {mechanism}")
+    from noshuffle.strategies.mechanisms import MECHANISMS
+
+    own = MECHANISMS.get(mechanism)
+    for name, value in given.items():
+        if value and own is not None and name not in own.options:
+            takers = [other.name for other in MECHANISMS.values() if name in other.options]
+            raise InvalidInput(f"{name} belongs to {', '.join(takers)}; got {mechanism}")
