@@ -90,6 +90,8 @@ def fit_model(
         private.attach(scheduler=scheduler)
     if private.run is not None and not private.steps_done:
         private.resume()
+        if not private.steps_released:  # killed before its first checkpoint, it begins alike
+            private.save()
     length = _length(private, batches, steps_per_epoch)
     if not length and private.steps_done and total > 1:
         raise InvalidInput(

@@ -1,0 +1,307 @@
+"""Drivers of the release core for one contract suite, and kills of them by a process of its own.
+
+A driver makes clipped sums of rows of numbers, one row a unit, each of norm below the clip norm: the
+sum is known, so what is released less the sum is the noise. To add a driver, write `build` and
+`step` (and `rest` where the defaults do not fit) and put it into DRIVERS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from noshuffle.clipping import Ghost, PerExample
+from noshuffle.noise import Source
+from noshuffle.plan import Plan
+from noshuffle.release.ledger import Ledger
+from noshuffle.release.private_sum import PrivateSum
+from noshuffle.training import privatize
+from noshuffle.training.compiled import Compiled
+
+#: The divisor of every driver that has one: a power of two, so that dividing loses no bit.
+DIVISOR = 8
+
+
+def first_output(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradient is the row itself."""
+    return outputs[..., 0].mean()
+
+
+class Driver:
+    """A run in a folder: `build` begins it or comes back to it, `step` releases the next step."""
+
+    divisor: float = 1.0
+    run: Any
+    ledger: Ledger
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        raise NotImplementedError
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        """Release the next step; (sum + noise) as one row of numbers."""
+        raise NotImplementedError
+
+    @property
+    def at(self) -> int:
+        """Index of the next step."""
+        return int(self.run.steps_done)
+
+    def sums(self) -> int:
+        """How many sums were computed so far, for promises about what is not computed."""
+        return int(self.engine.calls)
+
+    engine: Any
+
+    def statement(self) -> Any:
+        return self.run.statement()
+
+    def epsilon(self) -> float:
+        return float(self.run.epsilon)
+
+    def save(self) -> None:
+        self.run.save()
+
+    def close(self) -> None:
+        self.run.close()
+
+    def kill(self) -> None:
+        """Leave everything as a killed process does."""
+        self.ledger.let_go()
+        release = getattr(self.run, "_release", None) or self.run._parts.release
+        release._lock = None
+
+
+class Spy:
+    """A clipping engine that counts its calls."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.calls = inner, 0
+
+    def clipped_sum(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner.clipped_sum(*args, **kwargs)
+
+
+class Central(Driver):
+    """privatize and private.step."""
+
+    divisor = DIVISOR
+
+    def __init__(self, engine: Callable[[], Any] = Ghost) -> None:
+        self.make_engine = engine
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(width, 1, bias=False)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.engine = Spy(self.make_engine())
+        settings: dict[str, Any] = {"clip_norm": 1.0, "batch_size": DIVISOR, "engine": self.engine}
+        self.run = self.bind(self.model, sgd, plan, run=folder, source=source, **settings)
+        self.ledger = self.run.ledger
+        if folder is not None:
+            self.run.resume()
+
+    def bind(self, *args: Any, **settings: Any) -> Any:
+        return privatize(*args, **settings)
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        x = torch.from_numpy(rows).float()
+        self.advance(x, torch.zeros(len(x)), ids)
+        return self.given()
+
+    def advance(self, x: torch.Tensor, y: torch.Tensor, ids: Any) -> None:
+        self.run.step(first_output, x, y, ids=ids)
+
+    def given(self) -> np.ndarray:
+        grad = self.model.weight.grad
+        assert grad is not None
+        return grad.detach().double().numpy().ravel() * DIVISOR
+
+
+class Captured(Central):
+    """The compiled step, its programs called instead of captured."""
+
+    def bind(self, *args: Any, **settings: Any) -> Any:
+        run = privatize(*args, **settings)
+        run.compiled = Compiled(run._parts, capacity=DIVISOR, captures=False)
+        return run
+
+    def sums(self) -> int:
+        programs = self.run.compiled._programs.values()
+        return sum(program._summed._expected for program in programs)
+
+
+class Unchanged(Central):
+    """loss.backward() and private.optimizer.step()."""
+
+    def advance(self, x: torch.Tensor, y: torch.Tensor, ids: Any) -> None:
+        optimizer = self.run.optimizer
+        optimizer.zero_grad()
+        first_output(self.model(x), y).backward()
+        optimizer.step(ids=ids)
+
+
+class Ranks(Central):
+    """privatize_distributed in a world of this one process; more of them in test_distributed."""
+
+    def bind(self, *args: Any, **settings: Any) -> Any:
+        import torch.distributed as dist
+
+        from noshuffle.training.distributed import privatize_distributed
+
+        if not dist.is_initialized():
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return privatize_distributed(*args, **settings)
+
+
+class Sums(Driver):
+    """PrivateSum."""
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        self.run = PrivateSum(plan, clip=1.0, shape=(width,), run=folder, source=source)
+        self.ledger = self.run.ledger
+        self.engine = Spy(None)
+        clipped = self.run._clipped
+
+        def counted(*given: Any) -> Any:
+            self.engine.calls += 1
+            return clipped(*given)
+
+        self.run._clipped = counted
+
+    @property
+    def at(self) -> int:
+        return int(self.run.step)
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        found: np.ndarray = self.run.add(rows, ids=ids)
+        return found
+
+
+DRIVERS: dict[str, Callable[[], Driver]] = {
+    "central, ghost": Central,
+    "central, per example": lambda: Central(PerExample),
+    "central, compiled": Captured,
+    "unchanged loop": Unchanged,
+    "many ranks": Ranks,
+    "PrivateSum": Sums,
+}
+
+
+def rows_of(step: int, width: int, units: int = 4) -> np.ndarray:
+    """Rows of a step, of norms below one, exact in half the digits of a float."""
+    rng = np.random.default_rng(step)
+    return np.round(rng.uniform(-1, 1, (units, width)) / np.sqrt(width) * 2**9) / 2**10
+
+
+def ids_of(step: int, units: int = 4) -> list[int]:
+    return list(range(units * step, units * step + units))
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+def work(name: str, folder: Path, plan: Plan, log: Path) -> None:
+    """Release all steps, saving every third one, and write down what was released."""
+    driver = DRIVERS[name]()
+    driver.build(folder, plan, None, 16)
+    with log.open("a") as file:
+        while driver.at < plan.steps:
+            step = driver.at
+            value = driver.step(rows_of(step, 16), ids_of(step))
+            file.write(f"{step} {hashlib.sha256(value.tobytes()).hexdigest()}\n")
+            file.flush()
+            if driver.at % 3 == 0:
+                driver.save()
+    driver.close()
+
+
+def child(job: Callable[[], None], kill_after: int | None) -> int | str:
+    """Run a job in a fork; the number of its calls, "killed", or its error."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        calls = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.setprofile(count)
+            job()
+            sys.setprofile(None)
+            os.write(write, json.dumps(calls).encode())
+        except BaseException as error:
+            sys.setprofile(None)
+            os.write(write, json.dumps(f"{type(error).__name__}: {error}").encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return "killed"
+    found: int | str = json.loads(said)
+    return found
+
+
+def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list[dict[str, Any]]:
+    """Runs that are killed at random instants and brought to their end; what became of each."""
+    from noshuffle.training import verify
+
+    def warm() -> None:
+        work(name, folder / "warm", plan, folder / "warm.log")
+
+    calls = child(warm, None)
+    assert isinstance(calls, int), calls
+    chance, results, done = random.Random(seed), [], 0
+    while done < count:
+        path, log, lives = folder / f"run{len(results)}", folder / f"log{len(results)}", 0
+        said: int | str = "killed"
+        while said == "killed":
+            instant = chance.randrange(1, calls) if lives < 2 and done < count else None
+            said = child(lambda: work(name, path, plan, log), instant)  # noqa: B023
+            lives, done = lives + 1, done + (said == "killed")
+        seen: dict[int, set[str]] = {}
+        for line in log.read_text().splitlines():
+            step, digest = line.split()
+            seen.setdefault(int(step), set()).add(digest)
+        verdict = verify(path)
+        results.append(
+            {
+                "said": said,
+                "lives": lives,
+                "answer": verdict.answer,
+                "words": verdict.words(),
+                "steps": len(seen),
+                "twice": [step for step, values in seen.items() if len(values) > 1],
+                "epsilon": verdict.epsilon,
+            }
+        )
+    return results
+
+
+if __name__ == "__main__":
+    from noshuffle.participation import SinglePass
+    from noshuffle.strategies import tree
+
+    torch.set_num_threads(1)
+    own = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=2.0)
+    given = kills(sys.argv[1], Path(sys.argv[2]), own, count=int(sys.argv[3]), seed=5)
+    print(json.dumps([given, own.epsilon()]))

@@ -1,0 +1,204 @@
+"""One contract for every driver of the release core: drivers × promises.
+
+The table is printed at the end of the run (`conftest`). A promise that a driver makes differently
+is not left out here but in the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.release.contract import DRIVERS, Driver, ids_of, rows_of
+
+from noshuffle.errors import NoshuffleError, ParticipationViolation, ReplayRefused
+from noshuffle.noise.grid import grid_step
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import blt, identity, tree
+from noshuffle.strategies.base import Strategy
+from noshuffle.training import verify
+
+STEPS, SCALE, WIDE = 6, 2.0, 4096
+every_driver = pytest.mark.parametrize("name", DRIVERS)
+
+
+def plan_of(strategy: Strategy | None = None, noise: float = SCALE) -> Plan:
+    rule = SinglePass(steps=STEPS)
+    return Plan(participation=rule, strategy=strategy or tree(), noise_multiplier=noise)
+
+
+def driver_of(name: str, folder: Path | None, plan: Plan | None = None, width: int = 16) -> Driver:
+    driver = DRIVERS[name]()
+    driver.build(folder, plan or plan_of(), None, width)
+    return driver
+
+
+def go(driver: Driver, steps: int, width: int = 16) -> list[np.ndarray]:
+    found = []
+    for _ in range(steps):
+        at = driver.at
+        found.append(driver.step(rows_of(at, width), ids_of(at)))
+    return found
+
+
+@every_driver
+def test_replay(name: str, tmp_path: Path) -> None:
+    """The same sum leaves again to the bit, and is noted; another one is refused."""
+    driver = driver_of(name, tmp_path / "run")
+    driver.save()
+    released = go(driver, 3)
+    driver.ledger.flush()
+    driver.kill()
+    again = driver_of(name, tmp_path / "run")
+    assert (again.at, again.ledger.released) == (0, 3)
+    other = rows_of(0, 16)
+    other[1] *= 0.5
+    with pytest.raises(ReplayRefused):
+        again.step(other, ids_of(0))
+    again.kill()
+    again = driver_of(name, tmp_path / "run")
+    assert all(np.array_equal(a, b) for a, b in zip(released, go(again, 3)))
+    assert [note["step"] for note in again.ledger.notes("replay")] == [0, 1, 2]
+    go(again, STEPS - 3)
+    again.close()
+    verdict = verify(tmp_path / "run")
+    assert (verdict.answer, verdict.lives) == ("PROVED", 3), verdict.words()
+
+
+@every_driver
+def test_copy(name: str, tmp_path: Path) -> None:
+    """Two continuations of one folder: the noise between them is that of two draws."""
+    driver = driver_of(name, tmp_path / "run", plan_of(identity()), WIDE)
+    go(driver, 2, WIDE)
+    driver.save()
+    driver.kill()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    ends = []
+    for path in ("run", "copy"):
+        again = driver_of(name, tmp_path / path, plan_of(identity()), WIDE)
+        assert again.at == 2
+        ends.append(go(again, 1, WIDE)[0])
+        again.kill()
+    gap = (ends[0] - ends[1]).std() / (math.sqrt(2) * SCALE)
+    assert abs(gap - 1) < 6 / math.sqrt(2 * WIDE)
+
+
+@every_driver
+def test_wrong_ids(name: str) -> None:
+    """A unit that took part already is refused before any sum of its batch is made."""
+    driver = driver_of(name, None)
+    go(driver, 1)
+    before = driver.sums()
+    with pytest.raises(ParticipationViolation, match="unit 2 may not take part in step 1"):
+        driver.step(rows_of(1, 16), [4, 5, 2, 7])
+    assert driver.sums() == before
+    assert (driver.at, driver.ledger.released) == (1, 1)
+    go(driver, 1)
+    assert driver.ledger.released == 2
+
+
+@every_driver
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan(name: str, bad: float) -> None:
+    """A unit that is not finite contributes zero, and noise and steps go on."""
+    driver, rows = driver_of(name, None, plan_of(noise=0.0)), rows_of(0, 16)
+    rows[2, 3] = bad
+    expected = rows_of(0, 16)[[0, 1, 3]].sum(0)
+    np.testing.assert_allclose(driver.step(rows, ids_of(0)), expected, rtol=1e-5, atol=1e-6)
+    (value,) = go(driver, 1)
+    np.testing.assert_allclose(value, rows_of(1, 16).sum(0), rtol=1e-5, atol=1e-6)
+    assert driver.ledger.released == 2
+
+
+@every_driver
+def test_epsilon(name: str, tmp_path: Path) -> None:
+    """ε of every prefix: the plan's, the run's, the statement's and the verdict's are one."""
+    plan = plan_of(tree("full"))
+    driver = driver_of(name, tmp_path / "run", plan)
+    for steps in range(1, STEPS + 1):
+        go(driver, 1)
+        assert driver.epsilon() == plan.epsilon_after(steps)
+        assert driver.statement().epsilon == plan.epsilon_after(steps)
+        driver.save()
+        assert verify(tmp_path / "run").epsilon == plan.epsilon_after(steps)
+    driver.close()
+    told = json.loads((tmp_path / "run/statement.json").read_text())
+    assert told["epsilon"] == plan.epsilon()
+
+
+@every_driver
+@pytest.mark.parametrize("kind", ["tree", "blt"])
+def test_noise_law(name: str, kind: str) -> None:
+    """Covariance over time against that of the plan; it would be noticed at 2/3 and 3/2."""
+    strategy = tree() if kind == "tree" else blt(decays=(0.9, 0.5), scales=(0.1, 0.2))
+    driver = driver_of(name, None, plan_of(strategy), WIDE)
+    sums = np.stack([rows_of(step, WIDE).sum(0) for step in range(STEPS)])
+    noise = np.stack(go(driver, STEPS, WIDE)) - sums
+    found, rows = noise @ noise.T / WIDE, strategy.noising(STEPS)
+
+    def agrees(scale: float) -> bool:
+        """Every entry within 7 of its deviations: a chance of 10⁻¹⁰ to fail if it is right."""
+        expected = scale**2 * rows @ rows.T
+        power = np.outer(np.diag(expected), np.diag(expected))
+        return bool((np.abs(found - expected) < 7 * np.sqrt((power + expected**2) / WIDE)).all())
+
+    assert agrees(SCALE)
+    assert not agrees(SCALE * 2 / 3)
+    assert not agrees(SCALE * 3 / 2)
+
+
+@every_driver
+def test_grid(name: str) -> None:
+    """Released values lie on the public grid of the noise, whatever the sums are."""
+    driver = driver_of(name, None, plan_of(), WIDE)
+    rng = np.random.default_rng(0)
+    for step in range(STEPS):
+        rows = rng.normal(size=(4, WIDE)) / (2 * math.sqrt(WIDE))  # not on any grid
+        in_steps = driver.step(rows, ids_of(step)) / grid_step(SCALE)
+        assert np.abs(in_steps - np.round(in_steps)).max() < 1e-3
+
+
+def killed(name: str, folder: Path, count: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.release.contract", name, str(folder), str(count)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results, epsilon = json.loads(done.stdout.splitlines()[-1])
+    assert sum(one["lives"] - 1 for one in results) >= count
+    for one in results:
+        assert isinstance(one["said"], int), one
+        assert one["answer"] == "PROVED", one["words"]
+        assert one["twice"] == [], one  # no step was ever released with two values
+        assert one["steps"] == 8
+        assert one["epsilon"] == epsilon
+
+
+@every_driver
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill(name: str, tmp_path: Path) -> None:
+    """SIGKILL anywhere, also inside a transaction: it goes on, and is proved in the end."""
+    killed(name, tmp_path, 3)
+
+
+@pytest.mark.slow
+@every_driver
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_thirty_times(name: str, tmp_path: Path) -> None:
+    killed(name, tmp_path, 30)
+
+
+def test_errors_are_ours() -> None:
+    assert issubclass(ReplayRefused, NoshuffleError)
