@@ -1,7 +1,7 @@
 """Drivers of the release core for one contract suite, and kills of them by a process of its own.
 
-A driver makes clipped sums of rows of numbers, one row a unit, each of norm below the clip norm: the
-sum is known, so what is released less the sum is the noise. To add a driver, write `build` and
+A driver makes clipped sums of rows of numbers, one row a unit, each of norm below the clip norm:
+the sum is known, so what is released less the sum is the noise. To add a driver, write `build` and
 `step` (and `rest` where the defaults do not fit) and put it into DRIVERS.
 """
 

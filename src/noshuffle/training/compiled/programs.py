@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.digest import Keys
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
@@ -167,7 +168,8 @@ class Programs:
                 program = Program(self.parts, batch, captures=self.captures, **options)
                 program.stage(tree_flatten(batch)[0], size)
                 program.weigh(size, None)
-                chosen = choose(program, loss_fn, fuse=fuse, say=self.say, only=only)
+                with put_back_after(self.parts.model):  # its runs are trials, not steps
+                    chosen = choose(program, loss_fn, fuse=fuse, say=self.say, only=only)
                 if chosen is None:
                     return None
                 if finish is not None:
