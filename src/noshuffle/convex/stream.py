@@ -262,11 +262,17 @@ class LearningStream(OneOwner):
 
     def _release(self) -> None:
         """The batch leaves: its units are admitted, its row is written, noise, division."""
-        first = (self._in_phase - self._held) % self.phase.rows
-        place = f"rows {first} to {first + self._held}".encode()
-        admission = self.release.admit(self._phase_steps, self._batch_units(first), place)
-        mean = {self._name: self._sum}
-        if self.release.commit(admission, self.release.digest(mean)):
+        first, mean = (self._in_phase - self._held) % self.phase.rows, {self._name: self._sum}
+        if self.release.folder is None:
+            if self.has_ids:
+                self._write_row(self._phase_steps, first)
+            is_same = True
+        else:
+            admission = self.release.admit(
+                self._phase_steps, self._batch_units(first), _place(first, self._held)
+            )
+            is_same = self.release.commit(admission, self.release.digest(mean))
+        if is_same:
             self.release.add_noise_(mean)
             self.rule.update(mean[self._name].numpy(), step=self._phase_steps)
         elif self.skips_replays:  # its charge stays, and nothing is learned from these rows
@@ -277,6 +283,15 @@ class LearningStream(OneOwner):
         self._held = 0
         self.steps += 1
         self._phase_steps += 1
+
+    def _write_row(self, step: int, first: int) -> None:
+        """The row of a step in memory. It needs no digest: who could repeat the step has it all.
+
+        Without ids it guards nothing, and is written when the stream is saved.
+        """
+        units = self._batch_units(first) if self.has_ids else None
+        held = min(self.phase.batch_size, self.phase.rows - first)
+        self.release.open(self.release.admit(step, units, _place(first, held)))
 
     def _batch_units(self, first: int) -> Ids | None:
         """Who the rows of the batch are: their ids, in a run folder else their places."""
@@ -312,6 +327,9 @@ class LearningStream(OneOwner):
 
     def move_into(self, folder: Path) -> None:
         """From now on the evidence of every phase is kept in a folder of a saved stream."""
+        per_pass = -(-self.phase.rows // self.phase.batch_size)
+        for step in range(self.release.released, self._phase_steps):
+            self._write_row(step, step % per_pass * self.phase.batch_size)
         state = self.release.state_dict()
         self.folder = folder
         self.release.keep_in(self._phase_folder())
@@ -343,3 +361,8 @@ class LearningStream(OneOwner):
         self._units.update(np.sort(state["units"].numpy()), step=0)
         self.release.load_state_dict(state["release"])
         self.rule.load(state["rule"])
+
+
+def _place(first: int, rows: int) -> bytes:
+    """By what a batch is known whose rows have no ids."""
+    return f"rows {first} to {first + rows}".encode()

@@ -196,7 +196,7 @@ class Door:
 
         def stream(made: NoiseStream, values: Any, *, times: float = 1.0) -> None:
             assert times == 1.0
-            step = grid_of(made._moves.at(made.step), scale=made.scale)
+            step = grid_of(made._plans.at(made.step), scale=made.scale)
             add_(made, values)
             for value in values.values():
                 self._take(value.numpy(), step)
