@@ -45,7 +45,7 @@ pytest.importorskip("flwr", reason="needs the extra 'federated'")
 
 APP = Path(__file__).parents[2] / "examples" / "federated"
 BIN = Path(sys.executable).parent
-LIMIT = 1200.0  # seconds for everything; an idle machine needs about a tenth of it
+LIMIT = 2400.0  # seconds for everything; an idle machine needs about a tenth of it
 
 #: Put behind the app's client: user u's training number n says that it has arrived, and waits.
 GATE = """

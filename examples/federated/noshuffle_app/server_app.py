@@ -68,7 +68,7 @@ def identities_of(config: UserConfig, task: FederatedTask) -> Identities:
         return PublicKeys(read_public_keys(str(config["registered-keys"])))
     if way == "unregistered-key":
         return UnregisteredKeys()
-    return Handshake(kind=type(task.users[0]), known=task.users)
+    return Handshake(kind=type(task.users[0]), known=task.users, timeout=float(config["timeout"]))
 
 
 @app.main()

@@ -10,7 +10,7 @@ privacy wrappers. Everything private is in `ServerOptimizer`; what is here carri
 
 Flower keeps nothing from one run to the next and knows no resume: the run folder of the server
 does. A run that was stopped, by a crash too, is gone on with in a new run of Flower, where nodes
-have new ids; the outcome is that of a run never stopped, bit for bit.
+have new ids; under a test source the outcome is that of a run never stopped, bit for bit.
 
 Clients' own metrics are not collected and federated evaluation is not done: both would release
 functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters

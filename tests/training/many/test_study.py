@@ -256,9 +256,10 @@ def test_a_study_checks_participation() -> None:
     weights = torch.tensor([0.0, 1, 1, 1])  # who is left out did not take part
     study.step(x[3:7], y[3:7], weights=weights, ids=[3, 4, 5, 6])
     study.statement()
-    study.step(x[8:], y[8:])
-    with pytest.raises(InvalidInput, match="every step was given ids"):
-        study.statement()
+    with pytest.raises(InvalidInput, match="in every step, or in none"):
+        study.step(x[8:], y[8:])
+    study.step(x[8:], y[8:], ids=[8, 9, 10, 11])
+    assert study.statement().epsilon == pytest.approx(SETTINGS[0].plan.epsilon())
 
 
 def test_what_has_no_statement() -> None:

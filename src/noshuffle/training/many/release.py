@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,8 +116,8 @@ class StudyRelease:
                 facts={"initial": INITIAL},
             )
             self._groups.append(_Group(release, tensors))
-        self._steps = self._told = 0
-        self._is_told = False
+        self._admitted = False
+        self._has_ids: bool | None = None  # whether steps come with ids; unknown before the first
 
     @property
     def can_be_captured(self) -> bool:
@@ -129,28 +128,28 @@ class StudyRelease:
         """Leave to sum a batch of these units in every run, before anything is computed.
 
         `ids` has one unit for every row, `keep` says which rows are used. Without ids nobody is
-        checked, and there is no statement.
+        checked, no row is written, and there is no statement.
         """
-        found = []
-        for group in self._groups:
+        has_ids = ids is not None
+        if self._has_ids not in (None, has_ids):
+            raise InvalidInput("give the ids of a study in every step, or in none")
+        found: list[Admission] = []
+        for group in self._groups if has_ids else ():
             release = group.release
-            if ids is None:
-                found.append(Admission(release.step, b"", "ids", np.empty(0, dtype=np.int64)))
-                continue
             units = release.identify(ids)
             if keep is not None and len(units) != len(keep):
                 raise InvalidInput(
                     f"ids must be one for each of {len(keep)} rows, {len(units)} came"
                 )
             found.append(release.admit(release.step, units if keep is None else units[keep]))
-        self._is_told = ids is not None
+        self._admitted = has_ids
         return found
 
     def open(self, admissions: Sequence[Admission]) -> None:
         """Write the row of this step; only then is its noise used."""
         for group, admission in zip(self._groups, admissions):
             group.release.open(admission)
-        self._steps, self._told = self._steps + 1, self._told + self._is_told
+        self._has_ids = self._admitted
 
     @torch.no_grad()
     def add_(self, sums: Mapping[str, Tensor]) -> None:
@@ -181,7 +180,7 @@ class StudyRelease:
         """
         if self._without_noise:
             raise Unsupported(f"run {self._without_noise[0]} has no noise, and so no guarantee")
-        if self._told < self._steps:
+        if not self._has_ids:
             raise InvalidInput("a study states ε only if every step was given ids=")
         parts = [group.release.statement() for group in self._groups]
         first, words = parts[0], TOGETHER.format(self._runs)
