@@ -180,12 +180,17 @@ def finished(path: Path) -> JobResult | None:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once."""
+def stop_on_signals(
+    is_idle: Callable[[], bool] = lambda: False,
+) -> Iterator[Callable[[], bool]]:
+    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once.
+
+    So does the first while `is_idle`: nothing is under way that would have to be finished.
+    """
     asked: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        if asked:
+        if asked or is_idle():
             raise KeyboardInterrupt
         asked.append(number)
 
