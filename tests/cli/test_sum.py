@@ -235,6 +235,37 @@ def test_a_person_sees_totals_with_their_noise(
     assert re.search(r"│ +40 │", said)
 
 
+def test_a_silent_stream_is_stopped_at_once(tmp_path: Path) -> None:
+    """Ctrl-C while rows are waited for: what came is saved, and the run goes on later."""
+    out = tmp_path / "r"
+    command = [sys.executable, "-m", "noshuffle", "sum", "-", "--clip", "1", "--batch", "2",
+               "--steps", "4", *LOUD, "--out", str(out)]  # fmt: skip
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    try:
+        child.stdin.write(b"1\n1\n1\n1\n1\n")
+        child.stdin.flush()
+        told, end = out / "metrics.jsonl", time.monotonic() + 600
+        while not told.exists() or told.read_bytes().count(b"\n") < 2:
+            assert child.poll() is None, "the run ended before it could be stopped"
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=600) == 130
+    finally:
+        child.kill()
+    assert child.stderr is not None
+    said = child.stderr.read().decode()
+    assert f"--resume {out}" in said
+    assert "Traceback" not in said
+    file = write(tmp_path / "t.csv", [[1]] * 8, None)
+    assert main(["sum", str(file), "--resume", str(out), "--json"]) == 0
+    assert [round(row["1"], 2) for row in totals(out)] == [2, 4, 6, 8]
+    assert main(["verify", str(out)]) == 0
+
+
 def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """SIGKILL somewhere after 70 steps; released steps leave again with the same totals."""
     file = write(tmp_path / "t.csv", [[i % 7] for i in range(3000)], "a")

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from noshuffle.cli.settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
+from noshuffle.release import checkpoint
 from noshuffle.release.folder_lock import take
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
@@ -228,6 +231,33 @@ def test_ctrl_c_is_one_line_and_says_how_to_go_on(
     captured = capsys.readouterr().err
     assert captured.count("\n") == 1
     assert ("--resume" in captured) is is_started
+
+
+def test_stopped_by_a_signal_and_resumed_is_bit_identical(tmp_path: Path) -> None:
+    """A real process; SIGTERM behind some step, then --resume, beside a run that was left alone."""
+    paths = tmp_path / "stopped", tmp_path / "whole"
+    line = [sys.executable, "-m", "noshuffle", *QUICK.split(), "--epochs", "9", "--test-seed", "s"]
+    child = subprocess.Popen(
+        [*line, "--out", str(paths[0])], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    told, end = paths[0] / "metrics.jsonl", time.monotonic() + 900
+    try:
+        while not told.exists() or told.read_bytes().count(b"\n") < 2:
+            assert child.poll() is None, "the run ended before it could be stopped"
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        child.send_signal(signal.SIGTERM)
+        said = child.communicate(timeout=900)[1].decode()
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert f"noshuffle train --resume {paths[0]}" in said
+    assert main(["verify", str(paths[0])]) == 4
+    assert main(["train", "--resume", str(paths[0]), "--json"]) == 0
+    assert main([*line[3:], "--out", str(paths[1]), "--json"]) == 0
+    models = [checkpoint.load(checkpoint.saved(p / "checkpoints")[-1])["model"] for p in paths]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+    assert [main(["verify", str(path)]) for path in paths] == [4, 4]  # the seed, nothing else
 
 
 def test_an_out_folder_is_never_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,12 +180,17 @@ def finished(path: Path) -> JobResult | None:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once."""
+def stop_on_signals(
+    is_idle: Callable[[], bool] = lambda: False,
+) -> Iterator[Callable[[], bool]]:
+    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once.
+
+    So does the first while `is_idle`: nothing is under way that would have to be finished.
+    """
     asked: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        if asked:
+        if asked or is_idle():
             raise KeyboardInterrupt
         asked.append(number)
 
@@ -210,13 +215,13 @@ def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn(f"{{task.completed}}/{{task.total}} {words.step}s  {{task.fields[rate]}}"),
-        TextColumn(f"{words.epsilon} {{task.fields[epsilon]:.2f}}  {{task.fields[note]}}"),
+        TextColumn("{task.fields[count]}"),
+        TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
     )
     hidden = console.quiet or not sys.stderr.isatty()
     with Progress(*columns, console=console, disable=hidden) as bar:
-        task = bar.add_task("starting", total=None, rate="", epsilon=0.0, note="")
+        task = bar.add_task("starting", total=None, count="", note="")
         first: list[JobProgress] = []
 
         def watch(seen: JobProgress) -> None:
@@ -225,18 +230,18 @@ def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
             if not first:
                 first.append(seen)
             done, seconds = seen.done - start.done, seen.seconds - start.seconds
-            fields: dict[str, Any] = {"rate": f"{done / seconds:.1f}/s" if seconds else ""}
-            if seen.epsilon is not None:
-                fields["epsilon"] = seen.epsilon
-            if seen.accuracy is not None:
-                fields["note"] = f"{words.accuracy} {100 * seen.accuracy:.1f} %"
+            rate = f"{done / seconds:.1f}/s" if seconds else ""
+            fields = {"count": f"{seen.step}/{seen.steps} {words.step}s  {rate}"}
+            if seen.epsilon is not None and seen.accuracy is not None:
+                accuracy = f"{100 * seen.accuracy:.1f} %"
+                fields["note"] = f"ε {seen.epsilon:.2f}  accuracy {accuracy}"
                 if hidden:
                     console.print(
-                        f"{words.step} {seen.step}/{seen.steps}  {fields['rate']}  {words.epsilon} "
-                        f"{fields.get('epsilon', 0.0):.2f}  {fields['note']}",
+                        f"{words.step} {seen.step}/{seen.steps}  {rate}  {words.epsilon} "
+                        f"{seen.epsilon:.2f}  {words.accuracy} {accuracy}",
                         highlight=False,
                     )
-            bar.update(task, completed=seen.step, total=seen.steps, **fields)
+            bar.update(task, completed=seen.step, total=seen.steps, **fields)  # type: ignore[arg-type]
 
         def say(text: str) -> None:
             """A phase, or a whole sentence that stays."""

@@ -92,8 +92,8 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     from noshuffle.cli.job_view import stop_on_signals
 
     settings, path = _settings_and_folder(stated, where)
-    with stop_on_signals() as is_stopped:
-        run = _Run(settings, where.file, path, is_quiet=where.json)
+    run = _Run(settings, where.file, path, is_quiet=where.json)
+    with stop_on_signals(lambda: run.is_reading) as is_stopped:
         is_done = run.add_all(is_stopped)
         run.close()
     if not is_done:
@@ -164,7 +164,7 @@ class _Run:
         )
         self.folder.forget_metrics_after(self.sums.step)
         self.rows = 0
-        self.is_cut = False
+        self.is_cut = self.is_reading = False
 
     def _open(self) -> NumberRows:
         asked = self.settings
@@ -192,6 +192,8 @@ class _Run:
     def add_all(self, is_stopped: Any) -> bool:
         """Every step that is left; whether nobody asked to stop."""
         for rows in self._batches():
+            if not rows:
+                return False
             if self.sums.step >= self.plan.steps:
                 self.is_cut = True
                 break
@@ -201,7 +203,7 @@ class _Run:
         return True
 
     def _batches(self) -> Iterator[list[NumberRow]]:
-        """Batches that are not summed yet, in order."""
+        """Batches that are not summed yet, in order; an empty one if reading was stopped."""
         lines = iter(self.table)
         # The last batch of an earlier input may have been a short one.
         behind = max((line["rows"] for line in self.folder.metrics()), default=0)
@@ -211,7 +213,17 @@ class _Run:
                 f"{self.table.name} holds {self.rows} rows, the run has summed {behind} already; "
                 "give the whole input again"
             )
-        while batch := list(islice(lines, self.settings.batch)):
+        while True:
+            self.is_reading = True  # a stream may be silent for long
+            try:
+                batch = list(islice(lines, self.settings.batch))
+            except KeyboardInterrupt:
+                yield []
+                return
+            finally:
+                self.is_reading = False
+            if not batch:
+                return
             yield batch
 
     def _add(self, rows: list[NumberRow]) -> None:
