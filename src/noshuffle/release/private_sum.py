@@ -213,7 +213,10 @@ class PrivateSum(OneOwner):
     def _clipped(self, rows: dict[str, Tensor], keep: Tensor, groups: Any) -> dict[str, Tensor]:
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
         flat = torch.cat(
-            [own.to(self._device, torch.float64).reshape(len(own), -1) for own in rows.values()],
+            [
+                rows[name].to(self._device, torch.float64).reshape(len(rows[name]), -1)
+                for name in self._totals  # by name: a mapping may come in another order
+            ],
             dim=1,
         )[keep.to(self._device)]
         if groups is not None and len(flat):
