@@ -30,6 +30,12 @@ LOSS = nn.CrossEntropyLoss()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(autouse=True)
+def _digests_of_a_device(monkeypatch):
+    """A batch that is said to lie elsewhere is digested as a device would, early or late."""
+    monkeypatch.setattr(fingerprint, "_digest", device_print.of_tensor)
+
+
 @pytest.fixture
 def elsewhere(monkeypatch):
     monkeypatch.setattr(fingerprint, "is_elsewhere", lambda batch: True)
