@@ -82,7 +82,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "LazyNoise": lazy,
     "Ledger": lambda: Ledger(SinglePass(steps=3)),
     "LearningStream": lambda: learned()._stream,
-    "Release": lambda: learned()._stream._noise,
+    "Release": lambda: learned()._stream.release,
 }
 
 
