@@ -13,12 +13,12 @@ from noshuffle.errors import Unsupported
 from noshuffle.noise import NoiseStream, Source, new_key
 from noshuffle.noise import test_source as source_of
 from noshuffle.noise.grid import grid_step
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 from noshuffle.strategies import identity
 
 
-def draws(seed: object = 0, name: str = "laws") -> Draws:
-    return Draws(source_of(seed=str(seed)), name=name)
+def draws(seed: object = 0, name: str = "laws") -> KeyedDraws:
+    return KeyedDraws(source_of(seed=str(seed)), name=name)
 
 
 LAWS = {
@@ -75,7 +75,7 @@ def test_words_depend_on_key_and_name_and_are_used_once() -> None:
     assert len(np.unique(np.concatenate([cut, pieces.random(5000)]))) == 5003
     assert not np.intersect1d(same[0], draws(2).random(3000)).size
     assert not np.intersect1d(same[0], draws(1, name="other").random(3000)).size
-    keys = [Draws(Source(new_key()), name="laws") for _ in range(2)]
+    keys = [KeyedDraws(Source(new_key()), name="laws") for _ in range(2)]
     assert not np.intersect1d(*(k.random(100) for k in keys)).size
     assert draws().is_test
     assert not keys[0].is_test
@@ -108,5 +108,5 @@ def test_its_words_are_not_those_of_a_noise_stream() -> None:
     stream = NoiseStream(identity().recipe(1), source, {"a": (n,)}, scale=1.0, steps=1)
     value = torch.zeros(n)
     stream.add_({"a": value})
-    other = Draws(source, name="b").standard_normal(n)
+    other = KeyedDraws(source, name="b").standard_normal(n)
     assert abs(np.corrcoef(value.numpy(), other)[0, 1]) < 6 / math.sqrt(n)

@@ -20,7 +20,7 @@ of about 2⁻⁴³ of such a cell, so that its own rounding moves a likelihood r
 State kept: the row of the stream that comes next, and the words of the newest that are unused.
 
 >>> from noshuffle.noise.source import test_source
->>> a, b = (Draws(test_source(seed=1), name="noise") for _ in range(2))
+>>> a, b = (KeyedDraws(test_source(seed=1), name="noise") for _ in range(2))
 >>> bool((a.laplace(0.0, 2.0, 3) == b.laplace(0.0, 2.0, 3)).all())
 True
 >>> out = a.release(np.array([0.3, 7.0]), np.array([0.1, -2.0]), scale=1.0)
@@ -51,7 +51,7 @@ Size = int | tuple[int, ...]
 _TILES = 16
 
 
-class Draws(OneOwner):
+class KeyedDraws(OneOwner):
     """Random numbers under one key and one name, in the order in which they are asked for.
 
     Guarantees: no word is used twice; streams of different names, and the normals of a

@@ -1,8 +1,8 @@
 """One contract for every solver: what leaves, how it is said, what is refused, where noise is from.
 
 The twin of "everything published is a function of what was released": the door (noise stream,
-`Draws.release`, the chosen index) is made to answer the same numbers whatever the data, and two
-different data sets must then give the same solution bit for bit.
+`KeyedDraws.release`, the chosen index) is made to answer the same numbers whatever the data, and
+two different data sets must then give the same solution bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from noshuffle.convex.solvers.domains import Ball, Everywhere, L1Ball, LpBall, S
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
 from noshuffle.noise.grid import grid_of, grid_step
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 
 N, D = 96, 3
 BALL = {"epsilon": 2.0, "delta": 1e-5, "domain": Ball(1.0)}
@@ -192,7 +192,7 @@ class Door:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
         self.released: list[Any] = []
-        self._answers, add_, release = answers, NoiseStream.add_, Draws.release
+        self._answers, add_, release = answers, NoiseStream.add_, KeyedDraws.release
 
         def stream(made: NoiseStream, values: Any, *, times: float = 1.0) -> None:
             assert times == 1.0
@@ -201,13 +201,13 @@ class Door:
             for value in values.values():
                 self._take(value.numpy(), step)
 
-        def vector(made: Draws, value: Any, noise: Any, *, scale: float) -> Any:
+        def vector(made: KeyedDraws, value: Any, noise: Any, *, scale: float) -> Any:
             out = release(made, value, noise, scale=scale)
             self._take(out, grid_step(scale))
             return out
 
         monkeypatch.setattr(NoiseStream, "add_", stream)
-        monkeypatch.setattr(Draws, "release", vector)
+        monkeypatch.setattr(KeyedDraws, "release", vector)
 
     def _take(self, value: Any, step: float) -> None:
         cells = value / step

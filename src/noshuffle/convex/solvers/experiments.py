@@ -45,7 +45,7 @@ from noshuffle.convex.solvers.phased import phased_mirror_descent, phased_sgd
 from noshuffle.convex.solvers.problem import Solver, source_of
 from noshuffle.convex.solvers.stationarity import frank_wolfe_gap, moreau_gradient
 from noshuffle.convex.solvers.weakly_convex import weakly_convex
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 
 DELTA = 1e-6
 #: Steps after which gradient methods stop, whatever their rule asks for.
@@ -179,7 +179,7 @@ def noisy_max_excess(epsilon: float, *, seed: int, candidates: int = 300) -> flo
 
     The gaps are the same numbers at every ε, so another scale of the noise gives another slope.
     """
-    draws = Draws(source_of(seed), name="noisy max")
+    draws = KeyedDraws(source_of(seed), name="noisy max")
     scale = noise_scale(epsilon=epsilon, sensitivity=1.0)
     worst = 0.0
     for gap in np.geomspace(8.0, 280.0, 13):

@@ -36,7 +36,7 @@ from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def divergence(shape: Shape, *, order: float, sensitivity: float, sigma: float) 
     return shape.kappa * order * sensitivity**2 / (2 * sigma**2)
 
 
-def sample(shape: Shape, *, sigma: float, count: int, draws: Draws) -> Array:
+def sample(shape: Shape, *, sigma: float, count: int, draws: KeyedDraws) -> Array:
     """`count` draws, count × d. For p = 2 they are Gaussian of standard deviation σ.
 
     Guarantees: exact in law but for floating point; σ = 0 gives zeros.

@@ -35,7 +35,7 @@ from noshuffle.convex.arrays import Array, real_array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
@@ -50,7 +50,7 @@ class Choice:
     statement: PrivacyStatement
 
 
-def choose(scores: Array, *, scale: float, noise: str, draws: Draws) -> int:
+def choose(scores: Array, *, scale: float, noise: str, draws: KeyedDraws) -> int:
     """argmax of scores plus noise of the given scale; the arithmetic, without bookkeeping."""
     one_of(NOISES, noise=noise)
     if noise == "laplace":
@@ -105,7 +105,7 @@ def noisy_max(
         raise InvalidInput("scores must be a list of finite numbers with at least one entry")
     scale = noise_scale(epsilon=epsilon, sensitivity=sensitivity, is_monotone=is_monotone)
     source = source_of(test_seed)
-    index = choose(values, scale=scale, noise=noise, draws=Draws(source, name="draws"))
+    index = choose(values, scale=scale, noise=noise, draws=KeyedDraws(source, name="draws"))
     said = [f"Every score moves by at most {sensitivity:g} between neighbours."]
     if is_monotone:
         said.append("Between neighbours all scores move in one direction, as counts do.")

@@ -34,7 +34,7 @@ from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, positive
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 from noshuffle.strategies import identity
 
 
@@ -53,7 +53,7 @@ def best_ridge(
     return 2 * loss.lipschitz * math.sqrt(math.sqrt(dimension) / (rows * mu)) / radius
 
 
-def spherical(d: int, *, scale: float, draws: Draws) -> Array:
+def spherical(d: int, *, scale: float, draws: KeyedDraws) -> Array:
     """A vector with density ∝ exp(−‖b‖/scale): uniform direction, Gamma(d) length."""
     direction = draws.standard_normal(d)
     return np.asarray(direction * (draws.gamma(d, scale) / np.linalg.norm(direction)))

@@ -42,7 +42,7 @@ from noshuffle.convex.losses import Loss, require
 from noshuffle.convex.solvers.base import Solution, contribution, guarantee, table_sentences
 from noshuffle.convex.solvers.domains import Domain, Everywhere
 from noshuffle.noise import Source, new_key, test_source
-from noshuffle.noise.laws import Draws
+from noshuffle.noise.laws import KeyedDraws
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.facts import TEST_SEED
@@ -73,7 +73,7 @@ class Problem:
     domain: Domain
     neighbours: str
     source: Source
-    draws: Draws
+    draws: KeyedDraws
     _streams: count[int] = field(default_factory=count, repr=False)
 
     @classmethod
@@ -92,7 +92,7 @@ class Problem:
         x, y = loss.check(rows, labels)
         source = source_of(test_seed)
         place = Everywhere() if domain is None else domain
-        return cls(loss, x, y, place, neighbours, source, Draws(source, name="draws"))
+        return cls(loss, x, y, place, neighbours, source, KeyedDraws(source, name="draws"))
 
     def require(self, solver: str, *, order: float = 2.0, **conditions: bool) -> None:
         """Refuse a loss that the solver's proof does not cover (`losses.require`)."""
