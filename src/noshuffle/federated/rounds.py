@@ -292,6 +292,8 @@ class Rounds:
         folder.forget_metrics_after(self.server.round)
         if skipped:
             self.save()
+        else:
+            self.server.write_statement()  # which tells how many processes went on with the run
         return skipped
 
     def close(self, *, keep_keys: bool = False) -> None:
