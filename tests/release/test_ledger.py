@@ -20,7 +20,7 @@ from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted,
 from noshuffle.release import guard
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
-from noshuffle.release.ledger_tables import broken_link
+from noshuffle.release.ledger_tables import Evidence, broken_link
 from noshuffle.release.units import BatchCache, Seen, UnitTable
 
 
@@ -538,3 +538,23 @@ def test_a_ledger_is_opened_as_of_one_moment(tmp_path, monkeypatch):
     assert writer.released == 2
     with pytest.raises(ReplayRefused, match="another process"):
         other.record(other.admit(1, np.array([2]), b"other"))
+
+
+def test_a_ledger_that_was_overtaken_writes_nothing(tmp_path):
+    """Two objects on one file in one process: the older one would break the chain."""
+    first = Ledger(SinglePass(steps=9), path=tmp_path / "ledger.sqlite")
+    first.begin_life(keys="a")
+    first.record(first.admit(0, np.array([1]), b""), b"digest")
+    second = Ledger(SinglePass(steps=9), path=tmp_path / "ledger.sqlite")
+    second.begin_life(keys="b")
+    with pytest.raises(ReplayRefused, match="gone on"):
+        first.record(first.admit(1, np.array([2]), b""), b"digest")
+    with pytest.raises(ReplayRefused, match="gone on"):
+        first.note("skip", step=0)
+    second.record(second.admit(1, np.array([2]), b""), b"digest")
+    with pytest.raises(ReplayRefused, match="gone on"):
+        first.note("skip", step=0)
+    second.close()
+    evidence = Evidence(tmp_path / "ledger.sqlite")
+    assert broken_link(evidence.db) is None
+    evidence.close()

@@ -46,10 +46,19 @@ from noshuffle.release.ledger_tables import (
 )
 from noshuffle.release.units import Ids, Seen
 
-#: One statement, so that nobody can end the run in between.
+#: One statement, so that nobody can end the run, or go on with it, in between.
 _ADD = (
     "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ? "
-    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed'))"
+    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed')) "
+    "AND NOT EXISTS (SELECT 1 FROM log WHERE seq >= ?)"
+)
+_LOG = (
+    "INSERT INTO log SELECT ?, ?, ?, ?, ? "
+    "WHERE COALESCE((SELECT seq FROM steps ORDER BY step DESC LIMIT 1), 0) < ?"
+)
+_OVERTAKEN = (
+    "another process (or another object of this one) has gone on with this run since it was opened "
+    "here; stop one of them"
 )
 
 
@@ -155,8 +164,10 @@ class LedgerFile:
     ) -> None:
         link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
         row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
-        if not self.db.execute(_ADD, row).rowcount:
+        if not self.db.execute(_ADD, (*row, self._seq + 1)).rowcount:
             how = "sealed" if self.fact("sealed") else "forked"
+            if self.fact(how) is None:
+                raise ReplayRefused(_OVERTAKEN)
             raise ReplayRefused(
                 f"this run was {how} after {self.fact(how)} steps and may not go on itself"
                 + ("; continue the fork" if how == "forked" else "; begin a new one, or a fork")
@@ -166,14 +177,13 @@ class LedgerFile:
     def _append(self, kind: str, body: bytes) -> None:
         now = time.time()
         link = event_link(self._link, kind, now, body)
+        row = (self._seq + 1, kind, now, body, link)
         try:
-            self.db.execute(
-                "INSERT INTO log VALUES (?, ?, ?, ?, ?)", (self._seq + 1, kind, now, body, link)
-            )
+            is_written = self.db.execute(_LOG, (*row, self._seq + 1)).rowcount
         except sqlite3.IntegrityError:
-            raise ReplayRefused(
-                "another process has gone on with this run; stop this one"
-            ) from None
+            is_written = 0
+        if not is_written:
+            raise ReplayRefused(_OVERTAKEN)
         self._seq, self._link = self._seq + 1, link
 
     def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:

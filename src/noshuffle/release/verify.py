@@ -119,7 +119,10 @@ def _ledger(found: _Found, evidence: Evidence, public_key: str | Path | None) ->
     ends = [found.rows[i].time for i in (0, -1)] if found.rows else []
     is_sampled = found.plan.participation.is_sampled
     units = None if is_sampled else len(np.unique(_joined(found.rows)))
-    found.facts = described(meta, found.lives, ends=ends, units=units)
+    # A process that only opened the run has changed nothing that the statement speaks of.
+    rows = _told_rows(found.run)
+    told = [json.loads(e.body) for e in evidence.log("life") if rows is None or e.seq <= rows]
+    found.facts = described(meta, told, ends=ends, units=units)
     found.refuted += _facts(found, evidence, meta)
     found.refuted += _steps(found)
     found.refuted += _participation(found)
@@ -130,6 +133,14 @@ def _ledger(found: _Found, evidence: Evidence, public_key: str | Path | None) ->
     _saved(found, evidence)
     found.refuted += _head(found, evidence)
     return _signature(found, evidence, public_key)
+
+
+def _told_rows(run: RunFolder) -> int | None:
+    """How many rows the ledger had when statement.json was written."""
+    try:
+        return int(read_json(run.statement_file)["ledger_rows"])
+    except (OSError, json.JSONDecodeError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _joined(rows: list[Row]) -> Any:
