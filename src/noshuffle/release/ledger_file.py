@@ -46,10 +46,11 @@ from noshuffle.release.ledger_tables import (
 )
 from noshuffle.release.units import Ids, Seen
 
-#: One statement, so that nobody can end the run in between.
+#: One statement, so that nobody can end the run in between, or go on with it.
 _ADD = (
     "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ? "
-    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed'))"
+    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed')) "
+    "AND NOT EXISTS (SELECT 1 FROM log WHERE seq > ?)"
 )
 
 
@@ -153,27 +154,40 @@ class LedgerFile:
         count: int,
         ids: bytes,
     ) -> None:
-        link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
-        row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
-        if not self.db.execute(_ADD, row).rowcount:
-            how = "sealed" if self.fact("sealed") else "forked"
+        def insert() -> int:
+            link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
+            row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
+            return self.db.execute(_ADD, (*row, self._seq)).rowcount
+
+        try:
+            while not insert():
+                self._check_alone()
+                self._read_head()
+        finally:  # an interrupt comes right after a row was written, as a rule
+            self._read_head()
+
+    def _check_alone(self) -> None:
+        """Raise if nobody may add a step any more, or a newer process has keys of its own."""
+        how = next((name for name in ("sealed", "forked") if self.fact(name)), "")
+        if how:
             raise ReplayRefused(
                 f"this run was {how} after {self.fact(how)} steps and may not go on itself"
                 + ("; continue the fork" if how == "forked" else "; begin a new one, or a fork")
             )
-        self._seq, self._link = self._seq + 1, link
+        if sum(1 for _ in self.log("life")) > self.life + 1:
+            raise ReplayRefused(
+                "this run was opened once more and goes on there, under keys of its own; stop this "
+                "one, or open the run again"
+            )
+
+    def _read_head(self) -> None:
+        self._seq, self._link = last_link(self.db)
 
     def _append(self, kind: str, body: bytes) -> None:
         now = time.time()
         link = event_link(self._link, kind, now, body)
-        try:
-            self.db.execute(
-                "INSERT INTO log VALUES (?, ?, ?, ?, ?)", (self._seq + 1, kind, now, body, link)
-            )
-        except sqlite3.IntegrityError:
-            raise ReplayRefused(
-                "another process has gone on with this run; stop this one"
-            ) from None
+        row = (self._seq + 1, kind, now, body, link)
+        self.db.execute("INSERT INTO log VALUES (?, ?, ?, ?, ?)", row)
         self._seq, self._link = self._seq + 1, link
 
     def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
@@ -215,21 +229,28 @@ class LedgerFile:
         return late_digests(self.log("digest")).get(step, b"")
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A transaction; digests that wait go first, and what fails leaves no trace."""
+    def _writing(self, *, by_anyone: bool = False) -> Iterator[None]:
+        """A transaction; digests that wait go first, and what fails leaves no trace.
+
+        Refused where a newer process has gone on with the run, unless it is `by_anyone`.
+        """
         self._undo()
-        before, identified_by = (self._seq, self._link), self._identified_by
         self.collect_digests()
         waiting = {step: digest.hex() for step, digest in self._waiting.items()}  # type: ignore[union-attr]
         self.db.execute("BEGIN IMMEDIATE")
         try:
+            if last_link(self.db) != self.head:
+                if not by_anyone:
+                    self._check_alone()
+                self._read_head()
             if waiting:
                 self._append("digest", json.dumps(waiting).encode())
             yield
             self.db.execute("COMMIT")
         except BaseException:
             self._undo()
-            (self._seq, self._link), self._identified_by = before, identified_by
+            self._identified_by = ""
+            self._read_head()
             raise
         for step in waiting:
             del self._waiting[int(step)]
@@ -238,9 +259,8 @@ class LedgerFile:
         """Take no step any more, from any process; returns how many there are."""
         steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
         if self.fact(how) is None:
-            with self._writing():
-                # A process that has the ledger open may have written since it was opened here.
-                self._seq, self._link = last_link(self.db)
+            # A process that has the ledger open may have written since it was opened here.
+            with self._writing(by_anyone=True):
                 steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
                 self._bind(how, str(steps))
         return steps
@@ -254,6 +274,11 @@ class LedgerFile:
     def rows(self, *, start: int = 0) -> Iterator[Row]:
         """Released steps in order."""
         return read_rows(self.db, start=start)
+
+    def has_step(self, step: int) -> bool:
+        """Whether the row of a step is there."""
+        found = self.db.execute("SELECT 1 FROM steps WHERE step = ?", (step,)).fetchone()
+        return found is not None
 
     def batch(self, step: int) -> bytes:
         """The batch fingerprint of one released step, without the rest of its row."""
