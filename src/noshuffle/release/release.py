@@ -41,7 +41,7 @@ from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
 from noshuffle.noise import LazyNoise, NoiseStream, Source, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
@@ -139,6 +139,7 @@ class Release(OneOwner):
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
         """
+        positive(divisor=divisor)
         device = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
 
