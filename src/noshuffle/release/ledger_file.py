@@ -73,6 +73,7 @@ class LedgerFile:
         self._identified_by = ""
         self.life = 0
         self._seq, self._link = last_link(self.db)
+        self._is_left = False  # whether a newer life has begun
         self._waiting: dict[int, Callable[[], bytes] | bytes] = {}
         self.bind("format", FORMAT)
 
@@ -159,28 +160,37 @@ class LedgerFile:
             row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
             return self.db.execute(_ADD, (*row, self._seq)).rowcount
 
+        self._check_newest()
         try:
             while not insert():
-                self._check_alone()
                 self._read_head()
+                self._check_newest()
+                self._check_ended()
         finally:  # an interrupt comes right after a row was written, as a rule
             self._read_head()
 
-    def _check_alone(self) -> None:
-        """Raise if nobody may add a step any more, or a newer process has keys of its own."""
+    def _check_ended(self) -> None:
+        """Raise if nobody may add a step any more."""
         how = next((name for name in ("sealed", "forked") if self.fact(name)), "")
         if how:
             raise ReplayRefused(
                 f"this run was {how} after {self.fact(how)} steps and may not go on itself"
                 + ("; continue the fork" if how == "forked" else "; begin a new one, or a fork")
             )
-        if sum(1 for _ in self.log("life")) > self.life + 1:
+
+    def _check_newest(self) -> None:
+        """Raise if somebody goes on with the run under newer keys, which the folder holds now."""
+        if self._is_left:
             raise ReplayRefused(
                 "this run was opened once more and goes on there, under keys of its own; stop this "
                 "one, or open the run again"
             )
 
     def _read_head(self) -> None:
+        """Go on behind whatever was written; a newer life among it ends this one."""
+        newer = "SELECT 1 FROM log WHERE seq > ? AND kind = 'life'"
+        if self.db.execute(newer, (self._seq,)).fetchone() is not None:
+            self._is_left = True
         self._seq, self._link = last_link(self.db)
 
     def _append(self, kind: str, body: bytes) -> None:
@@ -240,9 +250,9 @@ class LedgerFile:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             if last_link(self.db) != self.head:
-                if not by_anyone:
-                    self._check_alone()
                 self._read_head()
+            if not by_anyone:
+                self._check_newest()
             if waiting:
                 self._append("digest", json.dumps(waiting).encode())
             yield

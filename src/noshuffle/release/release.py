@@ -483,8 +483,8 @@ class Release(OneOwner):
 
         path = checkpoint.save(state, folder.checkpoints, note=note)
         self.ledger.tidy()
-        self.write_statement()
         self.note_files()
+        self.write_statement()  # names the newest row, so that none can be cut off
         return path
 
     def note_files(self) -> None:
@@ -524,8 +524,8 @@ class Release(OneOwner):
         self.ledger.settle()
         if self.folder is not None:
             self.ledger.flush()
-            self.write_statement()
             self.note_files()
+            self.write_statement()
         self.ledger.close()
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:

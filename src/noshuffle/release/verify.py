@@ -297,8 +297,9 @@ def _saved(found: _Found, evidence: Evidence) -> None:
         if name == found.run.plan_file.name:
             continue  # compared by itself
         _file(found, found.run.path / name, digest, int(size))
-    for name in found.run.published():
-        if name not in told and name != found.run.plan_file.name:
+    ours = (found.run.plan_file.name, *told)
+    for name in (*found.run.published(), *found.run.unknown()):
+        if name not in ours:
             found.unchecked.append(f"{name}, which the ledger does not know of")
 
 
