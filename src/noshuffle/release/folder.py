@@ -141,14 +141,31 @@ class RunFolder:
 
     def published(self) -> dict[str, list[Any]]:
         """Digest and size of the files beside ledger, statement and checkpoints."""
+        ledger = self.ledger_file.name
         apart = {self.statement_file.name, self.signature_file.name}
+        apart |= {ledger + end for end in ("", "-wal", "-shm", "-journal")}
         return {
             file.name: [file_digest(file), file.stat().st_size]
             for file in sorted(self.path.iterdir())
-            if file.is_file()
-            and not file.name.startswith((".", self.ledger_file.name))
-            and file.name not in apart
+            if file.is_file() and not file.name.startswith(".") and file.name not in apart
         }
+
+    def unknown(self) -> list[str]:
+        """What lies in the folder and is not of its form: other folders, hidden files, strangers
+        among the checkpoints. Nobody notes their digests."""
+        found = [
+            file.name
+            for file in self.path.iterdir()
+            if (file.name.startswith(".") and not file.name.endswith((".lock", ".tmp", ".part")))
+            or (file.is_dir() and file != self.checkpoints)
+        ]
+        if self.checkpoints.is_dir():
+            found += [
+                f"checkpoints/{file.name}"
+                for file in self.checkpoints.iterdir()
+                if file != self.key_file and not file.name.startswith(("step-", ".step-", ".old-"))
+            ]
+        return sorted(found)
 
     def write_statement(self, record: Mapping[str, Any]) -> None:
         """Replace statement.json."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.release import checkpoint
+from noshuffle.release.facts import OTHER_RUNS, notes_of
 from noshuffle.release.files import write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
@@ -38,7 +39,8 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
         raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
     released = ledger.end()
     is_adaptive = ledger.meta("adaptive_clip") == "yes"
-    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive)]
+    notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
+    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes)]
     ledger.close()
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])

@@ -260,14 +260,22 @@ class Ledger(OneOwner):
         """
         self.check_owner()
         self.settle()
-        self._file.add_step(
-            admission.step,
-            batch=admission.batch,
-            digest=digest,
-            units=admission.units,
-            identified_by=admission.identified_by,
-        )
-        self._later, self._released = (admission.step, admission.units), admission.step + 1
+        step = admission.step
+        try:
+            self._file.add_step(
+                step,
+                batch=admission.batch,
+                digest=digest,
+                units=admission.units,
+                identified_by=admission.identified_by,
+            )
+        except Exception:
+            raise
+        except BaseException:  # interrupted, perhaps right after the row was written
+            if self._file.has_step(step):
+                self._later, self._released = (step, admission.units), step + 1
+            raise
+        self._later, self._released = (step, admission.units), step + 1
 
     def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
         """The digest of a step on record is still being computed; the next write takes it along."""

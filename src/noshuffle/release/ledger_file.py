@@ -46,19 +46,11 @@ from noshuffle.release.ledger_tables import (
 )
 from noshuffle.release.units import Ids, Seen
 
-#: One statement, so that nobody can end the run, or go on with it, in between.
+#: One statement, so that nobody can end the run in between, or go on with it.
 _ADD = (
     "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ? "
     "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed')) "
-    "AND NOT EXISTS (SELECT 1 FROM log WHERE seq >= ?)"
-)
-_LOG = (
-    "INSERT INTO log SELECT ?, ?, ?, ?, ? "
-    "WHERE COALESCE((SELECT seq FROM steps ORDER BY step DESC LIMIT 1), 0) < ?"
-)
-_OVERTAKEN = (
-    "another process (or another object of this one) has gone on with this run since it was opened "
-    "here; stop one of them"
+    "AND NOT EXISTS (SELECT 1 FROM log WHERE seq > ?)"
 )
 
 
@@ -81,6 +73,7 @@ class LedgerFile:
         self._identified_by = ""
         self.life = 0
         self._seq, self._link = last_link(self.db)
+        self._is_left = False  # whether a newer life has begun
         self._waiting: dict[int, Callable[[], bytes] | bytes] = {}
         self.bind("format", FORMAT)
 
@@ -162,28 +155,50 @@ class LedgerFile:
         count: int,
         ids: bytes,
     ) -> None:
-        link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
-        row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
-        if not self.db.execute(_ADD, (*row, self._seq + 1)).rowcount:
-            how = "sealed" if self.fact("sealed") else "forked"
-            if self.fact(how) is None:
-                raise ReplayRefused(_OVERTAKEN)
+        self._check_newest()
+        try:
+            while True:
+                link = step_link(self._link, step, self.life, now, count, batch, digest, late, ids)
+                row = (step, self._seq + 1, self.life, now, batch, digest, late, count, ids, link)
+                if self.db.execute(_ADD, (*row, self._seq)).rowcount:
+                    break
+                self._read_head()
+                self._check_newest()
+                self._check_ended()
+            self._seq, self._link = self._seq + 1, link
+        except BaseException:  # an interrupt comes right after a row was written, as a rule
+            self._read_head()
+            raise
+
+    def _check_ended(self) -> None:
+        """Raise if nobody may add a step any more."""
+        how = next((name for name in ("sealed", "forked") if self.fact(name)), "")
+        if how:
             raise ReplayRefused(
                 f"this run was {how} after {self.fact(how)} steps and may not go on itself"
                 + ("; continue the fork" if how == "forked" else "; begin a new one, or a fork")
             )
-        self._seq, self._link = self._seq + 1, link
+
+    def _check_newest(self) -> None:
+        """Raise if somebody goes on with the run under newer keys, which the folder holds now."""
+        if self._is_left:
+            raise ReplayRefused(
+                "this run was opened once more and goes on there, under keys of its own; stop this "
+                "one, or open the run again"
+            )
+
+    def _read_head(self) -> None:
+        """Go on behind whatever was written; a newer life among it ends this one."""
+        newer = "SELECT 1 FROM log WHERE seq > ? AND kind = 'life'"
+        if self.db.execute(newer, (self._seq,)).fetchone() is not None:
+            self._is_left = True
+        self._seq, self._link = last_link(self.db)
 
     def _append(self, kind: str, body: bytes) -> None:
         now = time.time()
         link = event_link(self._link, kind, now, body)
         row = (self._seq + 1, kind, now, body, link)
-        try:
-            is_written = self.db.execute(_LOG, (*row, self._seq + 1)).rowcount
-        except sqlite3.IntegrityError:
-            is_written = 0
-        if not is_written:
-            raise ReplayRefused(_OVERTAKEN)
+        self.db.execute("INSERT INTO log VALUES (?, ?, ?, ?, ?)", row)
         self._seq, self._link = self._seq + 1, link
 
     def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
@@ -225,21 +240,28 @@ class LedgerFile:
         return late_digests(self.log("digest")).get(step, b"")
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A transaction; digests that wait go first, and what fails leaves no trace."""
+    def _writing(self, *, by_anyone: bool = False) -> Iterator[None]:
+        """A transaction; digests that wait go first, and what fails leaves no trace.
+
+        Refused where a newer process has gone on with the run, unless it is `by_anyone`.
+        """
         self._undo()
-        before, identified_by = (self._seq, self._link), self._identified_by
         self.collect_digests()
         waiting = {step: digest.hex() for step, digest in self._waiting.items()}  # type: ignore[union-attr]
         self.db.execute("BEGIN IMMEDIATE")
         try:
+            if last_link(self.db) != self.head:
+                self._read_head()
+            if not by_anyone:
+                self._check_newest()
             if waiting:
                 self._append("digest", json.dumps(waiting).encode())
             yield
             self.db.execute("COMMIT")
         except BaseException:
             self._undo()
-            (self._seq, self._link), self._identified_by = before, identified_by
+            self._identified_by = ""
+            self._read_head()
             raise
         for step in waiting:
             del self._waiting[int(step)]
@@ -248,9 +270,8 @@ class LedgerFile:
         """Take no step any more, from any process; returns how many there are."""
         steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
         if self.fact(how) is None:
-            with self._writing():
-                # A process that has the ledger open may have written since it was opened here.
-                self._seq, self._link = last_link(self.db)
+            # A process that has the ledger open may have written since it was opened here.
+            with self._writing(by_anyone=True):
                 steps = int(self.db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
                 self._bind(how, str(steps))
         return steps
@@ -264,6 +285,11 @@ class LedgerFile:
     def rows(self, *, start: int = 0) -> Iterator[Row]:
         """Released steps in order."""
         return read_rows(self.db, start=start)
+
+    def has_step(self, step: int) -> bool:
+        """Whether the row of a step is there."""
+        found = self.db.execute("SELECT 1 FROM steps WHERE step = ?", (step,)).fetchone()
+        return found is not None
 
     def batch(self, step: int) -> bytes:
         """The batch fingerprint of one released step, without the rest of its row."""

@@ -166,8 +166,8 @@ def read_units(db: sqlite3.Connection) -> list[tuple[int, int, int, int]]:
 def last_link(db: sqlite3.Connection) -> tuple[int, bytes]:
     """Number and link of the newest row of both tables; (0, START) where there is none."""
     found = [
-        db.execute(f"SELECT seq, link FROM {table} ORDER BY seq DESC LIMIT 1").fetchone()
-        for table in ("steps", "log")
+        db.execute(f"SELECT seq, link FROM {table} ORDER BY {key} DESC LIMIT 1").fetchone()
+        for table, key in (("steps", "step"), ("log", "seq"))
     ]
     newest = max((row for row in found if row is not None), default=(0, START))
     return int(newest[0]), bytes(newest[1])

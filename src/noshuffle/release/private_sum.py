@@ -214,8 +214,8 @@ class PrivateSum(OneOwner):
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
         flat = torch.cat(
             [
-                rows[name].to(self._device, torch.float64).reshape(len(rows[name]), -1)
-                for name in self._totals  # by name: a mapping may come in another order
+                rows[name].to(self._device, torch.float64).reshape(len(keep), own.numel())
+                for name, own in self._totals.items()  # a mapping may come in another order
             ],
             dim=1,
         )[keep.to(self._device)]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
 from noshuffle.noise import LazyNoise, NoiseStream, Source, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
@@ -97,7 +98,7 @@ class Release(OneOwner):
             clip=clip,
             divisor=divisor,
             noise_scale=scale,
-            more=facts or {},
+            more={"sums": names_of_sums(shapes), **(facts or {})},
         )
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
         self.noise = NoiseStream(
@@ -110,6 +111,7 @@ class Release(OneOwner):
             starts=starts,
         )
         self._tables: dict[str, LazyNoise] = {}
+        self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             self.ledger.bind("rng_seed", str(torch.initial_seed()))
@@ -137,6 +139,7 @@ class Release(OneOwner):
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
         """
+        positive(divisor=divisor)
         device = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
 
@@ -209,13 +212,19 @@ class Release(OneOwner):
     def digest(self, values: Mapping[str, Tensor], also: Sequence[Tensor] = ()) -> Later:
         """The keyed digest of a clipped sum: at once in ordinary memory, later on a device.
 
-        `also`: what else the noise of the step goes onto (a count, rows of a sparse table).
+        `also`: what else the noise of the step goes onto (a count, rows of a sparse table). A clip
+        norm that moves goes in too: the noise is a multiple of it.
         """
         group = [*(values[name] for name in sorted(values)), *also]
+        if self.threshold.is_adaptive:
+            norm = self.threshold.clip.bound(tuple(self._shapes))
+            group.append(torch.tensor([norm], dtype=torch.float64, device=self._device))
+        # Two types of two bytes give one row of bits two meanings; wider ones differ in size.
+        narrow = " ".join(str(own.dtype) for own in group if own.element_size() < 4).encode()
         if not group or group[0].device.type == "cpu":
-            return self.finished(digest_host.of_group(group, self.secret))
+            return self.finished(digest_host.of_group(group, self.secret) + narrow)
         found = digest.begin_group(group, self.secret)
-        return lambda: self.finished(found())
+        return lambda: self.finished(found() + narrow)
 
     def finished(self, raw: bytes) -> bytes:
         """What the ledger holds of a digest: nobody without the secret learns anything from it."""
@@ -229,23 +238,36 @@ class Release(OneOwner):
         Guarantees: when this returns True, the row is durable, and the noise of the step lies
         under this sum and no other.
         """
+        self._check_turn(admission)
         if not admission.is_replay:
             if isinstance(of_sum, bytes):
                 self.ledger.record(admission, of_sum)
             else:
                 self.ledger.record(admission)
                 self.ledger.expect_digest(admission.step, of_sum)
+            self._leave = admission.step
             return True
         released = self.ledger.digest(admission.step)
         found = of_sum if isinstance(of_sum, bytes) else of_sum()
         if not released or not hmac.compare_digest(released, found):
             return False
         self.ledger.note("replay", step=admission.step)
+        self._leave = admission.step
         return True
 
     def open(self, admission: Admission) -> None:
         """Write the row of a step whose sum does not exist yet (a federated round); see `close`."""
+        self._check_turn(admission)
         self.ledger.record(admission)
+        self._leave = admission.step
+
+    def _check_turn(self, admission: Admission) -> None:
+        """Leave for one step must not use the noise of another, which lies under another sum."""
+        if admission.step != self.step:
+            raise InvalidInput(
+                f"leave was given for step {admission.step}, and the noise is that of step "
+                f"{self.step}; ask for leave once a step: admit(release.step, ids)"
+            )
 
     def close(
         self,
@@ -264,6 +286,8 @@ class Release(OneOwner):
         """
         of_sum = self.digest(values, also)
         if is_open:
+            self._check_turn(admission)
+            self._check_leave()
             self.ledger.expect_digest(admission.step, of_sum)
         elif not self.commit(admission, of_sum):
             raise self.refusal(admission.step)
@@ -271,13 +295,26 @@ class Release(OneOwner):
 
     def add_noise_(self, values: dict[str, Tensor]) -> None:
         """The noise of a committed step, and the division. A clip norm that moves keeps the noise
-        in its own units: sum/ζ + noise, then times ζ."""
+        in its own units: sum/ζ + noise, then times ζ.
+
+        Guarantees: raises where the row of this step was not written, or its noise was used.
+        """
+        if not _is_captured(self._device):  # a graph that is captured adds and counts nothing
+            self._check_leave()
+            self._leave = -1
         norm = 1.0
         if self.threshold.is_adaptive:
             norm = self.threshold.clip.bound(tuple(values))
             for value in values.values():
                 value.mul_(1.0 / norm)
         self.noise.add_(values, times=norm / self.divisor)
+
+    def _check_leave(self) -> None:
+        if self._leave != self.step:
+            raise InvalidInput(
+                f"the row of step {self.step} is not written by this process, so its noise may not "
+                "be used; commit (or open) a step first, once for each use of noise"
+            )
 
     def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
         """What a moving clip norm learns of a step, for its digest."""
@@ -316,6 +353,13 @@ class Release(OneOwner):
             raise Unsupported("a sparse table needs a constant clip norm, this run's moves")
         if name in self._tables or name in self._shapes:
             raise InvalidInput(f"{name!r} has noise already; give every table a name of its own")
+        if self.released and self.ledger.meta(f"table {name}") is None:
+            # Under another name its released sums would get a second noise in a replay.
+            raise InvalidInput(
+                f"this run has released steps without a table {name!r}; make every table, by its "
+                "old name, before the first step"
+            )
+        self.ledger.bind(f"table {name}", repr((tuple(shape), tuple(rates))))
         made = lazy_noise(
             self.plan.strategy.recipe(self.plan.steps),
             self._ring.source,
@@ -439,8 +483,8 @@ class Release(OneOwner):
 
         path = checkpoint.save(state, folder.checkpoints, note=note)
         self.ledger.tidy()
-        self.write_statement()
         self.note_files()
+        self.write_statement()  # names the newest row, so that none can be cut off
         return path
 
     def note_files(self) -> None:
@@ -480,8 +524,8 @@ class Release(OneOwner):
         self.ledger.settle()
         if self.folder is not None:
             self.ledger.flush()
-            self.write_statement()
             self.note_files()
+            self.write_statement()
         self.ledger.close()
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
@@ -497,3 +541,16 @@ class Release(OneOwner):
             raise InvalidInput("keep_in takes a run in memory and a folder for it")
         folder.begin(self.plan, self._ring)
         self.ledger.copy_to(folder.ledger_file)
+
+
+def names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:
+    """What the noise of a run depends on beside its keys: the names of its sums, as one hash.
+
+    A replay under other names would put a second noise on released sums, and the mean of many
+    replays would show them.
+    """
+    return hashlib.sha256(json.dumps(sorted(shapes)).encode()).hexdigest()[:32]
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

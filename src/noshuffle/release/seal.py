@@ -89,6 +89,7 @@ def note_files(run: RunFolder | str | Path) -> None:
     ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
     try:
         ledger.note("files", files=folder.published())
+        write_statement(folder, plan, ledger)
     finally:
         ledger.close()
         del lock

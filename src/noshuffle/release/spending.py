@@ -32,24 +32,30 @@ ADAPTIVE_CLIP = (
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run that this one was forked from: its plan and how many steps it had released."""
+    """A run that this one was forked from: its plan and how many steps it had released.
+
+    `notes` are the sentences that its facts add to a statement: what it rested on, the fork does.
+    """
 
     plan: Plan
     released: int
     is_adaptive: bool = False
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "plan": self.plan.to_json(),
             "released": self.released,
             "is_adaptive": self.is_adaptive,
+            "notes": list(self.notes),
         }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Ancestor:
         whole(at_least=0, released=record["released"])
         adaptive = bool(record.get("is_adaptive", True))
-        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive)
+        notes = tuple(str(note) for note in record.get("notes", ()))
+        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive, notes)
 
 
 def gaussian_sum(mus: Sequence[float]) -> float:
@@ -80,7 +86,7 @@ def spent(
     if any(part.unit != own.unit or part.neighbours != own.neighbours for part in parts):
         raise InvalidInput("a fork must keep the unit and the neighbours of the run it came from")
     mus = [part.mu for part in parts if part.mu is not None]
-    own = own.with_assumptions(words)
+    own = own.with_assumptions(words, *(f"Of an earlier run: {n}" for n in _inherited(ancestors)))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
         epsilon = gaussian.epsilon(mu=mu, delta=own.delta) if math.isfinite(mu) else math.inf
@@ -104,6 +110,10 @@ def spent(
         rho=None,
         exact=False,
     )
+
+
+def _inherited(ancestors: Sequence[Ancestor]) -> list[str]:
+    return [note for ancestor in ancestors if ancestor.released for note in ancestor.notes]
 
 
 def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:

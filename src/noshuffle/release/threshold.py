@@ -92,6 +92,8 @@ class AdaptiveThreshold(Threshold):
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see the module."""
+        if COUNT in names:
+            raise InvalidInput(f"{COUNT!r} is the name of the counts of QuantileClip; use another")
         if plan.noise_multiplier == 0:
             return 0.0
         if self.config.noise <= bit_noise_for(plan, share=1.0):

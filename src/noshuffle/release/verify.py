@@ -37,7 +37,7 @@ from noshuffle.errors import NoshuffleError
 from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, guard
-from noshuffle.release.facts import notes_of
+from noshuffle.release.facts import TEST_SEED, notes_of
 from noshuffle.release.files import file_digest, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import described
@@ -45,7 +45,7 @@ from noshuffle.release.ledger_file import late_digests
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import by_keys, signature_failure
-from noshuffle.release.spending import spent
+from noshuffle.release.spending import Ancestor, spent
 from noshuffle.release.units import UnitTable, name_to_id
 from noshuffle.release.verdict import Verdict
 
@@ -308,8 +308,9 @@ def _saved(found: _Found, evidence: Evidence) -> None:
         if name == found.run.plan_file.name:
             continue  # compared by itself
         _file(found, found.run.path / name, digest, int(size))
-    for name in found.run.published():
-        if name not in told and name != found.run.plan_file.name:
+    ours = (found.run.plan_file.name, *told)
+    for name in (*found.run.published(), *found.run.unknown()):
+        if name not in ours:
             found.unchecked.append(f"{name}, which the ledger does not know of")
 
 
@@ -450,8 +451,17 @@ def _agree(told: Any, expected: Any) -> bool:
     return bool(told == expected)
 
 
+def _ancestors(found: _Found) -> tuple[Ancestor, ...]:
+    try:
+        return found.run.ancestors()
+    except (NoshuffleError, OSError, ValueError, KeyError, TypeError):
+        return ()  # said by `_statement`
+
+
 def _not_private(found: _Found) -> Iterator[str]:
     if found.facts.get("test_key") == "yes":
         yield "the noise comes from a named test seed, which anybody can use to remove it"
+    elif any(TEST_SEED in ancestor.notes for ancestor in _ancestors(found)):
+        yield "a run that it was forked from has the noise of a named test seed"
     if found.plan.noise_multiplier == 0:
         yield "the plan has no noise"
