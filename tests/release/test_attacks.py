@@ -81,6 +81,18 @@ def test_noise_is_used_once_and_after_its_row(tmp_path: Path):
         again.close(again.admit(0, again.identify([0])), {"w": TWO.clone()}, is_open=True)
 
 
+def test_a_run_in_memory_that_was_put_back_uses_no_noise_again():
+    """It may do without rows, and then nobody knows what its noise lay under."""
+    release = Release.begin(PLAN, {"w": (3,)}, clip=1.0)
+    before = release.state_dict()
+    release.add_noise_({"w": ONE.clone()})
+    release.load_state_dict(before)
+    with pytest.raises(InvalidInput, match="row of step 0 is not written"):
+        release.add_noise_({"w": TWO.clone()})
+    with pytest.raises(ReplayRefused, match="was put back"):
+        give(release, 0, TWO)
+
+
 def test_a_replay_under_other_names_is_no_second_noise(tmp_path: Path):
     """Two hundred replays under two hundred names had a mean with a fourteenth of the noise."""
     for k in range(2):
@@ -124,13 +136,13 @@ def test_an_older_object_does_not_go_on_beside_a_newer_one(tmp_path: Path):
     older = begin(tmp_path / "r")
     give(older, 0, ONE)
     newer = begin(tmp_path / "r")
-    with pytest.raises(ReplayRefused, match="opened once more"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         give(older, 1, TWO)
-    with pytest.raises(ReplayRefused, match="opened once more"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         give(older, 1, TWO)
-    with pytest.raises(ReplayRefused, match="opened once more"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         older.ledger.note("replay", step=0)
-    with pytest.raises(ReplayRefused, match="opened once more"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         give(older, 1, TWO)
     give(newer, 0, ONE), give(newer, 1, TWO)
     newer.close_run()

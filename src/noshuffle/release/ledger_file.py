@@ -183,7 +183,7 @@ class LedgerFile:
         """Raise if somebody goes on with the run under newer keys, which the folder holds now."""
         if self._is_left:
             raise ReplayRefused(
-                "this run was opened once more and goes on there, under keys of its own; stop this "
+                "another process or object has gone on with this run, under keys of its own; stop this "
                 "one, or open the run again"
             )
 

@@ -112,6 +112,7 @@ class Release(OneOwner):
         )
         self._tables: dict[str, LazyNoise] = {}
         self._leave = -1  # the step whose row is written and whose noise is not used yet
+        self._fresh = 0  # noise of earlier steps was used before the run was put back
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             self.ledger.bind("rng_seed", str(torch.initial_seed()))
@@ -257,12 +258,19 @@ class Release(OneOwner):
 
     def open(self, admission: Admission) -> None:
         """Write the row of a step whose sum does not exist yet (a federated round); see `close`."""
-        self._check_turn(admission)
+        is_late = self.folder is None and admission.step < self.step  # noise was used without it
+        if not is_late:
+            self._check_turn(admission)
         self.ledger.record(admission)
-        self._leave = admission.step
+        self._leave = -1 if is_late else admission.step
 
     def _check_turn(self, admission: Admission) -> None:
         """Leave for one step must not use the noise of another, which lies under another sum."""
+        if not admission.is_replay and self.step < self._fresh:
+            raise ReplayRefused(
+                f"the noise of step {self.step} was used before this run was put back, without a "
+                "row that says for which sum; begin a new run"
+            )
         if admission.step != self.step:
             raise InvalidInput(
                 f"leave was given for step {admission.step}, and the noise is that of step "
@@ -297,7 +305,8 @@ class Release(OneOwner):
         """The noise of a committed step, and the division. A clip norm that moves keeps the noise
         in its own units: sum/ζ + noise, then times ζ.
 
-        Guarantees: raises where the row of this step was not written, or its noise was used.
+        Guarantees: raises where the row of this step was not written, or its noise was used. (A
+        run in memory, which nobody else can repeat, may do without rows until it is put back.)
         """
         if not _is_captured(self._device):  # a graph that is captured adds and counts nothing
             self._check_leave()
@@ -310,7 +319,8 @@ class Release(OneOwner):
         self.noise.add_(values, times=norm / self.divisor)
 
     def _check_leave(self) -> None:
-        if self._leave != self.step:
+        is_new = self.folder is None and self.step >= max(self._fresh, self.released)
+        if self._leave != self.step and not is_new:
             raise InvalidInput(
                 f"the row of step {self.step} is not written by this process, so its noise may not "
                 "be used; commit (or open) a step first, once for each use of noise"
@@ -462,6 +472,7 @@ class Release(OneOwner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; another plan, key or clipping is refused."""
         self.check_state(state)
+        self._fresh, self._leave = max(self._fresh, self.step), -1
         self.noise.load_state_dict(state["noise"])
         for name, own in self._tables.items():
             own.load_state_dict(state["tables"][name])
