@@ -311,8 +311,8 @@ def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"w": torch.zeros(4), "scale": torch.tensor(1.0)}, r"'w' of shape \(3,\), .* \(4,\)"),
-        ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "'v' of shape None"),
-        ({"w": torch.zeros(3)}, r"'scale' of shape \(\), the model has None"),
+        ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "started with sums"),
+        ({"w": torch.zeros(3)}, "started with sums"),
         (None, "with the optimizer SGD, the server has Adam"),
         (
             {"lr": 0.25, "momentum": 0.9},
@@ -329,12 +329,16 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words
     kind: Any = torch.optim.Adam if given is None else torch.optim.SGD
     is_model = given is not None and "lr" not in given
     settings = given if given is not None and not is_model else {"lr": 0.5}
-    server = ServerOptimizer(
-        given if is_model else fine, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
-        optimizer_fn=lambda p: kind(p, **settings),
-    )  # fmt: skip
-    with pytest.raises(InvalidInput, match=words):
+
+    def resume() -> None:
+        server = ServerOptimizer(
+            given if is_model else fine, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
+            optimizer_fn=lambda p: kind(p, **settings),
+        )  # fmt: skip
         Rounds(server).resume()
+
+    with pytest.raises(InvalidInput, match=words):
+        resume()
 
 
 def test_a_rate_that_was_changed_on_the_way_is_the_rate_after_resume(tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ class LedgerFile:
         """Raise if somebody goes on with the run under newer keys, which the folder holds now."""
         if self._is_left:
             raise ReplayRefused(
-                "another process or object has gone on with this run, under keys of its own; stop this "
-                "one, or open the run again"
+                "another process or object has gone on with this run, under keys of its own; "
+                "stop this one, or open the run again"
             )
 
     def _read_head(self) -> None:
