@@ -165,6 +165,31 @@ def test_the_check_for_circles_can_fail() -> None:
     assert "noshuffle.noise.native" in read["noshuffle.noise.loops"]  # from package import module
 
 
+#: Class names that may stand in several modules: name → why. There is none.
+SAME_NAME: dict[str, str] = {}
+
+
+def class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Every class name that is defined more than once, and in which modules."""
+    found: dict[str, list[str]] = {}
+    for module, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_no_class_name_stands_twice() -> None:
+    twice = class_names({module_of(path): path.read_text(encoding="utf8") for path in FILES})
+    assert {name: where for name, where in twice.items() if name not in SAME_NAME} == {}
+
+
+def test_the_check_for_class_names_can_fail() -> None:
+    inner = "def f():\n    class A: ...\n"
+    assert class_names({"a": "class A: ...", "b": inner}) == {"A": ["a", "b"]}
+    assert class_names({"a": "class A: ...", "b": "class B(A): ..."}) == {}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf8")))

@@ -24,8 +24,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import _private_key as read_private_key
-from noshuffle.release.seal import seal
+from noshuffle.release.seal import private_key, seal
 from noshuffle.statement import PrivacyStatement
 
 
@@ -114,7 +113,7 @@ def run_and_tell(
     """Run the job with progress, then the closing table (or JSON); returns the exit status."""
     check_device(settings.device)
     if run.sign is not None:
-        read_private_key(run.sign)  # refused before the work, not after it
+        private_key(run.sign)  # refused before the work, not after it
     console = Console(stderr=True, quiet=run.json)
     try:
         with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):

@@ -29,9 +29,6 @@ from noshuffle.release.units import Ids
 SIZE = 16
 #: The form of these fingerprints; those of another form cannot be compared with them.
 FORM = "2"
-_SAMPLED = 4096
-#: Whole numbers by size: the bits of any parameter as NumPy knows them.
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_batch(

@@ -56,7 +56,7 @@ FINGERPRINTS_ONLY = (
 _TIDY_UNITS, _TIDY_STEPS = 32, 16384
 
 
-class Draws(Protocol):
+class SecretDraw(Protocol):
     """What the guard asks of a secret sampler."""
 
     def draw(self, step: int) -> Ids:
@@ -90,7 +90,7 @@ class Ledger(OneOwner):
         *,
         path: Path | None = None,
         unit: str = "example",
-        sampler: Draws | None = None,
+        sampler: SecretDraw | None = None,
     ) -> None:
         self.participation = participation
         self.sampler = sampler

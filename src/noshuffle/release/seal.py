@@ -50,7 +50,7 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
     plan = folder.plan()
-    signer = None if sign is None else _private_key(Path(sign))
+    signer = None if sign is None else private_key(Path(sign))
     lock = take(folder.path)
     ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
     try:
@@ -211,7 +211,8 @@ def _sign(folder: RunFolder, plan: Plan, ledger: Ledger, key: Any) -> None:
     )
 
 
-def _private_key(path: Path) -> Any:
+def private_key(path: Path) -> Any:
+    """The Ed25519 key that a PEM file holds; refused in one line where it holds none."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -31,12 +31,9 @@ from torch.utils._pytree import tree_map
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.group.team import Team
 
-#: Entries of a parameter that its fingerprint reads, as many as `fingerprint` itself would.
-SAMPLED = 4096
 #: torch 2.13 renamed both.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -153,41 +150,6 @@ def gather_rows(
     out = mine.new_empty((rows * team.size, *mine.shape[1:]))
     _all_gather(out, padded, group=team.group)
     return out[: place.shape[0]].movedim(0, dim).contiguous().cpu()
-
-
-def samples(
-    parameters: Mapping[str, nn.Parameter], where: Mapping[str, Place], team: Team
-) -> list[Tensor]:
-    """The entries of every parameter that a state fingerprint reads, the same on every rank.
-
-    Like `fingerprint.of_state`, it leaves accelerators out, where honest runs differ in last bits.
-    Shards send the bits of their entries as integers with zeros elsewhere; the sum is exact.
-    """
-    found, bits = [], []
-    parameters = {n: p for n, p in parameters.items() if p.device.type == "cpu"}
-    for name, parameter in parameters.items():
-        place = where[name]
-        flat = local_of(parameter.detach()).reshape(-1)
-        every = max(1, -(-math.prod(place.shape) // SAMPLED))
-        if not place.is_sharded:
-            found.append(flat[::every])
-            continue
-        count = -(-math.prod(place.shape) // every)
-        room = torch.zeros(count, dtype=torch.int64, device=flat.device)
-        first = -(-place.start // every)
-        mine = flat[first * every - place.start :: every]
-        room[first : first + len(mine)] = mine.contiguous().view(_INTEGERS[flat.element_size()])
-        found.append(room)
-        bits.append(room)
-    if bits:
-        packed = torch.cat(bits)
-        dist.all_reduce(packed, group=team.group)
-        for room, summed in zip(bits, torch.split(packed, [len(b) for b in bits])):
-            room.copy_(summed)
-    return [
-        v.to(_INTEGERS[p.element_size()]).view(p.dtype) if where[n].is_sharded else v
-        for v, (n, p) in zip(found, parameters.items())
-    ]
 
 
 def is_sharded(model: nn.Module) -> bool:
