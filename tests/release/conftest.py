@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _TEST = re.compile(r"test_contract\.py::test_(\w+)\[(.+)\]$")
-_WORDS = {"passed": "holds", "failed": "FAILS", "skipped": "-"}
+_WORDS = {"passed": "holds", "failed": "FAILS", "skipped": "–"}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -20,7 +20,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             driver = next((d for d in DRIVERS if found and d in found.group(2)), None)
             if found and driver and (report.when == "call" or outcome != "passed"):
                 row = table.setdefault(driver, {})
-                if row.get(found.group(1)) != "FAILS":
+                if word == "FAILS" or found.group(1) not in row:
                     row[found.group(1)] = word
     if not table:
         return
@@ -31,3 +31,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if row := table.get(driver):
             cells = "".join(f"{row.get(p, ''):<18}" for p in promises)
             terminalreporter.write_line(f"{driver:<22}{cells}")
+    for driver, make in DRIVERS.items():
+        for promise, why in make().absent.items() if driver in table else ():
+            terminalreporter.write_line(f"– {driver}, {promise}: {why}")

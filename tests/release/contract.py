@@ -1,8 +1,6 @@
 """Drivers of the release core for one contract suite, and kills of them by a process of its own.
 
-A driver makes clipped sums of rows of numbers, one row a unit, each of norm below the clip norm:
-the sum is known, so what is released less the sum is the noise. To add a driver, write `build` and
-`step` (and whatever else does not fit of `Driver`) and put it into DRIVERS.
+Here are those of central training and `PrivateSum`; the others are in `other_drivers`.
 """
 
 from __future__ import annotations
@@ -19,86 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.release.driver import DIVISOR, Driver, Spy, first_output, ids_of, rows_of
+from tests.release.other_drivers import Federated, Learning, SolverRun, Sparse, StudyRuns
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
 from noshuffle.errors import ReplayRefused
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
-from noshuffle.release.ledger import Ledger
 from noshuffle.release.private_sum import PrivateSum
 from noshuffle.release.seal import seal
 from noshuffle.training import privatize
 from noshuffle.training.compiled import Compiled
 
-#: The divisor of every driver that has one: a power of two, so that dividing loses no bit.
-DIVISOR = 8
-
-
-def first_output(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradient is the row itself."""
-    return outputs[..., 0].mean()
-
-
-class Driver:
-    """A run in a folder: `build` begins it or comes back to it, `step` releases the next step."""
-
-    divisor: float = 1.0
-    run: Any
-    ledger: Ledger
-
-    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
-        raise NotImplementedError
-
-    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
-        """Release the next step; (sum + noise) as one row of numbers."""
-        raise NotImplementedError
-
-    @property
-    def at(self) -> int:
-        """Index of the next step."""
-        return int(self.run.steps_done)
-
-    def sums(self) -> int:
-        """How many sums were computed so far, for promises about what is not computed."""
-        return int(self.engine.calls)
-
-    engine: Any
-
-    def statement(self) -> Any:
-        return self.run.statement()
-
-    def epsilon(self) -> float:
-        return float(self.run.epsilon)
-
-    def save(self) -> None:
-        self.run.save()
-
-    def close(self) -> None:
-        self.run.close()
-
-    def kill(self) -> None:
-        """Leave everything as a killed process does."""
-        self.ledger.let_go()
-        release = getattr(self.run, "_release", None) or self.run._parts.release
-        release._lock = None
-
-
-class Spy:
-    """A clipping engine that counts its calls."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.calls = inner, 0
-
-    def clipped_sum(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.inner.clipped_sum(*args, **kwargs)
-
 
 class Central(Driver):
     """privatize and private.step."""
-
-    divisor = DIVISOR
 
     def __init__(self, engine: Callable[[], Any] = Ghost) -> None:
         self.make_engine = engine
@@ -199,17 +133,12 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "unchanged loop": Unchanged,
     "many ranks": Ranks,
     "PrivateSum": Sums,
+    "federated server": Federated,
+    "lazy noise": Sparse,
+    "learning stream": Learning,
+    "convex solver": SolverRun,
+    "study of four runs": StudyRuns,
 }
-
-
-def rows_of(step: int, width: int, units: int = 4) -> np.ndarray:
-    """Rows of a step, of norms below one, exact in half the digits of a float."""
-    rng = np.random.default_rng(step)
-    return np.round(rng.uniform(-1, 1, (units, width)) / np.sqrt(width) * 2**9) / 2**10
-
-
-def ids_of(step: int, units: int = 4) -> list[int]:
-    return list(range(units * step, units * step + units))
 
 
 # -- kills -----------------------------------------------------------------------------------------
@@ -217,10 +146,11 @@ def ids_of(step: int, units: int = 4) -> list[int]:
 
 def work(name: str, folder: Path, plan: Plan, log: Path) -> None:
     """Release all steps, saving every third one, and write down what was released."""
-    if (folder / "plan.json").exists() and not (folder / "checkpoints/key.json").exists():
-        seal(folder)  # killed while it was being sealed: to the end
-        return
     driver = DRIVERS[name]()
+    run = driver.evidence(folder)
+    if (run / "plan.json").exists() and not (run / "checkpoints/key.json").exists():
+        seal(run)  # killed while it was being sealed: to the end
+        return
     driver.build(folder, plan, None, 16)
     with log.open("a") as file:
         while driver.at < plan.steps:
@@ -293,7 +223,7 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
         for line in log.read_text().splitlines():
             step, digest = line.split()
             seen.setdefault(int(step), set()).update({digest} - {"-"})
-        verdict = verify(path)
+        verdict = verify(DRIVERS[name]().evidence(path))
         results.append(
             {
                 "said": said,
@@ -314,5 +244,6 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     own = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=2.0)
+    own = DRIVERS[sys.argv[1]]().fit(own)
     given = kills(sys.argv[1], Path(sys.argv[2]), own, count=int(sys.argv[3]), seed=5)
     print(json.dumps([given, own.epsilon()]))

@@ -1,0 +1,332 @@
+"""Drivers of the contract suite besides central training: federated, sparse, convex, studies."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tests.release.driver import DIVISOR, Driver, Spy, first_output
+from torch import nn
+
+from noshuffle.clipping import Flat, Ghost
+from noshuffle.convex.losses import hinge
+from noshuffle.convex.phases import Budget, Phase, make_phase
+from noshuffle.convex.saved import MODEL, STREAM, read_stream, write_stream
+from noshuffle.convex.solvers import ftrl
+from noshuffle.convex.stream import LearningStream
+from noshuffle.errors import ParticipationViolation
+from noshuffle.federated import Rounds, ServerOptimizer
+from noshuffle.noise import Source, SparseSGD
+from noshuffle.plan import Plan
+from noshuffle.release.release import Release
+from noshuffle.strategies import blt
+from noshuffle.training.many import Setting, Study
+
+#: Rows of a step.
+UNITS = 4
+
+
+class Federated(Driver):
+    """A round a step: ServerOptimizer and Rounds, saved when the suite says so."""
+
+    passes_over = True
+    refusal = (ParticipationViolation, "user 2 may not take part in round 1")
+
+    def fit(self, plan: Plan) -> Plan:
+        return replace(plan, unit="user")
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        self.run = ServerOptimizer(
+            {"w": torch.zeros(width)},
+            plan,
+            clip=1.0,
+            cohort_size=DIVISOR,
+            optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+            run=folder,
+            source=source,
+        )
+        self.ledger, self.engine = self.run.ledger, Spy(None)
+        self.rounds = Rounds(self.run, save_every=1000)
+        if folder is not None:
+            self.rounds.resume()
+
+    @property
+    def at(self) -> int:
+        return int(self.run.round)
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        before = self.run.parameters()["w"]
+        asked = self.rounds.begin(ids)
+        assert asked is not None
+        assert asked.users == tuple(ids)
+        for user, row in zip(ids, torch.from_numpy(rows)):
+            self.rounds.receive(user, {"w": row})
+        self.engine.calls += 1
+        after = self.rounds.finish().parameters["w"]
+        return (after - before).double().numpy() * DIVISOR
+
+    def wrong(self) -> None:
+        """`Rounds.begin` asks only those whom the plan admits; who names a cohort is refused."""
+        self.run.open([4, 5, 2, 7])
+
+    def epsilon(self) -> float:
+        return float(self.run.statement().epsilon)
+
+    def save(self) -> None:
+        self.rounds.save()
+
+    def close(self) -> None:
+        self.rounds.close()
+
+
+class Sparse(Driver):
+    """Release.begin, half of the sum eager and half in a table with lazy noise, from one clip."""
+
+    only = blt(decays=(0.9, 0.5), scales=(0.1, 0.2))
+
+    def fit(self, plan: Plan) -> Plan:
+        return replace(plan, strategy=self.only)
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        self.half = width // 2
+        self.run = Release.begin(
+            plan, {"head": (self.half,)}, clip=1.0, divisor=DIVISOR, run=folder, source=source
+        )
+        self.ledger, self.engine = self.run.ledger, Spy(Ghost())
+        self.model = nn.Linear(width, 1, bias=False)
+        self.table = torch.zeros(self.half // 4, 4)
+        noise = self.run.table("table", self.table.shape)
+        self.sgd = SparseSGD(noise=noise, lr=1.0, divisor=DIVISOR)
+        state = None if folder is None else self.run.saved()
+        if state is not None:
+            self.run.load_state_dict(state)
+            self.table.copy_(state["model"]["table"])
+
+    @property
+    def at(self) -> int:
+        return int(self.run.step)
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        step, before, every = self.at, self.table.clone(), torch.arange(len(self.table))
+        admission = self.run.admit(step, self.run.identify(ids))
+        self.sgd.read_(self.table, every, step)
+        batch = torch.from_numpy(rows).float(), torch.zeros(len(rows))
+        summed = self.engine.clipped_sum(self.model, first_output, batch, clip=Flat(1.0))
+        head, of_rows = summed.values["weight"].ravel().split(self.half)
+        values = {"head": head.clone()}
+        of_rows = of_rows.reshape(self.table.shape)
+        self.run.close(admission, values, also=[every, of_rows])
+        self.sgd.apply_(self.table, every, of_rows, step)
+        self.sgd.release_(self.table, step)
+        given = torch.cat([values["head"], (before - self.table).ravel()])
+        return given.double().numpy() * DIVISOR
+
+    def epsilon(self) -> float:
+        return float(self.run.epsilon_after(self.run.released))
+
+    def save(self) -> None:
+        self.run.save({**self.run.state_dict(), "model": {"table": self.table}})
+
+    def close(self) -> None:
+        self.run.close_run()
+
+    def door(self) -> Release:
+        found: Release = self.run
+        return found
+
+
+class RowSum:
+    """A rule of a learning stream: the rows themselves are summed, and the last mean is kept."""
+
+    clip_norm, learning_rate, watch = 1.0, 1.0, None
+
+    def __init__(self, width: int) -> None:
+        self.size, self.calls, self.weights = width, 0, np.zeros((1, width))
+
+    def start(self, phase: Phase) -> None:
+        pass
+
+    def clipped_sum(self, x: np.ndarray, y: Any) -> np.ndarray:
+        self.calls += 1
+        return np.asarray(x.sum(0))
+
+    def update(self, mean: np.ndarray, *, step: int) -> None:
+        self.weights = mean[None].copy()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def budget_of(plan: Plan) -> Budget:
+    """What the convex half is told in the place of a noise multiplier; ε to six digits."""
+    return Budget(epsilon=round(plan.epsilon(), 6), delta=plan.delta, mechanism=plan.strategy)
+
+
+class Learning(Driver):
+    """The stream behind partial_fit, saved into a folder as an estimator does it."""
+
+    absent: ClassVar = {
+        "nan": "an estimator refuses rows that are not finite before its stream sees them",
+    }
+    refusal = (ParticipationViolation, "id 2 came twice and the plan allows one row each")
+    first_lives = 2  # in memory, then in the folder
+
+    def fit(self, plan: Plan) -> Plan:
+        rows = UNITS * plan.steps
+        return make_phase(budget_of(plan), rows=rows, passes=1, batch_size=UNITS).plan
+
+    def evidence(self, folder: Path) -> Path:
+        return folder / "phase-1"
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        self.engine, self.folder = RowSum(width), folder
+        self.run = LearningStream(
+            self.engine,
+            budget_of(plan),
+            source=source,
+            horizon=UNITS * plan.steps,
+            batch_size=UNITS,
+        )
+        assert self.run.phase.plan == plan
+        if folder is not None and (folder / STREAM).exists():
+            self.run.load(read_stream(folder), folder)
+        elif folder is not None:
+            if folder.exists():  # killed in its first save: nothing was learned yet
+                shutil.rmtree(folder)
+            folder.mkdir()
+            (folder / MODEL).touch()
+            self.run.move_into(folder)
+            self.save()
+        self.ledger = self.run.release.ledger
+
+    @property
+    def at(self) -> int:
+        return int(self.run.steps)
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        self.run.admit(len(rows), ids)
+        self.run.feed(rows, np.zeros(len(rows)))
+        return np.asarray(self.engine.weights[0] * UNITS)
+
+    def statement(self) -> Any:
+        return self.run.release.statement()
+
+    def epsilon(self) -> float:
+        return float(self.run.release.epsilon_after(self.released))
+
+    def save(self) -> None:
+        assert self.folder is not None
+        write_stream(self.folder, self.run)
+
+    def close(self) -> None:
+        self.run.end_run()
+
+    def door(self) -> Release:
+        return self.run.release
+
+
+class SolverRun(Driver):
+    """`ftrl` on a hinge loss whose iterates stay so short that its gradients are the rows."""
+
+    absent: ClassVar = {
+        "replay": "a solver is one call in memory, and has no steps to come back to",
+        "copy": "a solver keeps no folder",
+        "wrong_ids": "a table has no ids; rows outside the loss's bounds are refused (last test)",
+        "epsilon": "a solver shows its whole run or nothing, and states the ε of the whole",
+        "kill": "a solver keeps no folder",
+        "kill_thirty_times": "a solver keeps no folder",
+    }
+    refuses_nan, has_folder = True, False
+    pull = 2.0**20  # λ: a power of two, so that iterates times λ are sums to the bit
+
+    def fit(self, plan: Plan) -> Plan:
+        fitted = make_phase(budget_of(plan), rows=plan.steps, passes=1, batch_size=1).plan
+        return fitted
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        self.plan, self.at_end = plan, 0
+
+    @property
+    def at(self) -> int:
+        return self.at_end
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        return self.releases([(rows, ids)])[0]
+
+    def releases(self, steps: list[tuple[np.ndarray, list[int]]]) -> list[np.ndarray]:
+        x = np.concatenate([rows for rows, _ in steps])
+        found = ftrl(
+            hinge(),
+            x,
+            -np.ones(len(x)),
+            epsilon=budget_of(self.plan).epsilon,
+            delta=self.plan.delta,
+            mechanism=self.plan.strategy,
+            batch_size=UNITS,
+            regularization=self.pull,
+            output="last",
+        )
+        assert found.iterates is not None
+        played = np.vstack([found.iterates, found.weights])
+        return list(-np.diff(played, axis=0) * self.pull)
+
+
+class StudyRuns(Driver):
+    """Four runs at once, of which the last is looked at: together they cost √4 times its μ."""
+
+    absent: ClassVar = {
+        "replay": "a study lives in memory and cannot be resumed",
+        "copy": "a study keeps no folder",
+        "kill": "a study keeps no folder",
+        "kill_thirty_times": "a study keeps no folder",
+    }
+    has_folder = False
+    runs = 4
+
+    def stated(self, plan: Plan) -> Plan:
+        return replace(plan, noise_multiplier=plan.noise_multiplier / 2)
+
+    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
+        def at_zero() -> nn.Module:
+            model = nn.Linear(width, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            return model
+
+        self.run = Study(
+            at_zero,
+            [Setting(plan=plan, learning_rate=1.0, momentum=0.0)] * self.runs,
+            steps=plan.steps,
+            batch_size=DIVISOR,
+            loss_fn=first_output,
+            source=source,
+        )
+        self.engine, inner = Spy(None), self.run._sum
+
+        def counted(*given: Any) -> Any:
+            self.engine.calls += 1
+            return inner(*given)
+
+        self.run._sum = counted  # type: ignore[method-assign]
+
+    @property
+    def at(self) -> int:
+        return int(self.run.done)
+
+    released = at
+
+    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
+        before = self.run.params["weight"][-1].clone()
+        x = torch.from_numpy(rows).float()
+        self.run.step(x, torch.zeros(len(x)), ids=ids)
+        change = before - self.run.params["weight"][-1]
+        return change.detach().double().numpy().ravel() * DIVISOR
+
+    def epsilon(self) -> float:
+        return float(self.run.statement().epsilon)
