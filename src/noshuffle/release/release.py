@@ -473,9 +473,10 @@ class Release(OneOwner):
         """Go on where `state` was taken; another plan, key or clipping is refused."""
         self.check_state(state)
         self._fresh, self._leave = max(self._fresh, self.step), -1
-        self.noise.load_state_dict(state["noise"])
+        is_first = int(state["step"]) == 0
+        _load(self.noise, state["noise"], is_first=is_first)
         for name, own in self._tables.items():
-            own.load_state_dict(state["tables"][name])
+            _load(own, state["tables"][name], is_first=is_first)
         self.threshold.load_state_dict(dict(state["threshold"]))
         if isinstance(self.ledger.sampler, Sampler):
             self.ledger.sampler.start = self.step
@@ -567,3 +568,9 @@ def names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:
 
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _load(noise: NoiseStream | LazyNoise, state: Mapping[str, Any], *, is_first: bool) -> None:
+    """A state of no steps goes on under any first key: none has drawn anything of it."""
+    own = {"key": noise.state_dict()["key"]} if is_first else {}
+    noise.load_state_dict({**state, **own})
