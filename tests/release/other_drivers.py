@@ -237,6 +237,7 @@ class SolverRun(Driver):
 
     absent: ClassVar = {
         "replay": "a solver is one call in memory, and has no steps to come back to",
+        "first_save": "a solver keeps no folder",
         "copy": "a solver keeps no folder",
         "wrong_ids": "a table has no ids; rows outside the loss's bounds are refused (last test)",
         "epsilon": "a solver shows its whole run or nothing, and states the ε of the whole",
@@ -283,6 +284,7 @@ class StudyRuns(Driver):
 
     absent: ClassVar = {
         "replay": "a study lives in memory and cannot be resumed",
+        "first_save": "a study keeps no folder",
         "copy": "a study keeps no folder",
         "kill": "a study keeps no folder",
         "kill_thirty_times": "a study keeps no folder",

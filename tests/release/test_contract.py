@@ -20,6 +20,8 @@ import pytest
 from tests.release.contract import DRIVERS
 from tests.release.driver import Driver, ids_of, rows_of
 
+from noshuffle.convex.losses import hinge
+from noshuffle.convex.solvers import ftrl
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.noise.grid import grid_step
 from noshuffle.participation import SinglePass
@@ -103,6 +105,19 @@ def finish(driver: Driver, folder: Path, *, lives: int) -> None:
 
 
 @every_driver
+def test_first_save(name: str, tmp_path: Path) -> None:
+    """A run that was saved before its first step, and killed, begins where it was."""
+    driver = driver_of(name, tmp_path / "run")
+    driver.save()
+    driver.kill()
+    again = driver_of(name, tmp_path / "run")
+    assert (again.at, again.released) == (0, 0)
+    go(again, 3)
+    again.save()
+    finish(again, tmp_path / "run", lives=1 + driver.first_lives)
+
+
+@every_driver
 def test_copy(name: str, tmp_path: Path) -> None:
     """Two continuations of one folder: the noise between them is that of two draws."""
     driver = driver_of(name, tmp_path / "run", plan_of(identity()), WIDE)
@@ -142,7 +157,7 @@ def test_nan(name: str, bad: float) -> None:
     driver, rows = driver_of(name, None, plan_of(noise=0.0)), rows_of(0, 16)
     rows[2, 3] = bad
     if driver.refuses_nan:
-        with pytest.raises(InvalidInput, match="finite"):
+        with pytest.raises(InvalidInput, match=f"got {bad}"):
             driver.step(rows, ids_of(0))
         return
     expected = rows_of(0, 16)[[0, 1, 3]].sum(0)
@@ -250,3 +265,14 @@ def test_named_sums_are_matched_by_name() -> None:
     second = sums.add({"b": [[3.0]], "a": [[1.0, 2.0]]}, ids=[2])
     for name in ("a", "b"):
         assert first[name].tolist() == second[name].tolist()
+
+
+@pytest.mark.parametrize("words", ["feature_bound = 1, got 3", "labels"])
+def test_a_solver_refuses_rows_and_labels_outside_the_bounds_of_its_loss(words: str) -> None:
+    x, y = np.ones((4, 1)), np.ones(4)
+    if words == "labels":
+        y[2] = 0.5
+    else:
+        x[2] = 3.0
+    with pytest.raises(InvalidInput, match=words):
+        ftrl(hinge(), x, y, epsilon=1.0, delta=1e-6)
