@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 _TEST = re.compile(r"test_contract\.py::test_(\w+)\[(.+)\]$")
 _WORDS = {"passed": "holds", "failed": "FAILS", "skipped": "–"}
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """The driver of many ranks makes one; tests of other files ask what happens without."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -47,6 +47,11 @@ OTHER_RUNS = (
     "here."
 )
 INITIAL = "as the caller built them"
+ISOLATION = (
+    "Model and loss treat examples apart, write into no trained parameter and keep nothing of an "
+    "example outside the model's own tensors; this was tried on the first batch of each kind, and "
+    "what is not trained is watched in every step, but it is not proved for later ones."
+)
 
 
 def check_optimizer(
@@ -141,6 +146,8 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
         notes.append(ADAPTIVE_CLIP)
     if facts.get("public_order") == "yes":
         notes.append(PUBLIC_ORDER)
+    if facts.get("isolation") == "tried":
+        notes.append(ISOLATION)
     identity = facts.get(USER_IDENTITY)
     if identity is not None:
         notes.append(user_note(identity))

@@ -123,7 +123,7 @@ def privatize(
         device=device,
         run=run,
         source=source,
-        facts={"initial": initial},
+        facts={"initial": initial, "isolation": "tried"},
     )
     parts = Parts(
         model=inner,

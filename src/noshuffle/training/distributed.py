@@ -163,7 +163,7 @@ def privatize_distributed(
                 divisor=batch_size,
                 device=device,
                 starts={name: place.start for name, place in places.items()},
-                facts={"initial": initial},
+                facts={"initial": initial, "isolation": "tried"},
             )
         )
 
