@@ -247,8 +247,11 @@ def killed(name: str, folder: Path, count: int) -> None:
 @every_driver
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill(name: str, tmp_path: Path) -> None:
-    """SIGKILL anywhere, also inside a transaction: it goes on, and is proved in the end."""
-    killed(name, tmp_path, 3)
+    """SIGKILL anywhere, also inside a transaction: it goes on, and is proved in the end.
+
+    One kill here, thirty of them on request.
+    """
+    killed(name, tmp_path, 1)
 
 
 @pytest.mark.slow
