@@ -547,12 +547,12 @@ def test_a_ledger_that_was_overtaken_writes_nothing(tmp_path):
     first.record(first.admit(0, np.array([1]), b""), b"digest")
     second = Ledger(SinglePass(steps=9), path=tmp_path / "ledger.sqlite")
     second.begin_life(keys="b")
-    with pytest.raises(ReplayRefused, match="goes on there"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         first.record(first.admit(1, np.array([2]), b""), b"digest")
-    with pytest.raises(ReplayRefused, match="goes on there"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         first.note("skip", step=0)
     second.record(second.admit(1, np.array([2]), b""), b"digest")
-    with pytest.raises(ReplayRefused, match="goes on there"):
+    with pytest.raises(ReplayRefused, match="gone on with this run"):
         first.note("skip", step=0)
     second.close()
     evidence = Evidence(tmp_path / "ledger.sqlite")
