@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,3 +23,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """The generators of numpy and torch begin alike for every test, whatever ran before it."""
     np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
     torch.manual_seed(0)
+
+
+_TEST = re.compile(r"test_contract\.py::test_(\w+)\[(.+)\]$")
+_WORDS = {"passed": "holds", "failed": "FAILS", "skipped": "–"}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The contract suite as a table, drivers × promises; from the reports alone, for all workers."""
+    from tests.release.contract import DRIVERS
+
+    table: dict[str, dict[str, str]] = {}
+    for outcome, word in _WORDS.items():
+        for report in terminalreporter.stats.get(outcome, ()):
+            found = _TEST.search(getattr(report, "nodeid", ""))
+            driver = next((d for d in DRIVERS if found and d in found.group(2)), None)
+            if found and driver and (report.when == "call" or outcome != "passed"):
+                row = table.setdefault(driver, {})
+                if word == "FAILS" or found.group(1) not in row:
+                    row[found.group(1)] = word
+    if not table:
+        return
+    promises = sorted({promise for row in table.values() for promise in row})
+    terminalreporter.write_sep("=", "contract: drivers x promises")
+    terminalreporter.write_line(f"{'':<22}" + "".join(f"{p[:16]:<18}" for p in promises))
+    for driver in DRIVERS:
+        if row := table.get(driver):
+            cells = "".join(f"{row.get(p, ''):<18}" for p in promises)
+            terminalreporter.write_line(f"{driver:<22}{cells}")
+    for driver, make in DRIVERS.items():
+        for promise, why in make().absent.items() if driver in table else ():
+            terminalreporter.write_line(f"– {driver}, {promise}: {why}")
