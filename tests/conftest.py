@@ -30,7 +30,7 @@ _WORDS = {"passed": "holds", "failed": "FAILS", "skipped": "–"}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The contract suite as a table, drivers × promises; from the reports alone, for all workers."""
+    """The contract suite as a table, drivers × promises, from the reports of all workers."""
     from tests.release.contract import DRIVERS
 
     table: dict[str, dict[str, str]] = {}
