@@ -87,7 +87,7 @@ def test_an_unfinished_run_that_is_sealed_takes_no_step_any_more(tmp_path: Path)
     private = folders.train(folders.open_run(path), stop=7)
     private.close()
     assert (path / "checkpoints/key.json").exists()  # it may go on
-    assert seal(path) == ("1 keys are of lives on record",)
+    assert seal(path) == ("every key is of a process on record",)
     assert verify(path).answer == "PROVED"
     assert verify(path).released == 7
     with pytest.raises(InvalidInput, match="was the run sealed"):
