@@ -28,7 +28,7 @@ def figures(run: RunRecord) -> list[tuple[str, str]]:
                 "Accuracy on held-out data, computed from the released model.",
             )
         )
-    found.append((plots.epsilon_curve(run.plan), "Privacy spent so far, counted in whole epochs."))
+    found.append((plots.epsilon_curve(run.plan), "Privacy spent so far."))
     series = plots.noise_series(run.plan)
     if series:
         batch = run.config.get("batch_size")
