@@ -136,13 +136,11 @@ def test_seeds_repeat_and_keys_do_not(name: str) -> None:
     if first.iterates is not None:
         np.testing.assert_array_equal(first.iterates, again.iterates)
     assert first.weights.dtype == np.float64
-    if name in CHOOSES:  # few vertices: the paths differ, the ends may not
-        ends = {solve(name, *data(), test_seed=None).weights.tobytes() for _ in range(12)}
-        assert len(ends) > 1
-        return
-    assert not np.array_equal(first.weights, other.weights)
-    fresh = [solve(name, *data(), test_seed=None).weights for _ in range(2)]
-    assert not np.array_equal(*fresh)
+    if name not in CHOOSES:  # few vertices: the paths differ, the ends may not
+        assert not np.array_equal(first.weights, other.weights)
+    # Some end at an iterate drawn at random, at times at their start: twelve are not all alike.
+    ends = (solve(name, *data(), test_seed=None).weights.tobytes() for _ in range(12))
+    assert any(end != first.weights.tobytes() for end in ends)
 
 
 def with_entry(x: Any, value: Any, dtype: Any = None) -> Any:
