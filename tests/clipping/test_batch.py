@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
-from noshuffle.clipping.batch import cuttable
+from noshuffle.clipping.objective import cuttable
 from noshuffle.errors import InvalidInput
 
 SIZE = 6

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import noshuffle
 from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer, clipped
-from noshuffle.clipping.clipped import Clip, clip_factors
-from noshuffle.clipping.factor import LEAST_FACTOR, SLACK, clip_factor
+from noshuffle.clipping.factor import LEAST_FACTOR, SLACK, Clip, clip_factor, clip_factors
 from noshuffle.clipping.forms import DenseGradient
 from noshuffle.federated.clients import clip_flat
 from noshuffle.training.compiled import kernels

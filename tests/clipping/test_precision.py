@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, PerExample
 from noshuffle.clipping.factor import slack
-from noshuffle.clipping.precision import exactly, rounds_convolutions, rounds_products
+from noshuffle.clipping.products import exactly, rounds_convolutions, rounds_products
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ statefulness  what a model keeps           row_order rows ordered by what they h
 from noshuffle.clipping.causal_lm import next_token
 from noshuffle.clipping.check import validate
 from noshuffle.clipping.choose import auto
-from noshuffle.clipping.clipped import Clip, ClippedSum, Flat, PerLayer
+from noshuffle.clipping.factor import Clip, ClippedSum, Flat, PerLayer
 from noshuffle.clipping.ghost import Ghost
 from noshuffle.clipping.objective import ModelLoss
 from noshuffle.clipping.per_example import PerExample

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.clipped import Flat
+from noshuffle.clipping.factor import Flat
 from noshuffle.errors import InvalidInput, open_unit, positive, whole
 
 #: How far one unit moves the shifted count.

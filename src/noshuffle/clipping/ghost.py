@@ -15,7 +15,7 @@ parts, "auto" what the device has room for. `why` tells the choice.
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
 >>> import torch
->>> from noshuffle.clipping.clipped import Flat
+>>> from noshuffle.clipping.factor import Flat
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
 >>> x, y = torch.randn(5, 2), torch.randint(3, (5,))
 >>> engine = Ghost()
@@ -34,9 +34,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant
-from noshuffle.clipping.clipped import Clip, ClippedSum
+from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.inputs import (
@@ -60,12 +59,13 @@ from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
     batch_size,
+    cuttable,
     is_rowwise,
     shape_of,
     take,
 )
 from noshuffle.clipping.per_example import PerExample, empty_sum
-from noshuffle.clipping.precision import exactly
+from noshuffle.clipping.products import exactly
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after

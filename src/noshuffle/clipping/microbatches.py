@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.clipped import ClippedSum
+from noshuffle.clipping.factor import ClippedSum
 from noshuffle.clipping.objective import batch_size, leaves, take
 from noshuffle.clipping.rng_state import rng_state_of
 from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing

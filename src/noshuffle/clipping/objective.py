@@ -9,17 +9,28 @@ so a mean over tokens, an ignored index or a class weight never couples two exam
 the criterion's reduction (a result with several entries is summed). `ModelLoss(fn)` hands the
 model itself to `fn(model, *batch)` for dictionaries, several inputs or several terms.
 
-Batches are tensors, or tuples, lists and dictionaries of tensors, example axis first.
+What a batch may hold (`cuttable`):
+
+    tensors                       example axis first; dictionaries, tuples and lists of them too
+    None, bool, int, float, str   a setting, the same for every example
+    other mappings                taken as dictionaries (the BatchEncoding of a tokenizer)
+
+Anything else is refused. A NumPy array, a list of numbers or an object of one's own cannot be cut
+by example: the loss of every example would see all of them, and one changed row would move the
+whole sum, whatever each gradient is clipped to. No state.
 
 >>> import torch
 >>> outputs, targets = torch.zeros(2, 3), torch.tensor([0, -100])
 >>> row_losses(torch.nn.CrossEntropyLoss(), outputs, (targets,))     # row 1 has no valid token
 tensor([1.0986,    nan])
+>>> from collections import UserDict
+>>> cuttable((UserDict(ids=torch.ones(2)), 0.5))
+({'ids': tensor([1., 1.])}, 0.5)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,11 +40,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from noshuffle.clipping.batch import PLAIN
 from noshuffle.clipping.classes_last import ClassesLast, cross_entropy
 from noshuffle.errors import InvalidInput, callables
 
 Criterion = Callable[..., Tensor]
+#: Values that are a setting by themselves, and of unknown meaning in a list.
+PLAIN = (bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,44 @@ class ModelLoss:
 
     def __post_init__(self) -> None:
         callables(fn=self.fn)
+
+
+def cuttable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The batch with every mapping as a dictionary; raises if it holds what cannot be cut."""
+    for part in batch if type(batch) is tuple else (None,):
+        if not isinstance(part, Tensor):
+            break
+    else:
+        return batch
+    if not isinstance(batch, tuple | list):
+        raise InvalidInput(
+            f"a batch must be a tuple of tensors or of dictionaries, lists and tuples of tensors, "
+            f"got {type(batch).__name__}; put it into one: (batch,)"
+        )
+    return tuple(_read(part, where=f"part {i} of the batch") for i, part in enumerate(batch))
+
+
+def _read(part: Any, *, where: str) -> Any:
+    if isinstance(part, Tensor) or part is None or type(part) in PLAIN:
+        return part
+    if isinstance(part, Mapping):
+        return {key: _read(own, where=f"{where}[{key!r}]") for key, own in part.items()}
+    if isinstance(part, tuple | list):
+        if any(type(own) in PLAIN for own in part):
+            raise InvalidInput(
+                f"{where} is a {type(part).__name__} of plain values, which cannot be cut by "
+                "example: make it a tensor with one row an example (settings go in one by one, or "
+                "through the loss function)"
+            )
+        read = [_read(own, where=f"{where}[{i}]") for i, own in enumerate(part)]
+        if hasattr(part, "_fields"):
+            return type(part)(*read)
+        return read if isinstance(part, list) else tuple(read)
+    raise InvalidInput(
+        f"{where} must be a tensor, or a dictionary, list or tuple of tensors, got "
+        f"{type(part).__module__}.{type(part).__name__}, which cannot be cut by example; make it a "
+        "tensor (torch.from_numpy), or give it through the loss function if it is a setting"
+    )
 
 
 def leaves(batch: Any) -> Sequence[Any]:
@@ -94,7 +144,7 @@ def shape_of(batch: tuple[Any, ...]) -> BatchShape:
 def batch_size(batch: tuple[Any, ...]) -> int:
     """The number of examples; every tensor in the batch must agree on it.
 
-    Raises if the batch holds what cannot be cut by example (`batch`).
+    Raises if the batch holds what cannot be cut by example.
     """
     sizes = set()
     for leaf in leaves(batch):

@@ -7,7 +7,7 @@ Memory is one gradient per example of a microbatch (per unit, with units). What 
 `fallbacks` says so. State: none that matters; `fallbacks` is a log.
 
 >>> import torch
->>> from noshuffle.clipping.clipped import Flat
+>>> from noshuffle.clipping.factor import Flat
 >>> model, x, y = torch.nn.Linear(2, 1), torch.randn(5, 2), torch.randn(5, 1)
 >>> got = PerExample().clipped_sum(model, torch.nn.MSELoss(), (x, y), clip=Flat(0.1))
 >>> got.units, got.bound, bool(got.values["weight"].norm() <= 0.5)
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
-from noshuffle.clipping.clipped import Clip, ClippedSum
+from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
@@ -42,14 +41,14 @@ from noshuffle.clipping.objective import (
     batch_axes,
     batch_losses,
     batch_size,
+    cuttable,
     is_rowwise,
     must_depend,
     one,
     single_loss,
     take,
 )
-from noshuffle.clipping.precision import exactly
-from noshuffle.clipping.products import sum_dtype, wide
+from noshuffle.clipping.products import exactly, sum_dtype, wide
 from noshuffle.clipping.snapshot import SMALL, Watch
 from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with

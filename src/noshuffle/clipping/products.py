@@ -6,16 +6,27 @@ cannot do that, the inputs are widened first: the same numbers, more memory.
 
 A factor per example goes into the smaller of the two inputs of Σ_b f_b x_bᵀ y_b. In half precision
 the scaled input is rounded once more, and TF32 rounds inside the product; `roundoff` is the size of
-that step, which norms must leave room for. No state.
+that step, which norms must leave room for.
+
+Where torch may round the factors of a float32 product (TF32 on a GPU, bfloat16 on a CPU with matrix
+units after `set_float32_matmul_precision("medium")`), an example could pass the clip norm. On a GPU
+norms leave room for that (`roundoff`, `factor.slack`); on a CPU norms and sums are taken in full
+precision (`exactly`), whatever model and loss run in. Torch's older and newer names for these
+settings refuse to tell of each other: both are read. State: none here; torch's own, put back.
 
 >>> import torch
 >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
 >>> bmm(x, x.mT).dtype, roundoff(x), roundoff(x.float())
 (torch.float32, 0.00390625, 0.0)
+>>> with exactly(torch.device("cpu")):
+...     float(torch.ones(1, 3) @ torch.ones(3, 1))
+3.0
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +34,47 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import gpu_kernels
-from noshuffle.clipping.precision import rounds_products
+from noshuffle.clipping.inputs import no_autocast
 
 HALF = (torch.float16, torch.bfloat16)
+_ROUNDED = ("tf32", "bf16")
+
+
+def rounds_products() -> bool:
+    """Whether float32 products on a GPU may round their factors."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by its newer name
+        matmul: Any = torch.backends.cuda.matmul
+        return bool(matmul.fp32_precision != "ieee")
+
+
+def rounds_convolutions() -> bool:
+    """The same of convolutions."""
+    cudnn: Any = torch.backends.cudnn
+    try:
+        return bool(cudnn.allow_tf32)
+    except RuntimeError:
+        return bool(cudnn.conv.fp32_precision != "ieee")
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """Nothing is cast inside the block, and on a CPU float32 products keep all their bits."""
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    before = getattr(matmul, "fp32_precision", "") if device.type == "cpu" else ""
+    if before not in _ROUNDED and not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with no_autocast(device):
+        if before not in _ROUNDED:
+            yield
+            return
+        try:
+            matmul.fp32_precision = "ieee"
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def wide(t: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from noshuffle.clipping import native_rows
 from noshuffle.clipping.bundle import Bundle, bundled
-from noshuffle.clipping.clipped import Clip, ClippedSum, clip_factors
-from noshuffle.clipping.factor import slack
+from noshuffle.clipping.factor import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import (
     DenseGradient,
     GradientForm,

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.clipped import Flat
-from noshuffle.clipping.factor import SLACK, clip_factor
+from noshuffle.clipping.factor import SLACK, Flat, clip_factor
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, instance_of, non_negative, positive, whole
 

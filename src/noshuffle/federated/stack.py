@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from noshuffle.clipping.factor import COARSE_SLACK, SLACK, clip_factor
-from noshuffle.clipping.precision import exactly, rounds_products
+from noshuffle.clipping.products import exactly, rounds_products
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
 from noshuffle.federated import stacked_lstm

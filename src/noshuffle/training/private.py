@@ -31,10 +31,9 @@ from typing import Any
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import original
 from noshuffle.clipping.inputs import UNCOMPILED
-from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan

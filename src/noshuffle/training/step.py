@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
-from noshuffle.clipping.batch import cuttable
-from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
 from noshuffle.errors import InvalidInput
 from noshuffle.release import fingerprint
 from noshuffle.release.ledger import Admission

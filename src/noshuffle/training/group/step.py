@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum, ModelLoss
-from noshuffle.clipping.batch import cuttable
-from noshuffle.clipping.objective import Criterion, batch_size
+from noshuffle.clipping.objective import Criterion, batch_size, cuttable
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import fingerprint
 from noshuffle.release.ledger import Admission

@@ -39,9 +39,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from noshuffle.clipping import ModelLoss, validate
-from noshuffle.clipping.batch import cuttable
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.clipping.objective import batch_size as rows_of
 from noshuffle.errors import (
     HorizonExceeded,

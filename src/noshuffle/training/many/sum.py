@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.factor import SLACK, clip_factor, slack
 from noshuffle.clipping.objective import Criterion, batch_size, take
-from noshuffle.clipping.precision import exactly
+from noshuffle.clipping.products import exactly
 from noshuffle.errors import Unsupported
 from noshuffle.training.many.single import MANY_PRODUCTS, OneByOne, products
 from noshuffle.training.many.stacked import Gradients, Stacked
