@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import noshuffle
-from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer, clipped
+from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer
+from noshuffle.clipping import factor as module
 from noshuffle.clipping.factor import LEAST_FACTOR, SLACK, Clip, clip_factor, clip_factors
 from noshuffle.clipping.forms import DenseGradient
 from noshuffle.federated.clients import clip_flat
@@ -41,7 +42,7 @@ def test_factors_equal_their_twin(clip: Clip, size: int, monkeypatch: pytest.Mon
     squares, draw = squares_of(size), torch.Generator().manual_seed(1)
     ok, present = (torch.rand(size, generator=draw) < 0.8 for _ in range(2))
     own = clip_factors(squares, ok, present, clip=clip)
-    monkeypatch.setattr(clipped, "_are_plain", lambda t: False)
+    monkeypatch.setattr(module, "_are_plain", lambda t: False)
     twin = clip_factors(squares, ok, present, clip=clip)
     assert [names for names, _ in own[0]] == [names for names, _ in twin[0]]
     for (_, mine), (_, other) in zip(own[0], twin[0]):
