@@ -17,8 +17,7 @@ from noshuffle.federated import Rounds, ServerOptimizer
 from noshuffle.federated.per_user import spending
 from noshuffle.noise import test_source as a_source
 from noshuffle.report import read_run, write_report
-from noshuffle.report.federated import spending_in
-from noshuffle.report.federated_plots import cohorts, participations
+from noshuffle.report.federated import cohorts, participations, spending_in
 
 USERS = 12
 

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from noshuffle.plan import Plan
+from noshuffle.federated.per_user import Spending, epsilon_of
+from noshuffle.release.files import write_bytes
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.report import plots
+from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
 from noshuffle.report.run import RunRecord
 
-Figure = tuple[str, str]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: More distinct counts than this are drawn as a filled line.
+_MOST_BARS = 60
 
 
 def lead(run: RunRecord) -> str:
-    """What the run was, in one line."""
     config = run.config
     return (
         f"{config.get('model', 'own model')} on {config.get('task', 'own users')}, "
@@ -35,122 +40,84 @@ def lead(run: RunRecord) -> str:
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
-    """Nothing beyond what every page has."""
     return []
 
 
-def figures(run: RunRecord) -> list[Figure]:
-    """The pictures of the shared page with their captions."""
-    from noshuffle.report import federated_plots as draw
-
-    found: list[Figure] = []
+def figures(run: RunRecord) -> Iterator[plots.Figure]:
     rows = [row for row in run.evaluations if row.get("test_accuracy") is not None]
     if rows:
-        found.append(
-            (
-                plots.learning_curve(rows, step="round", of="held-out users"),
-                "Accuracy on users who never took part, computed from the released models.",
-            )
+        yield (
+            plots.learning_curve(rows, step="round", of="held-out users"),
+            "Accuracy on users who never took part, computed from the released models.",
         )
-    found += _privacy(run, draw)
-    has_noise = run.plan.noise_multiplier > 0
-    series = plots.noise_series(run.plan, independent="DP-FedAvg") if has_noise else []
-    if series:
-        size = run.config.get("clients_per_round")
-        users = size if isinstance(size, int) else None
-        found.append(
-            (
-                plots.noise_curve(series, batch_size=users, step="round"),
-                "Noise in the sum of all updates so far, per planned user: mechanisms at this ε.",
-            )
-        )
+    yield from _privacy(run)
+    yield from plots.noise_figure(
+        run.plan,
+        "Noise in the sum of all updates so far, per planned user: mechanisms at this ε.",
+        per=run.config.get("clients_per_round"),
+        step="round",
+        independent="DP-FedAvg",
+    )
     if len({row.get("clip_norm") for row in rows}) > 1:
-        found.append(
-            (
-                draw.clip_curve(rows),
-                "The clip norm follows a quantile of the update norms by noisy counts, which are "
-                "part of the stated ε.",
-            )
+        yield (
+            _clip_curve(rows),
+            "The clip norm follows a quantile of the update norms by noisy counts, which are "
+            "part of the stated ε.",
         )
-    return found
 
 
-def _privacy(run: RunRecord, draw: Any) -> list[Figure]:
+def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
     plan, stated = run.plan, _stated(run)
-    users = spending_in(run)
-    most = plan.participation.most
-    found: list[Figure] = []
-    if users:
-        found.append(
-            (
-                draw.participations(users, most=most),
-                "How often users were asked. It counts whether or not the user answered.",
-            )
-        )
-    is_adaptive = any("clip norm follows" in s for s in run.statement.get("assumptions", []))
-    if is_adaptive or not math.isfinite(stated):
-        return found  # one ε for everybody from the first round on: nothing to draw
     released = int(run.statement.get("released_steps", plan.steps))
-    rounds = _spread(released)
-    found.insert(
-        0,
-        (
-            draw.epsilon_curve(
-                rounds, [plan.epsilon_after(step) for step in rounds], delta=plan.delta
+    is_adaptive = any("clip norm follows" in s for s in run.statement.get("assumptions", []))
+    # Otherwise one ε holds for everybody from the first round on: nothing to draw.
+    has_curve = math.isfinite(stated) and not is_adaptive
+    if has_curve:
+        yield (
+            plots.epsilon_curve(
+                plan, last=max(1, released), step="round", what="ε per user, at most"
             ),
             "No user's ε exceeds this after so many rounds, whoever was asked.",
-        ),
-    )
-    if users:
-        curve = [(c, _own(plan, c, released=released, stated=stated)) for c in _spread(most)]
-        found.append(
-            (
-                draw.epsilon_by_times(users, curve, stated=stated, delta=plan.delta),
-                "A user who was asked less often is covered by a smaller ε of their own. Circles: "
-                "the users of this run, the area by their share.",
-            )
         )
-    return found
+    users, most = spending_in(run), plan.participation.most
+    if users:
+        yield (
+            participations(users, most=most),
+            "How often users were asked. It counts whether or not the user answered.",
+        )
+    if users and has_curve:
+        times = plots.spread(most, most=40)
+        own = [epsilon_of(plan, participations=c, released=released) for c in times]
+        yield (
+            _epsilon_by_times(users, times, own, stated=stated, delta=plan.delta),
+            "A user who was asked less often is covered by a smaller ε of their own. Circles: "
+            "the users of this run, the area by their share.",
+        )
 
 
-def _spread(last: int) -> list[int]:
-    """At most 40 whole numbers from 1 to `last`."""
-    picks = np.linspace(1, max(1, last), min(40, max(1, last))).round()
-    return sorted({int(pick) for pick in picks})
-
-
-def spending_in(run: RunRecord) -> list[Any]:
+def spending_in(run: RunRecord) -> list[Spending]:
     """Users by how often they were asked, with their ε, from the ledger of a run folder.
 
     Empty where cohorts are sampled: whom a secret draw took must stay secret.
     """
-    from noshuffle.federated.per_user import Spending
-    from noshuffle.release.ledger_tables import Evidence
-
     file = run.path / "ledger.sqlite"
     if run.plan.participation.is_sampled or not file.is_file():
         return []
-    evidence = Evidence(file)
-    try:
+    with closing(Evidence(file)) as evidence:
         facts = evidence.facts()
         covered, units = evidence.saved_units()
         counts = Counter({unit: count for unit, _, _, count in units})
         rows = list(evidence.rows(start=covered))
-    finally:
-        evidence.close()
     for row in rows:  # a run that was killed since its last checkpoint
         counts.update(row.units.tolist())
-    released = covered + len(rows)
-    stated = _stated(run)
+    released, stated = covered + len(rows), _stated(run)
     is_shared = facts.get("adaptive_clip") == "yes" or (run.path / "ancestors.json").is_file()
-    return [
-        Spending(
-            times,
-            users,
-            stated if is_shared else _own(run.plan, times, released=released, stated=stated),
-        )
-        for times, users in sorted(Counter(counts.values()).items())
-    ]
+
+    def own(times: int) -> float:
+        narrow = epsilon_of(run.plan, participations=times, released=released)
+        return stated if is_shared else min(stated, narrow)
+
+    return [Spending(c, users, own(c)) for c, users in sorted(Counter(counts.values()).items())]
 
 
 def _stated(run: RunRecord) -> float:
@@ -159,57 +126,99 @@ def _stated(run: RunRecord) -> float:
     return math.inf if epsilon is None else float(epsilon)
 
 
-def _own(plan: Plan, times: int, *, released: int, stated: float) -> float:
-    from noshuffle.federated.per_user import epsilon_of
-
-    return min(stated, epsilon_of(plan, participations=times, released=released))
-
-
-def write_operator_page(run: RunRecord, *, style: str) -> Path | None:
-    """operator.html beside the report, readable by the owner only; None without raw counts."""
-    from noshuffle.report import federated_plots as draw
-
-    rows = _lines(run.path / "operator.jsonl")
+def write_operator_page(run: RunRecord, *, style: str) -> None:
+    """operator.html beside the report, readable by the owner only; not without raw counts."""
+    rows = _raw_counts(run.path / "operator.jsonl")
     if not rows:
-        return None
-    answered, asked = (sum(row[name] for row in rows) for name in ("answered", "asked"))
+        return
+    names = ("asked", "answered", "nonfinite", "refused")
+    asked, answered, nonfinite, refused = (sum(row[name] for row in rows) for name in names)
     planned = int(run.config.get("clients_per_round", max(row["asked"] for row in rows)))
-    table = "".join(
-        f"<tr><td>{escape(label)}</td><td>{value}</td></tr>"
-        for label, value in (
-            ("rounds", f"{len(rows):,}"),
-            ("invitations", f"{asked:,}"),
-            ("answers", f"{answered:,} ({100 * answered / max(1, asked):.1f} %)"),
-            ("answers with NaN or infinity", f"{sum(row['nonfinite'] for row in rows):,}"),
-            ("replies refused", f"{sum(row['refused'] for row in rows):,}"),
-        )
+    cells = (
+        ("rounds", f"{len(rows):,}"),
+        ("invitations", f"{asked:,}"),
+        ("answers", f"{answered:,} ({100 * answered / max(1, asked):.1f} %)"),
+        ("answers with NaN or infinity", f"{nonfinite:,}"),
+        ("replies refused", f"{refused:,}"),
     )
-    title = f"noshuffle run {run.name}: for the operator"
+    table = "".join(f"<tr><td>{label}</td><td>{value}</td></tr>" for label, value in cells)
+    title = escape(f"noshuffle run {run.name}: for the operator")
     page = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p class='warn'>Raw counts. They depend on the users in ways "
+        f"<title>{title}</title><style>{style}</style></head><body>"
+        f"<h1>{title}</h1><p class='warn'>Raw counts. They depend on the users in ways "
         "that the stated ε does not cover: do not pass this page on.</p>"
         f"<table>{table}</table><h2>Cohorts</h2>"
-        f"<figure>{draw.cohorts(rows, planned=planned)}</figure>"
+        f"<figure>{cohorts(rows, planned=planned)}</figure>"
         "</body></html>\n"
     )
-    target, part = run.path / "operator.html", run.path / ".operator.html.part"
-    part.unlink(missing_ok=True)
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf8") as file:
-        file.write(page)
-    os.replace(part, target)
-    return target
+    write_bytes(run.path / "operator.html", page.encode(), mode=0o600)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
+def _raw_counts(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in path.read_text(encoding="utf8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf8").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):  # cut short by a crash
             rows.append(json.loads(line))
-        except json.JSONDecodeError:  # cut short by a crash
-            continue
     return sorted(rows, key=lambda row: int(row["step"]))
+
+
+@as_svg
+def participations(axes: Axes, users: Sequence[Spending], *, most: int) -> None:
+    """Bars: users by how often they were asked, beside the limit."""
+    from matplotlib.ticker import MaxNLocator
+
+    counts = [row.participations for row in users]
+    heights = [row.users for row in users]
+    if len(counts) <= _MOST_BARS:
+        axes.bar(counts, heights, color=ACCENT, alpha=0.85, width=0.8)
+    else:
+        axes.fill_between(counts, heights, color=ACCENT, alpha=0.85)
+    axes.axvline(most + 0.5, color=WARM, ls="--", label=f"limit: {most}")
+    axes.set(xlabel="rounds that a user was asked in", ylabel="users", ylim=(0, None))
+    axes.set_xlim(left=min(0.4, min(counts) - 0.6), right=most + 1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, loc="upper left")
+
+
+@as_svg
+def _epsilon_by_times(
+    axes: Axes,
+    users: Sequence[Spending],
+    times: Sequence[int],
+    own: Sequence[float],
+    *,
+    stated: float,
+    delta: float,
+) -> None:
+    """ε of a user over how often they were asked; circles where users are, by their share."""
+    everybody = sum(row.users for row in users)
+    at, epsilons = [row.participations for row in users], [row.epsilon for row in users]
+    sizes = [20 + 500 * row.users / everybody for row in users]
+    axes.axhline(stated, color=WARM, ls="--", label=f"stated for everybody: {stated:.3g}")
+    capped = [min(stated, epsilon) for epsilon in own]
+    axes.plot(times, capped, color=ACCENT, lw=1.4, label="of a user asked so often")
+    axes.scatter(at, epsilons, s=sizes, color=ACCENT, alpha=0.35, lw=0)
+    axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {delta:g})")
+    axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
+    axes.legend(frameon=False, loc="lower right")
+
+
+@as_svg
+def _clip_curve(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """The clip norm in force, a released value."""
+    steps, norms = ([row[name] for row in rows] for name in ("step", "clip_norm"))
+    axes.plot(steps, norms, color=ACCENT, marker="o", ms=3)
+    axes.set(xlabel="round", ylabel="clip norm", ylim=(0, None))
+
+
+@as_svg
+def cohorts(axes: Axes, rows: Sequence[dict[str, Any]], *, planned: int) -> None:
+    """Users asked and answers that came, beside the planned number. Raw counts."""
+    axes.figure.set(figwidth=9.0)
+    axes.axhline(planned, color=MUTED, ls="--", label=f"planned: {planned}")
+    for name, colour in (("asked", ACCENT), ("answered", WARM)):
+        steps, counts = ([row[key] for row in rows] for key in ("step", name))
+        axes.plot(steps, counts, color=colour, lw=1.2, label=name)
+    axes.set(xlabel="round", ylabel="users", ylim=(0, None))
+    axes.legend(frameon=False, loc="lower right")

@@ -8,12 +8,14 @@ without noise is read from the folder, whatever lies there.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from noshuffle.release.files import write_bytes
 from noshuffle.report import federated, fit, sums, trained
+from noshuffle.report.plots import Figure
 from noshuffle.report.run import RunRecord, read_run
 
 _STYLE = """
@@ -31,6 +33,17 @@ table{border-collapse:collapse}td{padding:.15rem 1rem .15rem 0;vertical-align:to
 td:first-child{color:#52606d;white-space:nowrap}td{overflow-wrap:anywhere}
 table+p{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
 """
+#: What the statement says, and how a person calls it.
+_STATED = {
+    "unit": "protected unit",
+    "neighbours": "neighbours",
+    "participation": "participation",
+    "mechanism": "mechanism",
+    "sensitivity": "sensitivity",
+    "mu": "μ (Gaussian DP)",
+    "rho": "ρ (zCDP)",
+    "accountant": "accountant",
+}
 
 
 class Teller(Protocol):
@@ -42,7 +55,7 @@ class Teller(Protocol):
     def cards(self, run: RunRecord) -> list[tuple[str, str]]:
         """Numbers at the top of the page, with what they are."""
 
-    def figures(self, run: RunRecord) -> list[tuple[str, str]]:
+    def figures(self, run: RunRecord) -> Iterable[Figure]:
         """Pictures with their captions."""
 
 
@@ -56,70 +69,53 @@ def _teller(run: RunRecord) -> Teller:
 def write_report(path: Path) -> Path:
     """Draw the report of the run in that folder; the page replaces the old one in one move."""
     run = read_run(path)
-    target = path / "report.html"
-    temporary = path / ".report.html.part"
-    temporary.write_text(page(run), encoding="utf8")
-    os.replace(temporary, target)
-    if run.is_federated:
+    write_bytes(path / "report.html", page(run).encode())
+    if run.config.get("kind") == "federated":
         federated.write_operator_page(run, style=_STYLE)
-    return target
+    return path / "report.html"
 
 
 def page(run: RunRecord) -> str:
     """The whole page as text."""
-    title = f"noshuffle run {run.name}"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p class='lead'>{escape(_teller(run).lead(run))}</p>",
-        _warnings(run),
-        _cards(run),
-        _figures(run),
-        _statement(run),
-        _settings(run),
-    ]
+    title = escape(f"noshuffle run {run.name}")
+    unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(body)}</body></html>\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{title}</h1><p class='lead'>{escape(_teller(run).lead(run))}</p>"
+        + "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
+        + _cards(run, is_private=not unsafe)
+        + _figures(run)
+        + _statement(run)
+        + _settings(run)
+        + "</body></html>\n"
     )
 
 
-def _warnings(run: RunRecord) -> str:
-    return "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in _unsafe(run))
-
-
-def _unsafe(run: RunRecord) -> list[str]:
-    return [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
-
-
-def _cards(run: RunRecord) -> str:
+def _cards(run: RunRecord, *, is_private: bool) -> str:
     epsilon = run.statement.get("epsilon")
     kind = "exact" if run.statement.get("exact") else "upper bound"
     promised = ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})")
-    cards: list[tuple[str, str]] = [
-        ("NOT PRIVATE", "no ε holds") if _unsafe(run) else promised,
+    cards = [
+        promised if is_private else ("NOT PRIVATE", "no ε holds"),
         (f"{run.plan.delta:g}", "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
     accuracy = run.summary.get("test_accuracy")
     if isinstance(accuracy, float):
         cards.append((f"{100 * accuracy:.1f} %", "accuracy on held-out data"))
-    cards += _teller(run).cards(run)
-    return (
-        "<div class='cards'>"
-        + "".join(
-            f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-            for value, label in cards
-        )
-        + "</div>"
+    drawn = "".join(
+        f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+        for value, label in (*cards, *_teller(run).cards(run))
     )
+    return f"<div class='cards'>{drawn}</div>"
 
 
 def _figures(run: RunRecord) -> str:
-    figures = _teller(run).figures(run)
     drawn = "".join(
-        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
+        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
+        for svg, text in _teller(run).figures(run)
     )
     told = run.evaluation_words()
     said = "" if told is None else f"<p class='lead'>{escape(told)}</p>"
@@ -128,28 +124,20 @@ def _figures(run: RunRecord) -> str:
 
 def _statement(run: RunRecord) -> str:
     statement = run.statement
+    rows = []
+    for name, label in _STATED.items():
+        value = statement.get(name)
+        rows.append((label, f"{value:.6g}" if isinstance(value, int | float) else value))
     said = [*statement.get("assumptions", []), *run.config.get("further_assumptions", [])]
     sentences = "".join(f"<li>{escape(s)}</li>" for s in said)
-    rows = [
-        ("protected unit", statement.get("unit")),
-        ("neighbours", statement.get("neighbours")),
-        ("participation", statement.get("participation")),
-        ("mechanism", statement.get("mechanism")),
-        ("sensitivity", _number(statement.get("sensitivity"))),
-        ("μ (Gaussian DP)", _number(statement.get("mu"))),
-        ("ρ (zCDP)", _number(statement.get("rho"))),
-        ("accountant", statement.get("accountant")),
-    ]
     return f"<h2>The guarantee</h2>{_table(rows)}<p>It holds provided that:</p><ul>{sentences}</ul>"
 
 
 def _settings(run: RunRecord) -> str:
-    rows: list[tuple[str, Any]] = [("plan hash", f"<code>{run.plan.hash}</code>")]
-    told = {k: v for k, v in run.config.items() if k != "further_assumptions" and v is not None}
-    rows += [(k, escape(str(v))) for k, v in sorted(told.items())]
-    cells = "".join(f"<tr><td>{escape(k)}</td><td>{v}</td></tr>" for k, v in rows)
+    told = sorted((k, v) for k, v in run.config.items() if k != "further_assumptions")
     return (
-        f"<h2>Settings</h2><table>{cells}</table><p class='lead'>Recompute the guarantee from the "
+        f"<h2>Settings</h2>{_table([('plan hash', run.plan.hash), *told])}"
+        "<p class='lead'>Recompute the guarantee from the "
         f"evidence in this folder: <code>noshuffle verify {escape(run.name)}</code></p>"
     )
 
@@ -161,7 +149,3 @@ def _table(rows: list[tuple[str, Any]]) -> str:
         if value is not None
     )
     return f"<table>{cells}</table>"
-
-
-def _number(value: Any) -> str | None:
-    return f"{value:.6g}" if isinstance(value, int | float) else None

@@ -1,16 +1,17 @@
-"""The pictures of a report, each an SVG string: no file, no network, no script.
+"""The pictures that reports share, each an SVG string: no file, no network, no script.
 
 learning_curve   accuracy on held-out data over steps
 epsilon_curve    ε spent so far
-noise_curve      standard deviation of the noise in the model over steps, the chosen mechanism
+noise_figure     standard deviation of the noise in the model over steps, the chosen mechanism
                  beside a Honaker tree and independent noise at the same ε
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -22,66 +23,76 @@ from noshuffle.strategies.fit import fit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, ACCENT, MUTED, WARM = "#1f2933", "#0b6e99", "#9aa5b1", "#c8553d"
-#: Steps above which the noise curve is not drawn for strategies without a closed form.
-_MOST_POINTS = 400
+MUTED, ACCENT, WARM = "#9aa5b1", "#0b6e99", "#c8553d"
+#: A picture and its caption.
+Figure = tuple[str, str]
+Given = ParamSpec("Given")
 
 
-def _draw(draw: Any, *, width: float = 6.4, height: float = 3.4) -> str:
-    """Run `draw(axes)` on a fresh figure and return it as SVG text."""
-    import matplotlib
+def as_svg(draw: Callable[Concatenate[Axes, Given], None]) -> Callable[Given, str]:
+    """What `draw(axes, …)` puts on fresh axes, as SVG text."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    @wraps(draw)
+    def drawn(*given: Given.args, **more: Given.kwargs) -> str:
+        import matplotlib
 
-    settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
-    with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        draw(axes)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
+        with matplotlib.rc_context(settings):
+            figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25)
+            draw(axes, *given, **more)
+            out = io.StringIO()
+            figure.savefig(out, format="svg", metadata={"Date": None})
+            pyplot.close(figure)
+        text = out.getvalue()
+        return text[text.index("<svg") :]
+
+    return drawn
 
 
+def spread(last: int, *, most: int) -> list[int]:
+    """At most so many whole numbers from 1 to `last`, evenly."""
+    return [int(n) for n in np.unique(np.linspace(1, last, min(last, most)).round())]
+
+
+@as_svg
 def learning_curve(
-    rows: Sequence[dict[str, Any]], *, step: str = "step", of: str = "held-out data"
-) -> str:
+    axes: Axes, rows: Sequence[dict[str, Any]], *, step: str = "step", of: str = "held-out data"
+) -> None:
     """Accuracy of the released models on held-out data over steps (or rounds)."""
-    points = [
-        (row["step"], 100 * row["test_accuracy"])
-        for row in rows
-        if row.get("test_accuracy") is not None
-    ]
-
-    def draw(axes: Axes) -> None:
-        axes.plot(*zip(*points), color=ACCENT, marker="o", ms=3)
-        axes.set(xlabel=step, ylabel=f"accuracy on {of}, %")
-
-    return _draw(draw)
+    scored = [row for row in rows if row.get("test_accuracy") is not None]
+    accuracy = [100 * row["test_accuracy"] for row in scored]
+    axes.plot([row["step"] for row in scored], accuracy, color=ACCENT, marker="o", ms=3)
+    axes.set(xlabel=step, ylabel=f"accuracy on {of}, %")
 
 
-def epsilon_curve(plan: Plan) -> str:
-    """ε spent after each step, from the plan alone."""
-    count = min(plan.steps, 60)
-    steps = np.unique(np.linspace(1, plan.steps, count).round().astype(int))
-    values = [plan.epsilon_after(int(step)) for step in steps]
-
-    def draw(axes: Axes) -> None:
-        axes.step(steps, values, where="post", color=WARM)
-        axes.set(xlabel="step", ylabel=f"ε spent (δ = {plan.delta:g})", ylim=(0, None))
-
-    return _draw(draw)
+@as_svg
+def epsilon_curve(
+    axes: Axes, plan: Plan, *, last: int, step: str = "step", what: str = "ε spent"
+) -> None:
+    """ε after each of the first `last` steps (or rounds), from the plan alone."""
+    steps = spread(last, most=60)
+    axes.step(steps, [plan.epsilon_after(s) for s in steps], where="post", color=WARM)
+    axes.set(xlabel=step, ylabel=f"{what} (δ = {plan.delta:g})", ylim=(0, None))
 
 
-def noise_series(plan: Plan, *, independent: str = "DP-SGD") -> list[tuple[str, Any]]:
-    """(label, standard deviation in the prefix sum over steps), all at the plan's ε.
+def noise_figure(
+    plan: Plan,
+    caption: str,
+    *,
+    per: object = None,
+    step: str = "step",
+    independent: str = "DP-SGD",
+) -> Iterator[Figure]:
+    """Noise in the summed update over steps (or rounds), per mechanism, at the plan's ε.
 
-    In units of the clip norm. Mechanisms without a closed form at this size are left out.
-    `independent` is what training with independent noise is called.
+    In units of the clip norm, divided by `per` planned units if that is a number. `independent`
+    is what training with independent noise is called. Mechanisms whose error cannot be computed at
+    this size are left out; without noise or mechanisms there is no figure.
     """
     choices: list[tuple[str, Strategy]] = [(f"this run ({plan.strategy.name})", plan.strategy)]
     if not plan.participation.is_sampled:
@@ -90,29 +101,23 @@ def noise_series(plan: Plan, *, independent: str = "DP-SGD") -> list[tuple[str, 
             choices.append(("Honaker tree, best restart", tree))
         if plan.strategy.name != "identity":
             choices.append((f"independent noise ({independent})", identity()))
-    series = []
+    scale = plan.noise_multiplier / (per if isinstance(per, int) and per else 1)
     own = plan.sensitivity.value
-    for label, strategy in choices:
+    series = []
+    for label, strategy in choices if scale else ():
         try:
             ratio = sensitivity(strategy, plan.participation).value / own if own else 1.0
-            curve = plan.noise_multiplier * ratio * error(strategy, plan.steps).per_step
+            series.append((label, scale * ratio * error(strategy, plan.steps).per_step))
         except NoshuffleError:
             continue
-        series.append((label, curve))
-    return series
+    if series:
+        yield _noise_curve(series, step=step), caption
 
 
-def noise_curve(
-    series: Sequence[tuple[str, Any]], *, batch_size: int | None, step: str = "step"
-) -> str:
-    """Noise in the summed update over steps (or rounds), per mechanism, at equal privacy."""
-    scale = 1.0 / batch_size if batch_size else 1.0
-
-    def draw(axes: Axes) -> None:
-        for (label, curve), colour in zip(series, (ACCENT, WARM, MUTED)):
-            picks = np.unique(np.linspace(0, len(curve) - 1, _MOST_POINTS).round().astype(int))
-            axes.plot(picks + 1, scale * curve[picks], color=colour, label=label, lw=1.4)
-        axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, None))
-        axes.legend(frameon=False)
-
-    return _draw(draw)
+@as_svg
+def _noise_curve(axes: Axes, series: Sequence[tuple[str, Any]], *, step: str) -> None:
+    for (label, curve), colour in zip(series, (ACCENT, WARM, MUTED)):
+        picks = spread(len(curve), most=400)
+        axes.plot(picks, curve[np.array(picks) - 1], color=colour, label=label, lw=1.4)
+    axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, None))
+    axes.legend(frameon=False)

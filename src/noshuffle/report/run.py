@@ -9,6 +9,8 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,6 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def is_federated(self) -> bool:
-        """Whether steps are rounds over users."""
-        return self.config.get("kind") == "federated"
 
     def evaluation_words(self) -> str | None:
         """Whose data the accuracy was measured on, and what that means; None without a figure."""
@@ -56,14 +53,19 @@ def read_run(path: Path) -> RunRecord:
             f"{path} is not a run folder ({', '.join(missing)} missing); "
             "noshuffle train, federated and fit make such folders"
         )
-    rows = _lines(path / "metrics.jsonl")
+    folder = RunFolder(path)
+    rows: dict[tuple[str, Any], dict[str, Any]] = {}
+    for row in folder.metrics():
+        key = (row.get("kind", "evaluation"), row.get("step"))
+        rows.pop(key, None)  # a resumed run may write a row again; the later one counts
+        rows[key] = row
     return RunRecord(
         path=path,
-        plan=Plan.from_json((path / "plan.json").read_text(encoding="utf8")),
-        statement=_object(path / "statement.json"),
-        config=_object(path / "config.json"),
-        evaluations=tuple(row for row in rows if row.get("kind", "evaluation") == "evaluation"),
-        summary=next((row for row in reversed(rows) if row.get("kind") == "summary"), {}),
+        plan=folder.plan(),
+        statement=_object(folder.statement_file),
+        config=_object(folder.config_file),
+        evaluations=tuple(row for (kind, _), row in rows.items() if kind == "evaluation"),
+        summary=next((row for (kind, _), row in reversed(rows.items()) if kind == "summary"), {}),
     )
 
 
@@ -71,26 +73,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf8"))
+        value = read_json(path)
     except json.JSONDecodeError as error:
         raise InvalidInput(f"{path} is not JSON ({error}); the run folder is damaged") from None
     return value if isinstance(value, dict) else {}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file. A last line cut short by a crash is passed over.
-
-    A resumed run may write a row again; the later one counts.
-    """
-    if not path.is_file():
-        return []
-    rows: dict[tuple[str, Any], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        key = (row.get("kind", "evaluation"), row.get("step"))
-        rows.pop(key, None)
-        rows[key] = row
-    return list(rows.values())

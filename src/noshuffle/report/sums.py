@@ -6,6 +6,7 @@ plan; the true sums are nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,18 +17,15 @@ from noshuffle.report.run import RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Figure = tuple[str, str]
 #: Columns that get a picture; the rest is in totals.csv.
 _MOST = 8
 
 
 def lead(run: RunRecord) -> str:
-    """What the run was, in one line."""
-    config = run.config
-    columns = ", ".join(config.get("summed", []))
+    columns = ", ".join(run.config.get("summed", []))
     return (
-        f"running totals of {columns or 'a table'} from {config.get('file', 'a stream')}, "
-        f"{config.get('batch', '?')} rows a step, {run.plan.steps} steps, "
+        f"running totals of {columns or 'a table'} from {run.config.get('file', 'a stream')}, "
+        f"{run.config.get('batch', '?')} rows a step, {run.plan.steps} steps, "
         f"{run.plan.strategy.words()}"
     )
 
@@ -43,39 +41,29 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def figures(run: RunRecord) -> list[Figure]:
+def figures(run: RunRecord) -> Iterator[plots.Figure]:
     """One picture a column, and the noise beside other mechanisms."""
-    found: list[Figure] = []
     rows = [row for row in run.evaluations if "totals" in row]
-    if rows:
-        for i, name in enumerate(run.config.get("summed", [])[:_MOST]):
-            found.append(
-                (
-                    _running_sum(rows, i, str(name)),
-                    f"Private running total of {name}; the band is two standard deviations of the "
-                    "noise. What clipping took off is not in it.",
-                )
-            )
-    series = plots.noise_series(run.plan, independent="one by one") if rows else []
-    if series:
-        found.append(
-            (
-                plots.noise_curve(series, batch_size=None),
-                "Noise in the running total over steps, in units of the clip norm: mechanisms at "
-                "this ε.",
-            )
+    if not rows:
+        return
+    for i, name in enumerate(run.config.get("summed", [])[:_MOST]):
+        yield (
+            _running_sum(rows, i, str(name)),
+            f"Private running total of {name}; the band is two standard deviations of the noise. "
+            "What clipping took off is not in it.",
         )
-    return found
+    yield from plots.noise_figure(
+        run.plan,
+        "Noise in the running total over steps, in units of the clip norm: mechanisms at this ε.",
+        independent="one by one",
+    )
 
 
-def _running_sum(rows: list[dict[str, Any]], column: int, name: str) -> str:
+@plots.as_svg
+def _running_sum(axes: Axes, rows: list[dict[str, Any]], column: int, name: str) -> None:
     at = np.array([row["rows"] for row in rows])
     value = np.array([row["totals"][column] for row in rows])
     band = 2 * np.array([row["deviation"] for row in rows])
-
-    def draw(axes: Axes) -> None:
-        axes.fill_between(at, value - band, value + band, color=plots.ACCENT, alpha=0.18, lw=0)
-        axes.plot(at, value, color=plots.ACCENT, lw=1.5, marker="o" if len(at) < 40 else "", ms=3)
-        axes.set(xlabel="rows", ylabel=f"{name}, private total")
-
-    return plots._draw(draw)
+    axes.fill_between(at, value - band, value + band, color=plots.ACCENT, alpha=0.18, lw=0)
+    axes.plot(at, value, color=plots.ACCENT, lw=1.5, marker="o" if len(at) < 40 else "", ms=3)
+    axes.set(xlabel="rows", ylabel=f"{name}, private total")
