@@ -23,7 +23,7 @@ import torch  # noqa: F401  (the doctest uses it)
 from torch import Tensor
 
 from noshuffle.noise.constants import TILE  # noqa: F401  (the doctest uses it)
-from noshuffle.noise.step_plan import Pairs, StepPlan
+from noshuffle.noise.step_plan import StepPlan, dense
 
 
 class Buffers:
@@ -74,11 +74,3 @@ def correlate_in_c_(
         plan.gain * scale,
         y.shape[0],
     )
-
-
-def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:
-    """Pairs of (buffer, weight) as one number a buffer, times a factor."""
-    values = (ctypes.c_float * count)()
-    for buffer, weight in pairs:
-        values[buffer] = weight * factor
-    return values

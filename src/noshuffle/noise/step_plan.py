@@ -25,6 +25,7 @@ StepPlan(draws=((4, -1.0), (5, 1.0)), inner=(), gain=1.0, outer=(), store=-1, de
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,6 +87,14 @@ class StepPlans:
             block = min(recipe.block or recipe.steps, recipe.steps)
             return StepPlans(recipe.steps, (block - 1).bit_length(), lambda t: _forest(recipe, t))
         raise InvalidInput(f"expected a recipe of noshuffle.strategies.recipe, got {recipe!r}")
+
+
+def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:
+    """Pairs of (buffer, weight) as one number a buffer, times a factor."""
+    values = (ctypes.c_float * count)()
+    for buffer, weight in pairs:
+        values[buffer] = weight * factor
+    return values
 
 
 def rows_used(plans: StepPlans, steps: int) -> int:

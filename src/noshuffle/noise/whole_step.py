@@ -34,11 +34,10 @@ from noshuffle.c_library import together
 from noshuffle.noise import native
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.constants import CPU_CHUNK, TILE
-from noshuffle.noise.correlate import dense
 from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import Source, test_source
-from noshuffle.noise.step_plan import StepPlan, StepPlans
+from noshuffle.noise.step_plan import StepPlan, StepPlans, dense
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe
 
 #: Bytes of the round keys of AES-256.
@@ -82,9 +81,12 @@ class WholeStep:
 
     def fits(self, values: Mapping[str, Tensor]) -> bool:
         """Whether the values are of a kind that the loop knows."""
-        kinds = {value.dtype for value in values.values()}
-        is_known = kinds <= {torch.float32} or kinds == {torch.float64}
-        return is_known and all(value.is_contiguous() for value in values.values())
+        kinds = set()
+        for value in values.values():
+            if not value.is_contiguous():
+                return False
+            kinds.add(value.dtype)
+        return kinds <= {torch.float32} or kinds == {torch.float64}
 
     def add_(
         self, values: Mapping[str, Tensor], *, plan: StepPlan, scale: float, times: float
@@ -92,7 +94,7 @@ class WholeStep:
         """Add the noise of one step on the grid, bring the buffers forward, multiply by `times`."""
         buffers = self._state.shape[0]
         factor = 1.0 if buffers else plan.gain * scale
-        is_double = any(value.dtype is torch.float64 for value in values.values())
+        is_double = bool(values) and next(iter(values.values())).dtype is torch.float64
         rows = np.array([row for row, _ in plan.draws], dtype=np.uint64)
         # Without a ring nobody has to say which key a draw takes.
         segment_fn = self._source.segment if self._source.later else None
@@ -109,7 +111,11 @@ class WholeStep:
             *(len(rows), buffers, plan.store, plan.gain * scale),
             *(grid_of(plan, scale=scale), times, is_double, times),
         )
-        together(self._library.add_noise, job, threads=self._workers)
+        add_noise = self._library.add_noise
+        if self._workers == 1:
+            add_noise(ctypes.addressof(job))
+        else:
+            together(add_noise, job, threads=self._workers)
 
 
 class NoiseJob(ctypes.Structure):

@@ -1,20 +1,34 @@
-"""Fingerprints of batches: by what a batch is known where its examples have no ids.
+"""Fingerprints of batches, by which they are known without ids, and digests in ordinary memory.
 
 A batch without ids is its own unit, and must come again at its place in every epoch; so the ledger
 keeps a hash of it (every tensor's type, shape and bytes). They are keyed by a secret of the run:
 who reads the ledger cannot try out guesses of what a batch held. What was released of a batch is
 not inferred from it: that is the digest of the clipped sum (`release`).
 
+Tensors in ordinary memory are digested by `of_group`, at the speed of memory (`digest` does it on a
+device),
+
+    tag = GHASH_H(bytes) ⊕ AES_K(nonce)                                   GMAC, NIST SP 800-38D
+
+under a key derived from the secret of the run. Two different messages of b blocks of 16 bytes share
+a tag with probability at most b·2⁻¹²⁸ for whoever does not know the key, and a ledger never holds
+the tag itself but a keyed hash of it. Today's processors multiply in GF(2¹²⁸) by an instruction, so
+this is several times faster than SHA-256. Types and shapes are the caller's to add. No state.
+
 >>> import torch
 >>> one = of_batch((torch.arange(3),), None)
 >>> one == of_batch((torch.arange(3),), None), one == of_batch((torch.arange(3.0),), None)
 (True, False)
+>>> zeros = torch.zeros(2)
+>>> of_group([zeros], b"secret") == of_group([-zeros], b"secret")
+False
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,12 +37,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from noshuffle.release import digest, digest_host
+from noshuffle.release import digest
 from noshuffle.release.units import Ids
 
 SIZE = 16
 #: The form of these fingerprints; those of another form cannot be compared with them.
 FORM = "2"
+_NONCE = bytes(12)  # one for all: tags are compared, never shown
 
 
 def of_batch(
@@ -42,9 +57,9 @@ def of_batch(
 ) -> bytes:
     """Fingerprint of a batch: structure, types, shapes, bytes, ids.
 
-    Tensors are digested where they lie (`digest`, and `digest_host` in ordinary memory).
-    `digests` gives the digests of all tensors where they are known already, `flat` what
-    `flattened` says of the batch, `words` what `_words` said of each leaf.
+    Tensors are digested where they lie. `digests` gives the digests of all tensors where they are
+    known already, `flat` what `flattened` says of the batch, `words` what `_words` said of each
+    leaf.
     """
     hasher = _keyed(secret).copy()
     leaves, structure = flattened(batch) if flat is None else flat
@@ -115,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 def _digest(value: Tensor, secret: bytes) -> bytes:
     if value.device.type == "cpu":
-        return digest_host.of_group([value], secret)
+        return of_group([value], secret)
     return digest.of_tensor(value, secret)
 
 
@@ -127,3 +142,29 @@ def _words(leaf: Any) -> bytes:
         return f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
     text = repr(leaf).encode()
     return f"{len(text)}:".encode() + text  # or (1, 23) would be (12, 3)
+
+
+def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
+    """16 bytes that stand for what several tensors hold, in their order.
+
+    Guarantees: a function of the secret, the number of bytes of each tensor and the bytes
+    themselves.
+    """
+    encryptor = _cipher(secret).encryptor()
+    sizes = b""
+    for value in values:
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        encryptor.authenticate_additional_data(flat.numpy().data)
+        sizes += len(flat).to_bytes(8, "little")
+    encryptor.authenticate_additional_data(sizes)  # or bytes could move between tensors
+    encryptor.finalize()
+    tag: bytes = encryptor.tag
+    return tag
+
+
+@lru_cache(maxsize=8)
+def _cipher(secret: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    key = hashlib.blake2b(secret, person=b"ns-host-digest", digest_size=32).digest()
+    return Cipher(algorithms.AES256(key), modes.GCM(_NONCE))

@@ -45,7 +45,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupp
 from noshuffle.noise import LazyNoise, NoiseStream, Source, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint, digest, digest_host
+from noshuffle.release import checkpoint, digest, fingerprint
 from noshuffle.release.facts import bind_facts, notes_of, statement_record
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
@@ -223,7 +223,7 @@ class Release(OneOwner):
         # Two types of two bytes give one row of bits two meanings; wider ones differ in size.
         narrow = " ".join(str(own.dtype) for own in group if own.element_size() < 4).encode()
         if not group or group[0].device.type == "cpu":
-            return self.finished(digest_host.of_group(group, self.secret) + narrow)
+            return self.finished(fingerprint.of_group(group, self.secret) + narrow)
         found = digest.begin_group(group, self.secret)
         return lambda: self.finished(found() + narrow)
 
