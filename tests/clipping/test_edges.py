@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer, auto, validate
-from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.check import UNCOMPILED
 from noshuffle.clipping.objective import row_losses
 from noshuffle.errors import InvalidInput, Unsupported
 

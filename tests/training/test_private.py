@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss, PerExample, PerLayer
-from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.check import UNCOMPILED
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,

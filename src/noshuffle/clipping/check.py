@@ -18,7 +18,8 @@ noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.Gro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -31,10 +32,32 @@ from noshuffle.errors import InvalidInput, Unsupported, instance_of
 DELICATE = (_InstanceNorm, _BatchNorm, nn.Embedding, nn.EmbeddingBag)
 
 
+#: What engines say of a model that went through `torch.compile`.
+UNCOMPILED = "compiled parts run as written: clipping needs the calls of the layers"
+
+
 def original(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`'s wrapper: per-example gradients need the layers."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of the model is run by `torch.compile`."""
+    return any(
+        "_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) is not None
+        for m in model.modules()
+    )
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Run compiled parts uncompiled, for as long as the block lasts."""
+    if not is_compiled(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

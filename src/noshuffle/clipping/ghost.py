@@ -34,15 +34,16 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import original, refuse_reentrant
-from noshuffle.clipping.factor import Clip, ClippedSum
-from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.inputs import (
+from noshuffle.clipping.check import (
     UNCOMPILED,
     as_written,
     is_compiled,
+    original,
+    refuse_reentrant,
 )
+from noshuffle.clipping.factor import Clip, ClippedSum
+from noshuffle.clipping.forms import GradientForm
+from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
 from noshuffle.clipping.layers import (
     ExampleAxes,
@@ -52,7 +53,6 @@ from noshuffle.clipping.layers import (
     find_layout,
     read,
 )
-from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     BatchShape,
@@ -60,6 +60,7 @@ from noshuffle.clipping.objective import (
     ModelLoss,
     batch_size,
     cuttable,
+    identity_of,
     is_rowwise,
     shape_of,
     take,

@@ -21,17 +21,16 @@ given; `ghost` finds it out and checks it. State: what a route learns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import trainable
+from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.inputs import as_written, cast_early, no_autocast
 from noshuffle.clipping.layers import (
     Axes,
     ExampleAxes,
@@ -49,6 +48,7 @@ from noshuffle.clipping.objective import (
     shape_of,
 )
 from noshuffle.clipping.pooling import pooling_by_channel
+from noshuffle.clipping.products import no_autocast
 from noshuffle.clipping.tape import Found, GradientTape, Route, watching
 from noshuffle.clipping.unruled_layers import record
 
@@ -136,6 +136,28 @@ class _Recorder:
         for name, times in self.calls.items():
             if self.is_alike and times != len(self.layout.inputs.get(name, ())):
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")
+
+
+def _cast(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float32:
+        return None
+    kind = args[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:])
+
+
+@contextmanager
+def cast_early(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Cast the inputs of linear maps before the call, where autocast would cast them inside.
+
+    The numbers are the same, and the copy that autograd keeps is the one that clipping reads.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+                stack.callback(layer.register_forward_pre_hook(_cast).remove)
+        yield
 
 
 def ghost_forms(

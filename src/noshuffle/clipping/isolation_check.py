@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from noshuffle.clipping.check import trainable
+from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm, merge, squares
-from noshuffle.clipping.inputs import as_written
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import (
     Criterion,

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from noshuffle.clipping.factor import ClippedSum
 from noshuffle.clipping.objective import batch_size, leaves, take
-from noshuffle.clipping.rng_state import rng_state_of
 from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing
 
 MODES = ("auto", "fast", "lean")
@@ -185,6 +184,19 @@ def choose_parts(
         chosen.parts = parts
         say(words)
     return chosen
+
+
+def rng_state_of(device: torch.device) -> Callable[[], None]:
+    """A function that sets the generators of host and device as they are now."""
+    on_host = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def again() -> None:
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return again
 
 
 Run = Callable[..., ClippedSum]

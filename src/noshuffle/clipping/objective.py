@@ -1,4 +1,4 @@
-"""How a loss is written, and how it is read one example at a time.
+"""How a loss is written, what a batch may hold, and how a loss is read one example at a time.
 
 The ordinary call is `step(loss_fn, inputs, *targets)` with any torch criterion. Its value for
 example i is the criterion of a batch that holds only example i,
@@ -6,26 +6,23 @@ example i is the criterion of a batch that holds only example i,
     ℓ_i(θ) = loss_fn(model(x_i[None]), *y_i[None]),
 
 so a mean over tokens, an ignored index or a class weight never couples two examples, whatever
-the criterion's reduction (a result with several entries is summed). `ModelLoss(fn)` hands the
-model itself to `fn(model, *batch)` for dictionaries, several inputs or several terms.
-
-What a batch may hold (`cuttable`):
+the criterion's reduction (a result with several entries is summed). A batch holds (`cuttable`)
 
     tensors                       example axis first; dictionaries, tuples and lists of them too
     None, bool, int, float, str   a setting, the same for every example
     other mappings                taken as dictionaries (the BatchEncoding of a tokenizer)
 
-Anything else is refused. A NumPy array, a list of numbers or an object of one's own cannot be cut
-by example: the loss of every example would see all of them, and one changed row would move the
-whole sum, whatever each gradient is clipped to. No state.
+and nothing else. A NumPy array, a list of numbers or an object of one's own cannot be cut by
+example: every loss would see all of them, and one changed row would move the whole sum, whatever
+each gradient is clipped to. No state.
 
 >>> import torch
 >>> outputs, targets = torch.zeros(2, 3), torch.tensor([0, -100])
 >>> row_losses(torch.nn.CrossEntropyLoss(), outputs, (targets,))     # row 1 has no valid token
 tensor([1.0986,    nan])
->>> from collections import UserDict
->>> cuttable((UserDict(ids=torch.ones(2)), 0.5))
-({'ids': tensor([1., 1.])}, 0.5)
+>>> alike = [lambda out, y: out * k for k in (1, 2)]
+>>> identity_of(alike[0]) == identity_of(alike[1]), identity_of(alike[0]) == identity_of(len)
+(True, False)
 """
 
 from __future__ import annotations
@@ -33,14 +30,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from noshuffle.clipping.classes_last import ClassesLast, cross_entropy
+from noshuffle.clipping.criteria import ClassesLast, known_by_row
 from noshuffle.errors import InvalidInput, callables
 
 Criterion = Callable[..., Tensor]
@@ -50,12 +47,11 @@ PLAIN = (bool, int, float, complex, str, bytes)
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """A loss that calls the model itself: `fn(model, *batch)`.
+    """A loss that calls the model itself, for several inputs or terms: `fn(model, *batch)`.
 
     By default `fn` returns one number and is evaluated on one example at a time. With
-    `by_row=True` it returns one number per example and is evaluated on the whole batch at once;
-    row i must then depend on example i alone (a mean over the batch must not be inside). That
-    form lets the ghost engine run the model once.
+    `by_row=True` it returns one number per example and is evaluated on the whole batch at once,
+    which the ghost engine needs; row i must then depend on example i alone.
     """
 
     fn: Callable[..., Tensor]
@@ -122,31 +118,10 @@ class BatchShape(NamedTuple):
 
 
 def shape_of(batch: tuple[Any, ...]) -> BatchShape:
-    """The shape of a batch; raises what `batch_size` raises."""
-    size, entries = -1, 0
+    """The shape of a batch; raises where its tensors disagree or it cannot be cut by example."""
+    sizes: set[int] = set()
     kinds: list[Any] = []
-    inner: list[torch.Size] = []
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
-            shape = leaf.shape
-            if not shape or size not in (-1, shape[0]):
-                batch_size(batch)
-            size, entries = shape[0], entries + leaf.numel()
-            kinds.append((len(shape), leaf.dtype))
-            inner.append(shape[1:])
-        else:
-            kinds.append(leaf if isinstance(leaf, bool | str) else type(leaf))
-    if len(inner) < len(kinds) or not inner:
-        size = batch_size(batch)
-    return BatchShape(size, tuple(kinds), entries, tuple(inner))
-
-
-def batch_size(batch: tuple[Any, ...]) -> int:
-    """The number of examples; every tensor in the batch must agree on it.
-
-    Raises if the batch holds what cannot be cut by example.
-    """
-    sizes = set()
+    entries, inner = 0, []
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             shape = leaf.shape
@@ -156,7 +131,12 @@ def batch_size(batch: tuple[Any, ...]) -> int:
                     "axis at all; give constants through the loss function instead"
                 )
             sizes.add(shape[0])
-        elif leaf is not None and type(leaf) not in PLAIN:
+            entries += leaf.numel()
+            kinds.append((len(shape), leaf.dtype))
+            inner.append(shape[1:])
+        elif leaf is None or type(leaf) in PLAIN:
+            kinds.append(leaf if isinstance(leaf, bool | str) else type(leaf))
+        else:
             raise InvalidInput(
                 f"a batch must hold tensors and plain settings, got {type(leaf).__name__}, which "
                 "cannot be cut by example; make it a tensor"
@@ -166,7 +146,12 @@ def batch_size(batch: tuple[Any, ...]) -> int:
             "the tensors of a batch must agree on the number of examples (first axis), got "
             f"{sorted(sizes) or 'no tensor'}"
         )
-    return int(sizes.pop())
+    return BatchShape(sizes.pop(), tuple(kinds), entries, tuple(inner))
+
+
+def batch_size(batch: tuple[Any, ...]) -> int:
+    """The number of examples; raises what `shape_of` raises."""
+    return shape_of(batch).size
 
 
 def take(batch: tuple[Any, ...], rows: Tensor | slice) -> tuple[Any, ...]:
@@ -251,7 +236,7 @@ def batch_losses(
 
 def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor:
     """The criterion of every row as a batch of one, without a Python loop where possible."""
-    fast = _known_criterion(loss_fn, outputs, targets)
+    fast = known_by_row(loss_fn, outputs, targets)
     if fast is not None:
         return fast
     rows = (outputs, *targets)
@@ -280,36 +265,32 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     return any(word in text for word in (*limits, "mutate a captured Tensor"))
 
 
-def _known_criterion(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:
-    """Criteria whose row form is known: the unreduced loss, then the reduction inside each row."""
-    if not isinstance(outputs, Tensor) or len(targets) != 1 or not isinstance(targets[0], Tensor):
-        return None
-    target = targets[0]
-    if loss_fn is F.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss:
-        return _cross_entropy(loss_fn, outputs, target)
-    if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
-        if outputs.shape != target.shape:
-            return None
-        each = (outputs - target).square().reshape(outputs.shape[0], -1)
-        mean = getattr(loss_fn, "reduction", "mean") == "mean"
-        return each.mean(1) if mean else each.sum(1)
-    return None
+def identity_of(loss_fn: Criterion | ModelLoss) -> Any:
+    """A key for losses that run the same code, which does not keep the loss alive.
+
+    What an engine finds out about a model holds for one kind of loss. A fresh lambda in every step
+    runs the code of the last one, so the code is compared: of the function, of what it wraps and of
+    what it holds.
+    """
+    fn = loss_fn.fn if isinstance(loss_fn, ModelLoss) else loss_fn
+    return _code(fn), isinstance(loss_fn, ModelLoss)
 
 
-def _cross_entropy(loss_fn: Criterion, outputs: Tensor, target: Tensor) -> Tensor | None:
-    ignore, reduction, plain = -100, "mean", True
-    if isinstance(loss_fn, nn.CrossEntropyLoss):
-        ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
-        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
-    if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
+def _code(fn: Any, depth: int = 4) -> Any:
+    """What a function runs: its code, and that of the functions it wraps or holds."""
+    if isinstance(fn, bool | str):
+        return fn
+    if isinstance(fn, partial):
+        given = (fn.func, *fn.args, *fn.keywords.values())
+        return tuple(_code(each, depth - 1) for each in given) if depth else partial
+    code, cells = getattr(fn, "__code__", type(fn)), getattr(fn, "__closure__", None) or ()
+    if not depth or not cells:
+        return code
+    return (code, *(_code(_held(cell), depth - 1) for cell in cells))
+
+
+def _held(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
         return None
-    # Classes along the second of more axes are slow on a CPU (`classes_last`).
-    fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
-    each = fn(outputs, target, reduction="none", ignore_index=ignore)
-    if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
-        is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
-        return each if is_whole or reduction != "mean" else each / (target != ignore)
-    total = each.reshape(each.shape[0], -1).sum(1)
-    if reduction != "mean":
-        return total
-    return total / (target != ignore).reshape(each.shape[0], -1).sum(1)

@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noshuffle.clipping.check import original, refuse_reentrant, trainable, validate
+from noshuffle.clipping.check import UNCOMPILED, original, refuse_reentrant, trainable, validate
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.inputs import UNCOMPILED
 from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
 from noshuffle.clipping.layers import NotNow
-from noshuffle.clipping.loss_code import identity_of
 from noshuffle.clipping.objective import (
     Criterion,
     ModelLoss,
@@ -42,6 +40,7 @@ from noshuffle.clipping.objective import (
     batch_losses,
     batch_size,
     cuttable,
+    identity_of,
     is_rowwise,
     must_depend,
     one,

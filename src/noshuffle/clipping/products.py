@@ -26,7 +26,7 @@ settings refuse to tell of each other: both are read. State: none here; torch's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import gpu_kernels
-from noshuffle.clipping.inputs import no_autocast
 
 HALF = (torch.float16, torch.bfloat16)
 _ROUNDED = ("tf32", "bf16")
@@ -58,6 +57,13 @@ def rounds_convolutions() -> bool:
         return bool(cudnn.conv.fp32_precision != "ieee")
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Nothing is cast inside the block; free where nothing would be."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 @contextmanager
 def exactly(device: torch.device) -> Iterator[None]:
     """Nothing is cast inside the block, and on a CPU float32 products keep all their bits."""
@@ -67,14 +73,13 @@ def exactly(device: torch.device) -> Iterator[None]:
         yield
         return
     with no_autocast(device):
-        if before not in _ROUNDED:
-            yield
-            return
         try:
-            matmul.fp32_precision = "ieee"
+            if before in _ROUNDED:
+                matmul.fp32_precision = "ieee"
             yield
         finally:
-            matmul.fp32_precision = before
+            if before in _ROUNDED:
+                matmul.fp32_precision = before
 
 
 def wide(t: Tensor) -> Tensor:

@@ -36,8 +36,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import delicate, refuse, refuse_hooks, trainable, validate
-from noshuffle.clipping.inputs import is_compiled
+from noshuffle.clipping.check import (
+    delicate,
+    is_compiled,
+    refuse,
+    refuse_hooks,
+    trainable,
+    validate,
+)
 from noshuffle.clipping.statefulness import Content, Findings, is_wrapped, mark
 
 #: Untrained tensors of a CPU with so many numbers in all are compared number by number.

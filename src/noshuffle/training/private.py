@@ -31,8 +31,7 @@ from typing import Any
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.check import original
-from noshuffle.clipping.inputs import UNCOMPILED
+from noshuffle.clipping.check import UNCOMPILED, original
 from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner

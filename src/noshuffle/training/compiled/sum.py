@@ -36,10 +36,9 @@ from noshuffle.clipping.check import trainable
 from noshuffle.clipping.factor import clip_factor, slack
 from noshuffle.clipping.forms import DenseGradient, GradientForm, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.inputs import no_autocast
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
-from noshuffle.clipping.products import wide
+from noshuffle.clipping.products import no_autocast, wide
 from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.result import Sums, TotalFn
 

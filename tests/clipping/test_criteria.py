@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, PerExample
-from noshuffle.clipping.classes_last import ClassesLast, cross_entropy
+from noshuffle.clipping.criteria import ClassesLast, cross_entropy
 from noshuffle.clipping.objective import row_losses
 
 

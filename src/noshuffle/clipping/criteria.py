@@ -1,0 +1,96 @@
+"""Criteria by row: torch's own whose row form is known, and cross entropy read as memory has it.
+
+A language model gives scores [B, T, V]; torch wants the classes second, so losses are written
+`cross_entropy(scores.transpose(1, 2), y)`. Torch then copies the scores into that order and goes
+over them with strides, forward and backward: on a CPU, that takes longer than the product which
+made them. With all positions as rows, nothing is copied:
+
+    cross_entropy(scores[b, :, t], y[b, t]) over b, t  =  cross_entropy(rows[n], y[n]) over n
+
+`ClassesLast` does that for every call of torch's cross entropy inside a block. No state.
+
+>>> scores, y = torch.randn(2, 3, 5).transpose(1, 2), torch.tensor([[0, 4, 1], [2, 2, -100]])
+>>> with ClassesLast():
+...     found = F.cross_entropy(scores, y)
+>>> torch.allclose(found, F.cross_entropy(scores, y))
+True
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch  # noqa: F401  (the doctest uses it)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def _lies_so(scores: Any, target: Any) -> bool:
+    """Whether these are scores and numbers of classes, and the classes lie side by side."""
+    if not isinstance(scores, Tensor) or not isinstance(target, Tensor):
+        return False
+    if scores.dim() < 3 or scores.device.type != "cpu" or target.is_floating_point():
+        return False
+    if target.shape != (*scores.shape[:1], *scores.shape[2:]):
+        return False
+    return scores.shape[1] > 1 and scores.stride(1) == 1 and scores.movedim(1, -1).is_contiguous()
+
+
+def cross_entropy(scores: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, without a copy where classes lie last in memory.
+
+    Guarantees: the same sum, mean or losses by position, with weights, ignored classes and
+    smoothing, up to the rounding of sums; on other input it is torch's own call.
+    """
+    if not _lies_so(scores, target):
+        return F.cross_entropy(scores, target, *args, **options)
+    rows = scores.movedim(1, -1).reshape(-1, scores.shape[1])
+    found = F.cross_entropy(rows, target.reshape(-1), *args, **options)
+    return found.reshape(target.shape) if found.dim() else found
+
+
+class ClassesLast(TorchFunctionMode):
+    """In this block cross entropies are computed by `cross_entropy`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is F.cross_entropy and len(args) > 1:
+            return cross_entropy(*args, **options)
+        return func(*args, **options)
+
+
+def known_by_row(loss_fn: Any, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:
+    """The unreduced loss, reduced inside each row, of criteria where that is known; else None."""
+    if not isinstance(outputs, Tensor) or len(targets) != 1 or not isinstance(targets[0], Tensor):
+        return None
+    target = targets[0]
+    if loss_fn is F.cross_entropy or type(loss_fn) is nn.CrossEntropyLoss:
+        return _cross_entropy_by_row(loss_fn, outputs, target)
+    if loss_fn is F.mse_loss or type(loss_fn) is nn.MSELoss:
+        if outputs.shape != target.shape:
+            return None
+        each = (outputs - target).square().reshape(outputs.shape[0], -1)
+        mean = getattr(loss_fn, "reduction", "mean") == "mean"
+        return each.mean(1) if mean else each.sum(1)
+    return None
+
+
+def _cross_entropy_by_row(loss_fn: Any, outputs: Tensor, target: Tensor) -> Tensor | None:
+    ignore, reduction, plain = -100, "mean", True
+    if isinstance(loss_fn, nn.CrossEntropyLoss):
+        ignore, reduction = loss_fn.ignore_index, loss_fn.reduction
+        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+    if not plain or target.is_floating_point() or outputs.dim() != target.dim() + 1:
+        return None
+    fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
+    each = fn(outputs, target, reduction="none", ignore_index=ignore)
+    if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
+        is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
+        return each if is_whole or reduction != "mean" else each / (target != ignore)
+    total = each.reshape(each.shape[0], -1).sum(1)
+    if reduction != "mean":
+        return total
+    return total / (target != ignore).reshape(each.shape[0], -1).sum(1)
