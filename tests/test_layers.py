@@ -33,7 +33,7 @@ LAYERS = {
     "datasets": 5,
     "federated": 6,
     "convex": 6,
-    "auditing": 7,
+    "auditing": 6,
     "report": 7,
     "cli": 8,
     "__init__": 8,

@@ -7,6 +7,7 @@ noshuffle federated train over users that come when they like, each of them prot
 noshuffle fit       a private linear model from a table, in one pass
 noshuffle sum       private running totals of a table of numbers
 noshuffle verify    recompute the guarantee of a run from its folder
+noshuffle audit     check a guarantee without the formulas that made it
 noshuffle seal      destroy the keys of a run, and sign it
 noshuffle reproduce measured rates of the convex solvers beside the theory's
 noshuffle report    draw the report of a run again

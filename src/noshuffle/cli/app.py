@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from noshuffle.cli.audit import audit
 from noshuffle.cli.epsilon import epsilon
 from noshuffle.cli.evidence import report, seal, verify
 from noshuffle.cli.federated import federated
@@ -75,5 +76,17 @@ def _one_line(command: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-for _command in (train, federated, fit, sum_, plan, epsilon, verify, seal, report, reproduce):
+for _command in (
+    train,
+    federated,
+    fit,
+    sum_,
+    plan,
+    epsilon,
+    verify,
+    seal,
+    audit,
+    report,
+    reproduce,
+):
     app.command(_command.__name__.rstrip("_"), cls=_LateHelp)(_one_line(_command))

@@ -113,14 +113,14 @@ def report(asked: ReportSettings, output: Output) -> None:
                 "--output FILE"
             )
         path = write_report(asked.run)
-        _note(folder, path)
+        note_page(folder, path)
     if output.json:
         print_json({"report": str(path)})
     else:
         print(f"report: {path}")
 
 
-def _note(folder: RunFolder, page: Path) -> None:
+def note_page(folder: RunFolder, page: Path) -> None:
     """Let the ledger know of the new page; a run that is going on will do it itself."""
     from noshuffle.release.folder_lock import take
     from noshuffle.release.ledger import Ledger

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from noshuffle.release.files import write_bytes
-from noshuffle.report import federated, fit, sums, trained
+from noshuffle.report import audit, federated, fit, sums, trained
 from noshuffle.report.plots import Figure
 from noshuffle.report.run import RunRecord, read_run
 
@@ -77,19 +77,31 @@ def write_report(path: Path) -> Path:
 
 def page(run: RunRecord) -> str:
     """The whole page as text."""
-    title = escape(f"noshuffle run {run.name}")
+    title = f"noshuffle run {run.name}"
     unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width'>"
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{title}</h1><p class='lead'>{escape(_teller(run).lead(run))}</p>"
+    return _document(
+        title,
+        f"<p class='lead'>{escape(_teller(run).lead(run))}</p>"
         + "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
         + _cards(run, is_private=not unsafe)
         + _figures(run)
         + _statement(run)
-        + _settings(run)
-        + "</body></html>\n"
+        + (f"<h2>Second opinion</h2>{audit.section(run.audit)}" if run.audit else "")
+        + _settings(run),
+    )
+
+
+def write_audit(record: dict[str, Any], path: Path, *, title: str) -> None:
+    """Write audit.html: what `noshuffle audit` found, as a page of its own."""
+    write_bytes(path, _document(title, audit.section(record)).encode())
+
+
+def _document(title: str, body: str) -> str:
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1>{body}</body></html>\n"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class RunRecord:
     config: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...]
     summary: dict[str, Any]
+    #: What `noshuffle audit --save` left in the folder; empty where nobody asked.
+    audit: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -66,6 +68,7 @@ def read_run(path: Path) -> RunRecord:
         config=_object(folder.config_file),
         evaluations=tuple(row for (kind, _), row in rows.items() if kind == "evaluation"),
         summary=next((row for (kind, _), row in reversed(rows.items()) if kind == "summary"), {}),
+        audit=_object(path / "audit.json"),
     )
 
 

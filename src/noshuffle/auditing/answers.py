@@ -1,0 +1,58 @@
+"""The three answers of an audit, and what every finding can do.
+
+    HOLDS         (exit status 0)  everything that was looked at is covered by the claim
+    REFUTED       (1)              an attack does better than the claim allows; it is named
+    NOT DECIDED   (3)              neither was shown; what was left out is named
+
+>>> combined(["HOLDS", "NOT DECIDED"]), combined(["NOT DECIDED", "REFUTED"]), combined([])
+('NOT DECIDED', 'REFUTED', 'NOT DECIDED')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+HOLDS, REFUTED, UNDECIDED = "HOLDS", "REFUTED", "NOT DECIDED"
+EXIT_CODES = {HOLDS: 0, REFUTED: 1, UNDECIDED: 3}
+
+
+class Finding(Protocol):
+    """One part of an audit."""
+
+    @property
+    def answer(self) -> str:
+        """HOLDS, REFUTED or NOT DECIDED."""
+
+    def words(self) -> str:
+        """The finding as text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as plain values; its `kind` says of which part."""
+
+
+def combined(answers: Iterable[str]) -> str:
+    """The answer of several parts: the worst of them; nothing is decided by no part."""
+    given = set(answers)
+    if REFUTED in given:
+        return REFUTED
+    return HOLDS if given == {HOLDS} else UNDECIDED
+
+
+def record_of(findings: Sequence[Finding]) -> dict[str, Any]:
+    """What is written to audit.json and printed by --json."""
+    answer = combined(finding.answer for finding in findings)
+    parts = [plain(finding.to_dict()) for finding in findings]
+    return {"format": "noshuffle-audit/1", "answer": answer, "parts": parts}
+
+
+def plain(value: Any) -> Any:
+    """Values that JSON has: no NaN and no infinity (null), lists for tuples."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(own) for own in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

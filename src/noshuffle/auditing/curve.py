@@ -1,0 +1,64 @@
+"""ε of a Gaussian mechanism, computed without the library's accountant.
+
+    δ(ε) = Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2)            (Dong, Roth & Su, arXiv 1905.02383)
+
+δ falls in ε and rises in μ, so both inverses are bisections; each ends on the side that is named.
+μ = 0 gives ε = 0, μ = ∞ gives ∞, NaN gives ∞ (nothing is known, so nothing is promised).
+
+>>> round(epsilon_of(1.0, delta=1e-5), 4), round(mu_of(4.37718, delta=1e-5), 5)
+(4.3772, 1.0)
+"""
+
+from __future__ import annotations
+
+import math
+
+from scipy.special import log_ndtr, ndtr, ndtri
+
+#: Beyond this μ the answer is said to be infinite.
+_LARGEST = 1e4
+
+
+def delta_of(mu: float, *, epsilon: float) -> float:
+    """The smallest δ at which a μ-GDP mechanism is (ε, δ)-DP."""
+    first = float(ndtr(mu / 2 - epsilon / mu))
+    second = math.exp(min(epsilon + float(log_ndtr(-mu / 2 - epsilon / mu)), 0.0))
+    return max(first - second, 0.0)
+
+
+def epsilon_of(mu: float, *, delta: float) -> float:
+    """ε of a μ-GDP mechanism at δ, from above."""
+    if mu == 0:
+        return 0.0
+    if not mu < _LARGEST:
+        return math.inf
+    if delta_of(mu, epsilon=0.0) <= delta:
+        return 0.0
+    high = 1.0
+    while delta_of(mu, epsilon=high) > delta:
+        high *= 2
+    low = 0.0
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(mu, epsilon=middle) > delta else (low, middle)
+        if middle in (low, high) and low == high:
+            break
+    return high
+
+
+def mu_of(epsilon: float, *, delta: float) -> float:
+    """The largest μ whose ε at δ is at most `epsilon`, from below."""
+    if math.isinf(epsilon):
+        return math.inf
+    low, high = 0.0, 1.0
+    while high < _LARGEST and epsilon_of(high, delta=delta) <= epsilon:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if epsilon_of(middle, delta=delta) <= epsilon else (low, middle)
+    return low
+
+
+def power(mu: float, false_positives: float) -> float:
+    """The largest true-positive rate of any attack on a μ-GDP mechanism at this rate of errors."""
+    return float(ndtr(ndtri(false_positives) + mu))

@@ -1,0 +1,191 @@
+"""μ and ε of every stopping point, from the rows that the noise stream emits, beside the statement.
+
+A run that stops after t steps has released G + z·(M Z) for its first t rows: a Gaussian with
+covariance z²Σ_t, Σ_t = M_t M_tᵀ, whatever the draws behind it: only the law of what is released
+counts. With Σ = L Lᵀ, L lower triangular, the rows l_r of L⁻¹ give all stopping points in one go:
+
+    Σ_t⁻¹ = Σ_{r<t} l_r l_rᵀ,        μ_t = max_u √(uᵀ Σ_t⁻¹ u) / z · (2 for replace-one)
+
+A row without noise of its own (a zero on the diagonal of L) is a release without protection: μ = ∞.
+Stated ε is whatever the plan says, `Plan.epsilon_after(t)`, or a list from elsewhere.
+
+>>> from noshuffle import Epochs, Plan
+>>> plan = Plan.fit(Epochs(epochs=3, steps_per_epoch=4), mechanism="tree", epsilon=2.0)
+>>> found = audit_plan(plan)
+>>> found.answer, len(found.stops), round(found.stops[-1].low / found.stops[-1].stated, 4)
+('HOLDS', 12, 1.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.linalg import solve_triangular
+
+from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, combined
+from noshuffle.auditing.curve import epsilon_of
+from noshuffle.auditing.emitted import Array, emitted_rows
+from noshuffle.auditing.worst import worst
+from noshuffle.participation import MinSeparation, Restarted
+from noshuffle.plan import Plan
+
+#: Longest run whose rows are emitted and inverted; of a longer one, its beginning.
+MOST_STEPS = 1024
+#: Relative error of ε that float32 rows may have.
+TOLERANCE = 2e-4
+#: Stopping points of participations whose worst pattern is a search.
+_SEARCHED = 48
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A run stopped after `steps`: ε is at least `low` (an attack), at most `high` (proved)."""
+
+    steps: int
+    stated: float
+    low: float
+    high: float
+    mu_low: float
+    mu_high: float
+    pattern: tuple[int, ...]
+
+    @property
+    def answer(self) -> str:
+        """Whether the stated ε covers the truth."""
+        room = self.stated * (1 + TOLERANCE) + 1e-9
+        if self.low > room:
+            return REFUTED
+        return HOLDS if self.high <= room else UNDECIDED
+
+
+@dataclass(frozen=True)
+class PlanAudit:
+    """What was found at every stopping point, and what was left out."""
+
+    mechanism: str
+    participation: str
+    noise_multiplier: float
+    delta: float
+    stops: tuple[Stop, ...]
+    left_out: str = ""
+
+    @property
+    def answer(self) -> str:
+        """REFUTED if any stopping point is, HOLDS if all do and none was left out."""
+        answers = [stop.answer for stop in self.stops]
+        return combined([*answers, UNDECIDED] if self.left_out else answers)
+
+    @property
+    def refuted(self) -> tuple[Stop, ...]:
+        """Stopping points with a false statement, the falsest first."""
+        false = [stop for stop in self.stops if stop.answer == REFUTED]
+        return tuple(sorted(false, key=lambda stop: stop.stated / stop.low))
+
+    def words(self) -> str:
+        """The finding as text."""
+        lines = [
+            f"{self.answer}: ε of {len(self.stops)} stopping points from the emitted noise",
+            f"mechanism: {self.mechanism}",
+            f"participation: {self.participation}",
+        ]
+        for stop in self.refuted[:5]:
+            lines.append(
+                f"  stopped after {stop.steps}: stated ε = {stop.stated:.4g}, true ε ≥ "
+                f"{stop.low:.4g} for a unit in steps {_shown(stop.pattern)}"
+            )
+        if len(self.refuted) > 5:
+            lines.append(f"  and {len(self.refuted) - 5} more stopping points")
+        if self.stops:
+            last = self.stops[-1]
+            lines.append(
+                f"after {last.steps} steps: stated ε = {last.stated:.6g}, emitted ε in "
+                f"[{last.low:.6g}, {last.high:.6g}], μ in [{last.mu_low:.6g}, {last.mu_high:.6g}]"
+            )
+            tight = min(self.stops, key=lambda stop: stop.low / stop.stated if stop.stated else 1)
+            if tight.stated:
+                lines.append(
+                    f"least tight after {tight.steps} steps: {tight.low / tight.stated:.4f} of "
+                    "the stated ε is reached"
+                )
+        if self.left_out:
+            lines.append(f"not checked: {self.left_out}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        stops = [{**asdict(stop), "answer": stop.answer} for stop in self.stops]
+        return {**asdict(self), "kind": "plan", "answer": self.answer, "stops": stops}
+
+
+def audit_plan(
+    plan: Plan, *, stated: Mapping[int, float] | None = None, most_steps: int = MOST_STEPS
+) -> PlanAudit:
+    """Compare the plan's ε of every stopping point with the one of the rows it emits.
+
+    `stated` gives ε by number of steps in place of `plan.epsilon_after`.
+    """
+    part, n = plan.participation, min(plan.steps, most_steps)
+    left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
+    common = (plan.strategy.words(), part.words(), plan.noise_multiplier, plan.delta)
+    if part.is_sampled:
+        return PlanAudit(*common, (), "ε of secret sampling rests on the draw, not on the noise")
+    rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=n, horizon=plan.steps)
+    factor = whitening(rows @ rows.T)
+    twice = 2.0 if plan.neighbours == "replace-one" else 1.0
+    X, stops, chosen = np.zeros((n, n)), [], set(_stops(plan, n))
+    for t in range(1, n + 1):
+        X[:t, :t] += np.outer(factor[t - 1, :t], factor[t - 1, :t])
+        if t not in chosen:
+            continue
+        if np.all(np.isfinite(X[:t, :t])):
+            found = worst(X[:t, :t], part)
+            low, high, pattern = math.sqrt(found.low), math.sqrt(found.high), found.pattern
+        else:
+            low, high, pattern = math.inf, math.inf, (t - 1,)
+        if plan.noise_multiplier:
+            low, high = twice * low / plan.noise_multiplier, twice * high / plan.noise_multiplier
+        else:
+            low = high = math.inf
+        spent = plan.epsilon_after(t) if stated is None else float(stated[t])
+        ends = (epsilon_of(low, delta=plan.delta), epsilon_of(high, delta=plan.delta))
+        stops.append(Stop(t, spent, *ends, low, high, pattern))
+    return PlanAudit(*common, tuple(stops), left_out)
+
+
+def whitening(covariance: Array) -> Array:
+    """L⁻¹ for Σ = L·Lᵀ; infinite from the first row on that has no noise of its own."""
+    n = len(covariance)
+    L = np.zeros((n, n))
+    for t in range(n):
+        if t:
+            L[t, :t] = solve_triangular(L[:t, :t], covariance[t, :t], lower=True)
+        own = covariance[t, t] - L[t, :t] @ L[t, :t]
+        if not own > 1e-9 * covariance[t, t]:
+            found = np.full((n, n), math.inf)
+            if t:
+                found[:t, :t] = solve_triangular(L[:t, :t], np.eye(t), lower=True)
+                found[:t, t:] = 0.0
+            return found
+        L[t, t] = math.sqrt(own)
+    return np.asarray(solve_triangular(L, np.eye(n), lower=True))
+
+
+def _stops(plan: Plan, n: int) -> list[int]:
+    """All stopping points, or, where each is a search, some of them with all block ends."""
+    part = plan.participation
+    base = part.participation if isinstance(part, Restarted) else part
+    if not isinstance(base, MinSeparation) or n <= _SEARCHED:
+        return list(range(1, n + 1))
+    spread = np.unique(np.geomspace(1, n, _SEARCHED // 2).round().astype(int)).tolist()
+    every = getattr(plan.strategy, "restart_every", None) or n
+    ends = range(every, n + 1, max(every, n // (_SEARCHED // 2) // every * every or every))
+    return sorted({*spread, *ends, n})
+
+
+def _shown(pattern: tuple[int, ...]) -> str:
+    text = ", ".join(str(step) for step in pattern[:8])
+    return f"{text}, … ({len(pattern)} in all)" if len(pattern) > 8 else text

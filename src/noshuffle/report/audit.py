@@ -1,0 +1,84 @@
+"""The findings of `noshuffle audit` as cards and pictures, for audit.html and report.html.
+
+Each part of an audit record (`auditing.answers.record_of`) has its picture and its sentence. A page
+about a plan may be published; one about a run with canaries says nothing of real people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.report.plots import ACCENT, MUTED, WARM, Figure, as_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Part = dict[str, Any]
+
+
+def section(record: dict[str, Any]) -> str:
+    """The answer, the cards and the pictures."""
+    cards = [(str(record["answer"]), "answer of the audit")]
+    figures = []
+    for part in record["parts"]:
+        own_cards, own_figures = _TELLERS[part["kind"]](part)
+        cards += own_cards
+        figures += own_figures
+    shown = "".join(
+        f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+        for value, label in cards
+    )
+    pictures = "".join(
+        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
+    )
+    return f"<div class='cards'>{shown}</div><div class='grid'>{pictures}</div>"
+
+
+def _plan(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+    stops = [stop for stop in part["stops"] if stop["low"] is not None]
+    if not stops:
+        return [(part["answer"], part["left_out"] or "no stopping point")], []
+    refuted = [stop for stop in stops if stop["answer"] == "REFUTED"]
+    shown = max(refuted, key=lambda stop: stop["low"] / stop["stated"]) if refuted else stops[-1]
+    cards = [
+        (f"{shown['stated']:.4g}", f"ε stated after {shown['steps']} steps"),
+        (f"{shown['low']:.4g}", "ε of the emitted noise, at least"),
+        (f"{len(refuted)} of {len(stops)}", "stopping points refuted"),
+    ]
+
+    about = f"{part['mechanism']}; {part['participation']}."
+    return cards, [
+        (
+            _stopping_points(part, stops, refuted),
+            "ε of every stopping point: as stated, and from the covariance of the rows that the "
+            f"noise stream emits. {about}",
+        ),
+        (_ratios(stops), "Above one the statement is false; below one noise is wasted."),
+    ]
+
+
+@as_svg
+def _stopping_points(axes: Axes, part: Part, stops: list[Part], refuted: list[Part]) -> None:
+    steps = [stop["steps"] for stop in stops]
+    axes.plot(steps, [stop["stated"] for stop in stops], color=MUTED, lw=2.4, label="stated")
+    axes.plot(steps, [stop["low"] for stop in stops], color=ACCENT, ls="--", label="emitted noise")
+    if bad := [(stop["steps"], stop["low"]) for stop in refuted]:
+        axes.plot(*zip(*bad), "o", color=WARM, ms=4, label="refuted")
+    axes.set(xlabel="run stopped after … steps", ylabel=f"ε at δ = {part['delta']:g}")
+    axes.set_ylim(0, None)
+    axes.legend(frameon=False)
+
+
+@as_svg
+def _ratios(axes: Axes, stops: list[Part]) -> None:
+    kept = [stop for stop in stops if stop["stated"]]
+    axes.axhline(1.0, color=MUTED, lw=1)
+    ratios = [stop["low"] / stop["stated"] for stop in kept]
+    axes.plot([stop["steps"] for stop in kept], ratios, color=ACCENT)
+    axes.set(xlabel="run stopped after … steps", ylabel="ε emitted / ε stated")
+
+
+#: Cards and pictures of every kind of finding.
+_TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]] = {"plan": _plan}

@@ -1,0 +1,219 @@
+"""ε of every stopping point from emitted rows, over all mechanisms and participations."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import noshuffle.strategies as st
+from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED
+from noshuffle.auditing.curve import delta_of, epsilon_of, mu_of
+from noshuffle.auditing.emitted import emitted_rows, lazy_covariance
+from noshuffle.auditing.prefixes import audit_plan, whitening
+from noshuffle.auditing.signs import directions
+from noshuffle.auditing.worst import worst
+from noshuffle.cli import main
+from noshuffle.errors import NoshuffleError, Unsupported
+from noshuffle.participation import (
+    Epochs,
+    MinSeparation,
+    Participation,
+    Poisson,
+    Restarted,
+    SinglePass,
+)
+from noshuffle.plan import Plan
+from noshuffle.strategies.registry import _BUILT_IN
+from noshuffle.strategies.two_sided import two_sided
+
+N = 12
+RISING = tuple(np.linspace(0.6, 1.7, N).tolist())
+LOWER = np.tril(np.random.default_rng(7).normal(size=(N, N)), -1) * 0.3 + np.eye(N)
+STRATEGIES: dict[str, st.Strategy] = {
+    "identity": st.identity(),
+    "sums": st.release_sums(),
+    "sqrt": st.sqrt_toeplitz(),
+    "sqrt-momentum": st.sqrt_toeplitz(momentum=0.9, decay=0.99),
+    "bsr": st.sqrt_toeplitz(3),
+    "bisr": st.banded_inverse(4, gains=RISING[::-1]),
+    "inverse-signed": st.banded_inverse(coefficients=[1.2, 0.5, -0.4, 0.3]),
+    "banded-signed": st.banded([1.5, -0.6, 0.3, 0.4], gains=RISING),
+    "blt-normalized": st.blt((0.95, 0.5), (0.2, 0.3), normalized=N),
+    "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
+    "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
+    "dense": st.dense(LOWER),
+    **{
+        f"tree-{variant}-{every}-{completion}": st.tree(
+            variant, restart_every=every or None, completion=completion
+        )
+        for variant, (every, completion) in product(
+            ("plain", "honaker", "full"), ((0, False), (4, False), (5, True))
+        )
+    },
+}
+
+
+def participations(strategy: st.Strategy) -> tuple[Participation, ...]:
+    """One of each kind; an order may change where a tree restarts."""
+    every = getattr(strategy, "restart_every", None) or N
+    return (
+        SinglePass(N),
+        Epochs(3, 4),
+        MinSeparation(N, 3, 3),
+        Restarted(Epochs(3, 4), every),
+        Restarted(MinSeparation(N, 3, 3), every),
+    )
+
+
+def test_every_built_in_strategy_is_here() -> None:
+    assert {type(own) for own in STRATEGIES.values()} == set(_BUILT_IN)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_stopping_point_of_any_mechanism_is_refuted(name: str) -> None:
+    audited = 0
+    for participation in participations(STRATEGIES[name]):
+        try:
+            plan = Plan.fit(participation, mechanism=STRATEGIES[name], noise_multiplier=2.0)
+        except Unsupported:  # nothing is stated, so nothing can be false
+            continue
+        found = audit_plan(plan)
+        assert found.answer == HOLDS, found.words()
+        assert len(found.stops) == N
+        if plan.statement().exact:
+            assert found.stops[-1].low == pytest.approx(found.stops[-1].stated, rel=1e-4)
+        false = {stop.steps: 0.99 * stop.low for stop in found.stops}
+        assert audit_plan(plan, stated=false).answer == REFUTED
+        audited += 1
+    assert audited >= (5 if name.startswith(("identity", "tree")) else 3)
+
+
+def test_a_stopped_tree_accounted_as_a_fresh_one_is_refuted() -> None:
+    """The false ε of version 7dd6451: a tree of t steps in place of the first t rows in use."""
+    part = Epochs(4, 5)
+    completed = st.tree("honaker", restart_every=10, completion=True)
+    plan = Plan.fit(part, mechanism=completed, epsilon=8.0)
+    scale = plan.noise_multiplier
+
+    def fresh(steps: int) -> float:
+        short = Epochs(math.ceil(steps / 5), 5)
+        own = Plan.fit(short, mechanism=completed, noise_multiplier=scale, tree_accounting="nodes")
+        return own.epsilon_after(steps)
+
+    found = audit_plan(plan, stated={t: fresh(t) for t in range(1, 21)})
+    assert found.answer == REFUTED
+    assert "stopped after" in found.words()
+
+
+def brute_force(X: np.ndarray, *, gap: int, every: int, most: int) -> float:
+    """The largest sum of |X| over all allowed patterns, one by one."""
+    patterns = (p for r in range(1, most + 1) for p in combinations(range(len(X)), r))
+    return max(
+        float(np.abs(X[np.ix_(p, p)]).sum())
+        for p in patterns
+        if all(b - a >= gap or a // every != b // every for a, b in pairwise(p))
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, gap, every, most = (int(rng.integers(*ends)) for ends in ((3, 11), (1, 5), (2, 12), (1, 5)))
+    A = rng.standard_normal((n, n))
+    X = A @ A.T if seed % 2 else np.abs(A @ A.T)
+    found = worst(X, Restarted(MinSeparation(n, gap, most), every))
+    assert found.high == pytest.approx(brute_force(X, gap=gap, every=every, most=most), rel=1e-9)
+    assert found.low <= found.high
+    assert seed % 2 or found.low == pytest.approx(found.high)
+
+
+def test_blocks_by_list_and_by_ascent_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    A = np.abs(np.random.default_rng(3).standard_normal((12, 12)))
+    X = A @ A.T
+    apart = X * (np.arange(12)[:, None] // 4 == np.arange(12)[None] // 4)
+    part = Restarted(Epochs(6, 2), 4)
+    listed, listed_apart = worst(X, part), worst(apart, part)
+    assert listed.low == listed.high
+    monkeypatch.setattr("noshuffle.auditing.worst._LISTED", 1)
+    climbed = worst(X, part)
+    assert climbed.low <= listed.low <= climbed.high
+    assert worst(apart, part) == listed_apart
+
+
+def test_directions_are_between_signs_and_sizes() -> None:
+    rng = np.random.default_rng(5)
+    for k in (2, 3, 5, 8):
+        A = rng.standard_normal((k, k))
+        X = A @ A.T
+        low, high = directions(X)
+        signs = max(float(np.array(s) @ X @ np.array(s)) for s in product((1, -1), repeat=k))
+        assert signs <= high * (1 + 1e-9)
+        assert low <= high <= np.abs(X).sum() * (1 + 1e-9)
+        assert high - low <= 1e-4 * high
+    assert directions(np.ones((4, 4))) == (16.0, 16.0)
+
+
+def test_the_curve_is_that_of_the_accountant() -> None:
+    from noshuffle.accounting import gaussian
+
+    for mu in (1e-3, 0.1, 1.0, 5.0, 20.0):
+        assert epsilon_of(mu, delta=1e-6) == pytest.approx(
+            gaussian.epsilon(mu=mu, delta=1e-6), rel=1e-6, abs=1e-9
+        )
+        assert delta_of(mu, epsilon=1.0) <= 1.0
+    assert mu_of(epsilon_of(2.0, delta=1e-5), delta=1e-5) == pytest.approx(2.0, rel=1e-6)
+    assert epsilon_of(math.inf, delta=1e-5) == epsilon_of(math.nan, delta=1e-5) == math.inf
+    assert epsilon_of(0.0, delta=1e-5) == 0.0
+
+
+def test_a_row_without_noise_of_its_own_is_no_protection() -> None:
+    rows = np.array([[1.0, 0.0], [0.5, 1.0], [1.5, 1.0]])  # the third is the sum of the others
+    factor = whitening(rows @ rows.T)
+    assert np.isfinite(factor[:2, :2]).all()
+    assert np.isinf(factor[2]).all()
+    plan = Plan.fit(SinglePass(3), mechanism="sqrt", noise_multiplier=0.0)
+    assert audit_plan(plan).answer == HOLDS  # an infinite ε is stated
+    assert audit_plan(plan, stated=dict.fromkeys(range(1, 4), 5.0)).answer == REFUTED
+
+
+@pytest.mark.parametrize("touches", [[0, 1, 5, 9, 19], [19], [3, 4, 18]])
+def test_lazy_noise_has_the_law_of_sums_of_eager_rows(touches: list[int]) -> None:
+    recipe = st.blt((0.95, 0.5), (0.2, 0.3)).recipe(20)
+    rows = emitted_rows(recipe, steps=20)
+    firsts = [0, *(touch + 1 for touch in touches)]
+    sums = np.array([rows[a : b + 1].sum(axis=0) for a, b in zip(firsts, touches)])
+    found = lazy_covariance(recipe, touches, steps=20)
+    np.testing.assert_allclose(found, sums @ sums.T, atol=2e-6)
+    with pytest.raises(NoshuffleError, match="increasing"):
+        lazy_covariance(recipe, [4, 4], steps=20)
+
+
+def test_a_long_run_is_audited_from_its_beginning() -> None:
+    plan = Plan.fit(SinglePass(500), mechanism="tree", epsilon=1.0)
+    found = audit_plan(plan, most_steps=20)
+    assert found.answer == UNDECIDED
+    assert len(found.stops) == 20
+    assert "step 20 of 500" in found.left_out
+    sampled = Plan.fit(Poisson(10, 0.1), mechanism="identity", noise_multiplier=1.0)
+    assert audit_plan(sampled).answer == UNDECIDED
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.fit(Epochs(2, 4), mechanism="tree", epsilon=2.0)
+    path, page = tmp_path / "plan.json", tmp_path / "audit.html"
+    path.write_text(plan.to_json())
+    assert main(["audit", str(path), "--json", "--page", str(page)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["answer"] == HOLDS
+    assert len(record["parts"][0]["stops"]) == 8
+    assert page.read_text().count("<svg") == 2
+    assert main(["audit", str(path), "--most-steps", "3"]) == 3
+    assert "NOT DECIDED" in capsys.readouterr().out
+    assert main(["audit", str(tmp_path / "none.json")]) == 2
+    assert main(["audit", str(path), "--save"]) == 2
+    assert "--save needs a run folder" in capsys.readouterr().err
