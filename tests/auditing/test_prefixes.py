@@ -211,7 +211,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(capsys.readouterr().out)
     assert record["answer"] == HOLDS
     assert len(record["parts"][0]["stops"]) == 8
-    assert page.read_text().count("<svg") == 2
+    assert page.read_text().count("<svg") == 3
     assert main(["audit", str(path), "--most-steps", "3"]) == 3
     assert "NOT DECIDED" in capsys.readouterr().out
     assert main(["audit", str(tmp_path / "none.json")]) == 2

@@ -51,13 +51,19 @@ def audit(asked: AuditSettings, output: Output) -> int:
     """Check a guarantee without the formulas that made it.
 
     The noise stream of training is driven with unit draws; ε of every stopping point comes from the
-    covariance of its rows. HOLDS (exit status 0): the stated ε covers it everywhere. REFUTED (1):
+    covariance of its rows, and noise that leaves by the door is compared with it. HOLDS (exit status 0): the stated ε covers it everywhere. REFUTED (1):
     an attack exceeds it. NOT DECIDED (3): neither was shown; what was left out is named.
     """
     from noshuffle.auditing.answers import EXIT_CODES, record_of
+    from noshuffle.auditing.covariance import audit_noise, released_noise
     from noshuffle.auditing.prefixes import audit_plan
 
-    findings: list[Finding] = [audit_plan(asked.plan(), most_steps=asked.most_steps)]
+    plan = asked.plan()
+    findings: list[Finding] = [audit_plan(plan, most_steps=asked.most_steps)]
+    if plan.noise_multiplier and not plan.participation.is_sampled:
+        steps = min(plan.steps, asked.most_steps, 256)
+        noise = released_noise(plan, coordinates=max(4096, 16 * steps), steps=steps)
+        findings.append(audit_noise(noise, plan))
     record = record_of(findings)
     for path in _written(asked, record):
         if not output.json:

@@ -80,5 +80,36 @@ def _ratios(axes: Axes, stops: list[Part]) -> None:
     axes.set(xlabel="run stopped after … steps", ylabel="ε emitted / ε stated")
 
 
+def _noise(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+    return [(_number(part["mu"]), "μ̂ of the worst unit, from the covariance of the noise")], [
+        (
+            _intervals([part], ["noise"]),
+            f"μ of the worst unit under the noise of {part['steps']} steps, from "
+            f"{part['coordinates']:,} coordinates, with 95 % intervals; the line is the claim.",
+        )
+    ]
+
+
+@as_svg
+def _intervals(axes: Axes, parts: list[Part], labels: list[str]) -> None:
+    for at, part in enumerate(parts):
+        if part["mu"] is None:  # infinite
+            axes.annotate("∞", (part["claimed_mu"], at), color=WARM, fontsize=16)
+            continue
+        ends = [[part["mu"] - part["mu_low"]], [part["mu_high"] - part["mu"]]]
+        colour = WARM if part["answer"] == "REFUTED" else ACCENT
+        axes.errorbar([part["mu"]], [at], xerr=ends, fmt="o", capsize=4, color=colour)
+    axes.axvline(parts[0]["claimed_mu"], color=MUTED, lw=2)
+    axes.set(xlabel="μ", yticks=range(len(parts)), yticklabels=labels, ylim=(-1, len(parts)))
+    axes.set_xlim(0, None)
+
+
+def _number(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.4g}"
+
+
 #: Cards and pictures of every kind of finding.
-_TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]] = {"plan": _plan}
+_TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]] = {
+    "plan": _plan,
+    "noise": _noise,
+}
