@@ -8,8 +8,8 @@ S = z²Σ planned. With S = L·Lᵀ and W = L⁻¹Y,
     worst      μ̂² = max_u uᵀŜ⁻¹u,   uᵀS⁻¹u = uᵀŜ⁻¹u·χ²(d−n+1)/d             exact for fixed u
 
 Pattern and signs of the worst u are found on one half of the coordinates and measured on the other,
-so that its interval is honest. Noise that is used twice leaves a combination of steps bare: Ŝ is singular, and
-μ̂ = ∞. A fixed filter (the canaries' statistic) does not see that.
+so that its interval is honest. Noise that is used twice leaves a combination of steps bare: Ŝ is
+singular, and μ̂ = ∞. A fixed filter (the canaries' statistic) does not see that.
 
 >>> from noshuffle import Plan, SinglePass
 >>> plan = Plan.fit(SinglePass(8), mechanism="sqrt", noise_multiplier=2.0)

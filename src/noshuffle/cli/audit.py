@@ -51,8 +51,9 @@ def audit(asked: AuditSettings, output: Output) -> int:
     """Check a guarantee without the formulas that made it.
 
     The noise stream of training is driven with unit draws; ε of every stopping point comes from the
-    covariance of its rows, and noise that leaves by the door is compared with it. HOLDS (exit status 0): the stated ε covers it everywhere. REFUTED (1):
-    an attack exceeds it. NOT DECIDED (3): neither was shown; what was left out is named.
+    covariance of its rows, and noise that leaves by the door is compared with it. HOLDS (exit
+    status 0): the stated ε covers it everywhere. REFUTED (1): an attack exceeds it. NOT DECIDED
+    (3): neither was shown; what was left out is named.
     """
     from noshuffle.auditing.answers import EXIT_CODES, record_of
     from noshuffle.auditing.covariance import audit_noise, released_noise
