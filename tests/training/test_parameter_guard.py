@@ -9,7 +9,7 @@ from torch import nn
 
 import noshuffle as ns
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.parameter_guard import ParameterGuard, has_hooks
+from noshuffle.training.hooks import ParameterGuard, has_hooks
 
 LOSS = nn.CrossEntropyLoss()
 PLAN = ns.Plan.fit(ns.SinglePass(steps=6), mechanism="tree", noise_multiplier=2.0)

@@ -26,6 +26,7 @@ a CPU with a compiler and AES (`whole_step`).
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -173,7 +174,8 @@ class NoiseStream(OneOwner):
         if is_captured and self._fused is None:
             # A graph would freeze the row and add the same noise at every replay.
             raise Unsupported("only fused noise can be captured: install triton and use philox")
-        self.check_owner()  # before the lock, which a fork may have inherited closed
+        if os.getpid() != self._owner:  # before the lock: a fork may have inherited it closed
+            self.check_owner()
         with self._lock:  # the row belongs to one thread
             self._check_left(0 if is_captured else 1)
             self._check(values)

@@ -26,6 +26,7 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +158,8 @@ class Ledger(OneOwner):
         participation (with `drop`, its rows are left out instead). A unit appears once in a batch
         unless the plan's unit is a user, whose examples form one contribution.
         """
-        self.check_owner()
+        if os.getpid() != self._owner:
+            self.check_owner()
         if step >= self._planned:
             raise HorizonExceeded(
                 f"step {step} (counted from 0) lies beyond the {self._planned} planned "
@@ -258,7 +260,8 @@ class Ledger(OneOwner):
 
         `digest` is that of its clipped sum, where it is known already (see `expect_digest`).
         """
-        self.check_owner()
+        if os.getpid() != self._owner:
+            self.check_owner()
         self.settle()
         step = admission.step
         try:

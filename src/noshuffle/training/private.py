@@ -23,11 +23,14 @@ own object with its own names. State: model, optimizer, noise buffers, step, ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
@@ -39,11 +42,11 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training import parameter_guard, rng
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled.result import Pending
+from noshuffle.training.hooks import Listener, at_work, guard
 from noshuffle.training.step import Outcome, Parts, Step
-from noshuffle.training.unchanged import Listener, PrivateOptimizer
+from noshuffle.training.unchanged import PrivateOptimizer
 
 
 class Private(OneOwner):
@@ -66,11 +69,10 @@ class Private(OneOwner):
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
-        self._let_go = parameter_guard.guard(parts.optimizer, self)
+        self._let_go = guard(parts.optimizer, self)
         self._index = 0
         self.compiled: Compiled | None = None
         self.not_compiled = ""
-        self.ancestors = parts.release.ancestors
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = False
         self._statement: PrivacyStatement | None = None
@@ -119,8 +121,6 @@ class Private(OneOwner):
         publish only what the statement covers.
         """
         self.advance(loss_fn, batch, ids=ids)
-        if isinstance(self._outcome, Pending):
-            return self._outcome.loss()
         assert self._outcome is not None
         return self._outcome.loss
 
@@ -129,17 +129,15 @@ class Private(OneOwner):
     ) -> None:
         """The same step without waiting for its loss, which `outcome` has until the next one."""
         self._outcome = None
-        step: Step | Pending | None = None
-        if self.compiled is not None:
-            batch = cuttable(batch)
-            quiet = self._engine_at_work
-            with parameter_guard.at_work(self._parts.optimizer):
-                step = self.compiled.step(loss_fn, batch, ids, index=self._index, at_work=quiet)
-        if step is None:
-            step = self._new_step()
-            with self._engine_at_work():
+        with at_work(self._listener, self._parts.optimizer):
+            seen: Outcome | Pending | None = None
+            if self.compiled is not None:
+                seen = self.compiled.step(loss_fn, cuttable(batch), ids, index=self._index)
+            if seen is None:
+                step = self._new_step()
                 step.add(loss_fn, batch, ids=ids, is_last=True)
-        self._finish(step)
+                seen = step.release()
+        self._finish(seen)
 
     @contextmanager
     def accumulate(self) -> Iterator[Step]:
@@ -150,32 +148,25 @@ class Private(OneOwner):
                 step.add(loss_fn, (x, y))
         """
         step = self._new_step()
-        with self._engine_at_work():
+        with at_work(self._listener):
             yield step
-        self._finish(step)
+        with at_work(self._listener, self._parts.optimizer):
+            seen = step.release()
+        self._finish(seen)
 
     def _new_step(self) -> Step:
         return Step(self._parts, index=self._index)
 
-    def _finish(self, step: Step | Pending) -> None:
-        if self._listener is not None:
-            self._listener.clear()
-        if isinstance(step, Pending):
-            self._outcome = step
-        else:
-            with parameter_guard.at_work(self._parts.optimizer):
-                self._outcome = step.release()
+    def _finish(self, seen: Outcome | Pending) -> None:
+        self._outcome = seen
         self._index += 1
-        self.ledger.settle()  # a device is at work on the step meanwhile
+        self._parts.ledger.settle()  # a device is at work on the step meanwhile
 
     def _listen(self) -> Listener | None:
         """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""
         if hasattr(self.model, "_orig_mod"):
             return None
         return Listener(self.model, is_mean=self._loss_reduction == "mean")
-
-    def _engine_at_work(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._listener is None else self._listener.paused()
 
     @property
     def optimizer(self) -> PrivateOptimizer:
@@ -225,19 +216,16 @@ class Private(OneOwner):
         """Objects with `state_dict` (schedulers, averages) to be saved along, by name."""
         self._attached.update(objects)
 
-    def begin_epoch(self) -> None:
-        """A pass over the data begins: remember the random state that its loader starts from."""
-        self._epoch_rng = (self._index, rng.captured())
-
     def return_to_epoch(self, step: int) -> None:
-        """Put back the random state that the pass of `step` began with, if it was saved.
+        """A pass over the data begins, or goes on, that began at `step`.
 
-        A loader that is iterated anew then draws the same order and augmentations again.
+        The random state that its loader starts from is kept with the run, and put back if it was
+        saved: a loader that is iterated anew draws the same order and augmentations again.
         """
         if self._epoch_rng is not None and self._epoch_rng[0] == step:
-            rng.restore(self._epoch_rng[1])
+            restore_rng(self._epoch_rng[1])
         else:
-            self.begin_epoch()
+            self._epoch_rng = (self._index, rng_state())
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state but the keys."""
@@ -246,7 +234,7 @@ class Private(OneOwner):
             "model": original(self.model).state_dict(),
             "optimizer": self._parts.optimizer.state_dict(),
             "attached": {name: item.state_dict() for name, item in self._attached.items()},
-            "random": rng.captured(),
+            "random": rng_state(),
             "epoch_random": None if self._epoch_rng is None else list(self._epoch_rng),
         }
 
@@ -266,7 +254,7 @@ class Private(OneOwner):
         self._parts.release.load_state_dict(state)
         for name, item in self._attached.items():
             item.load_state_dict(state["attached"][name])
-        rng.restore(state["random"])
+        restore_rng(state["random"])
         began = state.get("epoch_random")
         self._epoch_rng = None if began is None else (int(began[0]), began[1])
         self._index = int(state["step"])
@@ -303,3 +291,29 @@ class Private(OneOwner):
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger, if there is a run folder."""
         self._parts.release.write_statement()
+
+
+def rng_state() -> dict[str, Any]:
+    """The generators that loaders and augmentations draw from, as tensors and plain values."""
+    _, words, place, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    version, numbers, spare = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(words, dtype=np.int64)),
+        "numpy_rest": [int(place), int(has_gauss), float(gauss)],
+        "python": [version, list(numbers), spare],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the generators back as `rng_state` found them."""
+    torch.set_rng_state(state["torch"])
+    words, (place, has_gauss, gauss) = state["numpy"].numpy().astype(np.uint32), state["numpy_rest"]
+    np.random.set_state(("MT19937", words, place, has_gauss, gauss))  # noqa: NPY002
+    version, numbers, spare = state["python"]
+    random.setstate((version, tuple(numbers), spare))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

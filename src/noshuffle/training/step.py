@@ -7,22 +7,29 @@
     update   any torch optimizer: post-processing                                  (optim)
 
 A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
-raw sum never leaves this file. Random layers of the model draw from a generator that is set anew
-for every step and part, so that an honest replay has the same masks. State: the sum in the making,
-gone after `release`.
+raw sum never leaves this file. Random layers of the model draw from generators that are set anew
+for every step and part (`seeded`), so that masks do not depend on what else has drawn, and an
+honest replay has the same. State: the sum in the making, gone after `release`.
 
 A GPU works behind the host. So the fingerprint of a batch that lies there is begun in `add` and
 waited for in `release`. Units with ids are admitted before their gradient is computed, as ever; a
 batch without ids is its own unit, known by its content only, so its sum is begun meanwhile and
 thrown away if the ledger refuses. The order stays strict for a replay, for a batch in parts, and
 for on_violation="drop" without ids.
+
+>>> with seeded(7, torch.device("cpu")):
+...     first = torch.rand(2)
+>>> with seeded(7, torch.device("cpu")):
+...     print(torch.equal(first, torch.rand(2)))
+True
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,11 +41,11 @@ from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
 from noshuffle.errors import InvalidInput
 from noshuffle.release import fingerprint
+from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.release import Release
 from noshuffle.release.units import Ids
-from noshuffle.training.parameter_guard import ParameterGuard
-from noshuffle.training.rng import seeded
+from noshuffle.training.hooks import ParameterGuard
 
 
 class Engine(Protocol):
@@ -169,14 +176,15 @@ class Step:
         if not is_behind:
             admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
-        rows = np.arange(size) if admission is None else self._rows(admission, size)
-        self._dropped += size - len(rows)
-        if len(rows) < size:
-            batch = take(batch, torch.from_numpy(rows))
+        keep = None if admission is None else rows_kept(admission, size)
+        if keep is not None:
+            self._dropped += size - int(keep.sum())
+            batch = take(batch, torch.from_numpy(keep))
         units = None
         if self.parts.groups_users:
             assert own is not None
-            units = torch.from_numpy(np.unique(own[rows], return_inverse=True)[1])
+            own = own if keep is None else own[keep]
+            units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
         for parameter in self.parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
         with seeded(self.parts.release.seed(self.index, len(self._sums)), self.parts.device):
@@ -254,25 +262,23 @@ class Step:
             parameter.grad = values[name]
 
     def _own_ids(self, ids: Any, size: int) -> Ids | None:
+        if ids is None and self.parts.groups_users:
+            raise InvalidInput(
+                "a plan with unit='user' needs to know whose each example is; pass ids="
+            )
+        if self._ids and (ids is None) != (self._ids[0] is None):
+            raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
         if ids is None:
-            if self.parts.groups_users:
-                raise InvalidInput(
-                    "a plan with unit='user' needs to know whose each example is; pass ids="
-                )
-            if any(other is not None for other in self._ids):
-                raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
             return None
         own = self.parts.release.identify(ids).copy()  # theirs may hold the next part's soon
         if len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
-        for other in self._ids:
-            if other is None:
-                raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
-            if self.parts.groups_users and np.isin(own, other).any():
-                raise InvalidInput(
-                    "all examples of a user must come in the same part of a batch, or they would "
-                    "count as several contributions; group them"
-                )
+        others = [other for other in self._ids if other is not None]
+        if self.parts.groups_users and any(np.isin(own, other).any() for other in others):
+            raise InvalidInput(
+                "all examples of a user must come in the same part of a batch, or they would "
+                "count as several contributions; group them"
+            )
         return own
 
     def _may_be_known_later(self, batch: tuple[Any, ...]) -> bool:
@@ -299,25 +305,21 @@ class Step:
             self.index, ids, batch, drop=self.parts.drop, is_partial=is_partial
         )
 
-    @staticmethod
-    def _rows(admission: Admission, size: int) -> Ids:
-        """Rows of the newest part that may be used."""
-        if admission.is_empty:
-            return np.empty(0, dtype=np.int64)
-        if admission.keep is None:
-            return np.arange(size)
-        return np.flatnonzero(admission.keep[len(admission.keep) - size :])
-
     def _outcome(self) -> Outcome:
-        first, *more = self._sums
-        if not more:
-            return Outcome(first.losses, first.norms, first.bad, self._dropped, first.shown)
-        return Outcome(
-            losses=torch.cat([s.losses for s in self._sums]),
-            norms=torch.cat([s.norms for s in self._sums]),
-            bad=torch.cat([s.bad for s in self._sums]),
-            dropped=self._dropped,
+        if len(self._sums) == 1:
+            only = self._sums[0]
+            return Outcome(only.losses, only.norms, only.bad, self._dropped, only.shown)
+        losses, norms, bad = (
+            torch.cat([getattr(s, name) for s in self._sums]) for name in ("losses", "norms", "bad")
         )
+        return Outcome(losses, norms, bad, self._dropped)
+
+
+def rows_kept(admission: Admission, size: int) -> Mask | None:
+    """Which of the newest `size` rows may be used; None for all."""
+    if admission.is_empty:
+        return np.zeros(size, dtype=bool)
+    return None if admission.keep is None else admission.keep[len(admission.keep) - size :]
 
 
 def check_in_step(parts: Parts, index: int) -> None:
@@ -326,3 +328,20 @@ def check_in_step(parts: Parts, index: int) -> None:
         raise InvalidInput("a private step needs gradients; take it outside torch.inference_mode()")
     parts.release.check_in_step(index)
     parts.guard.check()
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """torch's generators of host and device as this seed sets them; then as they were before."""
+    generators: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before):
+            generator.set_state(state)

@@ -21,17 +21,16 @@ State: the passes since the last step.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.hooks import Listener, Pass
 from noshuffle.training.step import Parts, Step
 
 
@@ -39,95 +38,6 @@ def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor
     """⟨model(x_i), c_i⟩ for every row."""
     out: Tensor = model(*args, **kwargs)
     return (out * sent_back).reshape(out.shape[0], -1).sum(1)
-
-
-class _Pass:
-    """One forward pass whose output received a gradient."""
-
-    def __init__(self, args: Any, kwargs: Any, *, is_cast: bool) -> None:
-        self.args, self.kwargs, self.is_cast = args, kwargs, is_cast
-        self.sent_back: Tensor | None = None
-
-
-class _Hook:
-    """A forward hook that keeps nothing alive, and is inert in copies and pickles of the model."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener: Callable[[], Listener | None] = weakref.ref(listener)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        listener = self._listener()
-        if listener is not None:
-            listener.hear(module, args, kwargs, output)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._listener = _nobody
-
-
-def _nobody() -> None:
-    return None
-
-
-class Listener:
-    """Keeps the forward passes of a model whose outputs received a gradient.
-
-    It is there from `privatize` on, so that the first pass of a loop is heard. It never stops a
-    pass: what makes one unusable is said by the step that wanted to use it.
-    """
-
-    def __init__(self, model: nn.Module, *, is_mean: bool) -> None:
-        self.is_mean = is_mean
-        self._is_paused = False
-        self.passes: list[_Pass] = []
-        self.refusal = ""
-        self._handle = model.register_forward_hook(_Hook(self), with_kwargs=True)
-        weakref.finalize(self, self._handle.remove)
-
-    def clear(self) -> None:
-        """Forget what was heard."""
-        self.passes, self.refusal = [], ""
-
-    def stop(self) -> None:
-        """Stop listening to the model."""
-        self._handle.remove()
-        self.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While the clipping engine runs the model, nothing is recorded."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
-    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """One forward pass."""
-        if self._is_paused or not module.training or not torch.is_grad_enabled():
-            return
-        if not isinstance(output, Tensor):
-            self.refusal = (
-                "`loss.backward()` needs a model that returns one tensor, got "
-                f"{type(output).__name__}; use private.step with a ModelLoss"
-            )
-            return
-        if not output.requires_grad:
-            return
-        self.refusal = self.refusal or _dropout(module)
-        one = _Pass(args, kwargs, is_cast=torch.is_autocast_enabled(output.device.type))
-
-        def on_gradient(grad: Tensor) -> None:
-            sent = grad.detach() * (grad.shape[0] if self.is_mean else 1)
-            if one.sent_back is None:
-                one.sent_back = sent
-                self.passes.append(one)
-            else:  # a second loss on the same outputs
-                one.sent_back = one.sent_back + sent
-
-        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -216,7 +126,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def _check_raw(parts: Parts, passes: list[_Pass], *, is_mean: bool) -> None:
+def _check_raw(parts: Parts, passes: list[Pass], *, is_mean: bool) -> None:
     """Raise unless the passes give the raw gradient, up to a factor (its norm may be clipped).
 
     Of a gradient that is zero or not finite nothing can be said.
@@ -247,15 +157,3 @@ def _check_raw(parts: Parts, passes: list[_Pass], *, is_mean: bool) -> None:
             "penalty on weights, parts of it called by themselves, random numbers), and they would "
             "be lost; use private.step with a ModelLoss, or weight_decay of the optimizer"
         )
-
-
-def _dropout(model: nn.Module) -> str:
-    """Why a model with dropout is refused: a second pass would draw another mask."""
-    for name, layer in model.named_modules():
-        p = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if layer.training and isinstance(p, float) and p > 0:
-            return (
-                f"layer {name!r} draws a dropout mask, which `loss.backward()` followed by a "
-                "second pass would not repeat; use private.step"
-            )
-    return ""

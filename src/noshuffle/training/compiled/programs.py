@@ -94,12 +94,8 @@ class Programs:
         spec: Any,
         *,
         size: int,
-        at_work: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Program | None:
-        """The program for a batch with these leaves, captured now if it is the first of its kind.
-
-        The model itself runs inside `at_work`, and only when something is captured.
-        """
+        """The program for a batch with these leaves; the first of its kind is captured now."""
         self._last = None
         if size > self.capacity:
             self.say(f"a batch of {size} rows is larger than the captured {self.capacity}: eager")
@@ -132,8 +128,7 @@ class Programs:
                 self._stores = self._stores + _stores(list(loss_fn.modules()))
             held = [t.detach() for own in self._stores for t in own.values() if t is not None]
             self._kept_alive += [loss_fn, *held]
-            with at_work():
-                self._programs[key] = self._build(loss_fn, batch, size)
+            self._programs[key] = self._build(loss_fn, batch, size)
             self._where = self._addresses()
         program = self._programs[key]
         if program is not None and leaves is batch:

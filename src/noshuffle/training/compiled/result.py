@@ -81,6 +81,7 @@ class Pending:
             is_skipped=self.is_skipped,
         )
 
+    @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none); waits for it."""
         losses = self.program.losses()[self.rows]

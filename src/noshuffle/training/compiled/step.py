@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,12 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
-from noshuffle.release.ledger import Admission
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat
 from noshuffle.training.compiled.reason import why_not
 from noshuffle.training.compiled.result import Pending
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.rng import seeded
-from noshuffle.training.step import Parts, check_in_step
+from noshuffle.training.step import Parts, check_in_step, rows_kept, seeded
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
@@ -88,12 +85,8 @@ class Compiled(Programs):
         ids: Any,
         *,
         index: int,
-        at_work: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Pending | None:
-        """One step, or None where it has to be an eager one.
-
-        The model itself runs inside `at_work`, and only when something is captured.
-        """
+        """One step, or None where it has to be an eager one."""
         parts, release = self.parts, self.parts.release
         check_in_step(parts, index)
         leaves, spec = flat(batch)
@@ -102,14 +95,12 @@ class Compiled(Programs):
         if own is not None and len(own) != size:
             raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
         is_fresh = index >= release.released
-        admission: Admission | None = None
-        if own is not None:
-            admission = release.admit(index, own, drop=parts.drop)
+        admission = None if own is None else release.admit(index, own, drop=parts.drop)
         if program is None:
-            program = self.find(loss_fn, batch, leaves, spec, size=size, at_work=at_work)
+            program = self.find(loss_fn, batch, leaves, spec, size=size)
         if program is None:
             return None
-        keep = None if admission is None else _mask(admission, size)
+        keep = None if admission is None else rows_kept(admission, size)
         # Fingerprints are those of all rows; the ones left out are made zero after that.
         is_early = admission is None and is_fresh and not parts.drop
         is_released = False
@@ -132,7 +123,7 @@ class Compiled(Programs):
                         flat=(leaves, program.structure),
                     )
                     admission = release.admit(index, None, name, drop=parts.drop)
-                    keep = _mask(admission, size)
+                    keep = rows_kept(admission, size)
                     if not is_early:
                         self._sum(program, size, keep, index)
                 raw = program.sum_digest(is_now=admission.is_replay)
@@ -213,10 +204,3 @@ def _size(batch: tuple[Any, ...], leaves: Sequence[Any]) -> int:
     """Rows of a batch, one look at every tensor where they agree."""
     sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     return sizes.pop()[0] if len(sizes) == 1 and () not in sizes else batch_size(batch)
-
-
-def _mask(admission: Admission, size: int) -> Mask | None:
-    """Rows that count, None for all."""
-    if admission.is_empty:
-        return np.zeros(size, dtype=bool)
-    return admission.keep

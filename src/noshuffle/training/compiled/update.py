@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.optim import FTRL
-from noshuffle.training.parameter_guard import has_hooks
+from noshuffle.training.hooks import has_hooks
 
 #: The fused kernel takes its rate in single precision.
 _FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)

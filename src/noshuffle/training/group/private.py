@@ -27,9 +27,10 @@ from noshuffle.training.group.batch_blocks import blocks_of
 from noshuffle.training.group.blocks import BlockSums
 from noshuffle.training.group.step import GroupParts, GroupStep
 from noshuffle.training.group.team import is_known_to_all
+from noshuffle.training.hooks import Listener, at_work
 from noshuffle.training.private import Private
 from noshuffle.training.step import Step
-from noshuffle.training.unchanged import Listener, PrivateOptimizer
+from noshuffle.training.unchanged import PrivateOptimizer
 
 
 def share(blocks: int, *, rank: int, ranks: int) -> tuple[int, int]:
@@ -110,7 +111,7 @@ class GroupPrivate(Private):
     def accumulate(self) -> Iterator[Step]:
         """Several parts of one batch, one release at the end; the same number on every rank."""
         step = self._new_step()
-        with self._engine_at_work():
+        with at_work(self._listener):
             try:
                 yield step
             except Exception as error:
@@ -118,7 +119,9 @@ class GroupPrivate(Private):
                     failed = error
                     self._parts.team.meet("a step that is given up", lambda: _again(failed))
                 raise
-        self._finish(step)
+        with at_work(self._listener, self._parts.optimizer):
+            seen = step.release()
+        self._finish(seen)
 
     def _listen(self) -> Listener | None:
         return None if self._parts.is_sharded else super()._listen()

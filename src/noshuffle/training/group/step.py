@@ -31,6 +31,7 @@ from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import fingerprint
+from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.units import Ids
 from noshuffle.training.group import shards
@@ -39,7 +40,7 @@ from noshuffle.training.group.blocks import BlockSums, block_sums
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
-from noshuffle.training.step import Outcome, Parts, Step
+from noshuffle.training.step import Outcome, Parts, Step, rows_kept
 
 
 @dataclass
@@ -158,7 +159,7 @@ class GroupStep(Step):
                     "count as several contributions; split batches with private.rows"
                 )
 
-    def _admit_all(self, told: list[Brought], *, is_last: bool) -> Ids:
+    def _admit_all(self, told: list[Brought], *, is_last: bool) -> Mask:
         """Which rows of this part, over all ranks, may be used (truth values)."""
         size = sum(b.size for b in told)
         given = [b.ids for b in told if b.ids is not None]
@@ -167,10 +168,9 @@ class GroupStep(Step):
         self._prints.append(hashlib.blake2b(joined, digest_size=fingerprint.SIZE).digest())
         admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
-        rows = self._rows(admission, size)
-        self._dropped += size - len(rows)
-        keep = np.zeros(size, dtype=bool)
-        keep[rows] = True
+        keep = rows_kept(admission, size)
+        keep = np.ones(size, dtype=bool) if keep is None else keep
+        self._dropped += size - int(keep.sum())
         return keep
 
     def _clip_blocks(
@@ -178,7 +178,7 @@ class GroupStep(Step):
         loss_fn: Criterion | ModelLoss,
         batch: tuple[Any, ...],
         blocks: list[Ids],
-        keep: Ids,
+        keep: Mask,
         ids: Ids | None,
         *,
         first: int,
