@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.rate_list import AXES, RATES, Rate
+from noshuffle.convex.rate_list import AXES, NOTES, RATES, REASONS, Rate
 from noshuffle.errors import InvalidInput
 
 #: A bound from above is tested by slopes within this of theory; an edge is nearer than that.
@@ -83,23 +83,20 @@ def fitted_slope(x: Sequence[float], excess: Sequence[float]) -> float:
 
 def measure(rate: Rate, *, quick: bool = False) -> Curve:
     """Run one experiment: the mean over repeats at every size, and the fitted slope."""
-    sizes = rate.quick if quick else rate.sizes
-    repeats = max(1, rate.repeats - 1) if quick else rate.repeats
-    excess = []
-    for size in sizes:
-        x = size if rate.axis == "ε" else int(size)
-        excess.append(float(np.mean([rate.fn(x, seed=s) for s in range(repeats)])))
-    against = [AXES[rate.axis](float(s)) for s in sizes]
+    sizes = rate.sizes[: rate.quick] if quick else rate.sizes
+    seeds = range(max(1, rate.repeats - 1) if quick else rate.repeats)
+    excess = tuple(float(np.mean([rate.measure(n, seed=s) for s in seeds])) for n in sizes)
+    x = tuple(AXES[rate.axis][1](float(size)) for size in sizes)
     return Curve(
         name=rate.name,
         axis=rate.axis,
-        x=tuple(against),
-        excess=tuple(excess),
-        slope=fitted_slope(against, excess),
+        x=x,
+        excess=excess,
+        slope=fitted_slope(x, excess),
         theory=rate.theory,
         accepted=rate.accepted,
-        note=rate.note,
-        reason=rate.reason,
+        note=NOTES.get(rate.name, ""),
+        reason=REASONS.get(rate.name, ""),
     )
 
 

@@ -46,14 +46,10 @@ class Composite:
         """The minimizer, as new tensors."""
         raise NotImplementedError
 
-    def value(self, values: Sequence[Tensor]) -> float:
-        """r(θ), in float64."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class ElasticNet(Composite):
-    """r = l1·‖θ‖₁ + (l2/2)·‖θ‖²."""
+    """r = l1·‖θ‖₁ + (l2/2)·‖θ‖²; with l1 = 0 it is the weight decay of ridge regression."""
 
     l1: float
     l2: float
@@ -64,19 +60,10 @@ class ElasticNet(Composite):
     def prox(self, values: Sequence[Tensor], weight: float) -> list[Tensor]:
         return [shrink(v, weight * self.l1) / (1.0 + weight * self.l2) for v in values]
 
-    def value(self, values: Sequence[Tensor]) -> float:
-        return float(
-            sum(
-                self.l1 * float(v.double().abs().sum())
-                + 0.5 * self.l2 * float(v.double().square().sum())
-                for v in values
-            )
-        )
-
 
 @dataclass(frozen=True)
 class GroupLasso(Composite):
-    """r = strength · Σ_g ‖θ_g‖₂; a group is a row (first index) of a matrix, or a whole vector."""
+    """r = strength · Σ_g ‖θ_g‖₂; a group is a row of a matrix (a filter), or a whole vector."""
 
     strength: float
 
@@ -93,9 +80,6 @@ class GroupLasso(Composite):
             out.append(value * factor)
         return out
 
-    def value(self, values: Sequence[Tensor]) -> float:
-        return self.strength * float(sum(float(group_norms(v.double()).sum()) for v in values))
-
 
 def group_norms(value: Tensor) -> Tensor:
     """Norm of every group, shaped to broadcast against the tensor."""
@@ -110,14 +94,7 @@ def lasso(strength: float) -> ElasticNet:
     return ElasticNet(strength, 0.0)
 
 
-def group_lasso(strength: float) -> GroupLasso:
-    """κ Σ_g ‖θ_g‖₂, one group per row of a matrix (per filter of a convolution)."""
-    return GroupLasso(strength)
-
-
-def elastic_net(l1: float, l2: float) -> ElasticNet:
-    """κ₁‖θ‖₁ + (κ₂/2)‖θ‖²; with l1 = 0 this is ridge regression's weight decay."""
-    return ElasticNet(l1, l2)
+group_lasso, elastic_net = GroupLasso, ElasticNet
 
 
 def check_closed_form(composite: Composite | None, constraint: Constraint | None) -> None:

@@ -277,21 +277,4 @@ def simplex_threshold(vector: Tensor, *, total: float) -> float:
     return float(candidates[last])
 
 
-def l2_ball(radius: float) -> L2Ball:
-    """The Euclidean ball around the origin."""
-    return L2Ball(radius)
-
-
-def box(low: float, high: float) -> Box:
-    """The same interval for every coordinate."""
-    return Box(low, high)
-
-
-def simplex(total: float = 1.0) -> Simplex:
-    """The (scaled) probability simplex."""
-    return Simplex(total)
-
-
-def l1_ball(radius: float) -> L1Ball:
-    """The cross-polytope around the origin."""
-    return L1Ball(radius)
+l2_ball, l1_ball, box, simplex = L2Ball, L1Ball, Box, Simplex

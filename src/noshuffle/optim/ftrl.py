@@ -33,7 +33,7 @@ without which float32 drifts over 10⁵ steps), and `velocity` V with momentum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput, non_negative
 from noshuffle.optim.composite import Composite, check_closed_form, solve
 from noshuffle.optim.constraints import Constraint
+
+Sum = TypeVar("Sum", float, Tensor)
 
 
 def accumulate_(total: Tensor, lost: Tensor, value: Tensor) -> None:
@@ -51,18 +53,11 @@ def accumulate_(total: Tensor, lost: Tensor, value: Tensor) -> None:
     total.copy_(new)
 
 
-def filtered_(velocity: Tensor, total: Tensor, *, momentum: float, nesterov: bool) -> Tensor:
-    """V ← γV + S in place; returns the linear term ℓ (V, or γV + S for Nesterov)."""
-    velocity.mul_(momentum).add_(total)
-    return velocity * momentum + total if nesterov else velocity
-
-
-def filtered_weight(
-    velocity: float, total: float, *, momentum: float, nesterov: bool
-) -> tuple[float, float]:
-    """The same recursion for the scalar weight of the regularizers: (ℓ, new velocity)."""
-    velocity = momentum * velocity + total
-    return (momentum * velocity + total if nesterov else velocity), velocity
+def filtered(velocity: Sum, total: Sum, group: dict[str, Any]) -> tuple[Sum, Sum]:
+    """V ← γV + S (a tensor in place), and ℓ: V, or γV + S for Nesterov."""
+    velocity *= group["momentum"]
+    velocity += total
+    return velocity, velocity * group["momentum"] + total if group["nesterov"] else velocity
 
 
 def wide(value: Tensor) -> torch.dtype:
@@ -106,8 +101,7 @@ class FTRL(torch.optim.Optimizer):
             group.pop("composite", self._default_rule[1]),
         )
         settings = {**self.defaults, **group}
-        non_negative(lr=settings["lr"])
-        non_negative(momentum=settings["momentum"])
+        non_negative(lr=settings["lr"], momentum=settings["momentum"])
         if not settings["momentum"] < 1:
             raise InvalidInput(f"momentum must lie in [0, 1), got {settings['momentum']!r}")
         if settings["nesterov"] and settings["momentum"] == 0:
@@ -128,25 +122,16 @@ class FTRL(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            weight = self._advance_weight(group)
+            group["weight"] += float(group["lr"])
+            weight = float(group["weight"])
+            if group["momentum"]:
+                group["weight_velocity"], weight = filtered(group["weight_velocity"], weight, group)
             points = [self._unconstrained(p, group) for p in params]
             if constraint is not None or composite is not None:
                 points = solve(points, weight=weight, composite=composite, constraint=constraint)
             for p, point in zip(params, points, strict=True):
                 p.copy_(point)
         return loss
-
-    def _advance_weight(self, group: dict[str, Any]) -> float:
-        group["weight"] += float(group["lr"])
-        if not group["momentum"]:
-            return float(group["weight"])
-        weight, group["weight_velocity"] = filtered_weight(
-            group["weight_velocity"],
-            group["weight"],
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-        )
-        return weight
 
     def _unconstrained(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """θ₀ − ℓ after taking in p.grad."""
@@ -155,34 +140,23 @@ class FTRL(torch.optim.Optimizer):
         if not state:
             self._anchor(p, group)
         accumulate_(state["total"], state["lost"], p.grad.to(wide(p)) * group["lr"])
-        if not group["momentum"]:
-            return torch.sub(state["anchor"], state["total"])
-        linear = filtered_(
-            state["velocity"],
-            state["total"],
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-        )
+        linear = state["total"]
+        if group["momentum"]:
+            _, linear = filtered(state["velocity"], linear, group)
         return torch.sub(state["anchor"], linear)
 
     def _anchor(self, p: Tensor, group: dict[str, Any]) -> None:
-        zeros = torch.zeros_like(p, dtype=wide(p), memory_format=torch.preserve_format)
-        state = self.state[p]
-        state["anchor"] = p.detach().to(wide(p), copy=True)
-        state["total"] = zeros.clone()
-        state["lost"] = zeros.clone()
-        if group["momentum"]:
-            state["velocity"] = zeros
+        anchor = p.detach().to(wide(p), copy=True)
+        sums = ("total", "lost", "velocity") if group["momentum"] else ("total", "lost")
+        self.state[p].update({name: torch.zeros_like(anchor) for name in sums}, anchor=anchor)
 
     @torch.no_grad()
     def restart(self, *, reanchor: bool) -> None:
         """What the optimizer does when the noise restarts; both published conventions.
 
-        reanchor=False: θ₀, sum and momentum live on (the centralized experiments of the paper).
-            The last noise of the old tree stays in the sum as it was released, so nothing is
-            to be done here.
-        reanchor=True: θ₀ becomes the current iterate, sum and momentum zero (the federated
-            experiments); the same as a fresh optimizer.
+        reanchor=False: θ₀, sum and momentum live on, and with them the last noise of the old tree
+            (the centralized experiments of the paper).
+        reanchor=True: the same as a fresh optimizer at the current iterate (the federated ones).
         """
         if not reanchor:
             return
@@ -200,15 +174,9 @@ class FTRL(torch.optim.Optimizer):
                     f"this state was saved with (constraint, composite) = {saved.get('rule')}, "
                     f"the optimizer has {mine['rule']}; build it with the same ones"
                 )
-        kept = {
-            index: {name: value.dtype for name, value in entry.items()}
-            for index, entry in state_dict["state"].items()
-        }
         super().load_state_dict(state_dict)
         # torch casts state to the dtype of its parameter; sums must stay as wide as they were.
         order = [p for group in self.param_groups for p in group["params"]]
-        for index, dtypes in kept.items():
-            state = self.state[order[index]]
-            for name, dtype in dtypes.items():
-                saved_value = state_dict["state"][index][name]
-                state[name] = saved_value.to(order[index].device, dtype, copy=True)
+        for index, entry in state_dict["state"].items():
+            p = order[index]
+            self.state[p] = {name: value.to(p.device, copy=True) for name, value in entry.items()}

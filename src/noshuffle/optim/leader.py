@@ -10,6 +10,7 @@ h/c. The last `free` coordinates (intercepts) have neither set nor penalty: ther
 
 State: `total` S, `weight` h. Everything here is post-processing of what was released.
 
+>>> from noshuffle.optim import lasso
 >>> leader = Leader(2, composite=lasso(0.25))
 >>> [float(v) for v in leader.follow(np.array([1.0, 2.0]), rate=0.5)]
 [-0.375, -0.875]
@@ -18,19 +19,14 @@ State: `total` S, `weight` h. Everything here is post-processing of what was rel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput
-from noshuffle.optim.composite import (
-    Composite,
-    GroupLasso,
-    check_closed_form,
-    lasso,  # noqa: F401  (the doctest uses it)
-    solve,
-)
+from noshuffle.optim.composite import Composite, GroupLasso, check_closed_form, solve
 from noshuffle.optim.constraints import Array, Constraint
 
 
@@ -68,16 +64,14 @@ class Leader:
         return theta
 
     def _solved(self, point: Array, weight: float) -> Array:
-        parts = [point] if self._groups is None else [point[group] for group in self._groups]
+        groups: Sequence[Any] = [slice(None)] if self._groups is None else self._groups
         found = solve(
-            [torch.from_numpy(part) for part in parts],
+            [torch.from_numpy(point[group]) for group in groups],
             weight=weight,
             composite=self._composite,
             constraint=self._constraint,
         )
-        if self._groups is None:
-            return np.asarray(found[0].numpy())
         out = np.zeros(len(point))
-        for group, part in zip(self._groups, found):
+        for group, part in zip(groups, found):
             out[group] = part.numpy()
         return out

@@ -155,7 +155,9 @@ def test_first_noise_of_the_run_has_the_stated_scale() -> None:
 
 
 def test_released_tree_noise_is_of_the_stated_scale() -> None:
-    problem = Problem.of(losses.linear(), np.zeros((1, 4000)), None, test_seed=3)
+    problem = Problem.of(
+        losses.linear(), np.zeros((1, 4000)), None, epsilon=1.0, delta=1e-6, test_seed=3
+    )
     release = releaser(problem, Shape(p=2.0, d=4000), steps=14)
     tree = DecayedTree(partial(release, scale=2.0), decay=1.0)
     values = [tree.push(np.zeros(4000)) for _ in range(7)]

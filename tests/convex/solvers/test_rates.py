@@ -48,7 +48,7 @@ def test_least_squares_slope_with_five_features() -> None:
 @pytest.mark.parametrize("rate", rates.RATES, ids=lambda r: r.name)
 def test_every_slope_is_within_or_its_miss_is_explained(rate: rates.Rate) -> None:
     curve = rates.measure(rate)
-    assert curve.is_within or rate.reason, curve
+    assert curve.is_within or curve.reason, curve
 
 
 def test_intervals_follow_the_stated_rules() -> None:

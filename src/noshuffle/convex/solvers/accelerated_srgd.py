@@ -23,6 +23,7 @@ R·(L + βR)/√n + R(L + βR)√d polylog/(εn) with T = √n; η = min(1/(4β)
 State: x, y, z, the running sum, the noise stream. Two gradients per row.
 
 >>> from noshuffle.convex.losses import logistic
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (5000, 1)), np.tile([1.0, -1.0], 5000)
 >>> run = accelerated_srgd(logistic(), x, y, epsilon=4.0, delta=1e-6, domain=Ball(1.0), test_seed=0)
 >>> round(run.statement.epsilon, 6), bool(run.weights[0] > 0.5)
@@ -38,14 +39,10 @@ import numpy as np
 
 from noshuffle.convex.losses import Loss
 from noshuffle.convex.solvers.base import Solution, split
-from noshuffle.convex.solvers.domains import Ball
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import SinglePass
-from noshuffle.plan import Plan
 from noshuffle.strategies import error
-
-__all__ = ["Ball", "accelerated_srgd", "increment_bound"]
 
 
 def increment_bound(loss: Loss, *, radius: float, steps: int) -> float:
@@ -62,8 +59,6 @@ def increment_bound(loss: Loss, *, radius: float, steps: int) -> float:
 def accelerated_srgd(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     steps: int | None = None,
     learning_rate: float | None = None,
     mechanism: Any = "blt",
@@ -74,8 +69,7 @@ def accelerated_srgd(
     convex or not. The ridge of the loss is no data and enters outside of the sums.
     """
     problem.require("accelerated SRGD", convex=False, smooth=True)
-    loss, domain = problem.loss, problem.domain
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
     radius = domain.euclidean(d)
     if not math.isfinite(radius):
         raise Unsupported("accelerated SRGD needs a bounded domain, got one without a radius")
@@ -83,38 +77,29 @@ def accelerated_srgd(
     whole(steps=steps, at_least=2)
     batches = split(n, steps)
     size = n // steps
-    plan = Plan.fit(
-        SinglePass(steps),
-        mechanism=mechanism,
-        epsilon=epsilon,
-        delta=delta,
-        neighbours=problem.neighbours,
-    )
+    plan = problem.plan(SinglePass(steps), mechanism)
     bound = increment_bound(loss, radius=radius, steps=steps) / size
     noise = plan.noise_multiplier * bound
     release = problem.door(plan, scale=noise)
     if learning_rate is None:
         smooth = 1 / (4 * max(loss.smoothness + loss.ridge, 1e-12))
         # E‖t·d̃_t − t·∇F‖² is about t·L²/size + d(noise·E)²; balance R²/η with η·Σ of it.
-        spread = (
-            steps * loss.lipschitz**2 / size + d * (noise * error(plan.strategy, steps).max) ** 2
-        )
+        private = d * (noise * error(plan.strategy, steps).max) ** 2
+        spread = steps * loss.lipschitz**2 / size + private
         learning_rate = min(smooth, radius / math.sqrt(steps * spread))
     positive(learning_rate=learning_rate)
-    z = w = point = domain.project(domain.start(d))
+    z = w = point = problem.start()
     total = np.zeros(d)
     for t in range(1, steps + 1):
         tau = 2 / (t + 1)
         previous, point = point, (1 - tau) * w + tau * z
         batch = slice(batches[t - 1].start, batches[t - 1].start + size)
-        new = loss.data_gradient(point, x[batch], y[batch]) / size
-        share = new
+        share = new = problem.gradient(point, batch) / size
         if t > 1:
-            old = loss.data_gradient(previous, x[batch], y[batch]) / size
-            share = new + (t - 1) * (new - old)
+            share = new + (t - 1) * (new - problem.gradient(previous, batch) / size)
         total = total + release(share)
         # η_t·d̃_t = (t·η)·(released sum)/t: the weights cancel.
         z = domain.project(z - learning_rate * (total + t * loss.ridge * point))
         w = (1 - tau) * w + tau * z
     details = {"noise": noise, "steps": float(steps), "learning_rate": learning_rate}
-    return Solution(weights=w, statement=problem.planned(plan), details=details)
+    return problem.solution(w, details, plan=plan)

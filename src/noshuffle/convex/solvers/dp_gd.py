@@ -15,6 +15,7 @@ is R L√d·O(1/(εn)): slope −1 in n in the privacy regime. `steps` defaults 
 State: the weights and their average.
 
 >>> from noshuffle.convex.losses import logistic
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
 >>> run = dp_gd(logistic(), x, y, epsilon=1.0, delta=1e-6, domain=Ball(2.0), test_seed=0)
 >>> round(run.statement.epsilon, 6), bool(run.weights[0] > 1)
@@ -27,22 +28,17 @@ import math
 
 import numpy as np
 
-from noshuffle.convex.solvers.base import OUTPUTS, Solution, budget
-from noshuffle.convex.solvers.domains import Ball
+from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.updates import UpdateRule
 from noshuffle.errors import InvalidInput, one_of, positive, whole
 from noshuffle.strategies import identity
-
-__all__ = ["Ball", "dp_gd"]
 
 
 @solver()
 def dp_gd(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     steps: int | None = None,
     learning_rate: float | None = None,
     rule: UpdateRule | None = None,
@@ -55,9 +51,7 @@ def dp_gd(
     """
     one_of(OUTPUTS, output=output)
     problem.require("DP-GD", convex=False)
-    loss, domain = problem.loss, problem.domain
-    n, d, radius = problem.n, problem.d, problem.radius
-    mu = budget(epsilon=epsilon, delta=delta)
+    loss, n, d, mu, radius = problem.loss, problem.n, problem.d, problem.mu, problem.radius
     reach = problem.c * loss.lipschitz / n
     if steps is None:
         steps = int(min(max(16, (loss.lipschitz * mu / reach) ** 2 / d), n))
@@ -69,11 +63,10 @@ def dp_gd(
     rate = radius / (bound * math.sqrt(steps)) if learning_rate is None else learning_rate
     positive(learning_rate=rate)
     release = problem.sums(identity(), steps=steps, scale=deviation)
-    w = domain.project(domain.start(d))
-    average = np.zeros(d)
+    w, average = problem.start(), np.zeros(d)
     state = rule.init(d) if rule is not None else ()
     for t in range(1, steps + 1):
-        g = release(loss.data_gradient(w, problem.x, problem.y) / n) + loss.ridge * w
+        g = release(problem.gradient(w) / n) + loss.ridge * w
         if rule is not None:
             move, state = rule.update(g, state, w)
         elif output == "average":
@@ -81,13 +74,11 @@ def dp_gd(
         else:  # α_t = c/√t with the same total length of steps
             move = -rate * math.sqrt(steps / t) * g
         average += w / steps
-        w = domain.project(w + move)
-    statement = problem.statement(
+        w = problem.domain.project(w + move)
+    return problem.solution(
+        average if output == "average" else w,
+        {"noise": deviation, "steps": float(steps), "learning_rate": rate},
         mu=mu,
-        delta=delta,
         sensitivity=math.sqrt(steps) * reach,
         mechanism=f"{steps} full gradients with independent Gaussian noise of std {deviation:.6g}",
     )
-    chosen = average if output == "average" else w
-    details = {"noise": deviation, "steps": float(steps), "learning_rate": rate}
-    return Solution(weights=chosen, statement=statement, details=details)

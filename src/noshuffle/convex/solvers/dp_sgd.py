@@ -14,6 +14,7 @@ This solver needs sampling, which the rest of this library does without: it is h
 State: the weights, the state of the rule, the average.
 
 >>> from noshuffle.convex.losses import logistic
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
 >>> run = dp_sgd(logistic(), x, y, epsilon=2.0, delta=1e-6, domain=Ball(2.0), rate=0.1, steps=50,
 ...              test_seed=0)
@@ -28,22 +29,16 @@ import math
 import numpy as np
 
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
-from noshuffle.convex.solvers.domains import Ball
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.updates import Sgd, UpdateRule
 from noshuffle.errors import one_of, unit_rate, whole
 from noshuffle.participation import Poisson
-from noshuffle.plan import Plan
-
-__all__ = ["Ball", "dp_sgd"]
 
 
 @solver(only="zero-out")
 def dp_sgd(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     rate: float,
     steps: int,
     rule: UpdateRule | None = None,
@@ -58,31 +53,23 @@ def dp_sgd(
     unit_rate(rate=rate)
     whole(steps=steps)
     problem.require("DP-SGD", convex=False)
-    loss, domain = problem.loss, problem.domain
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
-    plan = Plan.fit(
-        Poisson(steps, rate),
-        mechanism="identity",
-        epsilon=epsilon,
-        delta=delta,
-        neighbours="zero-out",
-    )
+    loss, n, d = problem.loss, problem.n, problem.d
+    plan = problem.plan(Poisson(steps, rate), "identity")
     expected = rate * n
     deviation = plan.noise_multiplier * loss.lipschitz / expected
     if rule is None:
         spread = loss.lipschitz**2 * (1 + 1 / expected) + d * deviation**2
         rule = Sgd(problem.radius / math.sqrt(steps * spread))
     release = problem.sums(plan.strategy, steps=steps, scale=deviation)
-    w = domain.project(domain.start(d))
-    average, state = np.zeros(d), rule.init(d)
+    w, average, state = problem.start(), np.zeros(d), rule.init(d)
     for _ in range(steps):
         chosen = np.flatnonzero(problem.draws.coins(rate, n))
-        g = release(loss.data_gradient(w, x[chosen], y[chosen]) / expected) + loss.ridge * w
+        g = release(problem.gradient(w, chosen) / expected) + loss.ridge * w
         move, state = rule.update(g, state, w)
         average += w / steps
-        w = domain.project(w + move)
-    return Solution(
-        weights=average if output == "average" else w,
-        statement=problem.planned(plan),
-        details={"noise": deviation, "steps": float(steps), "rate": rate},
+        w = problem.domain.project(w + move)
+    return problem.solution(
+        average if output == "average" else w,
+        {"noise": deviation, "steps": float(steps), "rate": rate},
+        plan=plan,
     )

@@ -13,6 +13,7 @@ moves the sum of differences by c_t, and the sum of snapshot gradients by L).
 State: weights, snapshot and its private gradient, the average.
 
 >>> from noshuffle.convex.losses import logistic
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
 >>> run = dp_svrg(logistic(), x, y, epsilon=2.0, delta=1e-6, domain=Ball(2.0), test_seed=0)
 >>> run.statement.epsilon <= 2.0, bool(run.weights[0] > 0.5)
@@ -27,11 +28,8 @@ import numpy as np
 
 from noshuffle.accounting import calibrate, renyi
 from noshuffle.convex.solvers.base import Solution
-from noshuffle.convex.solvers.domains import Ball
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import positive, unit_rate, whole
-
-__all__ = ["Ball", "dp_svrg", "svrg_epsilon"]
 
 
 def svrg_epsilon(*, noise: float, epochs: int, steps: int, rate: float, delta: float) -> float:
@@ -44,8 +42,6 @@ def svrg_epsilon(*, noise: float, epochs: int, steps: int, rate: float, delta: f
 def dp_svrg(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     epochs: int = 4,
     steps: int = 25,
     rate: float = 0.1,
@@ -60,37 +56,36 @@ def dp_svrg(
     whole(epochs=epochs, steps=steps)
     unit_rate(rate=rate)
     problem.require("DP-SVRG", smooth=True)
-    loss, domain = problem.loss, problem.domain
-    n, d, x, y, radius = problem.n, problem.d, problem.x, problem.y, problem.radius
+    loss, n, d = problem.loss, problem.n, problem.d
 
     def spent(noise: float) -> float:
-        return svrg_epsilon(noise=noise, epochs=epochs, steps=steps, rate=rate, delta=delta)
+        return svrg_epsilon(noise=noise, epochs=epochs, steps=steps, rate=rate, delta=problem.delta)
 
-    noise = calibrate.smallest(spent, epsilon)
+    noise = calibrate.smallest(spent, problem.epsilon)
     bound, expected = loss.lipschitz, rate * n
     if learning_rate is None:
         private = d * (noise * bound / n) ** 2
-        length = radius / math.sqrt(epochs * steps * (bound**2 + private))
+        length = problem.radius / math.sqrt(epochs * steps * (bound**2 + private))
         learning_rate = min(length, 1 / max(loss.smoothness + loss.ridge, 1e-12))
     positive(learning_rate=learning_rate)
     release = problem.gaussians(steps=epochs * (steps + 1))
-    w = domain.project(domain.start(d))
-    average = np.zeros(d)
+    w, average = problem.start(), np.zeros(d)
     for _ in range(epochs):
         v = w
-        snapshot = release(loss.data_gradient(v, x, y) / n, scale=noise * bound / n)
+        snapshot = release(problem.gradient(v) / n, scale=noise * bound / n)
         for _ in range(steps):
             reach = min(2 * bound, loss.smoothness * float(np.linalg.norm(w - v)))
             chosen = np.flatnonzero(problem.draws.coins(rate, n))
-            part = loss.data_gradient(w, x[chosen], y[chosen])
-            part = part - loss.data_gradient(v, x[chosen], y[chosen])
+            part = problem.gradient(w, chosen) - problem.gradient(v, chosen)
             # At w = v every difference is zero, whatever the data: there is nothing to release.
             part = release(part, scale=noise * reach) if reach > 0 else np.zeros(d)
-            w = domain.project(w - learning_rate * (part / expected + snapshot + loss.ridge * w))
+            g = part / expected + snapshot + loss.ridge * w
+            w = problem.domain.project(w - learning_rate * g)
             average += w / (epochs * steps)
-    statement = problem.statement(
+    return problem.solution(
+        average,
+        {"noise": noise, "learning_rate": learning_rate},
         epsilon=spent(noise),
-        delta=delta,
         sensitivity=bound,
         noise=noise,
         participation=f"every snapshot, and each of {epochs * steps} steps by a secret coin flip "
@@ -98,5 +93,3 @@ def dp_svrg(
         mechanism=f"{epochs} full gradients and {epochs * steps} sampled differences",
         accountant="rdp",
     )
-    details = {"noise": noise, "learning_rate": learning_rate}
-    return Solution(weights=average, statement=statement, details=details)

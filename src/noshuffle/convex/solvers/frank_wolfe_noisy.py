@@ -21,6 +21,7 @@ values.
 State: x, the estimate, and a stack of node values (lg T + 1 vectors).
 
 >>> from noshuffle.convex.losses import linear
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x = np.tile([[0.6, 0.8]], (4000, 1))
 >>> run = frank_wolfe_noisy(linear(), x, None, epsilon=1.0, delta=1e-6, domain=Ball(1.0),
 ...                         steps=30, test_seed=0)
@@ -37,14 +38,11 @@ from functools import partial
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.solvers.base import ONE_PASS, Solution, rho_budget
-from noshuffle.convex.solvers.domains import Ball, Domain, LpBall
+from noshuffle.convex.solvers.base import ONE_PASS, Solution
 from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
-
-__all__ = ["AGGREGATIONS", "Ball", "DecayedTree", "frank_wolfe_noisy", "noises"]
 
 AGGREGATIONS = ("tree", "naive")
 
@@ -56,16 +54,13 @@ def noises(
 
     Guarantees: with these, each disjoint half of the data has ρ-zCDP, so the pass has.
     """
-    one_of(AGGREGATIONS, aggregation=aggregation)
     if aggregation == "naive":
-        times = recursion.decayed_squares()
-        sigma = deviation(shape, sensitivity=max(first, step), rho=rho / times)
-        return sigma, sigma
-    levels = recursion.steps.bit_length()
-    return (
-        deviation(shape, sensitivity=first, rho=rho),
-        deviation(shape, sensitivity=step, rho=rho / levels),
-    )
+        first = step = max(first, step)
+        shares = (rho / recursion.decayed_squares(),) * 2
+    else:
+        shares = rho, rho / recursion.steps.bit_length()
+    sigmas = [deviation(shape, sensitivity=s, rho=r) for s, r in zip((first, step), shares)]
+    return sigmas[0], sigmas[1]
 
 
 class DecayedTree:
@@ -99,8 +94,6 @@ class DecayedTree:
 def frank_wolfe_noisy(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     steps: int | None = None,
     rate: float | None = None,
     aggregation: str = "tree",
@@ -121,55 +114,42 @@ def frank_wolfe_noisy(
             "use frank_wolfe_poly for polytopes"
         )
     problem.require("noisy Frank–Wolfe", order=p / (p - 1), convex=convex, smooth=True)
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    n, d, rho = problem.n, problem.d, problem.rho
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
     first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
-    rho = rho_budget(epsilon=epsilon, delta=delta)
     shape = Shape(p=p, d=d)
     sigma0, sigma = noises(
         recursion, shape, first=first, step=step, rho=rho, aggregation=aggregation
     )
     # d_0 and the nodes of a tree over T leaves (2T at most), or every naive estimate.
     release = releaser(problem, shape, steps=2 * recursion.steps + 1)
-    head, batches = recursion.slices()
-    w = previous = domain.start(d)
     decay = 1 - recursion.rate
-    exact = loss.data_gradient(w, x[head], y[head]) / recursion.first
-    start = release(exact, scale=sigma0)
     tree = DecayedTree(partial(release, scale=sigma), decay=decay)
-    estimate = start
-    iterates = np.empty((recursion.steps + 2, d))
-    iterates[0] = w
-    for t in range(recursion.steps + 1):
-        if t > 0:
-            batch = batches[t - 1]
-            increment = recursion.increment(loss, w, previous, x[batch], y[batch])
-            if aggregation == "tree":
-                estimate = decay**t * start + tree.push(increment)
-            else:
-                exact = decay * exact + increment
-                estimate = release(exact, scale=sigma0)
-        v = domain.lmo(estimate + loss.ridge * w)
-        previous, w = w, decay * w + recursion.rate * v
-        iterates[t + 1] = w
-    statement = problem.statement(
+    start = exact = np.zeros(d)
+
+    def pick(t: int, share: Array, w: Array) -> Array:
+        nonlocal start, exact
+        exact = decay * exact + share
+        if t > 0 and aggregation == "tree":
+            estimate = decay**t * start + tree.push(share)
+        else:
+            start = estimate = release(exact, scale=sigma0)
+        return domain.lmo(estimate + loss.ridge * w)
+
+    iterates = np.array(list(recursion.walk(problem, pick)))
+    return problem.solution(
+        iterates[-1].copy(),
+        {
+            "first_noise": sigma0,
+            "noise": sigma,
+            "steps": float(recursion.steps),
+            "rate": recursion.rate,
+        },
+        iterates=iterates,
         rho=rho,
-        delta=delta,
         sensitivity=max(first, step),
         noise=sigma,
         mechanism=f"{aggregation} release of {recursion.steps + 1} recursive gradients, "
         f"generalized Gaussian noise of order {shape.r:g}",
         participation=ONE_PASS,
     )
-    details = {
-        "first_noise": sigma0,
-        "noise": sigma,
-        "steps": float(recursion.steps),
-        "rate": recursion.rate,
-    }
-    return Solution(weights=w, statement=statement, iterates=iterates, details=details)
-
-
-def l_p(radius: float, p: float) -> Domain:
-    """The ball for which this solver is made: Euclidean for p = 2."""
-    return Ball(radius) if p == 2 else LpBall(radius, p)

@@ -21,6 +21,7 @@ single-row steps; it grows with ln J only, so d may be far above n.
 State: x and d_t. Scores of all 2d vertices are one array.
 
 >>> from noshuffle.convex.losses import linear
+>>> from noshuffle.convex.solvers.domains import L1Ball
 >>> x = np.tile([[0.1, -1.0, 0.2]], (2000, 1))
 >>> run = frank_wolfe_poly(linear(order=math.inf), x, None, epsilon=1.0, delta=1e-6,
 ...                        domain=L1Ball(1.0), steps=20, test_seed=0)
@@ -31,17 +32,16 @@ State: x and d_t. Scores of all 2d vertices are one array.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 
-from noshuffle.convex.solvers.base import ONE_PASS, Solution, rho_budget
-from noshuffle.convex.solvers.domains import L1Ball
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.solvers.base import ONE_PASS, Solution
 from noshuffle.convex.solvers.noisy_max import choose
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
-
-__all__ = ["L1Ball", "frank_wolfe_poly", "vertex_noise"]
 
 #: zCDP of one choice is ε²/8 for Gumbel noise and ε²/2 for Laplace; b in units of move/√(2ρ).
 _COST = {"gumbel": 1.0, "laplace": 2.0, "permute-and-flip": 2.0}
@@ -62,8 +62,6 @@ def vertex_noise(
 def frank_wolfe_poly(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     steps: int | None = None,
     rate: float | None = None,
     noise: str = "gumbel",
@@ -79,36 +77,27 @@ def frank_wolfe_poly(
             f"polyhedral Frank–Wolfe needs L1Ball or Simplex, got {type(domain).__name__}"
         )
     problem.require("polyhedral Frank–Wolfe", order=math.inf, convex=convex, smooth=True)
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    n, d = problem.n, problem.d
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
-    first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
-    rho = rho_budget(epsilon=epsilon, delta=delta)
-    scale = vertex_noise(
-        recursion, reach=max(first, step), radius=domain.size, rho=rho, noise=noise
-    )
-    head, batches = recursion.slices()
-    w = previous = domain.start(d)
-    decay = 1 - recursion.rate
-    estimate = loss.data_gradient(w, x[head], y[head]) / recursion.first
-    iterates = [w] if d <= 10_000 else []
-    for t in range(recursion.steps + 1):
-        if t > 0:
-            batch = batches[t - 1]
-            increment = recursion.increment(loss, w, previous, x[batch], y[batch])
-            estimate = decay * estimate + increment
+    reach = max(recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours))
+    scale = vertex_noise(recursion, reach=reach, radius=domain.size, rho=problem.rho, noise=noise)
+    estimate = np.zeros(d)
+
+    def pick(t: int, share: Array, w: Array) -> Array:
+        nonlocal estimate
+        estimate = (1 - recursion.rate) * estimate + share
         scores = -domain.scores(estimate + loss.ridge * w)
-        v = domain.vertex(choose(scores, scale=scale, noise=noise, draws=problem.draws), d)
-        previous, w = w, decay * w + recursion.rate * v
-        if iterates:
-            iterates.append(w)
-    statement = problem.statement(
-        rho=rho,
-        delta=delta,
-        sensitivity=domain.size * max(first, step),
+        return domain.vertex(choose(scores, scale=scale, noise=noise, draws=problem.draws), d)
+
+    # All iterates up to 10,000 dimensions, beyond that the last.
+    path = deque(recursion.walk(problem, pick), maxlen=None if d <= 10_000 else 1)
+    return problem.solution(
+        path[-1],
+        {"noise": scale, "steps": float(recursion.steps), "rate": recursion.rate},
+        iterates=np.array(path) if len(path) > 1 else None,
+        rho=problem.rho,
+        sensitivity=domain.size * reach,
         noise=scale,
         mechanism=f"{recursion.steps + 1} vertices by report-noisy-max with {noise} noise",
         participation=ONE_PASS,
     )
-    details = {"noise": scale, "steps": float(recursion.steps), "rate": recursion.rate}
-    path = np.array(iterates) if iterates else None
-    return Solution(weights=w, statement=statement, iterates=path, details=details)

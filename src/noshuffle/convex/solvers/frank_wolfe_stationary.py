@@ -29,9 +29,11 @@ without data; all iterates are covered by the statement anyway.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from noshuffle.convex.solvers.base import Solution, budget
+from noshuffle.convex.solvers.base import Solution
 from noshuffle.convex.solvers.frank_wolfe_noisy import frank_wolfe_noisy
 from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly
 from noshuffle.convex.solvers.problem import Problem, solver
@@ -50,8 +52,6 @@ def schedule(*, rows: int, dimension: int, mu: float, is_polytope: bool) -> tupl
 def frank_wolfe_stationary(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     steps: int | None = None,
     rate: float | None = None,
 ) -> Solution:
@@ -59,17 +59,13 @@ def frank_wolfe_stationary(
 
     Guarantees: those of the two solvers above, which need smoothness and no convexity.
     """
-    mu, domain = budget(epsilon=epsilon, delta=delta), problem.domain
-    planned = schedule(rows=problem.n, dimension=problem.d, mu=mu, is_polytope=domain.is_polytope)
+    is_polytope = problem.domain.is_polytope
+    planned = schedule(rows=problem.n, dimension=problem.d, mu=problem.mu, is_polytope=is_polytope)
     steps, rate = steps or planned[0], rate or planned[1]
-    inner = frank_wolfe_poly if domain.is_polytope else frank_wolfe_noisy
-    run = inner.on(problem, epsilon=epsilon, delta=delta, steps=steps, rate=rate, convex=False)
+    inner = frank_wolfe_poly if is_polytope else frank_wolfe_noisy
+    run = inner.on(problem, steps=steps, rate=rate, convex=False)
     if run.iterates is None:
         raise Unsupported("iterates are not kept beyond 10,000 dimensions; use fewer features")
     picked = problem.draws.integers(0, steps + 1)
-    return Solution(
-        weights=np.array(run.iterates[picked]),
-        statement=run.statement,
-        iterates=run.iterates,
-        details={**run.details, "picked": float(picked)},
-    )
+    details = {**run.details, "picked": float(picked)}
+    return replace(run, weights=np.array(run.iterates[picked]), details=details)

@@ -27,7 +27,9 @@ which is left out here (nothing is shuffled): composition by zCDP takes its plac
 
 State: x and one estimate per depth.
 
+>>> import numpy as np
 >>> from noshuffle.convex.losses import linear
+>>> from noshuffle.convex.solvers.domains import L1Ball
 >>> x = np.tile([[0.1, -1.0, 0.2]], (4096, 1))
 >>> run = frank_wolfe_tree(linear(order=math.inf), x, None, epsilon=1.0, delta=1e-6,
 ...                        domain=L1Ball(1.0), test_seed=0)
@@ -40,17 +42,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.losses import Loss
-from noshuffle.convex.solvers.base import ONE_PASS, Solution, contribution, rho_budget
-from noshuffle.convex.solvers.domains import L1Ball
+from noshuffle.convex.solvers.base import ONE_PASS, Solution, contribution
 from noshuffle.convex.solvers.noisy_max import choose
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, whole
-
-__all__ = ["L1Ball", "TreePhase", "frank_wolfe_tree", "phase_plan"]
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,6 @@ class TreePhase:
         right = (2 ** (j - 1) * self.size(j) for j in range(1, self.depth + 1))
         return int(self.batch + sum(right))
 
-    @property
-    def largest_step(self) -> float:
-        """η of its first leaf."""
-        return step_size(self.before)
-
     def noise(self, loss: Loss, *, radius: float, rho: float, neighbours: str) -> float:
         """Scale of the Gumbel noise on scores: the worst node of the tree; see the docstring."""
         c = contribution(neighbours)
@@ -83,7 +75,8 @@ class TreePhase:
         worst = leaves * (c * loss.lipschitz * radius / self.batch) ** 2
         for j in range(1, self.depth + 1):
             below = 2 ** (self.depth - j)
-            drift = min(below * 2 * radius * self.largest_step, 2 * radius)
+            # At most the diameter; the first leaf of the phase has its largest step.
+            drift = min(below * 2 * radius * step_size(self.before), 2 * radius)
             move = c * radius * loss.smoothness * drift / self.size(j)
             worst = max(worst, below * move**2)
         return math.sqrt(worst / (2 * rho))
@@ -112,13 +105,7 @@ def phase_plan(rows: int, *, phases: int) -> list[TreePhase]:
 
 
 @solver()
-def frank_wolfe_tree(
-    problem: Problem,
-    *,
-    epsilon: float,
-    delta: float,
-    phases: int | None = None,
-) -> Solution:
+def frank_wolfe_tree(problem: Problem, *, phases: int | None = None) -> Solution:
     """Single pass; `phases` defaults to ½ lg n, i.e. about √n Frank–Wolfe steps.
 
     Guarantees: ρ-zCDP of all chosen vertices, hence of all iterates, for any smooth loss.
@@ -127,26 +114,23 @@ def frank_wolfe_tree(
     if not domain.is_polytope:
         raise Unsupported(f"this solver needs L1Ball or Simplex, got {type(domain).__name__}")
     problem.require("tree Frank–Wolfe", order=math.inf, smooth=True)
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    n, d, rho = problem.n, problem.d, problem.rho
     if phases is None:
         phases = max(1, n.bit_length() // 2 - 1)
     whole(phases=phases, at_most=40)
     plan = phase_plan(n, phases=phases)
-    rho = rho_budget(epsilon=epsilon, delta=delta)
-    w, used, scales = domain.start(d), 0, []
+    w, used, scale = domain.start(d), 0, 0.0
+
+    def fresh(count: int) -> slice:
+        nonlocal used
+        used += count
+        return slice(used - count, used)
+
     for phase in plan:
         scale = phase.noise(loss, radius=domain.size, rho=rho, neighbours=problem.neighbours)
-        scales.append(scale)
-        values: list[Array] = [np.zeros(d)] * (phase.depth + 1)
+        root = problem.gradient(w, fresh(phase.batch)) / phase.batch
+        values: list[Array] = [root] * (phase.depth + 1)
         points: list[Array] = [w] * (phase.depth + 1)
-
-        def fresh(count: int) -> slice:
-            nonlocal used
-            used += count
-            return slice(used - count, used)
-
-        batch = fresh(phase.batch)
-        values[0], points[0] = loss.data_gradient(w, x[batch], y[batch]) / phase.batch, w
         for leaf in range(2**phase.depth):
             # Depth-first: the path changes from the depth of the lowest bit that just turned on.
             turned = phase.depth if leaf == 0 else (leaf & -leaf).bit_length() - 1
@@ -154,9 +138,8 @@ def frank_wolfe_tree(
             if leaf:  # a right child at depth `top`; everything below it is a left copy
                 size = phase.size(top)
                 batch = fresh(size)
-                new = loss.data_gradient(w, x[batch], y[batch])
-                old = loss.data_gradient(points[top - 1], x[batch], y[batch])
-                values[top] = values[top - 1] + (new - old) / size
+                change = problem.gradient(w, batch) - problem.gradient(points[top - 1], batch)
+                values[top] = values[top - 1] + change / size
                 points[top] = w
             for j in range(top + 1, phase.depth + 1):
                 values[j], points[j] = values[j - 1], points[j - 1]
@@ -164,13 +147,12 @@ def frank_wolfe_tree(
             v = domain.vertex(choose(scores, scale=scale, noise="gumbel", draws=problem.draws), d)
             eta = step_size(phase.before + leaf)
             w = (1 - eta) * w + eta * v
-    statement = problem.statement(
+    return problem.solution(
+        w,
+        {"noise": scale, "phases": float(phases), "rows_used": float(used)},
         rho=rho,
-        delta=delta,
         sensitivity=problem.c * loss.lipschitz * domain.size / plan[-1].batch,
-        noise=scales[-1],
+        noise=scale,
         mechanism=f"{phases} trees of gradients, vertices by report-noisy-max with Gumbel noise",
         participation=ONE_PASS,
     )
-    details = {"noise": scales[-1], "phases": float(phases), "rows_used": float(used)}
-    return Solution(weights=w, statement=statement, details=details)

@@ -22,6 +22,7 @@ excess risk of the average iterate on fresh data, up to R L √(log(1/β)/n) (on
 State: s, its sum of iterates, the noise stream. Kept on request: all iterates.
 
 >>> from noshuffle.convex.losses import hinge
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x = np.tile([[0.6, 0.8], [-0.6, -0.8]], (50, 1)); y = np.tile([1.0, -1.0], 50)
 >>> run = ftrl(hinge(), x, y, epsilon=1.0, delta=1e-6, domain=Ball(1.0), test_seed="doc")
 >>> round(run.statement.epsilon, 6), run.iterates.shape
@@ -39,7 +40,6 @@ from noshuffle.convex.arrays import Array
 from noshuffle.convex.losses import Loss
 from noshuffle.convex.shape import groups_of
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
-from noshuffle.convex.solvers.domains import Ball
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, non_negative, one_of, positive, whole
 from noshuffle.optim.composite import group_lasso, lasso
@@ -48,15 +48,11 @@ from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import error
 
-__all__ = ["Ball", "best_regularization", "ftrl", "regret"]
-
 
 @solver(neighbours="zero-out")
 def ftrl(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     regularization: float | None = None,
     batch_size: int = 1,
     mechanism: Any = "blt",
@@ -81,8 +77,7 @@ def ftrl(
     if group and l1:
         raise Unsupported("l1 and group penalties together have no closed form here; use one")
     problem.require("DP-FTRL")
-    loss, domain = problem.loss, problem.domain
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
     leader = Leader(
         d,
         l2=l2 + loss.ridge,
@@ -92,53 +87,37 @@ def ftrl(
     )
     whole(batch_size=batch_size, at_most=n)
     steps = -(-n // batch_size)
-    plan = Plan.fit(
-        SinglePass(steps),
-        mechanism=mechanism,
-        epsilon=epsilon,
-        delta=delta,
-        neighbours=problem.neighbours,
-    )
+    plan = problem.plan(SinglePass(steps), mechanism)
     noise = plan.noise_multiplier * loss.lipschitz
     if regularization is None:
-        regularization = best_regularization(
-            plan,
-            loss=loss,
-            examples=n,
-            dimension=d,
-            radius=problem.radius,
-            batch_size=batch_size,
-        )
+        regularization = best_regularization(problem, plan, batch_size=batch_size)
     positive(regularization=regularization)
     release = problem.door(plan, scale=noise)
     iterates = np.empty((steps, d)) if keep_iterates else None
-    average = np.zeros(d)
-    w = domain.project(np.zeros(d))
+    average, w = np.zeros(d), domain.project(np.zeros(d))
     for t in range(steps):
         average += w / steps
         if iterates is not None:
             iterates[t] = w
         batch = slice(t * batch_size, min((t + 1) * batch_size, n))
-        released = release(loss.data_gradient(w, x[batch], y[batch]))
+        released = release(problem.gradient(w, batch))
         # The sum of a batch of B rows is B gradients: η = B/λ on their mean.
         size = batch.stop - batch.start
         w = leader.follow(released / size, rate=size / regularization)
-    return Solution(
-        weights=average if output == "average" else w,
-        statement=problem.planned(plan),
+    return problem.solution(
+        average if output == "average" else w,
+        {"noise": noise, "steps": steps, "regularization": regularization},
         iterates=iterates,
-        details={"noise": noise, "steps": steps, "regularization": regularization},
+        plan=plan,
     )
 
 
-def best_regularization(
-    plan: Plan, *, loss: Loss, examples: int, dimension: int, radius: float, batch_size: int
-) -> float:
+def best_regularization(problem: Problem, plan: Plan, *, batch_size: int) -> float:
     """λ = √(2na)/R of the regret bound in the module's docstring; public numbers only."""
     spread = error(plan.strategy, plan.steps).max
-    private = plan.noise_multiplier * spread * math.sqrt(dimension)
-    a = loss.lipschitz**2 * (batch_size + private)
-    return math.sqrt(2 * examples * a) / radius
+    private = plan.noise_multiplier * spread * math.sqrt(problem.d)
+    a = problem.loss.lipschitz**2 * (batch_size + private)
+    return math.sqrt(2 * problem.n * a) / problem.radius
 
 
 def regret(

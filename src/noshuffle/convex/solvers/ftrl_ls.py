@@ -31,7 +31,7 @@ import numpy as np
 
 from noshuffle.convex.losses import squared
 from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
-from noshuffle.convex.solvers.base import Solution, budget, contribution
+from noshuffle.convex.solvers.base import Solution, contribution
 from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import positive, whole
 from noshuffle.participation import SinglePass
@@ -71,7 +71,9 @@ def ftrl_ls(
     """
     positive(radius=radius)
     loss = squared(radius=radius, feature_bound=feature_bound, label_bound=label_bound)
-    problem = Problem.of(loss, rows, labels, neighbours=neighbours, test_seed=test_seed)
+    problem = Problem.of(
+        loss, rows, labels, epsilon=epsilon, delta=delta, neighbours=neighbours, test_seed=test_seed
+    )
     n, d, x, y = problem.n, problem.d, problem.x, problem.y
     whole(batch_size=batch_size, at_most=n)
     steps = -(-n // batch_size)
@@ -84,8 +86,7 @@ def ftrl_ls(
         feature_bound=feature_bound, label_bound=label_bound, ratio=ratio, neighbours=neighbours
     )
     reach = sensitivity(strategy, participation).value * bound
-    mu = budget(epsilon=epsilon, delta=delta)
-    noise = reach / mu
+    noise = reach / problem.mu
     size = d * (d + 1) // 2 + d
     release = problem.sums(strategy, steps=steps, scale=noise, size=size)
     spread = error(strategy, steps).per_step  # of the prefix sums, for unit noise
@@ -100,13 +101,13 @@ def ftrl_ls(
         if ridge is None:
             ridge = noise_norm(noise * float(spread[t]), d)
         w = ball_least_squares(gram, cross, radius=radius, ridge=ridge)
-    statement = problem.statement(
-        mu=mu,
-        delta=delta,
+    return problem.solution(
+        w,
+        {"noise": noise, "steps": steps, "moment_bound": bound},
+        iterates=iterates,
+        mu=problem.mu,
         sensitivity=reach,
         mechanism=f"sums of x xᵀ and y x with {strategy.words()}",
         participation=participation.words(),
         notes=("All iterates are functions of the noisy sums.",),
     )
-    details = {"noise": noise, "steps": steps, "moment_bound": bound}
-    return Solution(weights=w, statement=statement, iterates=iterates, details=details)

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
 from noshuffle.noise.laws import KeyedDraws
@@ -77,20 +76,6 @@ def deviation(shape: Shape, *, sensitivity: float, rho: float) -> float:
     while shape.kappa * sensitivity**2 / (2 * sigma**2) > rho:
         sigma = math.nextafter(sigma, math.inf)
     return sigma
-
-
-def fit(shape: Shape, *, sensitivity: float, epsilon: float, delta: float) -> float:
-    """σ of one (ε, δ)-private release, by way of zCDP."""
-    rho = rho_budget(epsilon=epsilon, delta=delta)
-    return deviation(shape, sensitivity=sensitivity, rho=rho)
-
-
-def divergence(shape: Shape, *, order: float, sensitivity: float, sigma: float) -> float:
-    """The bound κ·α·Δ²/(2σ²) on the Rényi divergence of order α."""
-    positive(sigma=sigma)
-    if not order > 1:
-        raise InvalidInput(f"order must be above 1, got {order!r}")
-    return shape.kappa * order * sensitivity**2 / (2 * sigma**2)
 
 
 def sample(shape: Shape, *, sigma: float, count: int, draws: KeyedDraws) -> Array:

@@ -53,7 +53,7 @@ from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.output_perturbation import spherical
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import InvalidInput, positive
+from noshuffle.errors import positive
 from noshuffle.strategies import identity
 
 #: Share of ε and δ that pays for the distance to the exact minimiser.
@@ -82,8 +82,6 @@ def tilt(
     Guarantees: κ + (density part) = ε as evaluated; κ ≤ ε/2, so the noise is always finite.
     """
     positive(epsilon=epsilon, ridge=ridge)
-    if not 0 <= delta < 1:
-        raise InvalidInput(f"delta must lie in [0, 1), got {delta!r}")
     count = contribution(neighbours)
     reach = count * loss.lipschitz
     needed = loss.smoothness / (rows * math.expm1(epsilon / 2))
@@ -96,12 +94,10 @@ def tilt(
     return Tilt(total, reach * (t + math.sqrt(t * t + 2 * left)) / (2 * left), kappa)
 
 
-@solver()
+@solver(delta=0.0)
 def objective_perturbation(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float = 0.0,
     ridge: float,
     tolerance: float = 1e-12,
 ) -> Solution:
@@ -111,9 +107,10 @@ def objective_perturbation(
     distance to the exact minimiser that it leaves is covered by noise of its own; a domain
     projects afterwards (post-processing).
     """
-    positive(epsilon=epsilon, tolerance=tolerance)
+    positive(tolerance=tolerance)
     problem.require("objective perturbation", smooth=True, everywhere=True)
     loss, n, d, draws = problem.loss, problem.n, problem.d, problem.draws
+    epsilon, delta = problem.epsilon, problem.delta
     main, rest = 1 - _INEXACT, _INEXACT
     chosen = tilt(
         loss,
@@ -142,9 +139,16 @@ def objective_perturbation(
     else:
         cover = apart / budget(epsilon=rest * epsilon, delta=rest * delta)
         released = problem.sums(identity(), steps=1, scale=cover)(found)
-    statement = problem.statement(
+    details = {
+        "noise": chosen.scale,
+        "ridge": chosen.ridge,
+        "gradient_norm_limit": tolerance,
+        "cover": cover,
+    }
+    return problem.solution(
+        problem.domain.project(released),
+        details,
         epsilon=epsilon,
-        delta=delta,
         sensitivity=problem.c * loss.lipschitz,
         noise=chosen.scale,
         mechanism=f"minimiser of the risk with ridge {chosen.ridge:g} and a random tilt",
@@ -153,11 +157,3 @@ def objective_perturbation(
             "a hundredth of the budget pays for noise that covers the distance left.",
         ),
     )
-    w = problem.domain.project(released)
-    details = {
-        "noise": chosen.scale,
-        "ridge": chosen.ridge,
-        "gradient_norm_limit": tolerance,
-        "cover": cover,
-    }
-    return Solution(weights=w, statement=statement, details=details)

@@ -25,6 +25,7 @@ it from public numbers. Projection onto the domain afterwards is post-processing
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from noshuffle.convex.losses import Loss
 from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import InvalidInput, positive
+from noshuffle.errors import positive
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.strategies import identity
 
@@ -59,12 +60,10 @@ def spherical(d: int, *, scale: float, draws: KeyedDraws) -> Array:
     return np.asarray(direction * (draws.gamma(d, scale) / np.linalg.norm(direction)))
 
 
-@solver()
+@solver(delta=0.0)
 def output_perturbation(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float = 0.0,
     ridge: float,
     tolerance: float = 1e-10,
 ) -> Solution:
@@ -73,29 +72,26 @@ def output_perturbation(
     Guarantees: the gradient norm γ at the released point is checked before noise is added, and
     is part of the sensitivity. The intermediate iterates and γ itself are not released.
     """
-    positive(epsilon=epsilon, ridge=ridge, tolerance=tolerance)
-    if not 0 <= delta < 1:
-        raise InvalidInput(f"delta must lie in [0, 1), got {delta!r}")
+    positive(ridge=ridge, tolerance=tolerance)
     problem.require("output perturbation", smooth=True, everywhere=True)
     loss = problem.loss
     found = minimise(loss, problem.x, problem.y, ridge=ridge, tolerance=tolerance).weights
     reach = output_sensitivity(
         loss, rows=problem.n, ridge=ridge + loss.ridge, gap=tolerance, neighbours=problem.neighbours
     )
-    if delta == 0:
-        noise = reach / epsilon
+    if problem.delta == 0:
+        noise = reach / problem.epsilon
         added = spherical(problem.d, scale=noise, draws=problem.draws)
         released = problem.draws.release(found, added, scale=noise)
-        currency = {"epsilon": epsilon, "noise": noise}
+        currency: dict[str, Any] = {"epsilon": problem.epsilon, "noise": noise}
     else:
-        mu = budget(epsilon=epsilon, delta=delta)
-        noise = reach / mu
+        noise = reach / problem.mu
         released = problem.sums(identity(), steps=1, scale=noise)(found)
-        currency = {"mu": mu, "delta": delta}
-    statement = problem.statement(
+        currency = {"mu": problem.mu}
+    return problem.solution(
+        problem.domain.project(released),
+        {"noise": noise, "ridge": ridge},
         sensitivity=reach,
         mechanism=f"minimiser of the risk with ridge {ridge:g}, plus noise",
         **currency,
     )
-    w = problem.domain.project(released)
-    return Solution(weights=w, statement=statement, details={"noise": noise, "ridge": ridge})

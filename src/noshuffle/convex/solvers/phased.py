@@ -21,6 +21,7 @@ each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in 
 does not depend on T_i. η = (R/L)·min(1/√n, √(2ρ/(κd))): R L·O(1/√n + √(κd)/(εn)), κ of the noise.
 
 >>> from noshuffle.convex.losses import logistic
+>>> from noshuffle.convex.solvers.domains import Ball
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (500, 1)), np.tile([1.0, -1.0], 500)
 >>> run = phased_sgd(logistic(), x, y, epsilon=1.0, delta=1e-6, domain=Ball(1.0), test_seed=0)
 >>> round(run.statement.epsilon, 6), bool(run.weights[0] > 0.2)
@@ -35,13 +36,11 @@ from typing import NamedTuple
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.solvers.base import Solution, budget, rho_budget
-from noshuffle.convex.solvers.domains import Ball, Everywhere
+from noshuffle.convex.solvers.base import Solution
+from noshuffle.convex.solvers.domains import Everywhere
 from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
-
-__all__ = ["Ball", "Prox", "phased_mirror_descent", "phased_sgd"]
 
 _SINGLE = "each row is read in one of the phases only, in any order"
 
@@ -60,8 +59,6 @@ def phase_slices(n: int) -> list[slice]:
 def phased_sgd(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     learning_rate: float | None = None,
     batch_size: int = 1,
 ) -> Solution:
@@ -71,10 +68,8 @@ def phased_sgd(
     are refused, and so are losses with kinks. Iterates inside a phase are not released.
     """
     problem.require("phased SGD", smooth=True)
-    loss, domain = problem.loss, problem.domain
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    loss, domain, n, d, mu = problem.loss, problem.domain, problem.n, problem.d, problem.mu
     whole(batch_size=batch_size, at_most=n)
-    mu = budget(epsilon=epsilon, delta=delta)
     limit = 2 / max(loss.smoothness + loss.ridge, 1e-12)
     if learning_rate is None:
         best = min(4 / math.sqrt(n), 2 * mu / math.sqrt(d)) * batch_size
@@ -88,7 +83,7 @@ def phased_sgd(
         )
     phases = phase_slices(n)
     release = problem.gaussians(steps=len(phases))
-    w = domain.project(domain.start(d))
+    w = problem.start()
     released = [w]
     for i, part in enumerate(phases, start=1):
         eta = learning_rate / 4**i
@@ -96,23 +91,23 @@ def phased_sgd(
         for start in range(part.start, part.stop, batch_size):
             batch = slice(start, min(start + batch_size, part.stop))
             # Divided by the planned batch size: a short last batch moves less, never more.
-            g = loss.data_gradient(v, x[batch], y[batch]) / batch_size
+            g = problem.gradient(v, batch) / batch_size
             v = domain.project(v - eta * (g + loss.ridge * v))
             average, count = average + v, count + 1
         noise = problem.c * loss.lipschitz * eta / (batch_size * mu)
         w = domain.project(release(average / count, scale=noise))
         released.append(w)
     first = problem.c * loss.lipschitz * learning_rate / (4 * batch_size)
-    statement = problem.statement(
+    return problem.solution(
+        w,
+        {"learning_rate": learning_rate, "first_noise": first / mu},
+        iterates=np.array(released),
         mu=mu,
-        delta=delta,
         sensitivity=first,
         mechanism="phased SGD, Gaussian noise on the average of each phase",
         participation=_SINGLE,
         notes=("Iterates inside a phase are kept secret; the end of each phase is released.",),
     )
-    details = {"learning_rate": learning_rate, "first_noise": first / mu}
-    return Solution(weights=w, statement=statement, iterates=np.array(released), details=details)
 
 
 class Prox(NamedTuple):
@@ -127,8 +122,6 @@ class Prox(NamedTuple):
 def phased_mirror_descent(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     p: float = 2.0,
     radius: float | None = None,
     steps: int = 128,
@@ -148,21 +141,20 @@ def phased_mirror_descent(
             "phased mirror descent has a bounded domain for p = 2 only; use Everywhere"
         )
     problem.require("phased mirror descent", order=q, convex=prox is None)
-    n, d, x, y = problem.n, problem.d, problem.x, problem.y
+    n, d, rho = problem.n, problem.d, problem.rho
     if prox is not None and (p != 2 or prox.convexify < loss.weak_convexity):
         raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
     if radius is None:
         radius = domain.euclidean(d) if bounded else 1.0
     positive(radius=radius)
     whole(steps=steps)
-    rho = rho_budget(epsilon=epsilon, delta=delta)
     shape = Shape(p=p, d=d)
     eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho / (shape.kappa * d)))
     eta *= 4  # the first phase then uses η itself
     phases = phase_slices(n)
     counts = [min(steps, max(part.stop - part.start, 8)) for part in phases]
     release = releaser(problem, shape, steps=sum(counts))
-    start = domain.project(domain.start(d)) if prox is None else prox.centre
+    start = problem.start() if prox is None else prox.centre
     released, noises = [start], []
     for i, (part, count) in enumerate(zip(phases, counts), start=1):
         size = part.stop - part.start
@@ -172,7 +164,7 @@ def phased_mirror_descent(
         centre, v = released[-1], released[-1]
         mean, average, weight = np.zeros(d), np.zeros(d), 0.0
         for t in range(count):
-            g = loss.data_gradient(v, x[part], y[part]) / size
+            g = problem.gradient(v, part) / size
             g = release(g, scale=noises[-1]) + loss.ridge * v
             if prox is not None:
                 g = g + prox.convexify * (v - prox.centre)
@@ -181,18 +173,16 @@ def phased_mirror_descent(
             v = domain.project(v)
             average, weight = average + (t + 1) * v, weight + t + 1
         released.append(average / weight)
-    statement = problem.statement(
+    return problem.solution(
+        released[-1],
+        {"learning_rate": eta, "first_noise": noises[0]},
+        iterates=np.array(released),
         rho=rho,
-        delta=delta,
         sensitivity=problem.c * loss.lipschitz / max(1, n // 2),
         noise=noises[0],
         mechanism=f"phased dual averaging, generalized Gaussian noise of order {shape.r:g} on "
         "every full gradient of a phase",
         participation=_SINGLE,
-    )
-    details = {"learning_rate": eta, "first_noise": noises[0]}
-    return Solution(
-        weights=released[-1], statement=statement, iterates=np.array(released), details=details
     )
 
 

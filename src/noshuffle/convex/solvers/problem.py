@@ -1,14 +1,16 @@
-"""One run of a solver: checked data, one key, everything that leaves it, and its statement.
+"""One run of a solver: checked data, its budget, one key, everything that leaves, its statement.
 
     @solver()
-    def name(problem, *, epsilon, delta, …): …              called as name(loss, rows, labels, *,
-                                                            domain=…, epsilon=…, test_seed=…)
+    def name(problem, *, …): …                              called as name(loss, rows, labels, *,
+                                                            epsilon=…, delta=…, domain=…, …)
 
     problem.require("DP-GD", smooth=True)                   the conditions of the proof
     problem.n, problem.d, problem.c                         rows, dimension, gradients that differ
+    problem.mu, problem.rho                                 the budget as μ-GDP, as ρ-zCDP
     release = problem.sums(strategy, steps=…, scale=…)      released = release(sum of a step)
     release = problem.gaussians(steps=…)                    released = release(vector, scale=…)
     problem.draws                                           laws other than the normal, coins
+    problem.solution(w, details, mu=…, …)                   the answer and its statement
 
 All noise comes from one `Source`: a fresh key of the operating system for every run, or a named
 test seed, which anybody can repeat: then the statement says NOT PRIVATE, because the source does.
@@ -17,7 +19,8 @@ public grid (`noise.grid`). `gaussians` has a scale of its own in every step: it
 value/scale with unit noise on the grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale.
 State: the noise streams.
 
->>> problem = Problem.of(losses.linear(), np.ones((4, 1)), None, test_seed="doc")
+>>> from noshuffle.convex.losses import linear
+>>> problem = Problem.of(linear(), np.ones((4, 1)), None, epsilon=1.0, delta=1e-6, test_seed="doc")
 >>> out = problem.sums(identity(), steps=1, scale=1.0)(np.array([4.0]))
 >>> bool(out[0] != 4.0 and out[0] * 2**10 == np.rint(out[0] * 2**10)), problem.source.is_test
 (True, True)
@@ -29,25 +32,31 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import update_wrapper
+from functools import cached_property, update_wrapper
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
-from noshuffle.convex import losses  # noqa: F401  (the doctest uses it)
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss, require
-from noshuffle.convex.solvers.base import Solution, contribution, guarantee, table_sentences
+from noshuffle.convex.loss_record import Loss, require
+from noshuffle.convex.solvers.base import (
+    Solution,
+    budget,
+    contribution,
+    guarantee,
+    rho_budget,
+    table_sentences,
+)
 from noshuffle.convex.solvers.domains import Domain, Everywhere
+from noshuffle.errors import open_unit, positive
 from noshuffle.noise import Source, new_key, test_source
 from noshuffle.noise.laws import KeyedDraws
-from noshuffle.participation import SinglePass
+from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.facts import TEST_SEED
 from noshuffle.release.release import Release
-from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy, identity
 
 _BOUND = "The Lipschitz bound of the loss takes the place of the clip norm; nothing is clipped."
@@ -71,6 +80,8 @@ class Problem:
     x: Array
     y: Array
     domain: Domain
+    epsilon: float
+    delta: float
     neighbours: str
     source: Source
     draws: KeyedDraws
@@ -83,19 +94,24 @@ class Problem:
         rows: Any,
         labels: Any,
         *,
+        epsilon: float,
+        delta: float,
         domain: Domain | None = None,
         neighbours: str = "replace-one",
         test_seed: int | str | None = None,
     ) -> Problem:
         """A problem whose data keeps the bounds of its loss, and a key for it."""
         contribution(neighbours)  # refuses neighbours that would shift the batches
+        positive(epsilon=epsilon)
+        if delta != 0:  # pure ε, for solvers that have it
+            open_unit(delta=delta)
         x, y = loss.check(rows, labels)
         source = source_of(test_seed)
-        place = Everywhere() if domain is None else domain
-        return cls(loss, x, y, place, neighbours, source, KeyedDraws(source, name="draws"))
+        place, draws = domain or Everywhere(), KeyedDraws(source, name="draws")
+        return cls(loss, x, y, place, epsilon, delta, neighbours, source, draws)
 
     def require(self, solver: str, *, order: float = 2.0, **conditions: bool) -> None:
-        """Refuse a loss that the solver's proof does not cover (`losses.require`)."""
+        """Refuse a loss that the solver's proof does not cover (`loss_record.require`)."""
         radius = self.domain.euclidean(self.d) if order == 2 else self.domain.size
         if conditions.get("everywhere"):  # then the domain comes after the release
             radius = 0.0
@@ -123,6 +139,32 @@ class Problem:
         """The Euclidean radius of the domain; 1 for an unbounded one (step sizes need some)."""
         radius = self.domain.euclidean(self.d)
         return radius if math.isfinite(radius) else 1.0
+
+    @cached_property
+    def mu(self) -> float:
+        return budget(epsilon=self.epsilon, delta=self.delta)
+
+    @cached_property
+    def rho(self) -> float:
+        return rho_budget(epsilon=self.epsilon, delta=self.delta)
+
+    def start(self) -> Array:
+        """The point of the domain from which solvers start."""
+        return self.domain.project(self.domain.start(self.d))
+
+    def gradient(self, w: Array, rows: Any = slice(None)) -> Array:
+        """Sum of the gradients of some rows, the ridge left out: what privacy is about."""
+        return self.loss.data_gradient(w, self.x[rows], self.y[rows])
+
+    def plan(self, part: Participation, mechanism: Any) -> Plan:
+        """The plan that spends the whole budget."""
+        return Plan.fit(
+            part,
+            mechanism=mechanism,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            neighbours=self.neighbours,
+        )
 
     def sums(
         self, strategy: Strategy, *, steps: int, scale: float, size: int | None = None
@@ -159,60 +201,53 @@ class Problem:
 
         return release
 
-    def statement(self, **record: Any) -> PrivacyStatement:
-        """`base.guarantee` of this table."""
+    def solution(
+        self,
+        weights: Array,
+        details: dict[str, float],
+        *,
+        iterates: Array | None = None,
+        plan: Plan | None = None,
+        **record: Any,
+    ) -> Solution:
+        """What is released, with the statement of a plan or of a record (`base.guarantee`)."""
         is_test = self.source.is_test
-        return guarantee(rows=self.n, neighbours=self.neighbours, is_test=is_test, **record)
+        if plan is not None:
+            said = (*table_sentences(self.n), _BOUND, *((TEST_SEED,) if is_test else ()))
+            return Solution(weights, plan.statement(notes=said), iterates, details)
+        record.update(rows=self.n, delta=self.delta, neighbours=self.neighbours, is_test=is_test)
+        return Solution(weights, guarantee(**record), iterates, details)
 
-    def planned(self, plan: Plan) -> PrivacyStatement:
-        """The statement of a plan, with bounds in the place of clipping."""
-        said = (*table_sentences(self.n), _BOUND, *((TEST_SEED,) if self.source.is_test else ()))
-        return plan.statement(notes=said)
+
+_SHARED = inspect.signature(Problem.of).parameters
 
 
 class Solver:
     """A solver as users call it; `on` is the function behind it, for solvers that use others."""
 
-    def __init__(self, fn: Callable[..., Solution], *, neighbours: str, is_fixed: bool) -> None:
-        self.on, self._neighbours, self._is_fixed = fn, neighbours, is_fixed
+    def __init__(self, fn: Callable[..., Solution], *, only: str | None, **defaults: Any) -> None:
         update_wrapper(self, fn)
-        self.__signature__ = self._signature(inspect.signature(fn))
-
-    def _signature(self, inner: inspect.Signature) -> inspect.Signature:
-        outer = inspect.signature(Problem.of).parameters
-        shared = [p for name, p in outer.items() if name != "neighbours" or not self._is_fixed]
-        first = [p.replace(default=inspect.Parameter.empty) for p in shared[:3]]
-        last = [
-            p.replace(default=self._neighbours) if p.name == "neighbours" else p for p in shared[3:]
+        self.on = fn
+        self._defaults = defaults if only is None else {"neighbours": only}
+        shared = [
+            p.replace(default=defaults.get(name, p.default))
+            for name, p in _SHARED.items()
+            if name != "neighbours" or only is None
         ]
-        own = [p for name, p in inner.parameters.items() if name != "problem"]
-        return inspect.Signature([*first, *own, *last], return_annotation=Solution)
+        own = list(inspect.signature(fn).parameters.values())[1:]
+        self.__signature__ = inspect.Signature([*shared, *own], return_annotation=Solution)
 
-    def __call__(
-        self,
-        loss: Loss,
-        rows: Any,
-        labels: Any,
-        *,
-        domain: Domain | None = None,
-        test_seed: int | str | None = None,
-        **settings: Any,
-    ) -> Solution:
-        neighbours = self._neighbours
-        if not self._is_fixed:
-            neighbours = settings.pop("neighbours", neighbours)
-        problem = Problem.of(
-            loss, rows, labels, domain=domain, neighbours=neighbours, test_seed=test_seed
-        )
-        return self.on(problem, **settings)
+    def __call__(self, loss: Loss, rows: Any, labels: Any, **settings: Any) -> Solution:
+        asked = self.__signature__.bind(loss, rows, labels, **settings).arguments
+        shared = {name: asked.pop(name) for name in _SHARED if name in asked}
+        return self.on(Problem.of(**{**self._defaults, **shared}), **asked)
 
 
 def solver(
-    *, neighbours: str = "replace-one", only: str | None = None
+    *, only: str | None = None, **defaults: Any
 ) -> Callable[[Callable[..., Solution]], Solver]:
-    """Make a function of a problem a solver; `only` is the one neighbour relation it has."""
+    """Make a function of a problem a solver.
 
-    def made(fn: Callable[..., Solution]) -> Solver:
-        return Solver(fn, neighbours=only or neighbours, is_fixed=only is not None)
-
-    return made
+    `only` is the one neighbour relation it has; other defaults than those of `Problem.of` follow.
+    """
+    return lambda fn: Solver(fn, only=only, **defaults)

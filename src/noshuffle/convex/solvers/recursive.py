@@ -23,12 +23,14 @@ d_t around the true gradient stays near η/batch·(…)², i.e. 1/n for η ≈ l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import contribution
+from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, unit_rate, whole
 
 
@@ -78,6 +80,21 @@ class Recursion:
     def decayed_squares(self) -> float:
         """Σ_{t≤T} (1−η)^{2t}: how often, in squares, one row counts over all later releases."""
         ratio = (1 - self.rate) ** 2
-        if ratio == 1:  # pragma: no cover - the rate is positive
-            return self.steps + 1.0
         return float((1 - ratio ** (self.steps + 1)) / (1 - ratio))
+
+    def walk(self, problem: Problem, pick: Callable[[int, Array, Array], Array]) -> Iterator[Array]:
+        """All iterates of x ← (1−η)x + η·v, the start first.
+
+        `pick(t, share, x)` is given d_0 at t = 0 and w_t afterwards, and chooses v.
+        """
+        head, batches = self.slices()
+        x = previous = problem.domain.start(problem.d)
+        yield x
+        share = problem.gradient(x, head) / self.first
+        for t in range(self.steps + 1):
+            if t > 0:
+                rows = batches[t - 1]
+                share = self.increment(problem.loss, x, previous, problem.x[rows], problem.y[rows])
+            v = pick(t, share, x)
+            previous, x = x, (1 - self.rate) * x + self.rate * v
+            yield x

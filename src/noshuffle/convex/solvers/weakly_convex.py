@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.convex.arrays import Array, real_array
-from noshuffle.convex.solvers.base import Solution, budget, split
+from noshuffle.convex.solvers.base import Solution, split
 from noshuffle.convex.solvers.phased import Prox, phased_mirror_descent
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import Unsupported, one_of, whole
@@ -44,8 +44,6 @@ def rounds_for(*, rows: int, dimension: int, mu: float) -> int:
 def weakly_convex(
     problem: Problem,
     *,
-    epsilon: float,
-    delta: float,
     rounds: int | None = None,
     start: Array | None = None,
     output: str = "random",
@@ -60,8 +58,8 @@ def weakly_convex(
     loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
     if loss.is_convex:
         raise Unsupported(f"{loss.name} is convex; use phased_sgd or phased_mirror_descent")
-    mu = budget(epsilon=epsilon, delta=delta)
-    rounds = rounds_for(rows=n, dimension=d, mu=mu) if rounds is None else rounds
+    if rounds is None:
+        rounds = rounds_for(rows=n, dimension=d, mu=problem.mu)
     whole(rounds=rounds, at_most=max(1, n // 4))
     strength = 2 * loss.weak_convexity
     if strength == 0:
@@ -74,8 +72,6 @@ def weakly_convex(
         reach = min(2 * domain.euclidean(d), 2 * loss.lipschitz / strength)
         run = phased_mirror_descent.on(
             problem.part(part),
-            epsilon=epsilon,
-            delta=delta,
             radius=reach,
             prox=Prox(w, strength, loss.weak_convexity),
         )
