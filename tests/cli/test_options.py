@@ -143,7 +143,7 @@ def test_all_commands_are_there() -> None:
 OWN = """
 from dataclasses import dataclass
 
-from noshuffle.strategies.mechanisms import register
+from noshuffle.strategies import register
 from noshuffle.strategies.toeplitz import SqrtToeplitz, sqrt_toeplitz
 
 

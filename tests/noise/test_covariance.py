@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.strategies.slow_recipes import materialize
 
 from noshuffle.noise import NoiseStream, test_source
 from noshuffle.strategies.recipe import (
@@ -14,7 +15,6 @@ from noshuffle.strategies.recipe import (
     Recipe,
     Recursive,
     Rows,
-    materialize,
 )
 
 N, SIZE, SCALE = 13, 20_000, 1.7

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError, Unsupported
@@ -24,7 +25,7 @@ from noshuffle.noise.philox_words import PhiloxWords
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.sparse_sgd import SparseSGD
-from noshuffle.strategies.recipe import Buffered, FeedForward, materialize
+from noshuffle.strategies.recipe import Buffered, FeedForward
 
 N, SCALE = 37, 1.7
 GAINS = tuple(1.0 / (1 + 0.05 * t) for t in range(N))

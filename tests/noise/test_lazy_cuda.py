@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
@@ -19,7 +20,7 @@ from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.lazy_fused import FusedLazyNoise, lazy_noise
 from noshuffle.noise.sparse_sgd import SparseSGD
 from noshuffle.noise.triton_kernels import HAS_TRITON
-from noshuffle.strategies.recipe import Buffered, materialize
+from noshuffle.strategies.recipe import Buffered
 
 HAS_GPU = torch.cuda.is_available()
 #: Without a GPU the same walks run once more on the CPU, so that they cannot rot unseen.

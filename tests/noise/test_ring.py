@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 import noshuffle.strategies as st
@@ -27,7 +28,6 @@ from noshuffle.strategies.recipe import (
     Recipe,
     Recursive,
     Rows,
-    materialize,
 )
 from noshuffle.strategies.two_sided import two_sided
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
@@ -24,7 +25,6 @@ from noshuffle.strategies.recipe import (
     Recipe,
     Recursive,
     Rows,
-    materialize,
     rows,
 )
 

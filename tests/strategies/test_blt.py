@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.strategies.slow_recipes import materialize
 
 from noshuffle.errors import HorizonExceeded, InvalidInput
 from noshuffle.strategies import blt_forms as forms
@@ -14,7 +15,6 @@ from noshuffle.strategies.blt_gains import (
     total_squared_error,
 )
 from noshuffle.strategies.blt_poles import filter_from, poles, spaced, unbounded, without_cancelled
-from noshuffle.strategies.recipe import materialize
 from noshuffle.strategies.workload import cooldown, momentum, prefix
 
 DECAYS = (0.99977484, 0.99604972, 0.96051578, 0.66840214)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from tests.strategies.slow_recipes import materialize
 
 import noshuffle.strategies as st
 from noshuffle.comparison import compare
@@ -20,7 +21,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy, reciprocal
 from noshuffle.strategies.fit import best, fit
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
-from noshuffle.strategies.recipe import FeedForward, Rows, materialize, rows, stream
+from noshuffle.strategies.recipe import FeedForward, Rows, rows, stream
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.strategies.slow_recipes import materialize
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.strategies.recipe import Forest, Rows, materialize, rows
+from noshuffle.strategies.recipe import Forest, Rows, rows
 from noshuffle.strategies.tree import VARIANTS, Tree, tree
 
 SHAPES = [

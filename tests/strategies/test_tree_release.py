@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import prefix_sensitivity, tree
 from noshuffle.strategies import sensitivity as measure
-from noshuffle.strategies import tree_release_search as searches
+from noshuffle.strategies import tree_search as searches
 from noshuffle.strategies import tree_sensitivity as trees
 from noshuffle.strategies.tree_factor import Part, carry_of, energies
 
@@ -89,18 +89,18 @@ def test_the_search_finds_the_worst_pattern(variant, n, every, completion, b, k,
     expected = max(X[np.ix_(p, p)].sum() for p in separated(t, b, k))
     parts = [Part(min(real, t - s), real, full) for s, real, full in strategy.blocks(n) if s < t]
     is_limited = limited or k < -(-t // b)
-    search = searches.ReleaseSearch(b, k, is_limited, carry_of(variant))
+    search = searches.TreeSearch(b, k, is_limited, carry_of(variant))
     assert search.best(parts).max() == pytest.approx(expected, rel=1e-9)
 
 
 def test_equal_trees_are_joined_by_doubling():
     for count in (2, 3, 7, 12):
         part = Part(6, 6, 8)
-        search = searches.ReleaseSearch(4, 30, False, 0.5)
+        search = searches.TreeSearch(4, 30, False, 0.5)
         one_by_one = search._part(part, is_first=True)
         for done in range(1, count):
             one_by_one = search._join(one_by_one, search._part(part), (6 * done, 6), is_first=True)
-        again = searches.ReleaseSearch(4, 30, False, 0.5).best([part] * count)
+        again = searches.TreeSearch(4, 30, False, 0.5).best([part] * count)
         assert again.max() == pytest.approx(one_by_one[:, 1].max(), rel=1e-12)
 
 
@@ -108,7 +108,7 @@ def test_what_is_out_of_reach_is_a_labelled_bound(monkeypatch):
     promise = MinSeparation(300, 10, 30)
     tight = measure(tree(), promise)
     trees.tree_sensitivity.cache_clear()
-    trees._release_search.cache_clear()
+    trees._search.cache_clear()
     monkeypatch.setattr(searches, "MOST_PAIRS", 10)
     bound = measure(tree(), promise)
     assert not bound.exact
@@ -117,7 +117,7 @@ def test_what_is_out_of_reach_is_a_labelled_bound(monkeypatch):
     assert not measure(tree(), SinglePass(128)).exact
     assert measure(tree(), SinglePass(128)).squared == 8
     trees.tree_sensitivity.cache_clear()
-    trees._release_search.cache_clear()
+    trees._search.cache_clear()
 
 
 def test_a_million_steps_are_exact():

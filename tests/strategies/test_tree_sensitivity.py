@@ -25,14 +25,33 @@ from noshuffle.participation import (
     SinglePass,
 )
 from noshuffle.strategies.tree import Tree, tree
-from noshuffle.strategies.tree_sensitivity import (
-    fixed_order_squared_sensitivity,
-    forest_squared_sensitivity,
-    tree_squared_sensitivity,
-)
+from noshuffle.strategies.tree_factor import Part, largest_node_count
+from noshuffle.strategies.tree_search import TreeSearch
+from noshuffle.strategies.tree_sensitivity import PatternLimits, tree_squared_sensitivity
 
 SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", Path(__file__).parents[3] / "shared"))
 Pattern = tuple[int, ...]
+
+
+def forest_squared_sensitivity(
+    steps: int, *, separation: int, max_participations: int, nodes: str = "forest"
+) -> int:
+    """S² of one tree: all nodes ("forest", "completed" to a power of two), or no right children
+    ("prefix": what plain prefix sums read)."""
+    limits = PatternLimits.of(MinSeparation(steps, separation, max_participations))
+    steps = int(steps)
+    full = 1 << (steps - 1).bit_length() if nodes == "completed" else steps
+    search = TreeSearch(*limits, counts_all=nodes != "prefix")
+    return int(search.best([Part(steps, steps, full)]).max())
+
+
+def fixed_order_squared_sensitivity(
+    epochs: int, steps_per_epoch: int, *, completion: bool = False
+) -> int:
+    """S² of one tree over epochs in the same order, optionally completed to a power of two."""
+    steps = int(Epochs(epochs, steps_per_epoch).steps)
+    full = 1 << (steps - 1).bit_length() if completion else steps
+    return largest_node_count([(0, steps, full)], steps_per_epoch)
 
 
 # --- slow twins -----------------------------------------------------------------------------------
@@ -410,14 +429,3 @@ def test_sampled_participations_are_refused(promise: Participation) -> None:
 def test_a_new_order_inside_a_tree_is_refused(strategy: Tree) -> None:
     with pytest.raises(InvalidInput, match="multiple of the tree's restart_every"):
         tree_squared_sensitivity(strategy, Restarted(Epochs(4, 4), 4))
-
-
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="nodes"):
-        forest_squared_sensitivity(8, separation=1, max_participations=1, nodes="all")
-    with pytest.raises(InvalidInput, match="steps"):
-        forest_squared_sensitivity(0, separation=1, max_participations=1)
-    with pytest.raises(InvalidInput, match="separation"):
-        forest_squared_sensitivity(8, separation=0, max_participations=1)
-    with pytest.raises(InvalidInput, match="epochs"):
-        fixed_order_squared_sensitivity(0, 4)

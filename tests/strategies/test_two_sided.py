@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.strategies.slow_recipes import materialize
 
 import noshuffle.strategies as st
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
@@ -17,7 +18,7 @@ from noshuffle.strategies.fit import candidates, fit
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_two_sided import STEPS_LIMIT, fit_two_sided, tight_objective
 from noshuffle.strategies.lower_bound import rms_lower_bound
-from noshuffle.strategies.recipe import Buffered, materialize
+from noshuffle.strategies.recipe import Buffered
 from noshuffle.strategies.sensitivity import SEARCH_STEPS
 from noshuffle.strategies.two_sided import TwoSidedBlt, from_one_sided, two_sided
 from noshuffle.strategies.two_sided_forms import classes_squared

@@ -10,7 +10,8 @@ the exact Gaussian curve the noise has a closed inverse. Accountants by name:
     rdp        Rényi: `renyi`, sampling "poisson" or "fixed"
     fourier    privacy-loss distribution, Poisson: `fourier`
 
-No state.
+`options` of the searches are those of `epsilon`: rate, steps, accountant, sampling and
+squared_sensitivity, less what is searched for.
 
 >>> round(noise_multiplier(epsilon=1.0, delta=1e-5), 4)
 3.7306
@@ -25,6 +26,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from scipy.optimize import brentq
 
@@ -62,43 +65,35 @@ def smallest(
     positive(target=target, start=start, tolerance=tolerance, least=least, most=most)
     callables(fn=fn)
 
-    def excess(log_x: float) -> float:
-        value = fn(math.exp(log_x))
-        if math.isnan(_real(value)):
+    @cache
+    def value(log_x: float) -> float:
+        found = _real(fn(math.exp(log_x)))
+        if math.isnan(found):
             raise InvalidInput(f"fn must return numbers, got NaN at {math.exp(log_x)!r}")
-        return math.log(value / target) if 0 < value < math.inf else math.copysign(50, value - 1)
+        return found
 
+    def excess(log_x: float) -> float:
+        v = value(log_x)
+        return math.log(v / target) if 0 < v < math.inf else math.copysign(50, v - 1)
+
+    floor, ceiling, stride = math.log(least), math.log(most), 0.25
     low = high = math.log(min(max(start, least), most))
-    stride = 0.25
-    at = excess(low)
-    if at <= 0:
-        while True:
-            low -= stride
-            if low <= math.log(least):
-                low = math.log(least)
-                if fn(least) <= target:
-                    return least
-                break
-            if excess(low) > 0:
-                break
-            high, stride = low, 2 * stride
-    else:
-        while True:
-            high = min(high + stride, math.log(most))
-            if excess(high) <= 0:
-                break
-            if high >= math.log(most):
-                raise Unsupported(
-                    f"no value up to {most:g} meets the target {target:g}; allow a larger one"
-                )
-            low, stride = high, 2 * stride
+    while excess(low) <= 0:
+        if low <= floor:
+            return least
+        high, low, stride = low, max(low - stride, floor), 2 * stride
+    while excess(high) > 0:
+        if high >= ceiling:
+            raise Unsupported(
+                f"no value up to {most:g} meets the target {target:g}; allow a larger one"
+            )
+        low, high, stride = high, min(high + stride, ceiling), 2 * stride
     x = float(brentq(excess, low, high, xtol=tolerance / 4, maxiter=200))
     nudge = tolerance / 4
     while excess(x) > 0:  # the root may lie on either side; step over it
         x = min(x + nudge, high)
         nudge *= 2
-    result = math.exp(x)
-    return result if fn(result) <= target else math.exp(high)
+    return math.exp(x if value(x) <= target else high)
 
 
 def _real(value: object) -> float:
@@ -123,15 +118,13 @@ def largest_whole(
 
     good, bad = 0, most + 1
     n, stride = min(start, most), 2.0
-    while 1 <= n < bad and n > good:  # gallop away from the start until both sides are known
+    while good < n < bad and not (good and bad <= most):  # gallop until both sides are known
         if meets(n):
             good, n = n, min(math.ceil(n * stride), most)
         else:
             bad, n = n, max(int(n / stride), 1)
-        if good and bad <= most:
-            break
         stride *= stride
-    if bad == 1 or good == 0:
+    if good == 0:
         raise Unsupported(
             f"even one is too many for the target {target:g}; add noise or allow more epsilon"
         )
@@ -176,62 +169,51 @@ def epsilon(
     return fourier.epsilon(noise_multiplier=noise, rate=rate, steps=steps, delta=delta)
 
 
+_evaluate = epsilon  # the searches have an argument of that name
+
+
+def _central_limit(
+    epsilon: float, delta: float, noise: float, options: dict[str, Any]
+) -> tuple[float, float]:
+    """μ of (ε, δ), and S/σ²: about μ² = q² T (e^{S/σ²} − 1), which is where searches begin."""
+    squared = options.get("squared_sensitivity", 1.0)
+    positive(epsilon=epsilon, noise_multiplier=noise, squared_sensitivity=squared)
+    return gaussian.mu(epsilon=epsilon, delta=delta), squared / noise**2
+
+
 def noise_multiplier(
-    *,
-    epsilon: float,
-    delta: float,
-    rate: float = 1.0,
-    steps: int = 1,
-    accountant: str = "exact",
-    sampling: str = "poisson",
-    squared_sensitivity: float = 1.0,
-    tolerance: float = 1e-6,
+    *, epsilon: float, delta: float, tolerance: float = 1e-6, **options: Any
 ) -> float:
     """The least noise multiplier for (ε, δ); evaluated there, the accountant says at most ε."""
-    positive(epsilon=epsilon, squared_sensitivity=squared_sensitivity, tolerance=tolerance)
+    rate, steps = options.get("rate", 1.0), options.get("steps", 1)
+    unit_rate(rate=rate)
+    whole(steps=steps)
+    mu, squared = _central_limit(epsilon, delta, 1.0, options)
 
     def at(noise: float) -> float:
-        return _evaluate(noise, rate, steps, delta, accountant, sampling, squared_sensitivity)
+        return _evaluate(noise_multiplier=noise, delta=delta, **options)
 
-    # Where the central limit says: μ = q √(T(e^{S/σ²} − 1)).
-    mu = gaussian.mu(epsilon=epsilon, delta=delta)
-    whole(steps=steps)
-    unit_rate(rate=rate)
-    guess = math.sqrt(squared_sensitivity / math.log1p((mu / rate) ** 2 / steps))
     if rate == 1:
-        guess = math.sqrt(steps * squared_sensitivity) / mu
-        if accountant != "rdp":
-            at(guess)  # refuses what it does not know
+        guess = math.sqrt(steps * squared) / mu
+        if options.get("accountant") != "rdp":
             while at(guess) > epsilon:
                 guess *= 1 + 1e-15
             return guess
+    else:
+        guess = math.sqrt(squared / math.log1p((mu / rate) ** 2 / steps))
     return smallest(at, epsilon, start=guess, tolerance=tolerance)
 
 
-def steps(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    rate: float = 1.0,
-    accountant: str = "exact",
-    sampling: str = "poisson",
-    squared_sensitivity: float = 1.0,
-) -> int:
-    """The most equal steps within (ε, δ), up to a billion."""
-    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
-    positive(squared_sensitivity=squared_sensitivity)
+def steps(*, epsilon: float, delta: float, noise_multiplier: float, **options: Any) -> int:
+    """The most equal steps within (ε, δ), up to `MAX_STEPS`."""
+    rate = options.get("rate", 1.0)
     unit_rate(rate=rate)
-    mu = gaussian.mu(epsilon=epsilon, delta=delta)
-    per_step = min(squared_sensitivity / noise_multiplier**2, 300.0)
+    mu, per_step = _central_limit(epsilon, delta, noise_multiplier, options)
+    per_step = min(per_step, 300.0)
     guess = (mu / rate) ** 2 / math.expm1(per_step) if rate < 1 else mu**2 / per_step
-    return largest_whole(
-        lambda n: _evaluate(
-            noise_multiplier, rate, n, delta, accountant, sampling, squared_sensitivity
-        ),
-        epsilon,
-        start=int(min(max(guess, 1), MAX_STEPS)),
-    )
+    options |= {"noise_multiplier": noise_multiplier, "delta": delta}
+    start = int(min(max(guess, 1), MAX_STEPS))
+    return largest_whole(lambda n: _evaluate(steps=n, **options), epsilon, start=start)
 
 
 def batch(
@@ -241,31 +223,22 @@ def batch(
     noise_multiplier: float,
     steps: int,
     population: int,
-    accountant: str = "fourier",
-    sampling: str = "poisson",
-    squared_sensitivity: float = 1.0,
+    **options: Any,
 ) -> int:
-    """The largest (expected) batch out of the population within (ε, δ): rate = batch/population."""
-    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
-    positive(squared_sensitivity=squared_sensitivity)
+    """The largest (expected) batch out of the population within (ε, δ), by "fourier" if not said.
+
+    The rate is batch/population.
+    """
     whole(population=population, steps=steps)
-    mu = gaussian.mu(epsilon=epsilon, delta=delta)
-    per_step = min(squared_sensitivity / noise_multiplier**2, 300.0)
-    guess = population * mu / math.sqrt(steps * math.expm1(per_step))
-    return largest_whole(
-        lambda n: _evaluate(
-            noise_multiplier,
-            n / population,
-            steps,
-            delta,
-            accountant,
-            sampling,
-            squared_sensitivity,
-        ),
-        epsilon,
-        start=int(min(max(guess, 1), population)),
-        most=population,
-    )
+    mu, per_step = _central_limit(epsilon, delta, noise_multiplier, options)
+    guess = population * mu / math.sqrt(steps * math.expm1(min(per_step, 300.0)))
+    options = {"accountant": "fourier", **options, "steps": steps, "delta": delta}
+
+    def at(size: int) -> float:
+        return _evaluate(noise_multiplier=noise_multiplier, rate=size / population, **options)
+
+    start = int(min(max(guess, 1), population))
+    return largest_whole(at, epsilon, start=start, most=population)
 
 
 def rate(
@@ -274,37 +247,14 @@ def rate(
     delta: float,
     noise_multiplier: float,
     steps: int,
-    accountant: str = "fourier",
-    sampling: str = "poisson",
-    squared_sensitivity: float = 1.0,
     tolerance: float = 1e-6,
+    **options: Any,
 ) -> float:
-    """The largest sampling rate within (ε, δ), to a relative tolerance; 1 if all may take part."""
+    """The largest sampling rate within (ε, δ), by "fourier" if not said; 1 if all may take part."""
     positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
+    options = {"accountant": "fourier", **options, "steps": steps, "delta": delta}
 
     def at(inverse: float) -> float:
-        return _evaluate(
-            noise_multiplier, 1 / inverse, steps, delta, accountant, sampling, squared_sensitivity
-        )
+        return _evaluate(noise_multiplier=noise_multiplier, rate=1 / inverse, **options)
 
     return 1 / smallest(at, epsilon, start=10.0, least=1.0, most=1e9, tolerance=tolerance)
-
-
-def _evaluate(
-    noise: float,
-    rate: float,
-    steps: int,
-    delta: float,
-    accountant: str,
-    sampling: str,
-    squared_sensitivity: float,
-) -> float:
-    return epsilon(
-        noise_multiplier=noise,
-        delta=delta,
-        rate=rate,
-        steps=steps,
-        accountant=accountant,
-        sampling=sampling,
-        squared_sensitivity=squared_sensitivity,
-    )

@@ -6,15 +6,14 @@ The loss of T independent steps is the sum of their losses, S = L_1 + … + L_T 
 
 `loss_distribution` puts each step on one grid from above (or below); sums are products of Fourier
 transforms. The method is that of Koskela et al. (2020) and Gopi et al. (2021); the discretisation
-is that of Doroshenko et al. (2022); the exponential tilt makes small δ as accurate as large ones:
-masses are multiplied by e^{λ·loss} before the transform and divided after it, with λ at the
-saddle point, so that the losses that decide δ stand in the middle of the window, not in its noise.
+is that of Doroshenko et al. (2022). Masses are multiplied by e^{λ·loss} before the transform and
+divided after it, with λ at the saddle point, which makes small δ as accurate as large ones.
 
     bound="upper"   never below the truth         bound="lower"   never above the truth
     direction       "remove", "add", "both" (the larger), or "replace" (replace-one neighbours;
                     noise_multiplier still counts the noise in one clip norm)
 
-The grid follows from the steps (`grid=None`); memory is bounded whatever their number. No state.
+The grid follows from the steps (`grid=None`); memory is bounded whatever their number.
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 3)
 1.828
@@ -26,17 +25,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from noshuffle.accounting import gaussian
 from noshuffle.accounting.loss_sum import Block, choose_step, delta_of, epsilon_of
-from noshuffle.accounting.mixture import (
-    Pair,
-    add_pair,
-    mixture_pairs,
-    remove_pair,
-    replace_pair,
-)
+from noshuffle.accounting.mixture import Pair, add_pair, mixture_pairs, remove_pair, replace_pair
 from noshuffle.errors import (
     InvalidInput,
     instance_of,
@@ -66,6 +60,13 @@ class PoissonRelease:
         positive(noise_multiplier=self.noise_multiplier)
         unit_rate(rate=self.rate)
         whole(steps=self.steps)
+        object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+        object.__setattr__(self, "rate", float(self.rate))
+
+    def pair(self, side: str) -> Pair:
+        """One step, seen from this side."""
+        build = {"remove": remove_pair, "add": add_pair, "replace": replace_pair}[side]
+        return build(noise_multiplier=self.noise_multiplier, rate=self.rate)
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,19 @@ class MixtureRelease:
 
     def __post_init__(self) -> None:
         whole(steps=self.steps)
-        number_tuple(sensitivities=self.sensitivities)
-        number_tuple(weights=self.weights)
-        mixture_pairs(
+        for name in ("sensitivities", "weights"):
+            object.__setattr__(self, name, number_tuple(**{name: getattr(self, name)}))
+        self.pair("remove")  # checks the numbers
+        object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
+
+    def pair(self, side: str) -> Pair:
+        """One step, seen from this side."""
+        remove, add = mixture_pairs(
             noise_multiplier=self.noise_multiplier,
             sensitivities=self.sensitivities,
             weights=self.weights,
         )
+        return remove if side == "remove" else add
 
 
 @dataclass(frozen=True)
@@ -103,15 +110,9 @@ class Composed:
         if not self.releases:
             raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
-            if not isinstance(release, PoissonRelease | MixtureRelease):
-                raise InvalidInput(
-                    "releases must be PoissonRelease or MixtureRelease, got "
-                    f"{type(release).__name__}"
-                )
+            instance_of((PoissonRelease, MixtureRelease), releases=release)
             if self.direction == "replace" and isinstance(release, MixtureRelease):
-                raise InvalidInput(
-                    'direction "replace" is proved for PoissonRelease only; use "both"'
-                )
+                raise InvalidInput('direction "replace" is proved for PoissonRelease only')
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
         """ε at δ.
@@ -159,7 +160,7 @@ class Composed:
             if isinstance(release, PoissonRelease) and release.rate == 1:
                 inverse_variance += release.steps / release.noise_multiplier**2
             else:
-                key = _single(release)
+                key = replace(release, steps=1)
                 sampled[key] = sampled.get(key, 0) + release.steps
         mu = math.sqrt(inverse_variance) * (2 if self.direction == "replace" else 1)
         if not sampled:
@@ -167,27 +168,7 @@ class Composed:
         if inverse_variance > 0:
             sampled[PoissonRelease(1 / math.sqrt(inverse_variance), 1.0)] = 1
         sides = ("remove", "add") if self.direction == "both" else (self.direction,)
-        return mu, [[(_pair(r, side), n) for r, n in sampled.items()] for side in sides]
-
-
-def _single(release: PoissonRelease | MixtureRelease) -> PoissonRelease | MixtureRelease:
-    if isinstance(release, PoissonRelease):
-        return PoissonRelease(float(release.noise_multiplier), float(release.rate))
-    return MixtureRelease(
-        float(release.noise_multiplier), tuple(release.sensitivities), tuple(release.weights)
-    )
-
-
-def _pair(release: PoissonRelease | MixtureRelease, side: str) -> Pair:
-    if isinstance(release, MixtureRelease):
-        remove, add = mixture_pairs(
-            noise_multiplier=release.noise_multiplier,
-            sensitivities=release.sensitivities,
-            weights=release.weights,
-        )
-        return remove if side == "remove" else add
-    build = {"remove": remove_pair, "add": add_pair, "replace": replace_pair}[side]
-    return build(noise_multiplier=release.noise_multiplier, rate=release.rate)
+        return mu, [[(r.pair(side), n) for r, n in sampled.items()] for side in sides]
 
 
 def compose(
@@ -197,14 +178,13 @@ def compose(
     grid: float | None = None,
 ) -> Composed:
     """The composition of releases; plain (noise_multiplier, rate, steps) triples are welcome."""
-    records: list[PoissonRelease | MixtureRelease] = []
     instance_of(Iterable, releases=releases)
+    records: list[PoissonRelease | MixtureRelease] = []
     for item in releases:
         if isinstance(item, PoissonRelease | MixtureRelease):
             records.append(item)
         else:
-            ((noise_multiplier, rate, steps),) = record_list(3, releases=[item])
-            records.append(PoissonRelease(noise_multiplier, rate, steps))
+            records += [PoissonRelease(*row) for row in record_list(3, releases=[item])]
     return Composed(tuple(records), direction, grid)
 
 
@@ -214,12 +194,14 @@ def epsilon(
     rate: float,
     steps: int,
     delta: float,
-    direction: str = "both",
-    grid: float | None = None,
     bound: str = "upper",
+    **how: Any,
 ) -> float:
-    """ε at δ of `steps` Poisson-sampled Gaussian steps; see `Composed.epsilon` for guarantees."""
-    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), direction, grid)
+    """ε at δ of `steps` Poisson-sampled Gaussian steps; `how` is the direction and the grid.
+
+    Guarantees: see `Composed.epsilon`.
+    """
+    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), **how)
     return composed.epsilon(delta=delta, bound=bound)
 
 
@@ -229,10 +211,9 @@ def delta(
     rate: float,
     steps: int,
     epsilon: float,
-    direction: str = "both",
-    grid: float | None = None,
     bound: str = "upper",
+    **how: Any,
 ) -> float:
-    """δ at ε of `steps` Poisson-sampled Gaussian steps; see `Composed.delta` for guarantees."""
-    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), direction, grid)
+    """δ at ε of the same; see `Composed.delta`."""
+    composed = Composed((PoissonRelease(noise_multiplier, rate, steps),), **how)
     return composed.delta(epsilon=epsilon, bound=bound)

@@ -7,9 +7,8 @@ Rényi divergences add up over steps, D(α) = Σ steps · D_step(α). Two conver
 
 ([1] Mironov, 2017; [2] Canonne, Kamath, Steinke, 2020), and with "cks" ε = 0 where for some α
 δ ≥ √(1 − e^{−D}) (Bretagnolle and Huber). Every α gives a valid bound; `orders=None` takes the
-customary list, `real_orders=True` the best real α. zCDP is the case D(α) = ρα. These are upper
-bounds: for Gaussians without sampling the exact curve is 4 to 8 % smaller (`gaussian`), with
-Poisson sampling `fourier` is tighter. No state.
+customary list, `real_orders=True` the best real α. zCDP is the case D(α) = ρα. Exact or tighter
+where they apply: `gaussian` (no sampling, 4 to 8 % smaller) and `fourier` (Poisson sampling).
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 6)
 2.101365
@@ -20,7 +19,8 @@ Poisson sampling `fourier` is tighter. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
@@ -52,6 +52,7 @@ SAMPLINGS = ("poisson", "fixed")
 
 #: (noise_multiplier, rate, steps) of equal steps.
 Steps = tuple[float, float, int]
+Numbers = Sequence[float] | np.ndarray
 
 
 def divergence(
@@ -63,12 +64,8 @@ def divergence(
     neighbours differ by replacement and noise_multiplier counts the noise in that sensitivity
     (twice the clip norm).
     """
-    positive(noise_multiplier=noise_multiplier)
-    unit_rate(rate=rate)
-    one_of(SAMPLINGS, sampling=sampling)
     positive(order=order)
-    _check_orders((order,))
-    return float(_curve(noise_multiplier, rate, sampling, (order,))[0])
+    return float(curve([(noise_multiplier, rate, 1)], orders=(order,), sampling=sampling)[0])
 
 
 def curve(
@@ -77,10 +74,15 @@ def curve(
     """Divergences at `orders` of any composition, given as (noise_multiplier, rate, steps)."""
     one_of(SAMPLINGS, sampling=sampling)
     chosen = _chosen(orders)
-    _check_orders(chosen)
     total = np.zeros(len(chosen))
-    for (noise_multiplier, rate), count in _merged(steps).items():
-        total += count * _curve(noise_multiplier, rate, sampling, chosen)
+    for (sigma, rate), count in _merged(steps).items():
+        if sampling == "fixed":
+            one = renyi_curves.fixed_size(noise_multiplier=sigma, rate=rate, orders=chosen)
+        else:
+            one = np.array(
+                [renyi_curves.poisson(noise_multiplier=sigma, rate=rate, order=a) for a in chosen]
+            )
+        total += count * one
     return total
 
 
@@ -90,13 +92,10 @@ def epsilon(
     delta: float,
     rate: float = 1.0,
     steps: int = 1,
-    sampling: str = "poisson",
-    conversion: str = "cks",
-    orders: Sequence[float] | None = None,
-    real_orders: bool = False,
     squared_sensitivity: float = 1.0,
+    **how: Any,
 ) -> float:
-    """ε at the given δ of `steps` equal steps; an upper bound.
+    """ε at the given δ of `steps` equal steps; an upper bound. `how` as in `compose_epsilon`.
 
     Guarantees: holds for add/remove (and zero-out) neighbours under Poisson sampling, for
     replace-one under "fixed" (noise_multiplier then counts the noise in the doubled sensitivity).
@@ -104,14 +103,7 @@ def epsilon(
     """
     positive(noise_multiplier=noise_multiplier, squared_sensitivity=squared_sensitivity)
     record = (noise_multiplier / math.sqrt(squared_sensitivity), rate, steps)
-    return compose_epsilon(
-        [record],
-        delta=delta,
-        sampling=sampling,
-        conversion=conversion,
-        orders=orders,
-        real_orders=real_orders,
-    )
+    return compose_epsilon([record], delta=delta, **how)
 
 
 def delta(
@@ -127,11 +119,9 @@ def delta(
 ) -> float:
     """δ at the given ε of `steps` equal steps; an upper bound, at most 1."""
     positive(noise_multiplier=noise_multiplier, squared_sensitivity=squared_sensitivity)
-    non_negative(epsilon=epsilon)
     record = (noise_multiplier / math.sqrt(squared_sensitivity), rate, steps)
-    chosen = _chosen(orders)
-    divergences = curve([record], orders=chosen, sampling=sampling)
-    return delta_from_curve(chosen, divergences, epsilon=epsilon, conversion=conversion)
+    divergences = curve([record], orders=orders, sampling=sampling)
+    return delta_from_curve(_chosen(orders), divergences, epsilon=epsilon, conversion=conversion)
 
 
 def compose_epsilon(
@@ -144,38 +134,28 @@ def compose_epsilon(
     real_orders: bool = False,
 ) -> float:
     """ε of unequal steps, given as (noise_multiplier, rate, steps); an upper bound."""
-    open_unit(delta=delta)
-    one_of(CONVERSIONS, conversion=conversion)
-    if real_orders and orders is not None:
-        raise InvalidInput("give either orders or real_orders=True, not both")
+    _check_conversion(delta, conversion, orders, real_orders)
     records = [(*key, count) for key, count in _merged(steps).items()]
     if real_orders and all(rate == 1 for _, rate, _ in records):
         rho = sum(count / (2 * sigma**2) for sigma, _, count in records)
         return epsilon_from_rho(rho=rho, delta=delta, conversion=conversion, real_orders=True)
     chosen = _chosen(orders)
-    divergences = curve(records, orders=chosen, sampling=sampling)
-    best = epsilon_from_curve(chosen, divergences, delta=delta, conversion=conversion)
+    each = _each_epsilon(
+        chosen, curve(records, orders=chosen, sampling=sampling), delta, conversion
+    )
+    i = int(np.argmin(each))
     if not real_orders:
-        return best
+        return float(each[i])
 
     def at(log_gap: float) -> float:
-        order = 1 + math.exp(log_gap)
-        value = curve(records, orders=(order,), sampling=sampling)
-        return epsilon_from_curve((order,), value, delta=delta, conversion=conversion)
+        order = (1 + math.exp(log_gap),)
+        found = curve(records, orders=order, sampling=sampling)
+        return float(_each_epsilon(order, found, delta, conversion)[0])
 
-    each = [
-        epsilon_from_curve((a,), (d,), delta=delta, conversion=conversion)
-        for a, d in zip(chosen, divergences)
-    ]
-    i = int(np.argmin(each))
-    low, high = chosen[max(i - 1, 0)], chosen[min(i + 1, len(chosen) - 1)]
-    found = minimize_scalar(
-        at,
-        bounds=(math.log(low - 1), math.log(high - 1)),
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
-    return min(best, float(found.fun))
+    near = chosen[max(i - 1, 0)], chosen[min(i + 1, len(chosen) - 1)]
+    ends = math.log(near[0] - 1), math.log(near[1] - 1)
+    found = minimize_scalar(at, bounds=ends, method="bounded", options={"xatol": 1e-6})
+    return min(float(each[i]), float(found.fun))
 
 
 def epsilon_from_rho(
@@ -188,10 +168,7 @@ def epsilon_from_rho(
 ) -> float:
     """ε at δ of a ρ-zCDP mechanism: D(α) = ρα."""
     non_negative(rho=rho)
-    open_unit(delta=delta)
-    one_of(CONVERSIONS, conversion=conversion)
-    if real_orders and orders is not None:
-        raise InvalidInput("give either orders or real_orders=True, not both")
+    _check_conversion(delta, conversion, orders, real_orders)
     if not real_orders:
         chosen = np.asarray(_chosen(orders))
         return epsilon_from_curve(chosen, rho * chosen, delta=delta, conversion=conversion)
@@ -212,31 +189,27 @@ def epsilon_from_rho(
 
 
 def epsilon_from_curve(
-    orders: Sequence[float] | np.ndarray,
-    divergences: Sequence[float] | np.ndarray,
-    *,
-    delta: float,
-    conversion: str = "cks",
+    orders: Numbers, divergences: Numbers, *, delta: float, conversion: str = "cks"
 ) -> float:
     """The best ε that divergences at several orders imply; never below 0."""
-    open_unit(delta=delta)
-    one_of(CONVERSIONS, conversion=conversion)
-    a, d = _checked(orders, divergences)
+    _check_conversion(delta, conversion)
+    return float(_each_epsilon(*_checked(orders, divergences), delta, conversion).min())
+
+
+def _each_epsilon(
+    orders: Numbers, divergences: Numbers, delta: float, conversion: str
+) -> np.ndarray:
+    """ε by every order alone."""
+    a, d = np.asarray(orders), np.asarray(divergences)
     if conversion == "classical":
-        return max(0.0, float(np.min(d - math.log(delta) / (a - 1))))
-    if np.any(delta**2 + np.expm1(-d) > 0):
-        return 0.0
+        return np.maximum(0.0, d - math.log(delta) / (a - 1))
     # D + log(1 − 1/α) − log(δα)/(α − 1), with log(1 − 1/α) = log(α − 1) − log α
     values = d + np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
-    return max(0.0, float(np.min(values)))
+    return np.where(delta**2 + np.expm1(-d) > 0, 0.0, np.maximum(0.0, values))
 
 
 def delta_from_curve(
-    orders: Sequence[float] | np.ndarray,
-    divergences: Sequence[float] | np.ndarray,
-    *,
-    epsilon: float,
-    conversion: str = "cks",
+    orders: Numbers, divergences: Numbers, *, epsilon: float, conversion: str = "cks"
 ) -> float:
     """The best δ that divergences at several orders imply; never above 1."""
     non_negative(epsilon=epsilon)
@@ -250,12 +223,8 @@ def delta_from_curve(
     return math.exp(min(0.0, float(np.min(np.minimum(tail, total_variation)))))
 
 
-def _checked(
-    orders: Sequence[float] | np.ndarray, divergences: Sequence[float] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    a = np.asarray(number_tuple(orders=orders))
-    d = np.asarray(number_tuple(divergences=divergences))
-    _check_orders(tuple(a))
+def _checked(orders: Numbers, divergences: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    d, a = np.asarray(number_tuple(divergences=divergences)), np.asarray(_chosen(orders))
     if a.shape != d.shape:
         raise InvalidInput(f"orders and divergences must pair up, got {a.shape} and {d.shape}")
     if np.any(np.isnan(d)) or np.any(d < 0):
@@ -263,13 +232,20 @@ def _checked(
     return a, d
 
 
-def _chosen(orders: Sequence[float] | None) -> tuple[float, ...]:
-    return DEFAULT_ORDERS if orders is None else number_tuple(orders=orders)
+def _check_conversion(
+    delta: float, conversion: str, orders: object = None, real_orders: bool = False
+) -> None:
+    open_unit(delta=delta)
+    one_of(CONVERSIONS, conversion=conversion)
+    if real_orders and orders is not None:
+        raise InvalidInput("give either orders or real_orders=True, not both")
 
 
-def _check_orders(orders: Sequence[float]) -> None:
-    if not orders or not all(1 < a < math.inf for a in orders):
-        raise InvalidInput(f"orders must be finite numbers above 1, got {list(orders)[:5]!r}")
+def _chosen(orders: Numbers | None) -> tuple[float, ...]:
+    chosen = DEFAULT_ORDERS if orders is None else number_tuple(orders=orders)
+    if not chosen or not all(1 < a < math.inf for a in chosen):
+        raise InvalidInput(f"orders must be finite numbers above 1, got {list(chosen)[:5]!r}")
+    return chosen
 
 
 def _merged(steps: Iterable[Steps]) -> dict[tuple[float, float], int]:
@@ -284,12 +260,3 @@ def _merged(steps: Iterable[Steps]) -> dict[tuple[float, float], int]:
     if not out:
         raise InvalidInput("steps must hold at least one (noise_multiplier, rate, steps) record")
     return out
-
-
-def _curve(sigma: float, rate: float, sampling: str, orders: Sequence[float]) -> np.ndarray:
-    if sampling == "fixed":
-        return renyi_curves.fixed_size(noise_multiplier=sigma, rate=rate, orders=orders)
-    one: Callable[[float], float] = lambda a: renyi_curves.poisson(  # noqa: E731
-        noise_multiplier=sigma, rate=rate, order=a
-    )
-    return np.array([one(a) for a in orders])

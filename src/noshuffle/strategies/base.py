@@ -15,14 +15,21 @@ given one by one, or as `normalized=n`: every column of the n × n matrix gets n
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from scipy.linalg import toeplitz as _toeplitz
 from scipy.signal import fftconvolve, lfilter
 
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, number_tuple, whole
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    Unsupported,
+    instance_of,
+    number_tuple,
+    whole,
+)
 from noshuffle.strategies.recipe import Array, Recipe
 
 #: Largest matrix that is ever built in full.
@@ -160,3 +167,14 @@ class ToeplitzStrategy(Strategy):
         dense_size(n)
         inverse = lower_toeplitz(self.noising_coefficients(n))
         return np.asarray(inverse / self.gain_values(n)[:, None], dtype=np.float64)
+
+
+def column_normalized(strategy: Strategy, steps: int) -> Strategy:
+    """The same strategy with every column of its steps × steps matrix scaled to norm one."""
+    whole(steps=steps)
+    instance_of(Strategy, strategy=strategy)
+    if not isinstance(strategy, ToeplitzStrategy):
+        raise Unsupported(
+            f"column normalisation is built in for Toeplitz strategies, got {strategy.name!r}"
+        )
+    return replace(strategy, gains=(), normalized=steps)

@@ -4,7 +4,7 @@
 equal privacy; `candidates` fits all that suit a memory limit, `best` takes the least rms error.
 
 For a single participation sqrt, blt, banded and banded_inverse get unit columns where that lowers
-the error (`fit_size`, which also settles the sizes that are not given). Sampled participations have
+the error. Sampled participations have
 a proof for independent noise alone, orders that change at restarts for trees and independent noise.
 
 >>> from noshuffle.participation import Epochs, SinglePass
@@ -23,10 +23,16 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.participation import Participation, Restarted
-from noshuffle.strategies.fit_forms import layout
-from noshuffle.strategies.fit_size import DEFAULT_BANDS, DEFAULT_BUFFERS, NORMALIZED_STEPS
-from noshuffle.strategies.fitted import Fit
-from noshuffle.strategies.mechanisms import MECHANISMS, OPTIONS, FitRequest, mechanism_of
+from noshuffle.strategies.fit_forms import Fit, layout
+from noshuffle.strategies.mechanisms import (
+    DEFAULT_BANDS,
+    DEFAULT_BUFFERS,
+    MECHANISMS,
+    NORMALIZED_STEPS,
+    OPTIONS,
+    FitRequest,
+    mechanism_of,
+)
 from noshuffle.strategies.workload import Workload, checked_workload
 
 __all__ = ["MECHANISMS", "best", "candidates", "fit"]

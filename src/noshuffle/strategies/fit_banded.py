@@ -32,6 +32,7 @@ from noshuffle.participation import MinSeparation, Participation
 from noshuffle.strategies.base import reciprocal
 from noshuffle.strategies.fit_forms import (
     WALL,
+    Fit,
     ValueAndGradient,
     better,
     coarser,
@@ -41,7 +42,6 @@ from noshuffle.strategies.fit_forms import (
     sensitivity_form,
     through_reciprocal,
 )
-from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.toeplitz import banded, banded_inverse, root_coefficients
 from noshuffle.strategies.workload import Workload, prefix

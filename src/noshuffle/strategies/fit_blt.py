@@ -38,8 +38,8 @@ from noshuffle.strategies.blt_poles import (
     spaced,
     strategy_at,
 )
+from noshuffle.strategies.fit_forms import Fit
 from noshuffle.strategies.fit_gains import fit_gains, fit_normalized, scheduled_error
-from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.workload import Workload, prefix
 

@@ -39,8 +39,7 @@ from noshuffle.errors import Unsupported, positive
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.fit_banded import fit_banded
-from noshuffle.strategies.fit_forms import WALL, cost, descend, layout
-from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.fit_forms import WALL, Fit, cost, descend, layout
 from noshuffle.strategies.lower_bound import check_workload, solve_single
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.toeplitz import sqrt_toeplitz

@@ -19,6 +19,7 @@ one recursive filter and one correlation: O(n·p + n log n) for p coefficients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,6 @@ from noshuffle.errors import Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.error import error
-from noshuffle.strategies.fitted import Fit
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.workload import Workload
@@ -42,6 +42,21 @@ WALL = 1e3
 FLAT = 1e-4
 #: Numbers held at once when a schedule is integrated over columns.
 COLUMN_BUDGET = 2_000_000
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted strategy and how the search for it ended.
+
+    `objective` is error times sensitivity, the number by which mechanisms compare at equal privacy;
+    `start` is the same number for the closed-form starting point, so `objective <= start` always.
+    """
+
+    strategy: Strategy
+    objective: float
+    converged: bool
+    iterations: int
+    start: float
 
 
 class FitLayout(NamedTuple):

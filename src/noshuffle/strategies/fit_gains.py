@@ -38,7 +38,7 @@ from noshuffle.strategies.blt_poles import (
     strategy_at,
     unbounded,
 )
-from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.fit_forms import Fit
 from noshuffle.strategies.recipe import Array
 
 #: Horizon up to which the poles of a column-normalized BLT are searched; above, they are taken

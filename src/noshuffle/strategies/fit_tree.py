@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted
-from noshuffle.strategies.fit_forms import cost, layout
-from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.fit_forms import Fit, cost, layout
 from noshuffle.strategies.tree import Tree, tree
 from noshuffle.strategies.workload import Workload, prefix
 

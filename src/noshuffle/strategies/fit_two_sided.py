@@ -40,8 +40,7 @@ from noshuffle.strategies.blt_poles import (
     unbounded,
 )
 from noshuffle.strategies.fit_blt import fit_blt
-from noshuffle.strategies.fit_forms import cost
-from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.fit_forms import Fit, cost
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.two_sided import TwoSidedBlt, from_one_sided, two_sided
 from noshuffle.strategies.two_sided_forms import classes_squared

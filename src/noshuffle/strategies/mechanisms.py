@@ -10,7 +10,10 @@
     dense            best matrix, small runs
 
 `fit`, `Plan.fit`, comparisons and the command line read this table and nothing else: a mechanism
-joins by one entry, one of your own by `register`.
+joins by one entry, one of your own by `own.register`. Sizes that are not given are settled here:
+bisr takes the power of two with the least error, up to the separation; a blt the fewest buffers
+within 0.1 % of the best of one to four, then taps and gains. For a single participation columns are
+scaled to norm one (arXiv 2509.14334) where that lowers the error.
 
 >>> [option for option in MECHANISMS["tree"].options]
 ['variant', 'restart_every', 'completion', 'tree_accounting']
@@ -21,32 +24,37 @@ joins by one entry, one of your own by `register`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
+from threadpoolctl import threadpool_limits
+
+from noshuffle.errors import Unsupported, instance_of, one_of, whole
 from noshuffle.participation import Participation, Restarted
-from noshuffle.strategies.base import Strategy
+from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normalized
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
+from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
-from noshuffle.strategies.fit_forms import cost, layout
-from noshuffle.strategies.fit_size import (
-    DEFAULT_BANDS,
-    closed_form,
-    fit_any_blt,
-    fit_bisr,
-    taps_of,
-    with_unit_columns,
-)
+from noshuffle.strategies.fit_forms import Fit, FitLayout, cost, layout
 from noshuffle.strategies.fit_tree import fit_tree
-from noshuffle.strategies.fitted import Fit
+from noshuffle.strategies.fit_two_sided import fit_two_sided
 from noshuffle.strategies.identity import identity
-from noshuffle.strategies.registry import add_class
-from noshuffle.strategies.toeplitz import sqrt_toeplitz
+from noshuffle.strategies.toeplitz import banded_inverse, root_coefficients, sqrt_toeplitz
 from noshuffle.strategies.tree import VARIANTS
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS
 from noshuffle.strategies.workload import Workload
+
+#: More bands than this are fitted only when asked for.
+DEFAULT_BANDS = 2048
+#: Buffers that a BLT is tried with, and how much less error one more has to buy.
+DEFAULT_BUFFERS = 4
+WORTH = 1e-3
+#: Redrawn taps that a BLT gets by default; more change the third digit.
+DEFAULT_TAPS = 6
+#: Longest run whose error with unit columns, O(n²) work, is computed unasked.
+NORMALIZED_STEPS = 8192
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,30 @@ class FitRequest:
     objective: str = "rms"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def measure(self, strategy: Strategy) -> float:
-        """Error times sensitivity of a candidate."""
-        return cost(strategy, self.participation, workload=self.workload, objective=self.objective)
+    @property
+    def goal(self) -> dict[str, Any]:
+        """What the error is measured by."""
+        return {"workload": self.workload, "objective": self.objective}
+
+    @property
+    def layout(self) -> FitLayout:
+        """Steps, separation and most participations."""
+        return layout(self.participation)
 
     @property
     def bands(self) -> int | None:
         """As given, or as many as the buffers allow."""
         bands, buffers = self.options.get("bands"), self.options.get("buffers")
         return buffers + 1 if bands is None and buffers is not None else bands
+
+    def measure(self, strategy: Strategy) -> float:
+        """Error times sensitivity of a candidate."""
+        return cost(strategy, self.participation, **self.goal)
+
+    def closed_form(self, strategy: Strategy) -> Fit:
+        """A closed form as a fit: nothing to search, so it has converged."""
+        value = self.measure(strategy)
+        return Fit(strategy, value, converged=True, iterations=0, start=value)
 
 
 @dataclass(frozen=True)
@@ -136,130 +159,123 @@ OPTIONS: dict[str, Option] = {
 
 
 def _identity(request: FitRequest) -> Fit:
-    return closed_form(identity(), request.measure)
+    return request.closed_form(identity())
 
 
 def _tree(request: FitRequest) -> Fit:
-    return fit_tree(
-        request.participation,
-        workload=request.workload,
-        objective=request.objective,
-        **_given(request, "variant", "restart_every", "completion", "tree_accounting"),
-    )
-
-
-def _given(request: FitRequest, *names: str) -> dict[str, Any]:
-    return {name: request.options[name] for name in names if name in request.options}
+    names = MECHANISMS["tree"].options
+    given = {name: value for name, value in request.options.items() if name in names}
+    return fit_tree(request.participation, **request.goal, **given)
 
 
 def _unit_columns(request: FitRequest, found: Fit) -> Fit:
-    """For one participation: unit columns, where they lower the error."""
-    n, _, most = layout(request.participation)
-    return with_unit_columns(found, request.measure, steps=n) if most == 1 else found
+    """For one participation: unit columns, if they have less error."""
+    n, _, most = request.layout
+    strategy = found.strategy
+    if most > 1 or n > NORMALIZED_STEPS or not isinstance(strategy, ToeplitzStrategy):
+        return found
+    scaled = column_normalized(strategy, n)
+    value = request.measure(scaled)
+    return found if value >= found.objective else replace(found, strategy=scaled, objective=value)
 
 
 def _sqrt(request: FitRequest) -> Fit:
     strategy = sqrt_toeplitz(momentum=request.workload.beta)
-    return _unit_columns(request, closed_form(strategy, request.measure))
+    return _unit_columns(request, request.closed_form(strategy))
 
 
 def _kept_bands(request: FitRequest) -> int:
-    return request.bands or min(layout(request.participation).separation, DEFAULT_BANDS)
+    return request.bands or min(request.layout.separation, DEFAULT_BANDS)
 
 
 def _bsr(request: FitRequest) -> Fit:
-    kept = min(_kept_bands(request), layout(request.participation).steps)
-    strategy = sqrt_toeplitz(kept, momentum=request.workload.beta)
-    return closed_form(strategy, request.measure)
+    kept = min(_kept_bands(request), request.layout.steps)
+    return request.closed_form(sqrt_toeplitz(kept, momentum=request.workload.beta))
 
 
 def _bisr(request: FitRequest) -> Fit:
-    n, separation, _ = layout(request.participation)
-    return fit_bisr(
-        request.bands,
-        n,
-        separation=separation,
-        workload=request.workload,
-        measure=request.measure,
-    )
+    n, separation, _ = request.layout
+
+    def build(kept: int) -> Fit:
+        root = root_coefficients(min(kept, n), sign=1, momentum=request.workload.beta)
+        return request.closed_form(banded_inverse(coefficients=root.tolist()))
+
+    if request.bands is not None:
+        return build(request.bands)
+    powers = [1 << e for e in range(12) if 1 << e < 2 * min(n, separation)]
+    return min(map(build, powers), key=lambda fit: fit.objective)
 
 
 def _banded(request: FitRequest) -> Fit:
-    found = fit_banded(
-        request.participation,
-        bands=_kept_bands(request),
-        workload=request.workload,
-        objective=request.objective,
-    )
+    found = fit_banded(request.participation, bands=_kept_bands(request), **request.goal)
     return _unit_columns(request, found)
 
 
 def _banded_inverse(request: FitRequest) -> Fit:
-    found = fit_banded_inverse(
-        request.participation,
-        bands=request.bands or 16,
-        workload=request.workload,
-        objective=request.objective,
-    )
+    found = fit_banded_inverse(request.participation, bands=request.bands or 16, **request.goal)
     return _unit_columns(request, found)
 
 
 def _blt(request: FitRequest, *, name: str) -> Fit:
-    most = layout(request.participation).most
-    return fit_any_blt(
-        request.participation,
-        buffers=request.options.get("buffers"),
-        taps=taps_of(name, request.options.get("taps"), most=most),
-        gains=name in ("blt_gains", "blt_two_sided"),
-        two_sided=name == "blt_two_sided",
-        workload=request.workload,
-        objective=request.objective,
-    )
+    """A BLT of the given size, or the smallest that is about as good as the best.
+
+    The size is chosen without gains, which take longest to fit. With one participation gains are
+    unit columns: they cost nothing, so they are always tried. Taps reach back whole epochs, so at
+    most k − 1 of k participations are of use.
+    """
+    most, buffers = request.layout.most, request.options.get("buffers")
+    taps = 0 if name == "blt" else min(request.options.get("taps", DEFAULT_TAPS), most - 1)
+
+    def build(size: int, gains: bool = False) -> Fit:
+        sizes = {"buffers": size, "taps": taps, **request.goal}
+        with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
+            if gains and name == "blt_two_sided":
+                return fit_two_sided(request.participation, **sizes)
+            return fit_blt(request.participation, gains=gains, **sizes)
+
+    has_gains = MECHANISMS[name].needs_horizon
+    if buffers is not None and has_gains:
+        return build(buffers, gains=True)
+    sizes = [buffers] if buffers is not None else range(1, DEFAULT_BUFFERS + 1)
+    fits = {size: build(size) for size in sizes}
+    enough = min(found.objective for found in fits.values()) * (1 + WORTH)
+    size = next(size for size, found in fits.items() if found.objective <= enough)
+    if has_gains:
+        return build(size, gains=True)
+    if most == 1 and request.layout.steps <= NORMALIZED_STEPS:
+        with suppress(Unsupported):  # no unit columns for this workload or objective
+            return min(fits[size], build(size, gains=True), key=lambda found: found.objective)
+    return fits[size]
 
 
 def _dense(request: FitRequest) -> Fit:
-    layout(request.participation)
-    if request.objective == "max":
+    if request.objective == "max" and request.layout:
         raise Unsupported('a dense strategy is fitted for objective="rms", got "max"')
     return fit_dense(request.participation, workload=request.workload)
 
 
-def _blt_entry(name: str, words: str, *, has_gains: bool = False) -> Mechanism:
-    options = ("buffers",) if name == "blt" else ("buffers", "taps")
-    return Mechanism(name, words, partial(_blt, name=name), options, needs_horizon=has_gains)
-
+_BANDS, _BUFFERS, _TAPS = ("bands", "buffers"), ("buffers",), ("buffers", "taps")
+_TREE = ("variant", "restart_every", "completion", "tree_accounting")
 
 MECHANISMS: dict[str, Mechanism] = {
     entry.name: entry
     for entry in (
-        Mechanism(
-            "identity",
-            "independent noise (DP-SGD)",
-            _identity,
-            is_restarted=True,
-            is_sampled=True,
-        ),
-        Mechanism(
-            "tree",
-            "binary tree aggregation",
-            _tree,
-            ("variant", "restart_every", "completion", "tree_accounting"),
-            is_restarted=True,
-        ),
+        Mechanism("identity", "independent noise (DP-SGD)", _identity, (), False, True, True),
+        Mechanism("tree", "binary tree aggregation", _tree, _TREE, is_restarted=True),
         Mechanism("sqrt", "square root of the workload", _sqrt),
-        Mechanism("bsr", "first bands of the square root", _bsr, ("bands", "buffers")),
-        Mechanism("bisr", "first bands of the inverse square root", _bisr, ("bands", "buffers")),
-        Mechanism("banded", "best bands of the encoder", _banded, ("bands", "buffers")),
-        Mechanism(
-            "banded_inverse",
-            "best bands of the inverse encoder",
-            _banded_inverse,
-            ("bands", "buffers"),
+        Mechanism("bsr", "first bands of the square root", _bsr, _BANDS),
+        Mechanism("bisr", "first bands of the inverse square root", _bisr, _BANDS),
+        Mechanism("banded", "best bands of the encoder", _banded, _BANDS),
+        Mechanism("banded_inverse", "best bands of the inverse encoder", _banded_inverse, _BANDS),
+        *(
+            Mechanism(name, words, partial(_blt, name=name), options, needs_horizon)
+            for name, words, options, needs_horizon in (
+                ("blt", "buffered linear Toeplitz", _BUFFERS, False),
+                ("blt_tapped", "buffered linear Toeplitz with taps by epochs", _TAPS, False),
+                ("blt_gains", "tapped, with one gain per step", _TAPS, True),
+                ("blt_two_sided", "tapped, with gains per step and per draw", _TAPS, True),
+            )
         ),
-        _blt_entry("blt", "buffered linear Toeplitz"),
-        _blt_entry("blt_tapped", "buffered linear Toeplitz with taps by epochs"),
-        _blt_entry("blt_gains", "tapped, with one gain per step", has_gains=True),
-        _blt_entry("blt_two_sided", "tapped, with gains per step and per draw", has_gains=True),
         Mechanism("dense", "best matrix, for small runs", _dense, needs_horizon=True),
     )
 }
@@ -269,46 +285,3 @@ def mechanism_of(name: str) -> Mechanism:
     """The entry of this name."""
     one_of(tuple(MECHANISMS), mechanism=name)
     return MECHANISMS[name]
-
-
-def register(
-    cls: type[Strategy],
-    *,
-    fit: Callable[[FitRequest], Strategy] | None = None,
-    words: str = "",
-    needs_horizon: bool = False,
-) -> type[Strategy]:
-    """Make a strategy of your own known by its class attribute `name`; also a class decorator.
-
-    Plans with it can then be read back from JSON, and `Plan.fit(mechanism=NAME)` builds it: by
-    `fit`, which gets a `FitRequest`, or as `cls()` where there is none. Every plan checks it
-    against its encoder before it is used (`own`).
-    """
-    name = getattr(cls, "name", "")
-    known = MECHANISMS.get(name)
-    if known is not None and not isinstance(known.fit, _OwnFit):
-        raise InvalidInput(f"a name that is not taken is needed, got {name!r}; choose another")
-    add_class(cls)
-    build = _OwnFit(cls, fit)
-    MECHANISMS[cls.name] = Mechanism(
-        cls.name, words or f"registered: {cls.__name__}", build, needs_horizon=needs_horizon
-    )
-    return cls
-
-
-@dataclass(frozen=True)
-class _OwnFit:
-    """The fit of a registered strategy: one candidate, measured."""
-
-    cls: type[Strategy]
-    build: Callable[[FitRequest], Strategy] | None
-
-    def __call__(self, request: FitRequest) -> Fit:
-        try:
-            strategy = self.cls() if self.build is None else self.build(request)
-        except TypeError as problem:
-            raise InvalidInput(
-                f"the mechanism {self.cls.name!r} cannot be built: {problem}; give register a fit="
-            ) from None
-        instance_of(self.cls, **{"what fit returned": strategy})
-        return closed_form(strategy, request.measure)

@@ -1,4 +1,4 @@
-"""A mechanism of one's own is checked against its encoder before its ε is stated.
+"""Mechanisms of one's own: `register` makes one known by name, `check_own` compares its parts.
 
 ε comes from `encoder` or `noising`, the noise from `recipe`; nothing but a comparison ties them
 together. For every strategy that is not built in (those are covered by the contract suite):
@@ -17,14 +17,18 @@ full whatever its length; matrices are compared for the first 128 steps of a lon
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy, convolve
-from noshuffle.strategies.recipe import Array, materialize, rows, stream
-from noshuffle.strategies.registry import is_built_in
+from noshuffle.strategies.fit_forms import Fit
+from noshuffle.strategies.mechanisms import MECHANISMS, FitRequest, Mechanism
+from noshuffle.strategies.recipe import Array, rows, stream
+from noshuffle.strategies.registry import add_class, is_built_in
 from noshuffle.strategies.sensitivity import OWN_STEPS
 
 #: Steps whose matrices are compared entry by entry.
@@ -59,7 +63,8 @@ def _check(strategy: Strategy, n: int) -> None:
         raise _contradiction(
             strategy, "its square encoder is not lower triangular with a non-zero diagonal"
         )
-    units = materialize(strategy.recipe(lead), lead)
+    leading = strategy.recipe(lead)
+    units = stream(leading, np.eye(rows(leading, lead)), steps=lead)
     _compare(strategy, units, N, f"recipe({lead})", f"noising({lead})")
     if n > OWN_STEPS and not isinstance(strategy, ToeplitzStrategy):
         return  # refused by `sensitivity`, which has no proof for such a run
@@ -93,3 +98,43 @@ def _contradiction(strategy: Strategy, what: str) -> InvalidInput:
         f"the strategy {strategy.name!r} contradicts itself: {what}; its ε would not be that of "
         "the noise it adds"
     )
+
+
+def register(
+    cls: type[Strategy],
+    *,
+    fit: Callable[[FitRequest], Strategy] | None = None,
+    words: str = "",
+    needs_horizon: bool = False,
+) -> type[Strategy]:
+    """Make a strategy of your own known by its class attribute `name`; also a class decorator.
+
+    Plans with it can then be read back from JSON, and `Plan.fit(mechanism=NAME)` builds it: by
+    `fit`, which gets a `FitRequest`, or as `cls()` where there is none. Every plan checks it
+    against its encoder before it is used (`check_own`).
+    """
+    name = getattr(cls, "name", "")
+    if name in MECHANISMS and not isinstance(MECHANISMS[name].fit, _OwnFit):
+        raise InvalidInput(f"a name that is not taken is needed, got {name!r}; choose another")
+    add_class(cls)
+    words = words or f"registered: {cls.__name__}"
+    MECHANISMS[name] = Mechanism(name, words, _OwnFit(cls, fit), needs_horizon=needs_horizon)
+    return cls
+
+
+@dataclass(frozen=True)
+class _OwnFit:
+    """The fit of a registered strategy: one candidate, measured."""
+
+    cls: type[Strategy]
+    build: Callable[[FitRequest], Strategy] | None
+
+    def __call__(self, request: FitRequest) -> Fit:
+        try:
+            strategy = self.cls() if self.build is None else self.build(request)
+        except TypeError as problem:
+            raise InvalidInput(
+                f"the mechanism {self.cls.name!r} cannot be built: {problem}; give register a fit="
+            ) from None
+        instance_of(self.cls, **{"what fit returned": strategy})
+        return request.closed_form(strategy)

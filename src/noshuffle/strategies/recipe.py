@@ -12,11 +12,10 @@ is plain data, one of
     Rows          y_t = Σ_{r≤t} M[t, r] z_r                                (past draws come again)
 
 with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty) and, in Buffered, a scale of
-every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `materialize` runs a
-recipe on unit vectors and so returns C⁻¹ itself: the slow twin of every fast path. `stream` runs
-it on given draws, all steps at once.
+every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `stream` runs a recipe on
+given draws, all steps at once; on unit vectors it returns C⁻¹ itself.
 
->>> materialize(FeedForward(weights=(1.0, -1.0)), steps=3)
+>>> stream(FeedForward(weights=(1.0, -1.0)), np.eye(3), steps=3)
 array([[ 1.,  0.,  0.],
        [-1.,  1.,  0.],
        [ 0., -1.,  1.]])
@@ -125,11 +124,7 @@ def rows(recipe: Recipe, steps: int) -> int:
 
 
 def stream(recipe: Recipe, draws: Array, *, steps: int) -> Array:
-    """The noise of the first `steps` steps from the rows of Z, by linear filters.
-
-    >>> stream(FeedForward(weights=(1.0, -1.0)), np.array([[2.0], [5.0]]), steps=2).ravel()
-    array([2., 3.])
-    """
+    """The noise of the first `steps` steps from the rows of Z, by linear filters."""
     if isinstance(recipe, Rows):
         return np.asarray(recipe.matrix[:steps, :steps] @ draws[:steps])
     if isinstance(recipe, Forest):
@@ -150,35 +145,6 @@ def stream(recipe: Recipe, draws: Array, *, steps: int) -> Array:
         for decay, scale in zip(recipe.decays, recipe.scales):
             x += scale * lfilter([0.0, 1.0], [1.0, -decay], u, axis=0)
     return np.asarray(x * np.asarray(recipe.scale)[:steps, None] if recipe.scale else x)
-
-
-def materialize(recipe: Recipe, steps: int) -> Array:
-    """C⁻¹ as an explicit steps × rows matrix, by running the recipe on unit vectors."""
-    m = rows(recipe, steps)
-    draws = np.eye(m)
-    zero = np.zeros(m)
-    out = np.zeros((steps, m))
-    if isinstance(recipe, Rows):
-        return np.array(recipe.matrix[:steps, :steps])
-    if isinstance(recipe, Forest):
-        return _stream_forest(recipe, steps, draws)
-    if isinstance(recipe, Buffered) and recipe.draw_scale:
-        draws *= np.asarray(recipe.draw_scale)[:m, None]
-    past: list[Array] = []
-    state = np.zeros((len(recipe.decays), m)) if isinstance(recipe, Buffered) else zero
-    for t in range(steps):
-        if isinstance(recipe, FeedForward):
-            x = sum((w * draws[t - i] for i, w in enumerate(recipe.weights) if i <= t), zero)
-        elif isinstance(recipe, Recursive):
-            x = recipe.weights[0] * draws[t]
-            x = x + sum((w * past[t - i] for i, w in enumerate(recipe.weights) if 0 < i <= t), zero)
-            past.append(x)
-        else:
-            u = sum((w * draws[t - lag] for lag, w in recipe.taps if lag <= t), zero)
-            x = u + np.asarray(recipe.scales) @ state
-            state = np.asarray(recipe.decays)[:, None] * state + u
-        out[t] = x * (recipe.scale[t] if recipe.scale else 1.0)
-    return out
 
 
 def _stream_forest(recipe: Forest, steps: int, draws: Array) -> Array:

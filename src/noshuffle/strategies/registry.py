@@ -1,54 +1,25 @@
-"""Every strategy by its name: from plain values back to the record, and builders by name.
+"""Every strategy by its name: from plain values back to the record.
 
 `from_dict(strategy.to_dict()) == strategy` for all of them, also after a trip through JSON, which
 turns tuples into lists.
 
 >>> from_dict({"name": "banded", "bands": [1.0, 0.5]}).coefficients(3)
 array([1. , 0.5, 0. ])
->>> by_name("sqrt_toeplitz", bands=4).buffers(100)
-3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
-from noshuffle.errors import InvalidInput, Unsupported, instance_of, whole
-from noshuffle.strategies.base import Strategy, ToeplitzStrategy
-from noshuffle.strategies.blt import Blt, blt
-from noshuffle.strategies.dense import Dense, dense
-from noshuffle.strategies.identity import (
-    Identity,
-    ReleaseSums,
-    identity,
-    release_each,
-    release_sums,
-)
-from noshuffle.strategies.toeplitz import (
-    Banded,
-    BandedInverse,
-    SqrtToeplitz,
-    banded,
-    banded_inverse,
-    sqrt_toeplitz,
-)
-from noshuffle.strategies.tree import Tree, tree
-from noshuffle.strategies.two_sided import TwoSidedBlt, two_sided
-
-BUILDERS: dict[str, Callable[..., Strategy]] = {
-    "identity": identity,
-    "release_each": release_each,
-    "release_sums": release_sums,
-    "tree": tree,
-    "sqrt_toeplitz": sqrt_toeplitz,
-    "banded": banded,
-    "banded_inverse": banded_inverse,
-    "blt": blt,
-    "blt_two_sided": two_sided,
-    "dense": dense,
-}
+from noshuffle.errors import InvalidInput
+from noshuffle.strategies.base import Strategy
+from noshuffle.strategies.blt import Blt
+from noshuffle.strategies.dense import Dense
+from noshuffle.strategies.identity import Identity, ReleaseSums
+from noshuffle.strategies.toeplitz import Banded, BandedInverse, SqrtToeplitz
+from noshuffle.strategies.tree import Tree
+from noshuffle.strategies.two_sided import TwoSidedBlt
 
 _BUILT_IN: tuple[type[Strategy], ...] = (
     Identity,
@@ -77,27 +48,14 @@ def add_class(cls: type[Strategy]) -> None:
         raise InvalidInput(f"register a class derived from Strategy, got {cls!r}")
     if not hasattr(candidate, "__dataclass_fields__"):
         raise InvalidInput(f"a strategy must be a frozen dataclass, got {cls.__name__}")
-    known = _CLASSES.get(cls.name)
-    is_again = known is not None and (known.__module__, known.__qualname__) == (
-        cls.__module__,
-        cls.__qualname__,
-    )
-    if not cls.name or (cls.name in {**BUILDERS, **_CLASSES} and not is_again):
+    taken = _CLASSES.get(cls.name, cls)
+    is_again = (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+    if not cls.name or not is_again:
         raise InvalidInput(
             f"a strategy of your own needs a name that is not taken, got {cls.name!r}; set the "
             "class attribute `name`"
         )
     _CLASSES[cls.name] = cls
-
-
-def by_name(name: str, **options: Any) -> Strategy:
-    """The strategy that the builder of this name makes from the options."""
-    if name not in BUILDERS:
-        raise InvalidInput(f"a strategy must be one of {', '.join(BUILDERS)}; got {name!r}")
-    try:
-        return BUILDERS[name](**options)
-    except TypeError as problem:
-        raise InvalidInput(f"the strategy {name!r} cannot be built: {problem}") from None
 
 
 def from_dict(record: dict[str, Any]) -> Strategy:
@@ -124,14 +82,3 @@ def from_dict(record: dict[str, Any]) -> Strategy:
 def _frozen(value: Any) -> Any:
     """Lists, at any depth, as tuples."""
     return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def column_normalized(strategy: Strategy, steps: int) -> Strategy:
-    """The same strategy with every column of its steps × steps matrix scaled to norm one."""
-    whole(steps=steps)
-    instance_of(Strategy, strategy=strategy)
-    if not isinstance(strategy, ToeplitzStrategy):
-        raise Unsupported(
-            f"column normalisation is built in for Toeplitz strategies, got {strategy.name!r}"
-        )
-    return replace(strategy, gains=(), normalized=steps)

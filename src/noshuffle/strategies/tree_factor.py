@@ -22,6 +22,9 @@ child that holds the last step, and σ² = Σ 4^{−depth} over the nodes that t
 unfinished. All entries of C (and, for full, of Σ⁻¹, because K⁻¹ + D·Dᵀ is a Stieltjes matrix) are
 ≥ 0, so equal contributions are the worst, and the values here are exact.
 
+If every node were released, its 0/1 row would count: Σ_nodes (participations inside)², an integer,
+never less, which is what TensorFlow Privacy and Kairouz et al. state (arXiv 2103.00039, D).
+
 >>> one = Part(used=1024, real=1024, full=1024)
 >>> round(float(energies("honaker", one, period=1024).max()), 3)       # the node count is 11
 9.466
@@ -31,9 +34,13 @@ unfinished. All entries of C (and, for full, of Σ⁻¹, because K⁻¹ + D·D�
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noshuffle.strategies.recipe import Array
 
@@ -165,3 +172,44 @@ def _cost(height: int, real: int) -> float:
     if real <= half:
         return 1 + _cost(height - 1, real)
     return 1 + 1 / (1 / _cost(height - 1, half) + 1 / _cost(height - 1, real - half))
+
+
+def largest_node_count(blocks: Iterable[tuple[int, int, int]], b: int) -> int:
+    """max over classes j of Σ_nodes (members of j, j+b, … inside)², the order never changing.
+
+    `blocks` are trees as (first step, real leaves, leaves with virtual ones). The class has
+    q₂ − q₁ + [j < r₂] − [j < r₁] members in [lo, hi) with hi = q₂b + r₂, lo = q₁b + r₁: a constant
+    plus one bump in j. The bumps of all nodes are summed as a difference array; nodes repeat with
+    period b, levels up to b need no squares. The work is about the number of epochs, whatever the
+    number of steps.
+    """
+    base = 0
+    where: list[NDArray[np.int64]] = []
+    bumps: list[NDArray[np.int64]] = []
+    for (shift, real, full), times in Counter((s % b, r, f) for s, r, f in blocks).items():
+        for height in range(full.bit_length()):
+            width = 1 << height
+            reach = min(real, full // width * width)  # real steps inside complete nodes
+            if width <= b:  # at most one member per node: the squares add up to the members
+                ends, power = np.array([[0], [reach]], dtype=np.int64), 1
+                often = np.ones(1, dtype=np.int64)
+            else:
+                whole_nodes, period = reach // width, b // math.gcd(b, width)
+                index = np.arange(min(whole_nodes, period), dtype=np.int64)
+                ends = np.stack([index * width, index * width + width])
+                often, power = -(-(whole_nodes - index) // period), 2
+                if reach % width:  # the node that ends in virtual leaves
+                    ends = np.append(ends, [[whole_nodes * width], [reach]], axis=1)
+                    often = np.append(often, 1)
+            often = times * often
+            quotient, rest = np.divmod(shift + ends, b)
+            members = quotient[1] - quotient[0]
+            bump = ((members + np.sign(rest[1] - rest[0])) ** power - members**power) * often
+            base += int((members**power * often).sum())
+            where += [rest.min(axis=0), rest.max(axis=0)]
+            bumps += [bump, -bump]
+    position, bump = np.concatenate(where), np.concatenate(bumps)
+    order = np.argsort(position)
+    position, running = position[order], np.cumsum(bump[order])
+    is_end = np.append(position[1:] != position[:-1], True)  # all bumps of a class are in
+    return base + max(0, int(running[is_end].max()))

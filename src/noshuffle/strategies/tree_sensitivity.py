@@ -9,7 +9,7 @@ trees, and all entries are ≥ 0, so a unit that contributes equally everywhere 
     SinglePass        the worst step
     Epochs            the worst class j, j+b, j+2b, …, over all trees together
     Restarted         every block of `every` steps by itself: the order changes between them
-    MinSeparation     a search (`tree_release_search`, `tree_search`)
+    MinSeparation     a search (`tree_search`)
 
 Where the tight value is out of reach (more than 2²² steps, or a unit that takes part very often at
 any distance) the node count is given instead, and labelled a bound.
@@ -23,34 +23,20 @@ any distance) the node count is given instead, and labelled a bound.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
-from noshuffle.strategies.tree_factor import Part, carry_of, energies
-from noshuffle.strategies.tree_nodes import (
-    best_class,
-    fixed_order_squared_sensitivity,
-    forest_squared_sensitivity,
-)
-from noshuffle.strategies.tree_release_search import ReleaseSearch, SearchTooLong
-from noshuffle.strategies.tree_search import Block, TreeSearch
-
-__all__ = [
-    "ACCOUNTINGS",
-    "fixed_order_squared_sensitivity",
-    "forest_squared_sensitivity",
-    "tree_sensitivity",
-    "tree_squared_sensitivity",
-]
+from noshuffle.strategies.tree_factor import Part, carry_of, energies, largest_node_count
+from noshuffle.strategies.tree_search import SearchTooLong, TreeSearch
 
 ACCOUNTINGS = ("tight", "nodes")
 
@@ -59,8 +45,6 @@ TIGHT_STEPS = 2**22
 
 NODES = "upper bound: every node of the tree that a unit touches is counted, as in the literature"
 ENDS = "upper bound: separation across the end of a block is not made use of"
-
-Counts = NDArray[Any]
 
 
 class PatternLimits(NamedTuple):
@@ -73,23 +57,18 @@ class PatternLimits(NamedTuple):
     @classmethod
     def of(cls, participation: MinSeparation | Restarted) -> PatternLimits:
         """Of the whole run, so that the tables of a search serve every prefix."""
+        base = _base(participation)
+        assert isinstance(base, MinSeparation)
+        free = replace(base, max_participations=base.steps)
         if isinstance(participation, Restarted):
-            base = participation.participation
-            assert isinstance(base, MinSeparation)
-            free = replace(base, max_participations=base.steps)
-            fitting = replace(participation, participation=free).most
+            fitting = Restarted(free, participation.every).most
         else:
-            base = participation
-            fitting = replace(base, max_participations=base.steps).most
+            fitting = free.most
         return cls(base.separation, participation.most, participation.most < fitting)
 
 
-class _Measure(Protocol):
-    """Largest squared sensitivity over the patterns of one kind, for the trees that are given."""
-
-    def by_class(self, trees: list[Part], b: int) -> float: ...
-
-    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts: ...
+def _base(participation: Participation) -> Participation:
+    return participation.participation if isinstance(participation, Restarted) else participation
 
 
 @lru_cache(maxsize=4096)
@@ -103,12 +82,13 @@ def tree_sensitivity(
     """
     one_of(ACCOUNTINGS, tree_accounting=accounting)
     _check(strategy, participation)
-    base = participation.participation if isinstance(participation, Restarted) else participation
-    is_searched = isinstance(base, MinSeparation)
+    is_searched = isinstance(_base(participation), MinSeparation)
     is_loose = is_searched and isinstance(participation, Restarted) and participation.every < steps
     tight = None
-    if accounting == "tight" or not is_searched:  # no search to label a node count
-        tight = _tight(strategy, participation, steps)
+    # no search to label a node count
+    if steps <= TIGHT_STEPS and (accounting == "tight" or not is_searched):
+        with suppress(SearchTooLong):
+            tight = float(_largest(_Released(strategy.variant), strategy, participation, steps))
     if accounting == "tight" and tight is not None:
         return tight, ENDS if is_loose else ""
     counted = tree_squared_sensitivity(strategy, participation, steps)
@@ -124,29 +104,19 @@ def tree_squared_sensitivity(
     return int(_largest(_Nodes(strategy.variant), strategy, participation, steps))
 
 
-def _tight(strategy: Tree, participation: Participation, steps: int) -> float | None:
-    if steps > TIGHT_STEPS:
-        return None
-    try:
-        return float(_largest(_Released(strategy.variant), strategy, participation, steps))
-    except SearchTooLong:
-        return None
-
-
 def _check(strategy: Tree, participation: Participation) -> None:
     if not isinstance(participation, SinglePass | Epochs | MinSeparation | Restarted):
         raise Unsupported(
             "a tree is accounted under SinglePass, Epochs, MinSeparation or Restarted, got "
             f"{type(participation).__name__}; sampled participations need independent noise"
         )
-    if not isinstance(participation, Restarted):
-        return
-    every, own = participation.every, strategy.restart_every
-    if every < participation.steps and (own is None or every % own):
-        raise InvalidInput(
-            f"every must be a multiple of the tree's restart_every, got every={every} and "
-            f"restart_every={own}; a new order needs a new tree"
-        )
+    if isinstance(participation, Restarted) and participation.every < participation.steps:
+        every, own = participation.every, strategy.restart_every
+        if own is None or every % own:
+            raise InvalidInput(
+                f"every must be a multiple of the tree's restart_every, got every={every} and "
+                f"restart_every={own}; a new order needs a new tree"
+            )
 
 
 def _in_use(strategy: Tree, horizon: int, steps: int) -> tuple[Part, int, Part]:
@@ -163,11 +133,11 @@ def _in_use(strategy: Tree, horizon: int, steps: int) -> tuple[Part, int, Part]:
 
 
 def _largest(
-    measure: _Measure, strategy: Tree, participation: Participation, steps: int | None
+    measure: _Nodes | _Released, strategy: Tree, participation: Participation, steps: int | None
 ) -> float:
     horizon = int(participation.steps)
     tree, times, last = _in_use(strategy, horizon, horizon if steps is None else int(steps))
-    base = participation.participation if isinstance(participation, Restarted) else participation
+    base = _base(participation)
     if isinstance(base, SinglePass):
         kinds = {tree, last} if times else {last}  # one participation meets one tree
         return max(measure.by_class([kind], kind.used) for kind in kinds)
@@ -190,7 +160,7 @@ def _largest(
     return float(counts.max())
 
 
-def _over(measure: _Measure, part: Participation, trees: list[Part]) -> float:
+def _over(measure: _Nodes | _Released, part: Participation, trees: list[Part]) -> float:
     """One order for all of these trees."""
     if isinstance(part, Epochs):
         return measure.by_class(trees, int(part.steps_per_epoch))
@@ -211,15 +181,17 @@ class _Nodes:
         return (tree.used, tree.full) if self.variant == "full" else (tree.used, tree.used)
 
     def by_class(self, trees: list[Part], b: int) -> float:
+        """S² of the worst class j, j+b, …"""
         starts = np.cumsum([0, *(tree.used for tree in trees[:-1])]).tolist()
-        return best_class(((s, *self._shape(tree)) for s, tree in zip(starts, trees)), b)
+        return largest_node_count(((s, *self._shape(tree)) for s, tree in zip(starts, trees)), b)
 
-    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts:
-        blocks: list[Block] = []
+    def by_count(self, trees: list[Part], limits: PatternLimits) -> Array:
+        """S² of the worst pattern for every number of participations."""
+        parts = []
         for tree in trees:
             real, full = self._shape(tree)
-            blocks.append((0, real, 1 << (full - 1).bit_length() if full > real else full))
-        return _node_search(limits).best(blocks)
+            parts.append(Part(real, real, 1 << (full - 1).bit_length() if full > real else full))
+        return _search(limits, counts_all=True).best(parts)
 
 
 class _Released:
@@ -243,28 +215,23 @@ class _Released:
             total[at] += times * found[tree]
         return float(total.max())
 
-    def by_count(self, trees: list[Part], limits: PatternLimits) -> Counts:
+    def by_count(self, trees: list[Part], limits: PatternLimits) -> Array:
         if self.variant == "full":
             if any(tree.used < tree.real for tree in trees):
                 raise SearchTooLong  # part of a least-squares tree: there is no search for it
             return _Nodes("full").by_count(trees, limits)
-        if self.variant == "plain" and not any(tree.is_completed for tree in trees):
-            blocks = [(0, tree.used, tree.used) for tree in trees]
-            return _node_search(limits, skips_right=True).best(blocks)
-        return _release_search(limits, carry_of(self.variant)).best(trees)
+        is_plain = self.variant == "plain" and not any(tree.is_completed for tree in trees)
+        return _search(limits, carry_of(self.variant), is_bounded=not is_plain).best(trees)
 
 
 @lru_cache(maxsize=64)
-def _node_search(limits: PatternLimits, *, skips_right: bool = False) -> TreeSearch:
-    return TreeSearch(*limits, skips_right=skips_right)
+def _search(
+    limits: PatternLimits, carry: float = 0.0, *, counts_all: bool = False, is_bounded: bool = False
+) -> TreeSearch:
+    return TreeSearch(*limits, carry, counts_all, is_bounded)
 
 
-@lru_cache(maxsize=64)
-def _release_search(limits: PatternLimits, carry: float) -> ReleaseSearch:
-    return ReleaseSearch(*limits, carry=carry)
-
-
-def _convolve(left: Counts, right: Counts, most: int) -> Counts:
+def _convolve(left: Array, right: Array, most: int) -> Array:
     """(max, +): the best value of every total count, the counts being split at will."""
     size = min(len(left) + len(right) - 1, most + 1)
     out = np.full(size, -1.0)  # whole numbers up to 2⁵³ stay exact
