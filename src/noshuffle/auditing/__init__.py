@@ -4,6 +4,9 @@
     worst       the largest shift that one unit can make (directions: `signs`)
     prefixes    ε of every stopping point beside the statement
     covariance  the law of noise that left, over many coordinates
+    canaries    known participation, orthogonal directions; training_run: in a real run
+    one_run     what guesses about many coins prove; membership: losses of the final model
+    run_folder  statement and model of a finished run
     curve       ε of μ, by bisection
 
 Nothing here imports `strategies.sensitivity` or `accounting`: what is checked and what checks it

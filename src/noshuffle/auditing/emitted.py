@@ -33,6 +33,8 @@ from noshuffle.noise.source import test_source
 from noshuffle.noise.stream import NoiseStream
 
 Array = NDArray[np.float64]
+#: Who was in the data, by fair coins.
+Coins = NDArray[np.bool_]
 
 #: One, as a draw: large beside the grid of a stream with scale one.
 _ONE = 2.0**20

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 class AuditSettings:
     """What `noshuffle audit` can be asked."""
 
-    target: Path = argument("a plan.json, or a run folder")
+    target: Path | None = argument(
+        "a plan.json or a run folder; with --train it may be left out", None
+    )
+    train: bool = setting(False, "train with canaries, and measure what attackers see", "--train")
+    canaries: int = setting(40_000, "with --train: how many canaries")
+    examples: int = setting(1, "with --train: examples of one canary in a step (user level)")
+    data: str = setting("digits", "with --train: data set by name")
     page: Path | None = setting(None, "write the pictures to this page (audit.html)")
     save: bool = setting(
         False, "keep audit.json and audit.html in the run folder; its report shows them", "--save"
@@ -27,19 +33,32 @@ class AuditSettings:
     most_steps: int = setting(1024, "stopping points that are looked at, from the first step on")
 
     def __post_init__(self) -> None:
-        whole(most_steps=self.most_steps)
+        whole(most_steps=self.most_steps, canaries=self.canaries, examples=self.examples)
+        if self.target is None and not self.train:
+            raise InvalidInput("give a plan.json or a run folder, or --train")
         if self.page is not None and not self.page.parent.is_dir():
             raise InvalidInput(f"--page needs an existing folder, got {str(self.page.parent)!r}")
-
-        if self.save and not (self.target / "plan.json").is_file():
+        if self.save and not self.is_folder:
             raise InvalidInput(f"--save needs a run folder, got {str(self.target)!r}")
-        if self.save and (self.target / "signature.json").exists():
+        if self.save and self.target is not None and (self.target / "signature.json").exists():
             raise InvalidInput(f"{self.target} is signed as it is; use --page FILE elsewhere")
 
+    @property
+    def is_folder(self) -> bool:
+        return self.target is not None and (self.target / "plan.json").is_file()
+
+    @property
+    def name(self) -> str:
+        return "a training run with canaries" if self.target is None else self.target.resolve().name
+
     def plan(self) -> Plan:
-        """The plan that is audited."""
+        """The plan that is audited; without a target, four passes of 64 steps at ε = 8."""
+        from noshuffle.participation import Epochs
         from noshuffle.plan import Plan
 
+        if self.target is None:
+            unit = "user" if self.examples > 1 else "example"
+            return Plan.fit(Epochs(4, 64), mechanism="blt", epsilon=8.0, unit=unit)
         path = self.target / "plan.json" if self.target.is_dir() else self.target
         if not path.is_file():
             raise InvalidInput(f"{path} is not there; give a plan.json or a run folder")
@@ -51,20 +70,14 @@ def audit(asked: AuditSettings, output: Output) -> int:
     """Check a guarantee without the formulas that made it.
 
     The noise stream of training is driven with unit draws; ε of every stopping point comes from the
-    covariance of its rows, and noise that leaves by the door is compared with it. HOLDS (exit
-    status 0): the stated ε covers it everywhere. REFUTED (1): an attack exceeds it. NOT DECIDED
-    (3): neither was shown; what was left out is named.
+    covariance of its rows, and noise that leaves by the door is compared with it. --train adds a
+    real training run with canaries. HOLDS (exit status 0): the stated ε covers all that was found.
+    REFUTED (1): an attack exceeds it. NOT DECIDED (3): neither was shown; what was left out is
+    named.
     """
     from noshuffle.auditing.answers import EXIT_CODES, record_of
-    from noshuffle.auditing.covariance import audit_noise, released_noise
-    from noshuffle.auditing.prefixes import audit_plan
 
-    plan = asked.plan()
-    findings: list[Finding] = [audit_plan(plan, most_steps=asked.most_steps)]
-    if plan.noise_multiplier and not plan.participation.is_sampled:
-        steps = min(plan.steps, asked.most_steps, 256)
-        noise = released_noise(plan, coordinates=max(4096, 16 * steps), steps=steps)
-        findings.append(audit_noise(noise, plan))
+    findings = _findings(asked, is_quiet=output.json)
     record = record_of(findings)
     for path in _written(asked, record):
         if not output.json:
@@ -76,6 +89,49 @@ def audit(asked: AuditSettings, output: Output) -> int:
     return EXIT_CODES[str(record["answer"])]
 
 
+def _findings(asked: AuditSettings, *, is_quiet: bool) -> list[Finding]:
+    from noshuffle.auditing.covariance import audit_noise, released_noise
+    from noshuffle.auditing.prefixes import audit_plan
+    from noshuffle.auditing.run_folder import audit_run
+
+    plan = asked.plan()
+    if asked.is_folder and asked.target is not None:
+        findings = audit_run(asked.target, most_steps=asked.most_steps)
+    else:
+        findings = [audit_plan(plan, most_steps=asked.most_steps)]
+    if asked.train:
+        return findings + _trained(asked, plan, is_quiet=is_quiet)
+    if plan.noise_multiplier and not plan.participation.is_sampled:
+        steps = min(plan.steps, asked.most_steps, 256)
+        noise = released_noise(plan, coordinates=max(4096, 16 * steps), steps=steps)
+        findings.append(audit_noise(noise, plan))
+    return findings
+
+
+def _trained(asked: AuditSettings, plan: Plan, *, is_quiet: bool) -> list[Finding]:
+    import torch
+    from rich.progress import Progress
+
+    from noshuffle.auditing.training_run import audit_training
+    from noshuffle.datasets import load
+    from noshuffle.training.models import build, default_for
+
+    data = load(asked.data)
+    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    model = build(default_for(data.kind, data.shape), data.shape, data.classes)
+    with Progress(disable=is_quiet, transient=True) as bar:
+        task = bar.add_task("training with canaries", total=plan.steps)
+        return audit_training(
+            plan,
+            model,
+            x,
+            y,
+            canaries=asked.canaries,
+            examples=asked.examples,
+            progress=lambda done: bar.update(task, completed=done),
+        )
+
+
 def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
     """Write the pages that were asked for; the ledger of a run learns of those in its folder."""
     from noshuffle.cli.evidence import note_page
@@ -84,11 +140,11 @@ def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
     from noshuffle.report import write_report
     from noshuffle.report.html import write_audit
 
-    title, pages = f"Audit of {asked.target.resolve().name}", []
+    title, pages = f"Audit of {asked.name}", []
     if asked.page is not None:
         write_audit(record, asked.page, title=title)
         pages.append(asked.page)
-    if asked.save:
+    if asked.save and asked.target is not None:
         write_json(asked.target / "audit.json", record)
         write_audit(record, asked.target / "audit.html", title=title)
         files = [asked.target / "audit.json", asked.target / "audit.html"]

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from scipy.special import ndtr, ndtri
+
 from noshuffle.report.plots import ACCENT, MUTED, WARM, Figure, as_svg
 
 if TYPE_CHECKING:
@@ -90,6 +93,37 @@ def _noise(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
     ]
 
 
+def _canaries(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+    seen = part["attacker"]
+    cards = [(_number(part["mu"]), f"μ̂ from the {seen}; claimed {part['claimed_mu']:.4g}")]
+    caption = (
+        f"{part['canaries']:,} canaries, attacker sees the {seen}: μ̂ with its 95 % interval, "
+        "beside the claim (line) and what this attacker can reach at best (cross)."
+    )
+    return cards, [(_intervals([part], [seen]), caption)]
+
+
+def _membership(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+    caption = (
+        f"Loss-threshold attack on the final model ({part['members']:,} members, "
+        f"{part['others']:,} others): the share of members that it finds, and the most that any "
+        "attack could under the claim."
+    )
+    return [(f"{part['area']:.3f}", "area under the attack's curve")], [(_roc(part), caption)]
+
+
+@as_svg
+def _roc(axes: Axes, part: Part) -> None:
+    x, y = zip(*part["curve"])
+    axes.plot([0, 1], [0, 1], color=MUTED, lw=1)
+    axes.plot(x, y, color=ACCENT, label="attack")
+    if part["claimed_mu"] is not None:
+        rates = np.linspace(1e-4, 1 - 1e-4, 200)
+        axes.plot(rates, ndtr(ndtri(rates) + part["claimed_mu"]), color=WARM, label="claim allows")
+    axes.set(xlabel="false positives", ylabel="members found", xlim=(0, 1), ylim=(0, 1))
+    axes.legend(frameon=False)
+
+
 @as_svg
 def _intervals(axes: Axes, parts: list[Part], labels: list[str]) -> None:
     for at, part in enumerate(parts):
@@ -99,6 +133,8 @@ def _intervals(axes: Axes, parts: list[Part], labels: list[str]) -> None:
         ends = [[part["mu"] - part["mu_low"]], [part["mu_high"] - part["mu"]]]
         colour = WARM if part["answer"] == "REFUTED" else ACCENT
         axes.errorbar([part["mu"]], [at], xerr=ends, fmt="o", capsize=4, color=colour)
+        if "reachable_mu" in part:
+            axes.plot([part["reachable_mu"]], [at], "x", color=MUTED)
     axes.axvline(parts[0]["claimed_mu"], color=MUTED, lw=2)
     axes.set(xlabel="μ", yticks=range(len(parts)), yticklabels=labels, ylim=(-1, len(parts)))
     axes.set_xlim(0, None)
@@ -112,4 +148,6 @@ def _number(value: float | None) -> str:
 _TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]] = {
     "plan": _plan,
     "noise": _noise,
+    "canaries": _canaries,
+    "membership": _membership,
 }

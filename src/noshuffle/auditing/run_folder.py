@@ -1,0 +1,64 @@
+"""What a finished run folder can be asked: its statement beside its noise, its model by its losses.
+
+    statement.json   ε of the steps that were released, against the rows that the plan emits
+    checkpoints/     loss-threshold attack on the newest model, where its data set has a name
+
+Keys of a finished run are destroyed, so its own noise cannot be seen again; `noshuffle verify`
+checks the ledger. Training and held-out rows are not told apart by coins here: nothing is concluded
+from the curve, it is to look at.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from noshuffle.auditing.answers import Finding
+from noshuffle.auditing.membership import attack
+from noshuffle.auditing.prefixes import MOST_STEPS, audit_plan
+from noshuffle.auditing.training_run import losses_of
+from noshuffle.datasets import NAMES, load
+from noshuffle.errors import InvalidInput
+from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.training.models import build
+
+
+def audit_run(path: Path, *, most_steps: int = MOST_STEPS) -> list[Finding]:
+    """Findings about the run in that folder."""
+    folder = RunFolder(path)
+    plan = folder.plan()
+    if not folder.statement_file.is_file():
+        raise InvalidInput(f"{path} has no statement.json; nothing is claimed")
+    said = read_json(folder.statement_file)
+    released = int(said.get("released_steps", plan.steps))
+    stated = {t: plan.epsilon_after(t) for t in range(1, min(plan.steps, most_steps) + 1)}
+    if released in stated:
+        epsilon = said.get("epsilon")
+        stated[released] = math.inf if epsilon is None else float(epsilon)
+    found: list[Finding] = [audit_plan(plan, stated=stated, most_steps=most_steps)]
+    config = read_json(folder.config_file) if folder.config_file.is_file() else {}
+    saved = checkpoint.saved(folder.checkpoints)
+    if saved and config.get("data") in NAMES and isinstance(config.get("model"), str):
+        found.append(_losses(plan, saved[-1], config, released))
+    return found
+
+
+def _losses(plan: Plan, path: Path, config: dict[str, object], released: int) -> Finding:
+    data = load(str(config["data"]))
+    model = build(str(config["model"]), data.shape, data.classes)
+    model.load_state_dict(checkpoint.load(path)["model"])
+    batch = config.get("batch_size")
+    seen = released * batch if isinstance(batch, int) else len(data)
+    members = data.x_train[:seen]
+    x = torch.cat([members, data.x_test])
+    y = torch.cat([data.y_train[:seen], data.y_test])
+    is_in = np.arange(len(x)) < len(members)
+    mu = plan.mu(released)
+    claim = math.inf if mu is None else mu / plan.multiplier_of_sensitivity
+    return attack(losses_of(model, x, y), is_in, claimed_mu=claim, is_random=False)

@@ -1,0 +1,203 @@
+"""A real training run with canaries in it, and what every attacker sees of it.
+
+    white box    all iterates: T of every canary (see `canaries`), μ̂ beside the claimed μ
+    one run      guesses about the coins: ε and μ that are proved without assumptions (`one_run`)
+    noise        covariance over the canaries that were not in the data (`covariance`)
+    final model  the same canaries by their last values; losses of people by coin (`membership`)
+
+The run is `privatize` with its own keys, guard, clipping, ledger in memory and noise: nothing is
+replaced. People are the rows of a data set, each in by a fair coin, in an order that the plan
+allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
+from noshuffle.auditing.canaries import Canaries, CanaryModel, MuEstimate, canary_loss, estimate
+from noshuffle.auditing.covariance import compare
+from noshuffle.auditing.curve import epsilon_of
+from noshuffle.auditing.emitted import Array
+from noshuffle.auditing.membership import attack
+from noshuffle.auditing.one_run import Guesses, best_guesses
+from noshuffle.plan import Plan
+from noshuffle.training import privatize
+
+
+@dataclass(frozen=True)
+class CanaryAudit:
+    """What canaries show of μ to one attacker ("iterates" or "final model")."""
+
+    attacker: str
+    canaries: int
+    claimed_mu: float
+    reachable_mu: float
+    estimate: MuEstimate
+    guesses: Guesses
+    delta: float
+
+    @property
+    def answer(self) -> str:
+        """REFUTED where μ̂, or what guesses prove, is surely above the claim."""
+        is_above = self.estimate.sure > self.claimed_mu or self.guesses.mu > self.claimed_mu
+        return REFUTED if is_above else HOLDS
+
+    def words(self) -> str:
+        """The finding as text."""
+        own, d = self.estimate, self.delta
+        return (
+            f"{self.answer}: {self.canaries:,} canaries, attacker sees the {self.attacker}\n"
+            f"μ̂ = {own.mu:.4f} [{own.low:.4f}, {own.high:.4f}], claimed {self.claimed_mu:.4f} "
+            f"({own.mu / self.claimed_mu:.3f} of it; {self.reachable_mu:.4f} is within reach)\n"
+            f"ε at δ = {d:g}: estimated {epsilon_of(max(own.mu, 0.0), delta=d):.3f}, claimed "
+            f"{epsilon_of(self.claimed_mu, delta=d):.3f}; proved by guesses alone: "
+            f"{self.guesses.epsilon:.3f} (any mechanism), "
+            f"{epsilon_of(self.guesses.mu, delta=d):.3f} (Gaussian)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the interval stands beside the other findings' under the same names."""
+        own = self.estimate
+        ends = {"mu": own.mu, "mu_low": own.low, "mu_high": own.high, "mu_sure": own.sure}
+        return {**asdict(self), **ends, "kind": "canaries", "answer": self.answer}
+
+
+def audit_training(
+    plan: Plan,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    canaries: int = 40_000,
+    examples: int = 1,
+    clip_norm: float = 1.0,
+    learning_rate: float = 0.5,
+    progress: Callable[[int], None] | None = None,
+) -> list[Finding]:
+    """Train `model` on half of the rows of (x, y) with canaries among them; what attackers find."""
+    planted = Canaries.of(plan, count=canaries, examples=examples)
+    is_member = np.random.default_rng().random(len(x)) < 0.5
+    people = np.flatnonzero(is_member)
+    order = _batches(plan, len(people))
+    batch = max(1, math.ceil(len(people) / order.steps))
+    whole_model = CanaryModel(model, canaries)
+    released = _train(
+        plan,
+        whole_model,
+        (x, y, people, order),
+        planted,
+        batch_size=batch,
+        clip_norm=clip_norm,
+        learning_rate=learning_rate,
+        progress=progress,
+    )
+    losses = losses_of(model, x, y)
+    claim = plan.mu()
+    assert claim is not None
+    claim /= plan.multiplier_of_sensitivity  # canaries come or do not: zero-out neighbours
+    coins, delta = planted.is_in, plan.delta
+    found: list[Finding] = []
+    for attacker, scores, reach in (
+        ("iterates", planted.scores(released), planted.mu),
+        ("final model", planted.final_scores(released), planted.final_mu()),
+    ):
+        proved = best_guesses(scores, coins, delta=delta)
+        seen = estimate(scores, coins)
+        found.append(CanaryAudit(attacker, canaries, claim, reach, seen, proved, delta))
+    unseen = released[:, ~coins]
+    found.append(compare(unseen, planted.covariance, plan.participation, claim, delta))
+    found.append(attack(losses, is_member, claimed_mu=claim))
+    return found
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Which of the people come in a step: batch t mod `steps`, so that gaps are as planned."""
+
+    steps: int
+    count: int
+    last: int
+
+    def at(self, step: int) -> NDArray[np.int64]:
+        if step >= self.last:
+            return np.empty(0, dtype=np.int64)
+        return np.arange(step % self.steps, self.count, self.steps)
+
+
+def _batches(plan: Plan, count: int) -> _Order:
+    """People in an order that every participation allows: one pass, or passes with its gap."""
+    record = plan.participation.to_dict()
+    record = record.get("participation", record)
+    steps = int(record.get("steps_per_epoch") or record.get("separation") or plan.steps)
+    passes = int(record.get("epochs") or record.get("max_participations") or 1)
+    return _Order(steps, count, min(plan.steps, steps * passes))
+
+
+def _train(
+    plan: Plan,
+    model: CanaryModel,
+    data: tuple[Tensor, Tensor, NDArray[np.int64], _Order],
+    planted: Canaries,
+    *,
+    batch_size: int,
+    clip_norm: float,
+    learning_rate: float,
+    progress: Callable[[int], None] | None,
+) -> Array:
+    """One run; returns the released sums of the canaries, from iterates, in units of the clip."""
+    x, y, people, order = data
+    groups = [
+        {"params": list(model.inner.parameters()), "lr": learning_rate},
+        {"params": list(model.canary.parameters()), "lr": float(batch_size)},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    private = privatize(model, optimizer, plan, batch_size=batch_size, clip_norm=clip_norm)
+    loss = canary_loss(model.count, size=10 * clip_norm)
+    rows, before = np.empty((plan.steps, model.count)), _values(model)
+    for step in range(plan.steps):
+        own = torch.from_numpy(people[order.at(step)])
+        birds = planted.rows(step)
+        blank = x.new_zeros((len(birds), *x.shape[1:]))
+        inputs = torch.cat([x[own], blank])
+        which = torch.cat([torch.full((len(own),), model.count), birds])
+        targets = torch.cat([y[own], y.new_zeros(len(birds))])
+        ids = np.concatenate([own.numpy(), unit_ids(birds.numpy(), len(x))])
+        private.advance(loss, (inputs, which, targets), ids=ids)
+        after = _values(model)
+        rows[step] = (before - after) / clip_norm
+        before = after
+        if progress is not None:
+            progress(step + 1)
+    private.close()
+    return rows
+
+
+def unit_ids(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """Ids of canaries, after those of people: all examples of one canary have the same."""
+    return first + rows
+
+
+def _values(model: CanaryModel) -> Array:
+    weight = model.canary.weight.detach()[: model.count, 0]
+    return np.asarray(weight.double().numpy(), dtype=np.float64).copy()
+
+
+@torch.no_grad()
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Array:
+    """Cross-entropy of every row under the model as it is."""
+    model.eval()
+    parts = [
+        F.cross_entropy(model(x[i : i + 512]), y[i : i + 512], reduction="none")
+        for i in range(0, len(x), 512)
+    ]
+    return np.asarray(torch.cat(parts).double().numpy())
