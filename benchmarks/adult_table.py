@@ -25,7 +25,7 @@ from sklearn.metrics import roc_auc_score
 
 from noshuffle.convex import PrivateLogisticRegression, PrivateSVC
 from noshuffle.convex.losses import logistic
-from noshuffle.convex.phases import Budget, make_phase
+from noshuffle.convex.phases import PhaseBudget, make_phase
 from noshuffle.convex.solvers.objective_perturbation import objective_perturbation
 from noshuffle.datasets.tables import adult
 from noshuffle.noise import NoiseStream, Source, new_key
@@ -158,7 +158,7 @@ def found_by(
     at the end: known before any data is seen. l1 soft-thresholds there; DP-SGD is cut there.
     """
     n, d = x.shape
-    phase = make_phase(Budget(epsilon, DELTA, mechanism), rows=n, passes=1, batch_size=batch)
+    phase = make_phase(PhaseBudget(epsilon, DELTA, mechanism), rows=n, passes=1, batch_size=batch)
     line = math.sqrt(2 * math.log(d)) * float(phase.error[-1]) / batch
     model = PrivateLogisticRegression(
         epsilon=epsilon,

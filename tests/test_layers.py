@@ -31,6 +31,7 @@ LAYERS = {
     "release": 4,
     "training": 5,
     "datasets": 5,
+    "budget": 6,
     "federated": 6,
     "convex": 6,
     "auditing": 6,

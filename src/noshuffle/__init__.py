@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from noshuffle.budget import Budget
     from noshuffle.clipping import ModelLoss
     from noshuffle.errors import NoshuffleError
     from noshuffle.optim import FTRL
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "Budget": "budget",
     "Epochs": "participation",
     "FTRL": "optim",
     "FixedSize": "participation",
@@ -58,6 +60,7 @@ _HOMES = {
 
 __all__ = [
     "FTRL",
+    "Budget",
     "Epochs",
     "FixedSize",
     "MinSeparation",

@@ -6,6 +6,7 @@
     ├── ParticipationViolation  a unit would take part more often, or sooner, than planned
     ├── HorizonExceeded         a step beyond the number of steps that was planned
     ├── ReplayRefused           a released step was to be repeated with other data
+    ├── BudgetExceeded          a run would cost more than is left for its data
     ├── VerificationFailed      a run folder does not support its own statement
     └── DataUnavailable         a data set is neither here nor to be had
 
@@ -51,6 +52,10 @@ class HorizonExceeded(NoshuffleError):
 
 class ReplayRefused(NoshuffleError):
     """A released step was to be repeated with other data under the same noise."""
+
+
+class BudgetExceeded(NoshuffleError):
+    """A run would cost more than is left for its data, or no cost of it is finite."""
 
 
 class VerificationFailed(NoshuffleError):

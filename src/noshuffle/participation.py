@@ -231,6 +231,23 @@ class FixedSize(Participation):
         )
 
 
+def narrowed(part: Participation, most: int) -> Participation | None:
+    """The same pattern with at most `most` steps of one unit; None where no narrower one is known.
+
+    Guarantees: a unit that the guard admitted `most` times under `part` keeps the narrower one.
+    """
+    if isinstance(part, MinSeparation):
+        return MinSeparation(part.steps, part.separation, min(most, part.max_participations))
+    if isinstance(part, Epochs):  # same place in every epoch: at least an epoch apart
+        return MinSeparation(part.steps, part.steps_per_epoch, min(most, part.epochs))
+    if isinstance(part, SinglePass):
+        return part
+    if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
+        # The guard keeps separation and count across blocks too.
+        return narrowed(part.participation, most)
+    return None
+
+
 _KINDS: dict[str, type[Participation]] = {
     cls.kind: cls for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize)
 }

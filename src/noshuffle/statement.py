@@ -68,6 +68,11 @@ class PrivacyStatement:
         new = tuple(s for s in sentences if s not in self.assumptions)
         return replace(self, assumptions=self.assumptions + new)
 
+    def counted_in(self, words: str, instead_of: str) -> PrivacyStatement:
+        """The statement of a run that draws on a budget: `words` for the sentence about others."""
+        said = tuple(words if one == instead_of else one for one in self.assumptions)
+        return replace(self, assumptions=said)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. An infinite ε (no noise: no privacy) becomes null."""
         record = asdict(self)

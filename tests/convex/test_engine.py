@@ -19,7 +19,7 @@ from noshuffle.convex.linear_rule import LinearRule, LinearSettings
 from noshuffle.convex.losses import hinge, logistic, smoothed_hinge, squared
 from noshuffle.convex.margins import PerMargin, Softmax
 from noshuffle.convex.moments import ball_least_squares, moments, unpack
-from noshuffle.convex.phases import Budget, make_phase, next_phase, statement_of
+from noshuffle.convex.phases import PhaseBudget, make_phase, next_phase, statement_of
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
@@ -165,7 +165,7 @@ def test_a_run_is_ftrl_on_explicit_correlated_noise(
 
 def test_noise_of_the_sums_has_the_planned_covariance() -> None:
     """Empty rows leave noise alone; its prefix sums must have the deviation the phase claims."""
-    budget = Budget(1.0, 1e-6, "tree")
+    budget = PhaseBudget(1.0, 1e-6, "tree")
     made = SumsRule(features=90, clip_norm=2.0, fit_intercept=False)
     stream = LearningStream(made, budget, source=source_of(seed=3), horizon=12, batch_size=2)
     stream.feed(np.zeros((12, 90)), np.zeros(12))
@@ -231,7 +231,7 @@ def test_rows_depend_on_themselves_alone() -> None:
 
 
 def test_phases_spend_what_the_budget_allows() -> None:
-    budget = Budget(0.7, 1e-5, "tree", "replace-one")
+    budget = PhaseBudget(0.7, 1e-5, "tree", "replace-one")
     done = [next_phase(budget, [], batch_size=None)]
     done.append(next_phase(budget, done, batch_size=None))
     done.append(next_phase(budget, done, batch_size=None))
@@ -314,7 +314,7 @@ def test_memory_does_not_grow_with_the_rows() -> None:
 
 
 def test_make_phase_without_noise() -> None:
-    phase = make_phase(Budget(math.inf, 1e-6, "identity"), rows=10, passes=1, batch_size=None)
+    phase = make_phase(PhaseBudget(math.inf, 1e-6, "identity"), rows=10, passes=1, batch_size=None)
     assert phase.worst_error == 0.0
 
 
@@ -336,7 +336,7 @@ def test_phases_draw_independent_noise_under_one_key() -> None:
             self.heard.append(mean)
 
     made = Recorder()
-    budget = Budget(1.0, 1e-6, "identity")
+    budget = PhaseBudget(1.0, 1e-6, "identity")
     stream = LearningStream(made, budget, source=source_of(seed=0), horizon=None, batch_size=512)
     stream.feed(np.zeros((4096, 1)), np.zeros(4096))
     assert len(made.heard) == 8

@@ -14,7 +14,7 @@ from torch import nn
 
 from noshuffle.clipping import Flat, Ghost
 from noshuffle.convex.losses import hinge
-from noshuffle.convex.phases import Budget, Phase, make_phase
+from noshuffle.convex.phases import Phase, PhaseBudget, make_phase
 from noshuffle.convex.saved import MODEL, STREAM, read_stream, write_stream
 from noshuffle.convex.solvers import ftrl
 from noshuffle.convex.stream import LearningStream
@@ -164,9 +164,9 @@ class RowSum:
         pass
 
 
-def budget_of(plan: Plan) -> Budget:
+def budget_of(plan: Plan) -> PhaseBudget:
     """What the convex half is told in the place of a noise multiplier; ε to six digits."""
-    return Budget(epsilon=round(plan.epsilon(), 6), delta=plan.delta, mechanism=plan.strategy)
+    return PhaseBudget(epsilon=round(plan.epsilon(), 6), delta=plan.delta, mechanism=plan.strategy)
 
 
 class Learning(Driver):

@@ -1,6 +1,7 @@
 """Accounting: from a Gaussian mechanism and its sampling to epsilon and delta. No torch.
 
     gaussian      one Gaussian mechanism, exact, both directions
+    gdp           every mechanism as a Gaussian one that may fail; adds up under adaptive choice
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     composition   basic, advanced and optimal composition, groups, amplification
@@ -17,8 +18,9 @@ from noshuffle.accounting import (
     composition,
     fourier,
     gaussian,
+    gdp,
     mechanisms,
     renyi,
 )
 
-__all__ = ["calibrate", "composition", "fourier", "gaussian", "mechanisms", "renyi"]
+__all__ = ["calibrate", "composition", "fourier", "gaussian", "gdp", "mechanisms", "renyi"]

@@ -28,8 +28,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from noshuffle.accounting import gaussian
-from noshuffle.accounting.loss_sum import Block, choose_step, delta_of, epsilon_of
+from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
 from noshuffle.accounting.mixture import Pair, add_pair, mixture_pairs, remove_pair, replace_pair
 from noshuffle.errors import (
     InvalidInput,
@@ -148,6 +150,19 @@ class Composed:
         step = self.grid or choose_step(sides, is_upper=is_upper, epsilon=epsilon)
         values = [delta_of(side, epsilon=epsilon, is_upper=is_upper, step=step) for side in sides]
         return max(values)
+
+    def deltas(self, epsilons: np.ndarray, *, near: float) -> np.ndarray:
+        """Upper bounds of δ at many ε from one transform a direction, sharpest where δ is `near`.
+
+        Guarantees: those of `delta`, at every ε.
+        """
+        open_unit(near=near)
+        mu, sides = self._parts()
+        if not sides[0]:
+            return np.array([gaussian.delta(mu=mu, epsilon=float(one)) for one in epsilons])
+        step = self.grid or choose_step(sides, is_upper=True, delta=near)
+        curves = [curve_of(side, epsilons, delta=near, step=step) for side in sides]
+        return np.asarray(np.max(curves, axis=0))
 
     def _parts(self) -> tuple[float, list[list[Block]]]:
         """μ of the steps without sampling if there are no others, and the blocks per direction.

@@ -126,6 +126,12 @@ def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool, step: f
     return value
 
 
+def curve_of(blocks: Sequence[Block], epsilons: Array, *, delta: float, step: float) -> Array:
+    """δ at many ε of the composed blocks, from above, by one transform; sharpest near δ."""
+    tail = _tail(blocks, _scout(blocks, log_delta=math.log(delta)), True, step)
+    return np.array([tail.delta(float(one)) for one in epsilons])
+
+
 def choose_step(
     sides: Sequence[Sequence[Block]],
     *,

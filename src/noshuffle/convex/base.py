@@ -7,6 +7,7 @@ their gradients a `clip_norm`, and the number of rows is a public `horizon`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.linear_rule import LinearRule, LinearSettings
 from noshuffle.convex.margins import MarginLoss
-from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, Budget, statement_of
+from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
+from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.scored_rule import ScoredRule
@@ -79,6 +81,9 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         behind one that is added or removed would move to other batches.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
         deviation), covered by the same statement for 3 % more noise (see `scored_rule`).
+    budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
+        survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
+        same rows warns.
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
     """
 
@@ -102,6 +107,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     fit_intercept: bool = True
     neighbours: str = "zero-out"
     release_score: bool = False
+    budget: Any = None
     test_seed: int | str | None = None
 
     #: Parameters that bound columns or targets.
@@ -178,6 +184,8 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         *notes: str,
     ) -> Self:
         """`fit`, once X and y are checked."""
+        if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
+            warn_if_fitted_before(X)
         self._begin(X.shape[1], rows=X.shape[0], run=run)
         self._learn(X, self._targets(y), ids, passes=self.passes)
         self._stream.close()
@@ -217,10 +225,18 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
             )
         self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
         self._progress = self._score()
-        self._stream = self._new_stream(features, horizon=horizon, passes=self.passes, run=run)
+        self._stream = self._new_stream(
+            features, horizon=horizon, passes=self.passes, run=run, account=self.budget
+        )
 
     def _new_stream(
-        self, features: int, *, horizon: int | None, passes: int, run: str | Path | None = None
+        self,
+        features: int,
+        *,
+        horizon: int | None,
+        passes: int,
+        run: str | Path | None = None,
+        account: Any = None,
     ) -> LearningStream:
         if self.neighbours == "add-remove":
             raise Unsupported(
@@ -233,12 +249,13 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         rule = self._rule(features, len(getattr(self, "classes_", ())))
         return LearningStream(
             ScoredRule(rule, self._scores) if self.release_score else rule,
-            Budget(self.epsilon, self.delta, self.mechanism, self.neighbours),
+            PhaseBudget(self.epsilon, self.delta, self.mechanism, self.neighbours),
             source=source,
             horizon=horizon,
             passes=passes,
             batch_size=self.batch_size,
             run=run,
+            account=account,
         )
 
     def _learn(
@@ -272,7 +289,10 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         given = [n for n in self._BOUNDS if getattr(self, n) is not None]
         bounds = _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED
         ids = _IDS if stream.has_ids else _NO_IDS
-        said = [ids, NOT_COVERED, bounds, _SETTINGS, OTHER_FITS, *notes]
+        if stream.is_closed:
+            stream.release.settle_budget()
+        others = OTHER_FITS if stream.charge is None else stream.charge.words()
+        said = [ids, NOT_COVERED, bounds, _SETTINGS, others, *notes]
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
             curve = np.array(stream.rule.curve).reshape(-1, 3)
@@ -309,7 +329,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]
         stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
-        stream.load(state, path)
+        stream.load(state, path, account=self.budget)
         self._stream, self._progress = stream, self._score()
         vars(self._progress).update(state["progress"])
         self._finish(*self._notes)

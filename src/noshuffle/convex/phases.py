@@ -11,7 +11,7 @@ noise. The sum over a stream carries the noise of all finished phases, so its va
 Σ_j z_j² E(n_j)² instead of z² E(n)²: after m phases at most √m times the deviation. Several passes
 would meet several blocks, and are refused without a horizon.
 
->>> phase = make_phase(Budget(epsilon=1.0, delta=1e-6, mechanism="tree"), rows=100, passes=1,
+>>> phase = make_phase(PhaseBudget(epsilon=1.0, delta=1e-6, mechanism="tree"), rows=100, passes=1,
 ...                    batch_size=10)
 >>> phase.plan.steps, phase.batch_size
 (10, 10)
@@ -49,7 +49,7 @@ OTHER_FITS = (
 
 
 @dataclass(frozen=True)
-class Budget:
+class PhaseBudget:
     """What every phase may spend, and how its noise is correlated."""
 
     epsilon: float
@@ -86,7 +86,7 @@ def default_batch(rows: int) -> int:
     return min(max(rows // AIM_STEPS, 1), MOST_ROWS)
 
 
-def make_phase(budget: Budget, *, rows: int, passes: int, batch_size: int | None) -> Phase:
+def make_phase(budget: PhaseBudget, *, rows: int, passes: int, batch_size: int | None) -> Phase:
     """Fit strategy and noise for so many rows; the same question is answered once.
 
     Guarantees: the plan's ε at δ never exceeds the budget's. An infinite ε means no noise, and the
@@ -103,7 +103,7 @@ def make_phase(budget: Budget, *, rows: int, passes: int, batch_size: int | None
 
 
 @lru_cache(maxsize=256)
-def _planned(budget: Budget, part: Participation) -> tuple[Plan, Array]:
+def _planned(budget: PhaseBudget, part: Participation) -> tuple[Plan, Array]:
     strategy = _fitted(budget.mechanism, part)
     is_private = budget.epsilon != math.inf
     plan = Plan.fit(
@@ -126,7 +126,7 @@ def _fitted(mechanism: str | Strategy, part: Participation) -> Strategy:
     return Plan.fit(part, mechanism=mechanism, noise_multiplier=1.0).strategy
 
 
-def next_phase(budget: Budget, done: list[Phase], *, batch_size: int | None) -> Phase:
+def next_phase(budget: PhaseBudget, done: list[Phase], *, batch_size: int | None) -> Phase:
     """The phase after those of a stream of unknown length: as long as all before it."""
     rows = sum(phase.rows for phase in done) or FIRST_PHASE
     return make_phase(budget, rows=rows, passes=1, batch_size=batch_size)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.phases import Budget, Phase, make_phase, next_phase
+from noshuffle.convex.phases import Phase, PhaseBudget, make_phase, next_phase
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -35,6 +35,7 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
+from noshuffle.release.account import Account, Charge
 from noshuffle.release.release import Release
 from noshuffle.release.units import Ids, UnitTable, as_ids, kind_of_ids
 
@@ -89,13 +90,14 @@ class LearningStream(OneOwner):
     def __init__(
         self,
         rule: Rule,
-        budget: Budget,
+        budget: PhaseBudget,
         *,
         source: Source | None = None,
         horizon: int | None,
         passes: int = 1,
         batch_size: int | None = None,
         run: str | Path | None = None,
+        account: Account | None = None,
     ) -> None:
         if horizon is None and passes > 1:
             raise Unsupported(
@@ -106,6 +108,8 @@ class LearningStream(OneOwner):
         self.rule, self.budget = rule, budget
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
         self._source, self._run = source, run
+        self._account = account
+        self.charge: Charge | None = None
         self.folder: Path | None = None
         self.skips_replays = False
         self._pid = os.getpid()
@@ -150,6 +154,12 @@ class LearningStream(OneOwner):
         self.phases.append(phase)
         self._in_phase = self._phase_steps = 0
         self._open(self._run if self.folder is None else self._phase_folder())
+        if self.horizon is None and self.charge is not None and self.charge.id_secret is not None:
+            self.release.settle_budget()
+            raise Unsupported(
+                "what each unit has spent is not followed over the phases of a stream of unknown "
+                "length; give horizon=, or a budget without individual=True"
+            )
         self.rule.start(phase)
 
     def _phase_folder(self) -> Path:
@@ -166,9 +176,11 @@ class LearningStream(OneOwner):
             divisor=self.phase.batch_size,
             run=run,
             source=self._source,
+            budget=self._account if len(self.phases) == 1 else None,
         )
+        self.charge = self.charge or self.release.charge  # no unit lies in two phases
         self._has_ended = False
-        self._secret = self._secret or self.release.secret.hex()
+        self._secret = self._secret or self.release.id_secret.hex()
         if self.kind_of_ids:
             self.release.ledger.bind("ids", self.kind_of_ids)
 
@@ -213,6 +225,11 @@ class LearningStream(OneOwner):
             one = given[int(np.flatnonzero(twice)[0])]
             raise ParticipationViolation(
                 f"id {one!r} came twice and the plan allows one row each; drop the second one"
+            )
+        if np.isin(units, self.release.ledger.barred).any():
+            raise ParticipationViolation(
+                "some ids have used up the budget of this data; leave their rows out "
+                "(budget.used_up says which)"
             )
         if not self.kind_of_ids:
             self.kind_of_ids = kind
@@ -336,7 +353,7 @@ class LearningStream(OneOwner):
         self._open(self._phase_folder())
         self.release.load_state_dict(state)
 
-    def load(self, state: dict[str, Any], folder: Path) -> None:
+    def load(self, state: dict[str, Any], folder: Path, *, account: Account | None = None) -> None:
         """Become the stream that wrote `state` into this folder, under fresh keys.
 
         Guarantees: the noise goes on at the row after the last one saved. Steps that were released
@@ -345,7 +362,7 @@ class LearningStream(OneOwner):
         """
         key = bytes.fromhex(state["test_key"])
         self._source = Source(key, is_test=True) if key else None
-        self.phases = []
+        self.phases, self._account = [], account
         for rows, passes in state["phases"]:
             self.phases.append(
                 make_phase(self.budget, rows=rows, passes=passes, batch_size=self.batch_size)

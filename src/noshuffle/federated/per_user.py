@@ -25,7 +25,7 @@ import numpy as np
 from noshuffle.errors import instance_of, whole
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.server import ServerOptimizer
-from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
+from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 
@@ -56,24 +56,10 @@ def epsilon_of(plan: Plan, *, participations: int, released: int | None = None) 
     if not participations or not rounds:
         return 0.0
     whole_run = plan.epsilon_after(rounds)
-    narrow = _narrowed(plan.participation, plan.steps, participations)
+    narrow = narrowed(plan.participation, participations)
     if narrow is None:
         return whole_run
     return min(whole_run, plan.epsilon_after(rounds, participation=narrow))
-
-
-def _narrowed(part: Participation, steps: int, most: int) -> Participation | None:
-    """The plan's pattern with at most `most` steps; None where the plan's own must do."""
-    if isinstance(part, MinSeparation):
-        return MinSeparation(steps, part.separation, min(most, part.max_participations))
-    if isinstance(part, Epochs):  # same place in every epoch: at least an epoch apart
-        return MinSeparation(steps, part.steps_per_epoch, min(most, part.epochs))
-    if isinstance(part, SinglePass):
-        return SinglePass(steps)
-    if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
-        # The guard keeps separation and count across blocks too.
-        return _narrowed(part.participation, steps, most)
-    return None
 
 
 def spending(server: ServerOptimizer) -> tuple[Spending, ...]:

@@ -58,6 +58,7 @@ from noshuffle.federated.server_checks import (
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, ROUND_PRINTS, check_optimizer, round_print
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
@@ -82,6 +83,7 @@ class ServerOptimizer(OneOwner):
         run: a folder for keys, ledger and statement; None keeps them in memory.
         initial: where the initial parameters come from, for the statement; not from the users.
         moved: without effect; a copied folder goes on under fresh keys.
+        budget: what all runs on the same users draw on (`noshuffle.Budget`).
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ServerOptimizer(OneOwner):
         run: RunFolder | str | Path | None = None,
         initial: str = INITIAL,
         moved: bool = False,
+        budget: Account | None = None,
     ) -> None:
         check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
         self.plan = plan
@@ -114,9 +117,11 @@ class ServerOptimizer(OneOwner):
             run=run,
             source=source,
             facts=dict([ROUND_PRINTS, ("initial", initial)]),
+            budget=budget,
         )
         self.run = self._release.folder
-        self.roster = Roster(secret=self._release.secret, kind=self.ledger.meta("user_ids") or "")
+        kind = self.ledger.meta("user_ids") or ""
+        self.roster = Roster(secret=self._release.id_secret, kind=kind)
         self._open: tuple[Cohort, Admission] | None = None
         self._is_torn = False
         #: How users are told apart, a fact of the ledger from round 0 on; drivers set it.
@@ -198,6 +203,11 @@ class ServerOptimizer(OneOwner):
             admission = release.admit(cohort.step, cohort.units, what)
         except ParticipationViolation:
             raise ParticipationViolation(why_not(self.ledger, cohort.users, cohort.units)) from None
+        if admission.keep is not None:
+            user = cohort.users[int(np.flatnonzero(~admission.keep)[0])]
+            raise ParticipationViolation(
+                f"user {user!r} has used up the budget of this data; leave the user out"
+            )
         if self.roster.kind:
             self.ledger.bind("user_ids", self.roster.kind)
         self.ledger.bind(USER_IDENTITY, self.user_identity)
@@ -324,5 +334,6 @@ class ServerOptimizer(OneOwner):
         A finished run is sealed: its keys are destroyed, unless `keep_keys`.
         """
         if self._statement is None:
+            self._release.settle_budget()
             self._statement = self._release.statement()
             self._release.close_run(keep_keys=keep_keys)

@@ -158,7 +158,7 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
             "The initial weights do not depend on the protected data; nobody checked where they "
             f"came from ({facts['initial']})."
         )
-    notes.append(OTHER_RUNS)
+    notes.append(facts.get("budget_words") or OTHER_RUNS)
     if int(facts.get("lives") or 1) > 1:
         notes.append(
             f"{facts['lives']} processes went on with this run, each under keys of its own; a copy "

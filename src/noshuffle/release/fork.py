@@ -40,7 +40,8 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     released = ledger.end()
     is_adaptive = ledger.meta("adaptive_clip") == "yes"
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
-    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes)]
+    budget = ledger.meta("budget") or ""
+    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes, budget)]
     ledger.close()
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])

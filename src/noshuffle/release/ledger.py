@@ -104,6 +104,7 @@ class Ledger(OneOwner):
         self._known = BatchCache()
         self._released = 0
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
+        self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
         with self._file.standing_still():
             self._catch_up()
 
@@ -126,7 +127,8 @@ class Ledger(OneOwner):
         self.settle()
         ends = [self._file.time(step) for step in (0, self._released - 1)] if self._released else []
         units = None if self.participation.is_sampled else len(self._table)
-        return described(self._file.facts(), self.notes("life"), ends=ends, units=units)
+        told = self.notes("budget")
+        return described(self._file.facts(), self.notes("life"), told, ends=ends, units=units)
 
     def flush(self) -> None:
         """Write digests that have come since the last row."""
@@ -196,8 +198,10 @@ class Ledger(OneOwner):
         units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
+        is_barred = np.isin(units, self.barred)
         if not drop:
-            guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask)
+            guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask | is_barred)
+        mask &= ~is_barred
         keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
         if len(ids) and keep.all():
             self._known.add(key, units)
@@ -220,6 +224,11 @@ class Ledger(OneOwner):
     def _by_fingerprint(self, step: int, batch: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""
         self.settle()
+        if len(self.barred):
+            raise ParticipationViolation(
+                f"{len(self.barred)} units have used up the budget of this data and must be left "
+                "out; pass ids=, so that they can be told apart"
+            )
         unit = np.array([name_to_id(batch)], dtype=np.int64)
         shared = self._table.shared(unit.tobytes())
         if shared is not None:
@@ -420,6 +429,7 @@ class Ledger(OneOwner):
 def described(
     facts: Mapping[str, str],
     lives: Sequence[Mapping[str, Any]],
+    budget: Sequence[Mapping[str, Any]],
     *,
     ends: Sequence[float],
     units: int | None,
@@ -432,6 +442,7 @@ def described(
         "lives": str(len(lives)),
         "version": newest.get("version"),
         "torch": newest.get("torch"),
+        "budget_words": budget[-1].get("words") if budget else None,
         **{name: repr(when) for name, when in zip(("first", "last"), ends)},
         "records": str(units) if has_units else facts.get("population"),
     }

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint
+from noshuffle.release import account, checkpoint
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
@@ -51,6 +51,8 @@ class Opened:
     recipe: Recipe
     ancestors: tuple[Ancestor, ...]
     lock: FolderLock | None
+    charge: account.Charge | None = None
+    id_secret: bytes | None = None
 
 
 def folder_of(run: Run) -> RunFolder | None:
@@ -59,13 +61,20 @@ def folder_of(run: Run) -> RunFolder | None:
 
 
 def open_run(
-    plan: Plan, *, run: Run, source: Source | None, device: torch.device, make: MakeLedger
+    plan: Plan,
+    *,
+    run: Run,
+    source: Source | None,
+    device: torch.device,
+    make: MakeLedger,
+    budget: account.Account | None = None,
 ) -> Opened:
     """Begin a run or come back to it; `make` opens its ledger at a file (None: in memory).
 
     Guarantees: when this returns, all draws that no released step has used are under keys that no
     other process has (test sources excepted), and these keys are on the disk, readable by their
-    owner only. Raises where plan, source or evidence contradict each other.
+    owner only. Raises where plan, source or evidence contradict each other, and where the run
+    would cost more than its `budget` has left.
     """
     if source is not None and not isinstance(source, Source):
         raise InvalidInput(
@@ -78,7 +87,7 @@ def open_run(
     if folder is None:
         ring, ledger = KeyRing.new(source).on(kind), make(None)
         _begin_life(ledger, ring, None)
-        return Opened(None, ledger, ring, recipe, (), None)
+        return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     is_new = not folder.is_started
     if is_new:
         ring = KeyRing.new(source).on(kind)
@@ -96,10 +105,18 @@ def open_run(
         _begin_life(ledger, ring, folder.ledger_file)
         if not is_new:
             folder.write_ring(ring)
+        opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
+        return _charged(opened, plan, budget)
     except BaseException:
         ledger.let_go()
         raise
-    return Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
+
+
+def _charged(opened: Opened, plan: Plan, budget: account.Account | None) -> Opened:
+    charge = account.enter(budget, plan, opened.ledger, opened.folder, opened.ancestors)
+    if charge is None:
+        return opened
+    return replace(opened, charge=charge, id_secret=charge.id_secret)
 
 
 def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:

@@ -42,6 +42,7 @@ from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
+from noshuffle.release.account import Account
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.release import Release
@@ -67,6 +68,7 @@ class PrivateSum(OneOwner):
         run: a folder for ledger, checkpoints and statement; None keeps them in memory.
         source: where noise comes from; keys of the operating system by default.
         device: where sums are kept.
+        budget: what all runs on the same data draw on (`noshuffle.Budget`).
 
     Guarantees: what `add` returns, and all totals, are covered by `statement()`. A contribution
     with NaN or infinity counts as zero. Answers lie on a public grid of about 2⁻¹⁰ of the noise.
@@ -83,6 +85,7 @@ class PrivateSum(OneOwner):
         run: RunFolder | str | Path | None = None,
         source: Source | None = None,
         device: torch.device | str = "cpu",
+        budget: Account | None = None,
     ) -> None:
         positive(clip=clip)
         one_of(("refuse", "drop"), on_violation=on_violation)
@@ -90,6 +93,7 @@ class PrivateSum(OneOwner):
         self.plan, self.clip = plan, float(clip)
         self._drop, self._skips = on_violation == "drop", on_replay == "skip"
         self._begin: dict[str, Any] = {"run": run, "source": source, "device": device}
+        self._begin["budget"] = budget
         self._device = torch.device(device)
         self._release: Release | None = None
         self._totals: dict[str, Tensor] = {}

@@ -45,7 +45,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupp
 from noshuffle.noise import LazyNoise, NoiseStream, Source, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint, digest, fingerprint
+from noshuffle.release import account, checkpoint, digest, fingerprint
 from noshuffle.release.facts import bind_facts, notes_of, statement_record
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
@@ -89,6 +89,7 @@ class Release(OneOwner):
         self.ancestors = opened.ancestors
         self._ring, self._lock = opened.ring, opened.lock
         self.secret = opened.ring.secret
+        self.charge, self.id_secret = opened.charge, opened.id_secret or opened.ring.secret
         self.threshold: Threshold = threshold_for(clip, plan, opened.ring)
         scale = self.threshold.noise_scale(plan, tuple(shapes))
         bind_facts(
@@ -130,6 +131,7 @@ class Release(OneOwner):
         run: Run = None,
         source: Source | None = None,
         facts: Mapping[str, str] | None = None,
+        budget: account.Account | None = None,
     ) -> Release:
         """Begin a run, or come back to the one in the folder `run`.
 
@@ -139,6 +141,7 @@ class Release(OneOwner):
             divisor: the planned constant that every noisy sum is divided by.
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
+            budget: what all runs on the same data draw on (`noshuffle.Budget`).
         """
         positive(divisor=divisor)
         device = torch.device(device)
@@ -147,12 +150,14 @@ class Release(OneOwner):
         def make(path: Path | None) -> Ledger:
             return Ledger(plan.participation, path=path, unit=plan.unit)
 
-        opened = open_run(plan, run=run, source=source, device=device, make=make)
+        opened = open_run(plan, run=run, source=source, device=device, make=make, budget=budget)
         try:
             return cls(
                 plan, opened, shapes, clip=bound, divisor=divisor, device=device, facts=facts
             )
         except BaseException:
+            done = opened.ledger.released
+            account.leave(opened.charge, plan, opened.ledger, opened.ancestors, released=done)
             opened.ledger.let_go()
             raise
 
@@ -196,7 +201,7 @@ class Release(OneOwner):
                 )
             self.ledger.bind("ids", kind)
             self._kind_of_ids = kind
-        return as_ids(ids, secret=self.secret)
+        return as_ids(ids, secret=self.id_secret)
 
     def admit(
         self,
@@ -534,6 +539,7 @@ class Release(OneOwner):
         `keep_keys` leaves the keys of a finished run in its folder.
         """
         self.ledger.settle()
+        self.settle_budget()
         if self.folder is not None:
             self.ledger.flush()
             self.note_files()
@@ -542,6 +548,11 @@ class Release(OneOwner):
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
             seal(self.folder)
+
+    def settle_budget(self) -> None:
+        """Charge what was released to the budget that the run draws on, if any."""
+        done = max(self.released, self.step)
+        account.leave(self.charge, self.plan, self.ledger, self.ancestors, released=done)
 
     def keep_in(self, run: Run) -> None:
         """Write keys and ledger of a run in memory into a new folder, where `begin` goes on.

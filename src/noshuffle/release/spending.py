@@ -35,12 +35,14 @@ class Ancestor:
     """A run that this one was forked from: its plan and how many steps it had released.
 
     `notes` are the sentences that its facts add to a statement: what it rested on, the fork does.
+    `budget`: by what it is known in the budget that it draws on, if any.
     """
 
     plan: Plan
     released: int
     is_adaptive: bool = False
     notes: tuple[str, ...] = ()
+    budget: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,6 +50,7 @@ class Ancestor:
             "released": self.released,
             "is_adaptive": self.is_adaptive,
             "notes": list(self.notes),
+            "budget": self.budget,
         }
 
     @classmethod
@@ -55,7 +58,8 @@ class Ancestor:
         whole(at_least=0, released=record["released"])
         adaptive = bool(record.get("is_adaptive", True))
         notes = tuple(str(note) for note in record.get("notes", ()))
-        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive, notes)
+        budget = str(record.get("budget", ""))
+        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive, notes, budget)
 
 
 def gaussian_sum(mus: Sequence[float]) -> float:

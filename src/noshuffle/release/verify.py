@@ -121,8 +121,11 @@ def _ledger(found: _Found, evidence: Evidence, public_key: str | Path | None) ->
     units = None if is_sampled else len(np.unique(_joined(found.rows)))
     # A process that only opened the run has changed nothing that the statement speaks of.
     rows = _told_rows(found.run)
-    told = [json.loads(e.body) for e in evidence.log("life") if rows is None or e.seq <= rows]
-    found.facts = described(meta, told, ends=ends, units=units)
+    told, budget = (
+        [json.loads(e.body) for e in evidence.log(kind) if rows is None or e.seq <= rows]
+        for kind in ("life", "budget")
+    )
+    found.facts = described(meta, told, budget, ends=ends, units=units)
     found.refuted += _facts(found, evidence, meta)
     found.refuted += _steps(found)
     found.refuted += _participation(found)

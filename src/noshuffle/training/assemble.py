@@ -27,6 +27,7 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
@@ -54,6 +55,7 @@ def privatize(
     on_replay: str = "auto",
     initial: str = INITIAL,
     moved: bool = False,
+    budget: Account | None = None,
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -77,6 +79,7 @@ def privatize(
         initial: where the initial weights came from, in words for the statement; they must not
             depend on the protected data.
         moved: no longer needed; a copied folder goes on under keys of its own.
+        budget: what all runs on the same data draw on (`noshuffle.Budget`).
     """
     whole(batch_size=batch_size)
     one_of(("refuse", "drop"), on_violation=on_violation)
@@ -124,6 +127,7 @@ def privatize(
         run=run,
         source=source,
         facts={"initial": initial, "isolation": "tried"},
+        budget=budget,
     )
     parts = Parts(
         model=inner,

@@ -45,6 +45,7 @@ from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
+from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
@@ -82,6 +83,7 @@ def privatize_distributed(
     on_replay: str = "auto",
     initial: str = INITIAL,
     moved: bool = False,
+    budget: Account | None = None,
 ) -> GroupPrivate:
     """Bind a model, an optimizer and a plan on every rank of a process group.
 
@@ -93,6 +95,7 @@ def privatize_distributed(
             any number of ranks. By default an eighth of the batch; larger blocks are faster.
         source: on every rank the same; by default rank 0 makes (or finds) the key and sends it.
         run: a folder that rank 0 alone reads and writes.
+        budget: drawn on by rank 0 alone.
 
     Guarantees: ranks that disagree on plan, key, clipping, batch size, parameters or optimizer do
     not start. What is released is what one process would have released from the whole batch.
@@ -133,6 +136,7 @@ def privatize_distributed(
             "loss_reduction": loss_reduction,
             "engine": type(engine).__name__,
             "run": run is not None,
+            "budget": budget is not None,
             "on_replay": on_replay,
             "initial": initial,
             "device": one_device(parameters).type,
@@ -150,7 +154,7 @@ def privatize_distributed(
         shards.check_policies(inner, parameters)
     team.agree("the parameters", lambda: _digests(parameters))
     bound = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
-    opened = _opened(plan, team, run=run, source=source, device=device)
+    opened = _opened(plan, team, run=run, source=source, device=device, budget=budget)
     made: list[Release] = []
 
     def build() -> None:
@@ -193,26 +197,34 @@ def privatize_distributed(
 
 
 def _opened(
-    plan: Plan, team: Team, *, run: Run, source: Source | None, device: torch.device
+    plan: Plan,
+    team: Team,
+    *,
+    run: Run,
+    source: Source | None,
+    device: torch.device,
+    budget: Account | None,
 ) -> Opened:
     """Rank 0 opens the run; the others hear of its keys and facts."""
     here: list[Opened] = []
 
-    def begin() -> tuple[KeyRing, tuple[Ancestor, ...], dict[str, str | None], int]:
+    def begin() -> tuple[KeyRing, tuple[Ancestor, ...], dict[str, str | None], int, bytes | None]:
         def make(path: Path | None) -> GroupLedger:
             return GroupLedger(plan, team=team, path=path)
 
-        here.append(open_run(plan, run=run, source=source, device=device, make=make))
-        ledger = here[0].ledger
-        return here[0].ring, here[0].ancestors, ledger.facts(), ledger.released
+        opened = open_run(plan, run=run, source=source, device=device, make=make, budget=budget)
+        here.append(opened)
+        facts, released = opened.ledger.facts(), opened.ledger.released
+        return opened.ring, opened.ancestors, facts, released, opened.id_secret
 
-    ring, ancestors, facts, released = team.lead("the run folder", begin)
+    ring, ancestors, facts, released, secret = team.lead("the run folder", begin)
     if here:
         return here[0]
     folder = folder_of(run)
     ledger = GroupLedger.elsewhere(plan, team=team, facts=facts, released=released)
     seen = None if folder is None else Elsewhere(folder.path, ancestors)
-    return Opened(seen, ledger, ring, plan.strategy.recipe(plan.steps), ancestors, None)
+    recipe = plan.strategy.recipe(plan.steps)
+    return Opened(seen, ledger, ring, recipe, ancestors, None, id_secret=secret)
 
 
 def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -278,6 +278,7 @@ class Private(OneOwner):
         that a finished run needs is lost. `keep_keys` leaves them in the folder.
         """
         if not self._is_closed:
+            self._parts.release.settle_budget()
             self._statement = self.statement()
             self._parts.release.close_run(keep_keys=keep_keys)
             self._end()

@@ -32,9 +32,10 @@ import numpy as np
 from noshuffle.convex.losses import squared
 from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
 from noshuffle.convex.solvers.base import Solution, contribution
-from noshuffle.convex.solvers.problem import Problem
+from noshuffle.convex.solvers.problem import Problem, charged
 from noshuffle.errors import positive, whole
 from noshuffle.participation import SinglePass
+from noshuffle.release.account import Account
 from noshuffle.strategies import Strategy, error, sensitivity
 from noshuffle.strategies.fit import fit
 
@@ -63,6 +64,7 @@ def ftrl_ls(
     neighbours: str = "zero-out",
     regularization: float | None = None,
     test_seed: int | str | None = None,
+    budget: Account | None = None,
 ) -> Solution:
     """One pass of DP-FTRL-LS; `weights` is the last iterate, `iterates` holds every one.
 
@@ -76,6 +78,7 @@ def ftrl_ls(
     )
     n, d, x, y = problem.n, problem.d, problem.x, problem.y
     whole(batch_size=batch_size, at_most=n)
+    charge = problem.reserve(budget, "ftrl_ls")
     steps = -(-n // batch_size)
     participation = SinglePass(steps)
     strategy = (
@@ -101,7 +104,7 @@ def ftrl_ls(
         if ridge is None:
             ridge = noise_norm(noise * float(spread[t]), d)
         w = ball_least_squares(gram, cross, radius=radius, ridge=ridge)
-    return problem.solution(
+    found = problem.solution(
         w,
         {"noise": noise, "steps": steps, "moment_bound": bound},
         iterates=iterates,
@@ -111,3 +114,4 @@ def ftrl_ls(
         participation=participation.words(),
         notes=("All iterates are functions of the noisy sums.",),
     )
+    return charged(charge, found)

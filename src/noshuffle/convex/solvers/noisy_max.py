@@ -32,10 +32,12 @@ import numpy as np
 
 from noshuffle.accounting.mechanisms import ReportNoisyMax
 from noshuffle.convex.arrays import Array, real_array
+from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.release.account import Account
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
@@ -84,6 +86,7 @@ def noisy_max(
     is_monotone: bool = False,
     neighbours: str | None = None,
     test_seed: int | str | None = None,
+    budget: Account | None = None,
 ) -> Choice:
     """The index of a nearly largest score.
 
@@ -105,7 +108,6 @@ def noisy_max(
         raise InvalidInput("scores must be a list of finite numbers with at least one entry")
     scale = noise_scale(epsilon=epsilon, sensitivity=sensitivity, is_monotone=is_monotone)
     source = source_of(test_seed)
-    index = choose(values, scale=scale, noise=noise, draws=KeyedDraws(source, name="draws"))
     said = [f"Every score moves by at most {sensitivity:g} between neighbours."]
     if is_monotone:
         said.append("Between neighbours all scores move in one direction, as counts do.")
@@ -118,4 +120,9 @@ def noisy_max(
         is_test=source.is_test,
         notes=tuple(said),
     )
+    if budget is not None:
+        charge = budget.open("noisy_max", statement)
+        charge.settle(statement)
+        statement = statement.counted_in(charge.words(), OTHER_FITS)
+    index = choose(values, scale=scale, noise=noise, draws=KeyedDraws(source, name="draws"))
     return Choice(index, statement)

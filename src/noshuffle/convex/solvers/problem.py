@@ -41,6 +41,7 @@ import torch
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.loss_record import Loss, require
+from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.convex.solvers.base import (
     Solution,
     budget,
@@ -55,6 +56,7 @@ from noshuffle.noise import Source, new_key, test_source
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account, Charge
 from noshuffle.release.facts import TEST_SEED
 from noshuffle.release.release import Release
 from noshuffle.strategies import Strategy, identity
@@ -218,6 +220,23 @@ class Problem:
         record.update(rows=self.n, delta=self.delta, neighbours=self.neighbours, is_test=is_test)
         return Solution(weights, guarantee(**record), iterates, details)
 
+    def reserve(self, account: Account | None, name: str) -> Charge | None:
+        """A place in a budget before a solver starts: what (ε, δ) cost with Gaussian noise, or as
+        pure ε. Where the proof is another, the rest is asked for before anything leaves."""
+        if account is None:
+            return None
+        record: dict[str, Any] = {"mu": self.mu} if self.delta else {"epsilon": self.epsilon}
+        said = self.solution(np.empty(0), {}, sensitivity=1.0, noise=1.0, mechanism=name, **record)
+        return account.open(name, said.statement)
+
+
+def charged(charge: Charge | None, found: Solution) -> Solution:
+    """A solution that its budget was charged for; raises where it costs too much to leave."""
+    if charge is None:
+        return found
+    charge.settle(found.statement)
+    return replace(found, statement=found.statement.counted_in(charge.words(), OTHER_FITS))
+
 
 _SHARED = inspect.signature(Problem.of).parameters
 
@@ -234,13 +253,18 @@ class Solver:
             for name, p in _SHARED.items()
             if name != "neighbours" or only is None
         ]
-        own = list(inspect.signature(fn).parameters.values())[1:]
+        drawn = inspect.signature(Solver.__call__).parameters["budget"]
+        own = [drawn, *list(inspect.signature(fn).parameters.values())[1:]]
         self.__signature__ = inspect.Signature([*shared, *own], return_annotation=Solution)
 
-    def __call__(self, loss: Loss, rows: Any, labels: Any, **settings: Any) -> Solution:
+    def __call__(
+        self, loss: Loss, rows: Any, labels: Any, *, budget: Account | None = None, **settings: Any
+    ) -> Solution:
         asked = self.__signature__.bind(loss, rows, labels, **settings).arguments
         shared = {name: asked.pop(name) for name in _SHARED if name in asked}
-        return self.on(Problem.of(**{**self._defaults, **shared}), **asked)
+        problem = Problem.of(**{**self._defaults, **shared})
+        charge = problem.reserve(budget, str(getattr(self, "__name__", "solver")))
+        return charged(charge, self.on(problem, **asked))
 
 
 def solver(

@@ -110,4 +110,7 @@ class GroupLedger(Ledger):
 
 
 #: What `Ledger.facts` works out, which is no fact to bind.
-_DERIVED = ("lives", "version", "torch", "first", "last", "records", "summarised", "format", "unit")
+_DERIVED = (
+    *("lives", "version", "torch", "first", "last", "records", "summarised", "format", "unit"),
+    "budget_words",
+)

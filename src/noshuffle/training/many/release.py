@@ -30,9 +30,10 @@ from torch import Tensor
 
 from noshuffle.accounting import gaussian
 from noshuffle.clipping import Flat
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
@@ -91,6 +92,7 @@ class StudyRelease:
         clip_norms: Sequence[float],
         device: torch.device,
         source: Source | None = None,
+        budget: Account | None = None,
     ) -> None:
         scales = [z * clip or 1.0 for z, clip in zip(multipliers, clip_norms)]
         self._scale = torch.tensor(scales, dtype=torch.float64, device=device)
@@ -103,6 +105,10 @@ class StudyRelease:
                 together.append((plans[run], [run]))
             else:
                 found.append(run)
+        if budget is not None and self._without_noise:
+            bare = replace(plans[self._without_noise[0]], noise_multiplier=0.0)
+            budget.open("run of a study without noise", bare.statement())
+        self._needs_ids = budget is not None
         self._groups: list[_Group] = []
         for plan, runs in together:
             tensors = tuple((f"{run}/{name}", run, name) for run in runs for name in shapes)
@@ -114,6 +120,7 @@ class StudyRelease:
                 device=device,
                 source=source,
                 facts={"initial": INITIAL},
+                budget=budget,
             )
             self._groups.append(_Group(release, tensors))
         self._admitted = False
@@ -131,6 +138,8 @@ class StudyRelease:
         checked, no row is written, and there is no statement.
         """
         has_ids = ids is not None
+        if self._needs_ids and not has_ids:
+            raise InvalidInput("a study that draws on a budget must know its units; give ids=")
         if self._has_ids not in (None, has_ids):
             raise InvalidInput("give the ids of a study in every step, or in none")
         found: list[Admission] = []
@@ -141,7 +150,13 @@ class StudyRelease:
                 raise InvalidInput(
                     f"ids must be one for each of {len(keep)} rows, {len(units)} came"
                 )
-            found.append(release.admit(release.step, units if keep is None else units[keep]))
+            admission = release.admit(release.step, units if keep is None else units[keep])
+            if admission.keep is not None:
+                raise ParticipationViolation(
+                    "units that have used up the budget of this data are in the batch; leave them "
+                    "out (budget.used_up)"
+                )
+            found.append(admission)
         self._admitted = has_ids
         return found
 

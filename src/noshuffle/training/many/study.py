@@ -51,6 +51,7 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.noise import Source
+from noshuffle.release.account import Account
 from noshuffle.release.ledger import Admission
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy
@@ -95,6 +96,7 @@ class Study:
         source: Source | None = None,
         device: torch.device | str = "cpu",
         capture: bool = True,
+        budget: Account | None = None,
     ) -> None:
         """Arguments:
 
@@ -105,6 +107,7 @@ class Study:
         learning_rates: a schedule of factors, one a step (empty: constant).
         source: where noise comes from; fresh keys of the operating system by default.
         capture: whether a step on CUDA may be captured as a graph.
+        budget: what all runs on the same data draw on; settings then need plans, and steps ids.
         """
         whole(steps=steps, batch_size=batch_size)
         callables(make_model=make_model)
@@ -114,6 +117,8 @@ class Study:
         learning_rates = number_tuple(learning_rates=learning_rates)
         self.settings = tuple(settings)
         check_settings(self.settings, steps=steps, strategy=strategy, learning_rates=learning_rates)
+        if budget is not None and any(setting.plan is None for setting in self.settings):
+            raise InvalidInput("a study that draws on a budget needs a plan in every setting")
         self.steps, self.done = steps, 0
         self.fallbacks: list[str] = []
         self._device = torch.device(device)
@@ -133,6 +138,7 @@ class Study:
             clip_norms=[s.clip_norm for s in settings],
             device=self._device,
             source=source,
+            budget=budget,
         )
         self._networks: dict[Any, tuple[Network, str]] = {}
         self._network: Network | None = None

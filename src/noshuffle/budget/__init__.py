@@ -1,0 +1,10 @@
+"""What all runs on the same data cost together: limit, ledger, what each unit has spent, searches.
+
+Budget   a durable ledger over runs, with a limit that no run can pass
+tune     the best of many settings by a score, at the price of a bound on repetitions
+"""
+
+from noshuffle.budget.budget import Budget
+from noshuffle.budget.cost import Cost, cost_of
+
+__all__ = ["Budget", "Cost", "cost_of"]

@@ -1,0 +1,576 @@
+"""Budget: a limit on what all runs on the same data cost together, kept on the disk.
+
+    budget = noshuffle.Budget("budgets/people", epsilon=8.0, delta=1e-5)
+    private = noshuffle.privatize(…, budget=budget)          # reserves what the whole run will cost
+    …
+    private.close()                                          # charged for what it released
+    print(budget.words())
+
+A run reserves its whole cost before it starts, and is refused where that would pass the limit. It
+is charged for what it released when it is closed; one that died in a run folder is charged for what
+its ledger shows when somebody looks (`sweep`), one that died in memory for all of it. Costs are
+(μ, s) and add up as in `accounting.gdp`: exact where all runs are Gaussian, an upper bound
+otherwise. The limit is a privacy filter: whether there is a next run, and with which mechanism,
+noise and settings, may depend on everything that was released before. For that it must be fixed
+before the first run, so it cannot be changed.
+
+`individual=True` follows every unit (`units`): a run goes on without those that have used up the
+limit instead of being refused. `pure` sets a part of ε aside for runs of pure ε (or of a direct
+proof of (ε, δ)), which is then added up as it is; with `delta=0` that is all of it.
+
+State: the folder; nothing in memory, so copies, pickles and forks are the same budget.
+
+>>> import tempfile
+>>> from noshuffle import Plan, PrivateSum, SinglePass
+>>> folder = tempfile.TemporaryDirectory()
+>>> budget = Budget(folder.name, epsilon=2.0, delta=1e-5)
+>>> plan = Plan.fit(SinglePass(steps=4), mechanism="tree", epsilon=1.0, delta=1e-5)
+>>> PrivateSum(plan, clip=1.0, shape=(), budget=budget).close()     # nothing was released
+>>> round(budget.total().epsilon(1e-5), 9), len(budget.entries())
+(0.0, 1)
+>>> sums = [PrivateSum(plan, clip=1.0, shape=(), budget=budget) for _ in range(3)]
+>>> round(budget.total().epsilon(1e-5), 3)
+1.835
+>>> PrivateSum(plan, clip=1.0, shape=(), budget=budget)
+Traceback (most recent call last):
+    ...
+noshuffle.errors.BudgetExceeded: run would bring what this data has cost from ε = 1.835 to 2.155 \
+at δ = 1e-05, and the limit is 2; a run of at most ε = 0.6849 would fit
+>>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from noshuffle.accounting import gdp
+from noshuffle.budget.cost import Cost, cost_of, total
+from noshuffle.budget.dead import shown_by_ledger
+from noshuffle.budget.store import Books, Entries, folder_of
+from noshuffle.budget.units import UnitSpending, amounts
+from noshuffle.errors import (
+    BudgetExceeded,
+    InvalidInput,
+    Unsupported,
+    VerificationFailed,
+    instance_of,
+    non_negative,
+    one_of,
+    open_unit,
+    positive,
+)
+from noshuffle.plan import Plan
+from noshuffle.release.files import write_bytes
+from noshuffle.release.units import Ids, as_ids
+from noshuffle.statement import PrivacyStatement
+
+NEIGHBOURS = ("zero-out", "replace-one")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run in the books. `cost` is what it is charged now: reserved while it is open."""
+
+    id: str
+    origin: str
+    what: str
+    cost: Cost
+    reserved: Cost
+    began: float
+    is_open: bool = True
+    run: str = ""
+    lives: tuple[str, ...] = ()
+    process: str = ""
+    #: Whether the units of the run are charged one by one instead of everybody.
+    is_by_unit: bool = False
+    own_units: dict[str, Any] | None = None
+
+
+@dataclass
+class _State:
+    """What the events of the books add up to."""
+
+    limit: dict[str, Any]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    unprotected: list[str] = field(default_factory=list)
+    units: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, events: Entries) -> _State:
+        state = cls(events[0][1])
+        for kind, body, when in events[1:]:
+            if kind == "open":
+                body |= {name: Cost(**body[name]) for name in ("cost", "reserved")}
+                body["lives"] = tuple(body["lives"])
+                state.entries[body["id"]] = Entry(**body, began=when)
+            elif kind == "settle":
+                old = state.entries[body["id"]]
+                new = replace(old, cost=Cost(**body["cost"]), is_open=body["is_open"])
+                more = {
+                    key: body[key] for key in ("is_by_unit", "own_units", "process") if key in body
+                }
+                lives = (*old.lives, *body.get("lives", ()))
+                state.entries[old.id] = replace(new, lives=lives, **more)
+                state.units = body.get("units", state.units)
+            elif kind == "unprotected":
+                state.unprotected.append(body["name"])
+        return state
+
+    def everybody(self, *, but: str = "") -> Cost:
+        """What every unit is charged, whatever it did; runs without a finite cost are apart."""
+        return total(
+            entry.cost
+            for entry in self.entries.values()
+            if entry.id != but and not entry.is_by_unit and math.isfinite(entry.cost.mu)
+        )
+
+
+class Budget:
+    """What runs on the same data draw on. Arguments:
+
+        folder: where the books are kept; made if it is not there, opened if it is.
+        epsilon, delta: the limit; needed for a new budget, and never changed afterwards.
+        pure: the part of epsilon that is set aside for runs of pure ε.
+        unit: what is protected, "example" (default) or "user"; other runs are refused.
+        neighbours: "zero-out" (default; covers adding and removing) or "replace-one".
+        individual: follow what each unit spends, and leave out those that are used up.
+
+    Guarantees: the runs that were let in are together (ε, δ)-private, however each was chosen by
+    what was released before, as long as every run on this data draws on this budget and the
+    assumptions of their statements hold. Runs named by `unprotected` are apart from that.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        pure: float | None = None,
+        unit: str | None = None,
+        neighbours: str | None = None,
+        individual: bool | None = None,
+    ) -> None:
+        instance_of((str, os.PathLike), folder=folder)
+        self.folder = folder_of(folder)
+        self._books = Books(self.folder)
+        self._exposes = ""
+        given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
+        given |= {"unit": unit, "neighbours": neighbours}
+        if not self._books.is_there:
+            if epsilon is None or delta is None:
+                raise InvalidInput(
+                    f"{folder} holds no budget; give epsilon and delta for a new one"
+                )
+            positive(epsilon=epsilon)
+            open_unit(delta=delta) if delta else non_negative(delta=delta)
+            limit: dict[str, Any] = {"unit": "example", "neighbours": "zero-out"}
+            limit |= {"name": secrets.token_hex(6), "pure": 0.0 if delta else epsilon}
+            limit |= {name: value for name, value in given.items() if value is not None}
+            one_of(("example", "user"), unit=limit["unit"])
+            one_of(NEIGHBOURS, neighbours=limit["neighbours"])
+            non_negative(pure=limit["pure"])
+            if limit["pure"] > epsilon or (not delta and limit["pure"] != epsilon):
+                raise InvalidInput(
+                    f"pure is a part of epsilon (all of it where delta is 0), got {pure!r}"
+                )
+            if individual:
+                if not delta:
+                    raise Unsupported("what units spend is followed in μ, which needs a delta")
+                limit["ids"] = _new_secret(self.folder)
+            self._books.begin(limit)
+        self.limit = self._state().limit
+        for name, value in {**given, "individual": individual}.items():
+            known = self.is_individual if name == "individual" else self.limit[name]
+            if value not in (None, known):
+                raise InvalidInput(
+                    f"{folder} is a budget with {name} = {known!r}, got {value!r}; a limit is "
+                    "fixed before the first run"
+                )
+        self.epsilon, self.delta = float(self.limit["epsilon"]), float(self.limit["delta"])
+        self.pure = float(self.limit["pure"])
+
+    def __repr__(self) -> str:
+        return f"Budget({str(self.folder)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (str(self.folder.resolve()), self._exposes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # scikit-learn's clone: the same data, the same books
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def _state(self) -> _State:
+        return _State.of(self._books.read())
+
+    @property
+    def name(self) -> str:
+        """By what runs know this budget."""
+        return str(self.limit["name"])
+
+    @property
+    def is_individual(self) -> bool:
+        """Whether units are followed one by one."""
+        return "ids" in self.limit
+
+    def entries(self) -> list[Entry]:
+        """Every run, oldest first."""
+        return list(self._state().entries.values())
+
+    def unprotected_runs(self) -> list[str]:
+        """Runs without a finite cost, by the names they were declared under."""
+        return [one.what for one in self.entries() if not math.isfinite(one.cost.mu)]
+
+    def total(self) -> Cost:
+        """What all runs cost together, those under way as reserved; unprotected ones are apart.
+
+        Where units are followed, it is that of the unit that has spent most.
+        """
+        return self._total(self._state())
+
+    def _total(self, state: _State, *, but: str = "") -> Cost:
+        shared = state.everybody(but=but)
+        if not self.is_individual or state.units is None:
+            return shared
+        most = UnitSpending.load(self.folder, state.units).most
+        return total([shared, Cost(math.sqrt(most), is_exact=shared.is_exact)])
+
+    def left(self) -> float:
+        """The largest ε, at the budget's δ, of one more Gaussian run (of pure ε, where δ = 0)."""
+        return self._left(self.total())
+
+    def _capacity(self, slack: float) -> float:
+        """μ of everything that is not pure ε, beside a failure probability."""
+        if not self.delta or self.pure == self.epsilon:
+            return 0.0
+        return gdp.capacity(epsilon=self.epsilon - self.pure, delta=self.delta, slack=slack)
+
+    def _left(self, spent: Cost) -> float:
+        if not self.delta:
+            return max(0.0, (self.epsilon - spent.pure) * (1 - 1e-9))
+        most = self._capacity(spent.slack)
+        mu = math.sqrt(max(0.0, most**2 - spent.mu**2)) * (1 - 1e-9)
+        return gdp.epsilon(mu=mu, slack=0.0, delta=self.delta)
+
+    def words(self) -> str:
+        """What was spent, and what it means, as text."""
+        entries, spent = self.entries(), self.total()
+        lines = [
+            f"{len(entries)} run(s) on this data cost ε = {spent.epsilon(self.delta):.4g} at "
+            f"δ = {self.delta:g} together ({_kind(spent)}), of ε = {self.epsilon:g}",
+            f"unit: {self.limit['unit']}, {self.limit['neighbours']} neighbours; room for one more "
+            f"run of ε = {self.left():.4g}",
+            "the next run may be chosen by what earlier ones released: the limit is a privacy "
+            "filter",
+        ]
+        if self.is_individual:
+            lines.append("units are followed one by one: the figure is that of the one with most")
+        lines += [f"NOT PRIVATE, and not counted: {one}" for one in self.unprotected_runs()]
+        return "\n".join(lines)
+
+    # -- runs ----------------------------------------------------------------------------------
+
+    def unprotected(self, name: str) -> Budget:
+        """The same budget for a run without privacy, by a name that the books keep.
+
+        Its cost is infinite: it is listed, every statement after it names it, and the limit
+        speaks of the other runs only.
+        """
+        instance_of(str, name=name)
+        if not name:
+            raise InvalidInput("a run without privacy needs a name, got an empty one")
+        with self._books.writing() as (events, append):
+            if name not in _State.of(events).unprotected:
+                append("unprotected", {"name": name})
+        return _reopened(str(self.folder), name)
+
+    def declared(self) -> list[str]:
+        """The names that runs without privacy may have."""
+        return self._state().unprotected
+
+    def open(
+        self,
+        what: str,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        run: Path | None = None,
+        origin: str | None = None,
+        lives: Sequence[str] = (),
+    ) -> OpenRun:
+        """Reserve the cost of a run; see `release.account.Account.open`.
+
+        Guarantees: when this returns, the reservation is durable. A run that comes back finds its
+        own place; a copy of a run, which lacks the newest keys, gets one of its own.
+        """
+        cost = self._cost(statement, plan, steps, self._state())
+        if not math.isfinite(cost.mu) and not self._exposes:
+            raise BudgetExceeded(
+                f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
+                "apart: budget=budget.unprotected('baseline')"
+            )
+        self.sweep(when_short_of=cost)
+        with self._books.writing() as (events, append):
+            state = _State.of(events)
+            known = self._found(state, origin, lives)
+            cost = self._cost(statement, plan, steps, state, but=known.id if known else "")
+            self._check(
+                state, what, cost, but=known.id if known else "", is_shared=_is_shared(plan)
+            )
+            process = _process()
+            if known is not None:
+                new = [life for life in lives if life not in known.lives]
+                body = {"id": known.id, "cost": asdict(cost), "is_open": True, "lives": new}
+                if known.is_by_unit:  # until it is closed again, everybody is charged for it
+                    before = UnitSpending.load(self.folder, state.units)
+                    own_part = UnitSpending.load(self.folder, known.own_units)
+                    state.units = before.without(own_part).save(self.folder)
+                    body |= {"units": state.units, "is_by_unit": False}
+                append("settle", {**body, "process": process})
+                own = known.id
+            else:
+                own = f"{self.name}/{secrets.token_hex(8)}"
+                append("open", {
+                    "id": own, "origin": origin or own, "what": self._exposes or what,
+                    "cost": asdict(cost), "reserved": asdict(cost), "lives": list(lives),
+                    "run": "" if run is None else str(run), "process": process,
+                })  # fmt: skip
+        barred = self._barred(state, cost, but=own)
+        secret = _secret(self.folder, self.limit) if self.is_individual else None
+        return OpenRun(self, own, origin or own, barred, secret)
+
+    def _cost(
+        self,
+        statement: PrivacyStatement,
+        plan: Plan | None,
+        steps: int,
+        state: _State,
+        *,
+        but: str = "",
+    ) -> Cost:
+        if statement.unit != self.limit["unit"]:
+            raise InvalidInput(
+                f"this budget protects one {self.limit['unit']}, the run one {statement.unit}; use "
+                "a budget of its own for it"
+            )
+        near, aside = self.limit["neighbours"], self.pure - state.everybody(but=but).pure
+        return cost_of(
+            statement, delta=self.delta, neighbours=near, plan=plan, steps=steps, aside=aside
+        )
+
+    def _found(self, state: _State, origin: str | None, lives: Sequence[str]) -> Entry | None:
+        """The place of a run that comes back, if it is not a copy of it."""
+        if origin is None:
+            return None
+        if not origin.startswith(f"{self.name}/"):
+            raise InvalidInput(f"this run draws on the budget {origin.partition('/')[0]}, not this")
+        if origin not in state.entries:
+            raise VerificationFailed(
+                f"{self.folder} does not know of a run that draws on it: the budget is older than "
+                "the run; bring the newer one back"
+            )
+        mine = [one for one in state.entries.values() if one.origin == origin]
+        return next((one for one in reversed(mine) if set(one.lives) <= set(lives)), None)
+
+    def _check(
+        self, state: _State, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
+    ) -> None:
+        """Raise where a run of this cost would pass the limit."""
+        if not math.isfinite(cost.mu):
+            return
+        # Units that are used up are left out of runs that know their units; of others nobody is.
+        before = self._total(state, but=but) if is_shared else state.everybody(but=but)
+        after = total([before, cost])
+        if self._fits(after):
+            return
+        aside = " (of pure ε only what is set aside by pure= is added up as it is)"
+        raise BudgetExceeded(
+            f"{what} would bring what this data has cost from ε = "
+            f"{before.epsilon(self.delta):.4g} to {after.epsilon(self.delta):.4g} at δ = "
+            f"{self.delta:g}, and the limit is {self.epsilon:g}{aside if self.pure else ''}; a "
+            f"run of at most ε = {self._left(before):.4g} would fit"
+        )
+
+    def _fits(self, spent: Cost) -> bool:
+        """Whether both parts of the limit hold: what is set aside for pure ε, and the rest."""
+        rest = replace(spent, pure=0.0).epsilon(self.delta)
+        return spent.pure <= self.pure and rest <= self.epsilon - self.pure
+
+    def _barred(self, state: _State, cost: Cost, *, but: str) -> Ids:
+        """Units that cannot pay for a run of this cost beside what everybody is charged."""
+        if not self.is_individual or state.units is None:
+            return np.empty(0, dtype=np.int64)
+        shared = total([state.everybody(but=but), cost])
+        most = self._capacity(shared.slack)
+        return UnitSpending.load(self.folder, state.units).above(most**2 - shared.mu**2)
+
+    def sweep(self, *, when_short_of: Cost | None = None) -> list[str]:
+        """Charge runs that died for what their ledgers show; returns which.
+
+        `when_short_of` looks only if a run of that cost would be refused otherwise. A run in
+        memory that died stays charged for all of it.
+        """
+        state = self._state()
+        if when_short_of is not None and self._fits(total([self._total(state), when_short_of])):
+            return []
+        swept = []
+        for entry in [one for one in state.entries.values() if one.is_open and one.run]:
+            if entry.process == _process():
+                continue
+            found = shown_by_ledger(Path(entry.run), entry.origin, entry.lives)
+            if found is None:
+                continue
+            with found.lock:
+                charge = OpenRun(self, entry.id, entry.origin, np.empty(0, dtype=np.int64), None)
+                charge.settle(
+                    found.statement, plan=found.plan, steps=found.steps, units=found.units
+                )
+                swept.append(entry.what)
+        return swept
+
+    # -- units ---------------------------------------------------------------------------------
+
+    def spent_by(self, ids: Any) -> list[float]:
+        """ε, at the budget's δ, that each of these units has spent, reservations included.
+
+        It tells how often a unit took part: keep it as secret as the data.
+        """
+        state, spent = self._state(), self._unit_spending(ids)
+        shared = state.everybody()
+        both = [total([shared, Cost(math.sqrt(own))]) for own in spent]
+        return [one.epsilon(self.delta) for one in both]
+
+    def used_up(self, ids: Any, *, plan: Plan) -> np.ndarray:
+        """Which of these units could not take part in a run of that plan; a truth value each."""
+        state = self._state()
+        cost = self._cost(plan.statement(), plan, plan.steps, state)
+        barred = self._barred(state, cost, but="")
+        return np.isin(as_ids(ids, secret=_secret(self.folder, self.limit)), barred)
+
+    def _tidy(self) -> None:
+        """Remove files of units that the books do not name any more."""
+        with self._books.writing() as (events, _):
+            state = _State.of(events)
+            named = [state.units, *(one.own_units for one in state.entries.values())]
+            kept = {record["file"] for record in named if record is not None}
+            for file in self.folder.glob("units-*.npy"):
+                if file.name not in kept:
+                    file.unlink(missing_ok=True)
+
+    def _unit_spending(self, ids: Any) -> list[float]:
+        if not self.is_individual:
+            raise InvalidInput("this budget does not follow units; make it with individual=True")
+        units = as_ids(ids, secret=_secret(self.folder, self.limit))
+        found = UnitSpending.load(self.folder, self._state().units).of(units)
+        return [float(one) for one in found]
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """The place of one run in a budget; what `release.account` calls a charge."""
+
+    budget: Budget
+    id: str
+    origin: str
+    barred: Ids
+    id_secret: bytes | None
+
+    def settle(
+        self,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        units: tuple[Ids, Ids] | None = None,
+    ) -> None:
+        """Charge what was released. More than was reserved is refused where it passes the limit."""
+        budget = self.budget
+        budget._cost(statement, plan, steps, budget._state())  # long work, before anybody waits
+        with budget._books.writing() as (events, append):
+            state = _State.of(events)
+            entry = state.entries[self.id]
+            if not entry.is_open:
+                return
+            cost = budget._cost(statement, plan, steps, state, but=self.id)
+            old = entry.cost
+            if cost.mu > old.mu or cost.slack > old.slack or cost.pure > old.pure:
+                budget._check(state, entry.what, cost, but=self.id)
+            body: dict[str, Any] = {"id": self.id, "cost": asdict(cost), "is_open": False}
+            if budget.is_individual and units is not None and plan is not None:
+                ids, counts = units
+                twice = budget.limit["neighbours"] != plan.neighbours == "zero-out"
+                own = amounts(plan, steps, counts, at_most=cost.mu**2, factor=2.0 if twice else 1.0)
+                spent = UnitSpending.load(budget.folder, state.units).add(ids, own)
+                body |= {"is_by_unit": True, "units": spent.save(budget.folder)}
+                if entry.run:  # it may come back
+                    body["own_units"] = UnitSpending().add(ids, own).save(budget.folder)
+            append("settle", body)
+        budget._tidy()
+
+    def words(self) -> str:
+        """Which run this is, and what all of them cost, for its statement."""
+        budget = self.budget
+        state = budget._state()
+        number = list(state.entries).index(self.id) + 1
+        spent = budget._total(state)
+        bare = [one.what for one in state.entries.values() if not math.isfinite(one.cost.mu)]
+        beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
+        whose = "the unit that has spent most: " if budget.is_individual else ""
+        return (
+            f"This is run {number} of {len(state.entries)} on this data; all together ({whose}"
+            f"those under way as reserved) cost ε = {spent.epsilon(budget.delta):.6g} at δ = "
+            f"{budget.delta:g}, {_kind(spent)}, and the limit of their budget {budget.name} is ε = "
+            f"{budget.epsilon:g}, whoever chose the next run by the results of the last.{beside} "
+            "Runs that do not draw on it are not counted."
+        )
+
+
+def _kind(cost: Cost) -> str:
+    return "exact" if cost.is_exact else "an upper bound"
+
+
+def _is_shared(plan: Plan | None) -> bool:
+    """Whether a run charges everybody, because it cannot leave units out."""
+    return plan is None or plan.participation.is_sampled
+
+
+def _process() -> str:
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _reopened(folder: str, exposes: str) -> Budget:
+    made = Budget(folder)
+    made._exposes = exposes
+    return made
+
+
+def _new_secret(folder: Path) -> str:
+    """A secret by which names of units become numbers; returns what shows that it is the one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder / "ids.key", secrets.token_bytes(32), mode=0o600)
+    return _print(folder)
+
+
+def _print(folder: Path) -> str:
+    return hashlib.sha256(b"ns-budget" + (folder / "ids.key").read_bytes()).hexdigest()
+
+
+def _secret(folder: Path, limit: dict[str, Any]) -> bytes:
+    if not (folder / "ids.key").exists() or _print(folder) != limit.get("ids"):
+        raise VerificationFailed(
+            f"{folder / 'ids.key'} is missing or another one: without it nobody knows which unit "
+            "has spent what; bring it back"
+        )
+    return (folder / "ids.key").read_bytes()

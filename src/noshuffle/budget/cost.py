@@ -1,0 +1,182 @@
+"""What a run costs, in the currency of a budget: μ, and the chance s that μ does not hold.
+
+    without sampling      μ of the run's statement: exact, s = 0
+    sampled               the least μ above its privacy-loss distribution (or Rényi bound), with
+                          s = δ/1000 of the budget
+    pure ε, (ε, δ)        ε itself out of the part of the limit that is set aside for such runs,
+                          s = δ; beyond that part as randomized response
+    zCDP                  the least μ above its Rényi bound, s = δ/1000
+    without noise         infinite
+
+(`accounting.gdp`, where it is said why this adds up.) Neighbours: whoever is protected against
+being replaced is protected against being left out; the other way round μ doubles (two changes, by
+way of the unit being absent).
+
+No state.
+
+>>> from noshuffle import Plan, SinglePass
+>>> plan = Plan.fit(SinglePass(8), mechanism="tree", epsilon=1.0, delta=1e-5)
+>>> cost = cost_of(plan.statement(), delta=1e-5)
+>>> cost.is_exact, round(total([cost] * 4).mu / cost.mu, 9)
+(True, 2.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from noshuffle.accounting import fourier, gdp, renyi
+from noshuffle.errors import Unsupported
+from noshuffle.participation import FixedSize, Poisson
+from noshuffle.plan import Plan
+from noshuffle.statement import PrivacyStatement
+
+#: Share of the budget's δ that a run pays for a curve that is not Gaussian.
+_SHARE = 1e-3
+_POINTS = 1500
+Curve = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """μ and s of a run, and the ε that it takes from what is set aside for pure ε."""
+
+    mu: float
+    slack: float = 0.0
+    pure: float = 0.0
+    is_exact: bool = False
+
+    def epsilon(self, delta: float) -> float:
+        """ε at δ (0 allowed)."""
+        if self.mu == 0 and self.slack == 0:
+            return self.pure
+        if delta == 0:
+            return math.inf
+        return self.pure + gdp.epsilon(mu=self.mu, slack=self.slack, delta=delta)
+
+
+NOTHING = Cost(0.0, is_exact=True)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """What runs cost together, whoever chose them and by whatever earlier results.
+
+    Guarantees: the sums are rounded up. Exact where every run is Gaussian and exact itself.
+    """
+    runs = list(costs)
+    mu = math.sqrt(math.fsum(run.mu**2 for run in runs))
+    slack, pure = (math.fsum(getattr(run, name) for run in runs) for name in ("slack", "pure"))
+    # δ − s cancels where s is nearly δ: an ulp more is on the safe side
+    return Cost(mu, slack * (1 + 1e-15), pure, all(run.is_exact for run in runs))
+
+
+def cost_of(
+    statement: PrivacyStatement,
+    *,
+    delta: float,
+    neighbours: str = "zero-out",
+    plan: Plan | None = None,
+    steps: int = 0,
+    aside: float = 0.0,
+) -> Cost:
+    """The cost of what a statement covers, for a budget with this δ and these neighbours.
+
+    `plan` and `steps` are needed where the run is sampled; `aside` is what is left of the ε that
+    is set aside for runs of pure ε.
+    """
+    twice = neighbours == "replace-one" and statement.neighbours != "replace-one"
+    cost = _cost(statement, delta, plan, steps, aside / 2 if twice else aside)
+    if twice:
+        if cost.slack:
+            raise Unsupported(
+                "a sampled or (ε, δ) run for units that come or go has no proved cost for units "
+                "that are replaced; use neighbours='replace-one' in its plan"
+            )
+        return replace(cost, mu=2 * cost.mu, pure=2 * cost.pure)
+    return cost
+
+
+def _cost(
+    said: PrivacyStatement, delta: float, plan: Plan | None, steps: int, aside: float
+) -> Cost:
+    is_sampled = plan is not None and plan.participation.is_sampled
+    if said.epsilon == 0 and (said.mu == 0 or (is_sampled and not steps)):
+        return NOTHING
+    if not math.isfinite(said.epsilon):
+        return Cost(math.inf)
+    if said.mu is not None:
+        return Cost(said.mu, is_exact=said.exact)
+    if is_sampled and delta:
+        assert plan is not None
+        return _sampled(*_law(plan), plan.noise_multiplier, steps, _SHARE * delta)
+    if said.rho is not None and said.accountant == "rdp" and delta:
+        return _concentrated(said.rho, _SHARE * delta)
+    if said.epsilon <= aside:
+        return Cost(0.0, said.delta, said.epsilon)
+    return Cost(gdp.of_pure(said.epsilon), said.delta)
+
+
+def _law(plan: Plan) -> tuple[str, float]:
+    """How the privacy of a sampled plan is bounded, and its sampling rate."""
+    part = plan.participation
+    if isinstance(part, FixedSize):
+        return "fixed", part.rate
+    assert isinstance(part, Poisson)
+    if plan.accountant == "rdp":
+        return "poisson", part.rate
+    return "replace" if plan.neighbours == "replace-one" else "both", part.rate
+
+
+@lru_cache(maxsize=64)
+def _sampled(law: str, rate: float, noise: float, steps: int, slack: float) -> Cost:
+    if law in ("fixed", "poisson"):  # one swap of a fixed-size sample moves the sum by 2ζ
+        z = noise / 2 if law == "fixed" else noise
+        orders = renyi.DEFAULT_ORDERS
+        return _above(_renyi(orders, renyi.curve([(z, rate, steps)], sampling=law)), slack)
+    composed = fourier.compose([(noise, rate, steps)], direction=law)
+    nears = (1e-2, math.sqrt(slack))
+
+    def curve(epsilons: np.ndarray) -> np.ndarray:
+        found = [composed.deltas(epsilons, near=near) for near in nears]
+        return np.asarray(np.min(found, axis=0))
+
+    return _above(curve, slack, start=composed.epsilon(delta=slack / 2))
+
+
+@lru_cache(maxsize=64)
+def _concentrated(rho: float, slack: float) -> Cost:
+    orders = np.concatenate([renyi.DEFAULT_ORDERS, 1 + np.geomspace(100, 1e6, 200)])
+    return _above(_renyi(tuple(orders), rho * orders), slack)
+
+
+def _renyi(orders: tuple[float, ...], divergences: np.ndarray) -> Curve:
+    pinsker = math.sqrt(float(np.min(divergences)) / 2)  # KL ≤ D of every order above one
+
+    def curve(epsilons: np.ndarray) -> np.ndarray:
+        found = [
+            renyi.delta_from_curve(orders, divergences, epsilon=float(one)) for one in epsilons
+        ]
+        return np.minimum(found, pinsker)
+
+    return curve
+
+
+def _above(curve: Curve, slack: float, *, start: float = 1.0) -> Cost:
+    """The least μ whose curve, with s = slack, lies above this one."""
+    top = max(start, 1e-3)
+    while curve(np.array([top]))[0] > slack:
+        top *= 1.25
+        if top > 1e4:
+            return Cost(math.inf)
+    epsilons = np.linspace(0.0, top, _POINTS)
+    return Cost(gdp.dominating(epsilons, curve(epsilons), slack=slack), slack)
+
+
+def of_divergences(orders: Iterable[float], divergences: np.ndarray, *, delta: float) -> Cost:
+    """The cost of a mechanism that is known by its Rényi divergences."""
+    return _above(_renyi(tuple(orders), divergences), _SHARE * delta)

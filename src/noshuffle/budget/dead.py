@@ -1,0 +1,72 @@
+"""What a run that was never closed has released, from the ledger in its folder.
+
+A run is dead when its folder can be locked (the system lets go of a lock when its process ends).
+What its ledger shows is believed only if the chain is whole, it knows every process that the budget
+knows of, and no checkpoint or statement knows of more steps; otherwise nothing is given back and
+the run stays charged for all that it reserved. The lock is held until the charge is written, so
+nobody goes on with the run in between.
+
+State: none.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from noshuffle.errors import NoshuffleError
+from noshuffle.plan import Plan
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import take
+from noshuffle.release.ledger_tables import Evidence, broken_link
+from noshuffle.release.opening import known_steps
+from noshuffle.release.spending import spent
+from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
+
+
+@dataclass(frozen=True)
+class DeadRun:
+    """What a dead run is charged for; `lock` keeps others away from it."""
+
+    statement: PrivacyStatement
+    plan: Plan | None
+    steps: int
+    units: tuple[Ids, Ids] | None
+    lock: AbstractContextManager[object]
+
+
+def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | None:
+    """What the run in this folder has released; None if it lives, or its ledger is in doubt."""
+    run = RunFolder(path)
+    try:
+        lock = take(path) if run.is_started else None
+        if lock is None:
+            return None
+        plan, evidence = run.plan(), Evidence(run.ledger_file)
+        try:
+            facts = evidence.facts()
+            rows = list(evidence.rows())
+            told = {json.loads(event.body).get("keys") for event in evidence.log("life")}
+            is_whole = broken_link(evidence.db) is None
+        finally:
+            evidence.close()
+    except (NoshuffleError, OSError, sqlite3.DatabaseError, ValueError):
+        return None
+    is_newest = facts.get("budget") == origin and set(lives) <= told
+    if not is_whole or not is_newest or known_steps(run) > len(rows):
+        return None
+    steps, units = len(rows), None
+    if steps and facts.get("adaptive_clip") == "yes":
+        steps = plan.steps
+    elif facts.get("identified_by") == "ids" and not plan.participation.is_sampled:
+        units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
+    before = [ancestor for ancestor in run.ancestors() if not ancestor.budget]
+    said = spent(plan, steps, ancestors=before)
+    return DeadRun(said, None if before else plan, steps, units, nullcontext(lock))

@@ -1,0 +1,136 @@
+"""The books of a budget on the disk: a hash-chained log that several processes may add to.
+
+    books.sqlite   one row per event: the limit, reservations, settlements, named exceptions
+    budget.json    the limit in plain text, and the newest link that was written down there
+
+Rows have the chain of a run's ledger (`release.ledger_tables`): one that was changed, cut out or
+put in between breaks every later link, and a log that was cut at its end or put back as a whole
+lacks the link that budget.json names. Whoever rewrites all of it can make new links. An addition is
+one transaction that begins with the look at the books, so of two processes that want the last of a
+budget one comes second and sees what the first has taken. Plain rollback journal, synchronous =
+EXTRA: a row is on the disk when the call returns.
+
+State: none between calls; every call opens the file.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from noshuffle.errors import InvalidInput, VerificationFailed
+from noshuffle.release.files import read_json, write_json
+from noshuffle.release.ledger_tables import (
+    SCHEMA,
+    broken_link,
+    event_link,
+    last_link,
+    read_log,
+)
+
+#: Seconds to wait for another process that is writing.
+_PATIENCE = 60.0
+#: Kind, body, time.
+Entries = list[tuple[str, dict[str, Any], float]]
+Append = Callable[[str, dict[str, Any]], None]
+
+
+class Books:
+    """The log of one budget.
+
+    Guarantees: raises `VerificationFailed` where the log was edited, cut or put back, before
+    anything is read from it or added to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.anchor = folder / "books.sqlite", folder / "budget.json"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a budget was begun here."""
+        return self.file.exists() or self.anchor.exists()
+
+    def begin(self, limit: dict[str, Any]) -> None:
+        """Write the first row, unless another process was faster."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with closing(self._connect()) as db:
+            db.executescript(SCHEMA)
+            db.execute("BEGIN IMMEDIATE")
+            if last_link(db)[0] == 0:
+                self._add(db, "limit", limit)
+            db.execute("COMMIT")
+            self._write_anchor(db, limit)
+
+    def read(self) -> Entries:
+        """Every event, oldest first."""
+        with closing(self._connect()) as db:
+            db.execute("BEGIN")
+            return self._checked(db)
+
+    @contextmanager
+    def writing(self) -> Iterator[tuple[Entries, Append]]:
+        """Look at the books and add to them, as one step; what raises leaves no trace."""
+        with closing(self._connect()) as db:
+            db.execute("BEGIN IMMEDIATE")
+            events = self._checked(db)
+            try:
+                yield events, lambda kind, body: self._add(db, kind, body)
+                db.execute("COMMIT")
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            self._write_anchor(db, events[0][1])
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.file, isolation_level=None, timeout=_PATIENCE)
+        db.execute("PRAGMA synchronous=EXTRA")
+        return db
+
+    @staticmethod
+    def _add(db: sqlite3.Connection, kind: str, body: dict[str, Any]) -> None:
+        (seq, link), now = last_link(db), time.time()
+        data = json.dumps(body, sort_keys=True).encode()
+        row = (seq + 1, kind, now, data, event_link(link, kind, now, data))
+        db.execute("INSERT INTO log VALUES (?, ?, ?, ?, ?)", row)
+
+    def _write_anchor(self, db: sqlite3.Connection, limit: dict[str, Any]) -> None:
+        seq, link = last_link(db)
+        write_json(self.anchor, {"limit": limit, "rows": seq, "link": link.hex()})
+
+    def _checked(self, db: sqlite3.Connection) -> Entries:
+        """The events, once the chain and the anchor were compared with them."""
+        try:
+            wrong = broken_link(db)
+            events = [(e.kind, json.loads(e.body), e.time) for e in read_log(db)]
+            if wrong is None:
+                wrong = self._anchored(db, len(events))
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError, OSError) as error:
+            wrong, events = f"it cannot be read ({error})", []
+        if wrong is not None or not events or events[0][0] != "limit":
+            why = wrong or "it does not begin with a limit"
+            raise VerificationFailed(
+                f"{self.file}: {why}; bring the budget back as it was: what was spent is not known"
+            )
+        return events
+
+    def _anchored(self, db: sqlite3.Connection, rows: int) -> str | None:
+        if not self.anchor.exists():
+            return None if rows == 1 else f"{self.anchor.name} is missing"
+        anchor = read_json(self.anchor)
+        found = db.execute("SELECT link FROM log WHERE seq = ?", (anchor["rows"],)).fetchone()
+        if found is None or bytes(found[0]).hex() != anchor["link"]:
+            return f"it lacks rows that {self.anchor.name} knows of"
+        return None
+
+
+def folder_of(path: str | Path) -> Path:
+    """A folder that is there or can be made."""
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"a budget is kept in a folder, {folder} is a file; use another name")
+    return folder

@@ -1,0 +1,58 @@
+"""A warning where rows are fitted again in one process and no budget counts the fits.
+
+Every fit has a sketch: the smallest of its rows' hashes, by a random vector of this process. Two
+tables that share many rows share many of their smallest hashes (Broder 1997), so the folds of a
+cross-validation are known for the same data, and tables that merely look alike are not. Nothing
+leaves the process, and the sketches say nothing of a row to whoever lacks the vector.
+
+State: the sketches of the last fits of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+_SIZE, _FITS, _BLOCK = 64, 256, 4096
+#: Share of a sketch from which on two tables count as the same data.
+_ALIKE = 0.25
+_SEED = int.from_bytes(os.urandom(8), "little")
+_SEEN: deque[frozenset[int]] = deque(maxlen=_FITS)
+
+
+class RepeatedFit(UserWarning):
+    """The same rows were fitted before, and their privacy costs add up uncounted."""
+
+
+def sketch(x: Any) -> frozenset[int]:
+    """The smallest hashes of the rows; empty where most rows stand several times."""
+    draws = np.random.default_rng((_SEED, x.shape[1])).standard_normal(x.shape[1])
+    hashes = [np.empty(0, dtype=np.uint64)]
+    for first in range(0, x.shape[0], _BLOCK):
+        block = x[first : first + _BLOCK]
+        # Row by row the same sum, to the last bit, wherever in a table a row stands.
+        dense = np.multiply(block, draws).sum(1) if isinstance(x, np.ndarray) else block @ draws
+        bits = np.asarray(dense, dtype=np.float64).ravel().view(np.uint64)
+        bits = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        hashes.append(bits ^ (bits >> np.uint64(29)))
+    distinct = np.unique(np.concatenate(hashes))
+    return frozenset(distinct[:_SIZE].tolist() if 2 * len(distinct) >= x.shape[0] else ())
+
+
+def warn_if_fitted_before(x: Any) -> None:
+    """Remember these rows, and warn if many of them were fitted before."""
+    own = sketch(x)
+    before = sum(len(own & other) > _ALIKE * min(len(own), len(other)) for other in _SEEN)
+    _SEEN.append(own)
+    if before:
+        warnings.warn(
+            f"fit {before + 1} of the same rows in this process: their privacy costs add up, and "
+            "the ε of a statement is that of one fit; give every fit the same "
+            "budget=noshuffle.Budget(folder, epsilon=…, delta=…) to have them counted",
+            RepeatedFit,
+            stacklevel=4,
+        )

@@ -1,0 +1,154 @@
+"""What a run draws on: the budget over all runs on the same data, as the door sees it.
+
+    enter      before the first release: reserve what the whole run will cost, or be refused
+    leave      when a run is closed: it is charged for what its ledger shows
+
+The budget itself (`noshuffle.budget`) stands above all drivers; here are the two things that they
+ask of it. A run that draws on a budget has a fact `budget` in its ledger from the start, and goes
+on only with it; notes of the kind `budget` in its log hold what is said of it in the statement.
+
+State: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from noshuffle.errors import InvalidInput
+from noshuffle.plan import Plan
+from noshuffle.release.spending import Ancestor, spent
+from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
+
+if TYPE_CHECKING:
+    from noshuffle.release.folder import RunFolder
+    from noshuffle.release.ledger import Ledger
+
+
+class Charge(Protocol):
+    """The place of one run in a budget."""
+
+    @property
+    def origin(self) -> str:
+        """By what the run's ledger knows it."""
+        ...
+
+    @property
+    def barred(self) -> Ids:
+        """Units that have used up what they may spend, in order."""
+        ...
+
+    @property
+    def id_secret(self) -> bytes | None:
+        """By which names become the same numbers in every run; None: each run has its own."""
+        ...
+
+    def settle(
+        self,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        units: tuple[Ids, Ids] | None = None,
+    ) -> None:
+        """Charge what was released instead of what was reserved.
+
+        `units` with how often each took part, where that is known.
+        """
+
+    def words(self) -> str:
+        """Which run this is among those on the same data, and what they cost together."""
+        ...
+
+
+class Account(Protocol):
+    """What runs draw on; `noshuffle.Budget` is one."""
+
+    def open(
+        self,
+        what: str,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        run: Path | None = None,
+        origin: str | None = None,
+        lives: Sequence[str] = (),
+    ) -> Charge:
+        """Reserve the cost of a run, or raise `BudgetExceeded`.
+
+        `statement` is that of the whole run, `plan` and `steps` say the same where it is sampled.
+        `origin` and `lives` (the public names of its keys) tell a run that is resumed from a copy.
+        """
+        ...
+
+
+def enter(
+    budget: Account | None,
+    plan: Plan,
+    ledger: Ledger,
+    folder: RunFolder | None,
+    ancestors: Sequence[Ancestor],
+) -> Charge | None:
+    """Reserve the cost of a run that was just opened; None without a budget.
+
+    Guarantees: when this returns, everything that the run may release is reserved. Raises for a
+    run that draws on a budget and is opened without one.
+    """
+    origin = ledger.meta("budget")
+    if budget is None:
+        if origin is not None:
+            raise InvalidInput(
+                f"this run draws on the budget {origin.partition('/')[0]}, from which it would "
+                "release more than was charged; give budget="
+            )
+        return None
+    before = _uncounted(ancestors)
+    charge = budget.open(
+        "run" if folder is None else f"run {folder.path.name}",
+        spent(plan, plan.steps, ancestors=before),
+        plan=None if before else plan,
+        steps=plan.steps,
+        run=None if folder is None else folder.path.resolve(),
+        origin=origin,
+        lives=[str(life["keys"]) for life in ledger.notes("life")],
+    )
+    ledger.bind("budget", charge.origin)
+    ledger.barred = charge.barred
+    ledger.note("budget", words=charge.words())
+    return charge
+
+
+def leave(
+    charge: Charge | None,
+    plan: Plan,
+    ledger: Ledger,
+    ancestors: Sequence[Ancestor],
+    *,
+    released: int,
+) -> None:
+    """Charge a run for what it released, and note what its statement will say of it.
+
+    `released` is at least what the ledger shows; a run in memory may have used noise without rows.
+    """
+    if charge is None:
+        return
+    facts, units = ledger.facts(), None
+    before = _uncounted(ancestors)
+    has_rows = ledger.released == released and facts.get("identified_by") == "ids"
+    if has_rows and not before and not plan.participation.is_sampled:
+        ids, seen = ledger.units()
+        units = ids, seen.count
+    said = spent(plan, released, ancestors=before)
+    if facts.get("adaptive_clip") == "yes" and released:  # its counts are paid for in one piece
+        said, released = spent(plan, plan.steps, ancestors=before), plan.steps
+        units = None
+    charge.settle(said, plan=None if before else plan, steps=released, units=units)
+    ledger.note("budget", words=charge.words())
+
+
+def _uncounted(ancestors: Sequence[Ancestor]) -> list[Ancestor]:
+    """Runs that this one was forked from, as far as they draw on no budget themselves."""
+    return [ancestor for ancestor in ancestors if not ancestor.budget]

@@ -1,0 +1,423 @@
+"""A budget counts every run on its data, refuses what would pass its limit, survives a crash."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from noshuffle import (
+    Epochs,
+    MinSeparation,
+    Plan,
+    Poisson,
+    PrivateSum,
+    SinglePass,
+    privatize,
+    verify,
+)
+from noshuffle.accounting import gaussian
+from noshuffle.budget import Budget
+from noshuffle.convex.solvers.base import guarantee
+from noshuffle.errors import (
+    BudgetExceeded,
+    InvalidInput,
+    ParticipationViolation,
+    Unsupported,
+    VerificationFailed,
+)
+from noshuffle.release.account import Account
+from noshuffle.release.fork import fork
+from noshuffle.statement import PrivacyStatement
+
+DELTA = 1e-5
+
+
+def plan_of(epsilon: float = 1.0, steps: int = 4, **more: object) -> Plan:
+    return Plan.fit(SinglePass(steps), mechanism="tree", epsilon=epsilon, delta=DELTA, **more)
+
+
+def sums_of(budget: Account | None, plan: Plan | None = None, **more: object) -> PrivateSum:
+    return PrivateSum(plan or plan_of(), clip=1.0, shape=(), budget=budget, **more)
+
+
+def mu_of(budget: Budget) -> float:
+    return budget.total().mu
+
+
+@pytest.fixture
+def budget(tmp_path: Path) -> Budget:
+    return Budget(tmp_path / "budget", epsilon=3.0, delta=DELTA)
+
+
+def test_runs_add_up_as_gaussians_do(budget: Budget) -> None:
+    plans = [plan_of(0.5), plan_of(1.0, steps=7), plan_of(0.8, steps=16)]
+    for plan in plans:
+        sums_of(budget, plan)
+    squared = sum((plan.sensitivity.value / plan.noise_multiplier) ** 2 for plan in plans)
+    spent = budget.total()
+    assert math.isclose(spent.mu, math.sqrt(squared), rel_tol=1e-14)
+    # the exact curve at that μ, written out once more
+    epsilon, mu = spent.epsilon(DELTA), math.sqrt(squared)
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
+    cdf = lambda x: float(normal.cdf(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
+    delta = cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
+    assert math.isclose(delta, DELTA, rel_tol=1e-6)
+    assert spent.is_exact
+
+
+def test_a_run_is_charged_for_what_it_released(budget: Budget) -> None:
+    plan = plan_of(2.0, steps=8)
+    sums = sums_of(budget, plan)
+    assert math.isclose(mu_of(budget), plan.mu())
+    sums.add([0.5], ids=[1])
+    sums.add([0.5], ids=[2])
+    assert math.isclose(mu_of(budget), plan.mu())  # reserved as long as it is open
+    sums.close()
+    assert math.isclose(mu_of(budget), plan.mu(2))
+    assert mu_of(budget) < plan.mu()
+    assert not budget.entries()[0].is_open
+
+
+def test_the_limit_is_kept_to_the_last_digit(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=1.0, delta=DELTA)
+    sums_of(budget, plan_of(0.7))
+    with pytest.raises(BudgetExceeded, match="would fit"):
+        sums_of(budget, plan_of(budget.left() * 1.0001))
+    sums_of(budget, plan_of(budget.left()))  # what is said to fit does
+    assert budget.total().epsilon(DELTA) <= 1.0
+    assert budget.left() < 1e-3
+    whole = Budget(tmp_path / "c", epsilon=1.0, delta=DELTA)
+    sums_of(whole, plan_of(1.0))  # a plan for all of it fits exactly
+    with pytest.raises(BudgetExceeded):
+        sums_of(whole, plan_of(1e-3))
+
+
+def test_a_run_in_a_folder_comes_back_to_its_place(budget: Budget, tmp_path: Path) -> None:
+    plan, run = plan_of(1.0, steps=6), tmp_path / "run"
+    sums = sums_of(budget, plan, run=run)
+    sums.add([0.5], ids=[1])
+    sums.close(keep_keys=True)
+    assert math.isclose(mu_of(budget), plan.mu(1))
+    with pytest.raises(InvalidInput, match="draws on the budget"):
+        sums_of(None, plan, run=run)
+    again = sums_of(budget, plan, run=run)
+    assert math.isclose(mu_of(budget), plan.mu())
+    again.add([0.5], ids=[2])
+    again.close(keep_keys=True)
+    assert math.isclose(mu_of(budget), plan.mu(2))
+    assert len(budget.entries()) == 1
+    assert "This is run 1 of 1 on this data" in (run / "statement.json").read_text()
+    assert verify(run).exit_code == 0, verify(run).words()
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(budget: Budget, tmp_path: Path) -> None:
+    plan = plan_of(1.0, steps=6)
+    sums = sums_of(budget, plan, run=tmp_path / "run")
+    sums.add([0.5], ids=[1])
+    sums.close(keep_keys=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    sums_of(budget, plan, run=tmp_path / "run")
+    sums_of(budget, plan, run=tmp_path / "copy")
+    assert math.isclose(mu_of(budget), plan.mu() * math.sqrt(2))
+
+
+def test_a_fork_does_not_pay_for_its_parent_twice(budget: Budget, tmp_path: Path) -> None:
+    plan = plan_of(1.0, steps=6)
+    sums = sums_of(budget, plan, run=tmp_path / "run")
+    sums.add([0.5], ids=[1])
+    sums.close(keep_keys=True)
+    child = sums_of(budget, plan, run=fork(tmp_path / "run", tmp_path / "fork"))
+    assert math.isclose(mu_of(budget), math.hypot(plan.mu(1), plan.mu()))
+    child.add([0.5], ids=[2])  # its own statement covers both
+    assert math.isclose(child.statement().mu, math.hypot(plan.mu(1), plan.mu(1)))
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Do this in a forked process, which ends like one that was killed; its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+
+
+def killed(budget: Budget, run: Path | None) -> None:
+    def work() -> None:
+        sums = sums_of(budget, plan_of(1.0, steps=8), run=run)
+        for step in range(3):
+            sums.add([0.5], ids=[step])
+
+    assert os.waitpid(in_a_child(work), 0)[1] == signal.SIGKILL
+
+
+def test_a_killed_run_stays_charged(budget: Budget, tmp_path: Path) -> None:
+    plan = plan_of(1.0, steps=8)
+    killed(budget, None)
+    assert budget.sweep() == []  # in memory: nobody knows what it released
+    assert math.isclose(mu_of(budget), plan.mu())
+    killed(budget, tmp_path / "run")
+    assert math.isclose(mu_of(budget), plan.mu() * math.sqrt(2))
+    assert budget.sweep() == ["run run"]
+    assert math.isclose(mu_of(budget), math.hypot(plan.mu(), plan.mu(3)))
+    (tmp_path / "run" / "ledger.sqlite").unlink()
+    assert sums_of(budget, plan_of(0.1)) is not None
+
+
+def test_a_dead_run_with_a_doubtful_ledger_keeps_its_reservation(
+    budget: Budget, tmp_path: Path
+) -> None:
+    killed(budget, tmp_path / "run")
+    db = sqlite3.connect(tmp_path / "run" / "ledger.sqlite")
+    db.execute("DELETE FROM steps WHERE step = 1")
+    db.commit()
+    db.close()
+    assert budget.sweep() == []
+    assert math.isclose(mu_of(budget), plan_of(1.0, steps=8).mu())
+
+
+def test_two_processes_cannot_both_have_the_last_of_it(tmp_path: Path) -> None:
+    plan = plan_of(1.0, steps=8)
+    limit = gaussian.epsilon(mu=plan.mu() * math.sqrt(1.5), delta=DELTA)  # room for one of them
+    budget = Budget(tmp_path / "b", epsilon=limit, delta=DELTA)
+    gate, said = tmp_path / "gate", plan.statement()
+
+    def work() -> None:
+        while not gate.exists():
+            time.sleep(1e-4)
+        for _ in range(3):
+            with suppress(BudgetExceeded):
+                budget.open("run", said, plan=plan, steps=8)
+
+    children = [in_a_child(work) for _ in range(3)]
+    gate.touch()
+    for child in children:
+        os.waitpid(child, 0)
+    assert len(budget.entries()) == 1
+    assert (
+        len(
+            {entry.process for entry in budget.entries()}
+            & {f"{socket.gethostname()} {c}" for c in children}
+        )
+        == 1
+    )
+
+
+def _edit(folder: Path, command: str) -> None:
+    db = sqlite3.connect(folder / "books.sqlite")
+    db.execute(command)
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "DELETE FROM log WHERE seq = (SELECT MAX(seq) FROM log)",
+        "DELETE FROM log WHERE kind = 'open'",
+        "UPDATE log SET body = replace(body, '3.0', '9.0') WHERE kind = 'limit'",
+        "UPDATE log SET body = replace(body, '\"mu\": 0', '\"mu\": -0') WHERE kind = 'open'",
+        "DROP TABLE log",
+    ],
+)
+def test_edited_books_are_refused(budget: Budget, command: str) -> None:
+    sums_of(budget)
+    sums_of(budget)
+    _edit(budget.folder, command)
+    with pytest.raises(VerificationFailed, match="bring the budget back"):
+        Budget(budget.folder)
+    with pytest.raises(VerificationFailed):
+        sums_of(budget)
+
+
+def test_books_that_were_put_back_are_refused(budget: Budget, tmp_path: Path) -> None:
+    sums_of(budget)
+    shutil.copy(budget.folder / "books.sqlite", tmp_path / "old")
+    run = sums_of(budget, plan_of(0.5), run=tmp_path / "run")
+    run.close(keep_keys=True)
+    shutil.copy(tmp_path / "old", budget.folder / "books.sqlite")
+    with pytest.raises(VerificationFailed, match="lacks rows"):
+        Budget(budget.folder)
+    (budget.folder / "budget.json").unlink()
+    with pytest.raises(VerificationFailed, match="missing"):
+        Budget(budget.folder)
+
+
+def test_a_run_knows_that_its_budget_is_older(budget: Budget, tmp_path: Path) -> None:
+    shutil.copytree(budget.folder, tmp_path / "old")
+    run = sums_of(budget, run=tmp_path / "run")
+    run.add([1.0], ids=[1])
+    run.close(keep_keys=True)
+    with pytest.raises(VerificationFailed, match="older than the run"):
+        sums_of(Budget(tmp_path / "old"), run=tmp_path / "run")
+    other = Budget(tmp_path / "other", epsilon=3.0, delta=DELTA)
+    with pytest.raises(InvalidInput, match="not this"):
+        sums_of(other, run=tmp_path / "run")
+
+
+def test_limits_are_fixed(budget: Budget) -> None:
+    for wrong in ({"epsilon": 4.0}, {"delta": 1e-6}, {"unit": "user"}, {"individual": True}):
+        with pytest.raises(InvalidInput, match="fixed before the first run"):
+            Budget(budget.folder, **wrong)
+    assert Budget(budget.folder, epsilon=3.0, unit="example").epsilon == 3.0
+    with pytest.raises(InvalidInput, match="give epsilon and delta"):
+        Budget(budget.folder / "none")
+    with pytest.raises(InvalidInput, match="protects one example"):
+        sums_of(budget, plan_of(unit="user"))
+
+
+def test_runs_without_noise_must_be_named(budget: Budget) -> None:
+    bare = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=0.0, delta=DELTA)
+    with pytest.raises(BudgetExceeded, match="name it"):
+        sums_of(budget, bare)
+    sums_of(budget.unprotected("plain SGD"), bare)
+    private = sums_of(budget, plan_of(1.0))
+    assert math.isclose(mu_of(budget), plan_of(1.0).mu())  # apart from the limit
+    assert budget.unprotected_runs() == ["plain SGD"]
+    assert "without any privacy: plain SGD" in private.statement().words()
+    assert "NOT PRIVATE" in budget.words()
+
+
+def test_a_warm_start_adds_up(budget: Budget) -> None:
+    plan = Plan.fit(Epochs(2, 2), mechanism="tree", epsilon=1.0, delta=DELTA)
+    model = nn.Linear(2, 1)
+    for _ in range(2):  # the second run goes on from the weights of the first
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = privatize(
+            model, optimizer, plan, clip_norm=1.0, batch_size=4, budget=budget, compile=False
+        )
+        for step in range(4):
+            private.step(
+                nn.MSELoss(), torch.ones(4, 2), torch.ones(4, 1), ids=np.arange(4) + 4 * (step % 2)
+            )
+        private.close()
+    said = private.statement()
+    wanted = gaussian.epsilon(mu=plan.mu() * math.sqrt(2), delta=DELTA)
+    assert f"all together (those under way as reserved) cost ε = {wanted:.6g}" in said.words()
+    assert "This is run 2 of 2" in said.words()
+
+
+def test_a_budget_is_its_folder(budget: Budget) -> None:
+    assert copy.deepcopy(budget) is budget
+    sums_of(pickle.loads(pickle.dumps(budget)))
+    assert len(budget.entries()) == 1
+    assert json.loads((budget.folder / "budget.json").read_text())["limit"]["epsilon"] == 3.0
+
+
+def test_sampled_runs_cost_what_their_loss_distribution_says(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=8.0, delta=DELTA)
+    plan = Plan.fit(Poisson(200, 0.02), mechanism="identity", noise_multiplier=1.0, delta=DELTA)
+    sums = sums_of(budget, plan)
+    alone = budget.total()
+    assert plan.epsilon() <= alone.epsilon(DELTA) <= 1.15 * plan.epsilon()
+    assert not alone.is_exact
+    sums.close()
+    assert budget.total().mu == 0  # nothing was drawn
+
+
+def test_what_is_set_aside_for_pure_epsilon(tmp_path: Path) -> None:
+    def pure(epsilon: float) -> PrivacyStatement:
+        return guarantee(
+            epsilon=epsilon, noise=1.0, sensitivity=1.0, mechanism="m", neighbours="zero-out"
+        )
+
+    budget = Budget(tmp_path / "b", epsilon=3.0, delta=DELTA, pure=1.0)
+    budget.open("a choice", pure(0.6)).settle(pure(0.6))
+    sums_of(budget, plan_of(1.0))
+    wanted = 0.6 + gaussian.epsilon(mu=plan_of(1.0).mu(), delta=DELTA)
+    assert budget.total().epsilon(DELTA) == pytest.approx(wanted, rel=1e-12)
+    with pytest.raises(BudgetExceeded, match="set aside"):  # nor does the rest hold it
+        budget.open("a choice", pure(0.6))
+    budget.open("a choice", pure(0.4))
+    with pytest.raises(BudgetExceeded):  # the rest is 2, not 3
+        sums_of(budget, plan_of(2.0))
+    bare = Budget(tmp_path / "c", epsilon=1.0, delta=0.0)
+    bare.open("a choice", pure(0.5))
+    bare.open("a choice", pure(0.5))
+    with pytest.raises(BudgetExceeded):
+        bare.open("a choice", pure(1e-9))
+    with pytest.raises(BudgetExceeded):
+        sums_of(bare, plan_of(0.1))
+    with pytest.raises(InvalidInput, match="part of epsilon"):
+        Budget(tmp_path / "d", epsilon=1.0, delta=DELTA, pure=2.0)
+
+
+# -- units -------------------------------------------------------------------------------------
+
+
+def test_used_up_units_are_left_out(tmp_path: Path) -> None:
+    plan = Plan.fit(MinSeparation(4, 1, 2), mechanism="tree", epsilon=1.0, delta=DELTA)
+    budget = Budget(tmp_path / "b", epsilon=1.2, delta=DELTA, individual=True)
+    first = sums_of(budget, plan)
+    first.add([1.0, 1.0], ids=["ada", "bob"])
+    first.add([1.0], ids=["ada"])
+    first.close()
+    once = plan.sensitivity_after(2, participation=MinSeparation(4, 1, 1)).value
+    spent = budget.spent_by(["ada", "bob", "eve"])
+    wanted = gaussian.epsilon(mu=once / plan.noise_multiplier, delta=DELTA)
+    assert spent[2] == 0 < spent[1] < spent[0]
+    assert math.isclose(spent[1], wanted, rel_tol=1e-6)
+    assert budget.used_up(["ada", "bob", "eve"], plan=plan).tolist() == [True, True, False]
+    second = sums_of(budget, plan)  # not refused: there are people who can pay
+    second.add([1.0, 1.0], ids=["ada", "eve"])
+    assert second.release.ledger.row(0).claimed_units == 1
+    nameless = sums_of(budget, replace(plan, noise_multiplier=10 * plan.noise_multiplier))
+    with pytest.raises(ParticipationViolation, match="pass ids="):
+        nameless.add([1.0])
+    nameless.close()
+    second.close()
+    after = budget.spent_by(["ada", "bob", "eve"])
+    assert after[:2] == pytest.approx(spent[:2])
+    assert 0 < after[2] <= 1.2
+    assert max(after) <= 1.2
+
+
+def test_units_of_a_run_that_comes_back_are_counted_once(tmp_path: Path) -> None:
+    plan = Plan.fit(MinSeparation(4, 1, 2), mechanism="tree", epsilon=1.0, delta=DELTA)
+    budget = Budget(tmp_path / "b", epsilon=1.2, delta=DELTA, individual=True)
+    whole = Budget(tmp_path / "c", epsilon=1.2, delta=DELTA, individual=True)
+    for _ in range(2):
+        sums = sums_of(budget, plan, run=tmp_path / "run")
+        sums.add([1.0, 1.0], ids=[7, 8 + sums.step])
+        sums.close(keep_keys=True)
+    sums = sums_of(whole, plan)
+    sums.add([1.0, 1.0], ids=[7, 8])
+    sums.add([1.0, 1.0], ids=[7, 9])
+    sums.close()
+    assert budget.spent_by([7, 8, 9]) == pytest.approx(whole.spent_by([7, 8, 9]), rel=1e-9)
+    assert len(list(budget.folder.glob("units-*.npy"))) == 2
+
+
+def test_a_run_that_cannot_leave_units_out_is_refused(tmp_path: Path) -> None:
+    plan = Plan.fit(MinSeparation(4, 1, 2), mechanism="tree", epsilon=1.0, delta=DELTA)
+    budget = Budget(tmp_path / "b", epsilon=1.2, delta=DELTA, individual=True)
+    first = sums_of(budget, plan)
+    first.add([1.0], ids=[1])
+    first.add([1.0], ids=[1])
+    first.close()
+    sampled = Plan.fit(Poisson(10, 0.1), mechanism="identity", epsilon=1.0, delta=DELTA)
+    with pytest.raises(BudgetExceeded):
+        sums_of(budget, sampled)
+    (budget.folder / "ids.key").unlink()
+    with pytest.raises(VerificationFailed, match="which unit"):
+        sums_of(budget, plan)
+    with pytest.raises(Unsupported, match="needs a delta"):
+        Budget(tmp_path / "d", epsilon=1.0, delta=0.0, individual=True)
