@@ -131,7 +131,6 @@ def phases(case: str, rounds: int) -> None:
             watch(rowwise.Rowwise, "take_squares", "norms of rows")
             watch(members, "clip_factors", "factors")
             watch(rowwise.Rowwise, "totals", "weighted sums")
-            watch(members, "_sum_of", "weighted sums")
             watch(ledger.Ledger, "record", "record")
             watch(NoiseStream, "add_", "noise, divide")
             watch(torch.optim.SGD, "step", "optimizer")

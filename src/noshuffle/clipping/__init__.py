@@ -1,15 +1,15 @@
 """Clipped sums: per-example (or per-user) gradients, each bounded, added up.
 
-objective   how a loss is written          forms     per-example gradients not written out
-clipped     bounds and the clipped sum     rules*    one rule per layer type
-factor      min(1, c/‖g‖), the only one    isolation_check  are the rules right for a model?
-units       units, weights, the last steps ghost     one backward pass (tape, layers)
-check       what a model must not contain  per_example  any model, written out
-adaptive    a threshold that follows a quantile      choose  which engine, and why
-products    half precision, wide sums      gram      norms from inner products (a kernel)
-microbatches fast, lean, or what fits      causal_lm the loss of causal language models
-rowwise     rows of a CPU in a few calls   snapshot  whether a model is as it was
-statefulness  what a model keeps           row_order rows ordered by what they hold
+factor      min(1, c/‖g‖), the only one; bounds, sums   units     units, the last steps of a sum
+objective   losses and batches, row by row              criteria  torch's criteria by row
+ghost       one backward pass (ghost_forms, tape)       forms     gradients not written out
+rules*      one rule per layer type                     layers    which rule, which axis
+per_example any model, written out                      choose    which engine, and why
+check       what a model must not contain               isolation_check   are the rules right?
+statefulness  what a model keeps                        snapshot  whether a model is as it was
+products    half precision, wide sums                   gram      norms from inner products
+microbatches  fast, lean, or what fits                  rowwise   many gradients at once
+adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 """
 
 from noshuffle.clipping.causal_lm import next_token

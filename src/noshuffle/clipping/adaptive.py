@@ -5,20 +5,14 @@ Andrew, Thakkar, McMahan, Ramaswamy, "Differentially private learning with adapt
 
     count = Σ_u (1[‖g_u‖ ≤ C] − ½) + N(0, σ_b²),     b̃ = count/m + ½,     C ← C · exp(−η (b̃ − γ))
 
-Each unit moves the count by ½ (zero-out neighbours: a unit that is absent adds nothing), so the
-count is a Gaussian mechanism with noise multiplier 2σ_b, released at every step. Gradients and
-count together cost what one release with multiplier z costs if the gradients use
+Each unit moves the count by ½ (zero-out neighbours), so the count is a Gaussian mechanism with
+noise multiplier 2σ_b, released at every step. Gradients and count together cost what one release
+with multiplier z costs if the gradients use z_Δ = (z⁻² − (2σ_b)⁻²)^(−½).
 
-    z_Δ = (z⁻² − (2σ_b)⁻²)^(−½).
-
-With correlated noise the clip norm must stay constant while noise is being cancelled. The estimate
-therefore moves at every step, and the threshold in force takes it over only where the mechanism
-allows a change (`may_change`: every step for independent noise, a restart for trees).
-
-Two thresholds in a row give the noisy count back to the last bit. So it must come rounded to the
-grid of its noise (`release.threshold` does that): with noise of float32 and nothing more, its low
-bits would tell the count.
-
+With correlated noise the clip norm must stay constant while noise is being cancelled: the estimate
+moves at every step, and the threshold in force takes it over only where the mechanism allows a
+change (`may_change`). Two thresholds in a row give the noisy count back to the last bit, so it must
+come rounded to the grid of its noise (`release.threshold`), or its low bits would tell the count.
 State: the threshold in force and the running estimate, a value; `update` returns the next one.
 
 >>> config = QuantileClip(initial=1.0, units=100)
@@ -49,9 +43,8 @@ BIT_SENSITIVITY = 0.5
 class QuantileClip:
     """Which quantile to follow, how fast, and with how much noise on the count.
 
-    `units` is the planned number of units a step (never the realised one); `bit_noise` is the
-    standard deviation of the noise on the count, `units`/20 if not given. `smallest` and `largest`
-    keep the threshold within reason whatever the noise does.
+    `units` is the planned number of units a step (never the realised one); `bit_noise` is
+    `units`/20 if not given. The threshold stays within `smallest` and `largest`.
     """
 
     initial: float
@@ -63,8 +56,7 @@ class QuantileClip:
     largest: float = 1e6
 
     def __post_init__(self) -> None:
-        positive(initial=self.initial, rate=self.rate)
-        positive(smallest=self.smallest, largest=self.largest)
+        positive(initial=self.initial, rate=self.rate, smallest=self.smallest, largest=self.largest)
         open_unit(quantile=self.quantile)
         whole(units=self.units)
         if self.bit_noise is not None:
@@ -136,14 +128,3 @@ def gradient_multiplier(noise_multiplier: float, *, bit_noise: float) -> float:
             f"{bit_noise!r}: the count alone would spend the whole budget"
         )
     return float(left**-0.5)
-
-
-def count_mu(*, bit_noise: float, participations: int) -> float:
-    """GDP parameter of all counts together: a unit is counted `participations` times.
-
-    The counts of different steps have independent noise, so μ = √k · ½/σ_b. A run with gradient
-    parameter μ_g then has √(μ_g² + μ²) in all (adaptive composition of Gaussian mechanisms).
-    """
-    positive(bit_noise=bit_noise)
-    whole(participations=participations)
-    return math.sqrt(participations) * BIT_SENSITIVITY / bit_noise

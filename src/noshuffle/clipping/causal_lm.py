@@ -4,10 +4,9 @@
 
 `private.step(next_token, batch)` takes token ids, or a dictionary as tokenizers make it:
 `input_ids`, perhaps `attention_mask` and `labels` (−100 where there is none). Labels are shifted
-here, so they are given as for Hugging Face models; without them every token that the mask keeps is
-predicted. The mean is over the tokens of a row and never over the batch, which would couple
-examples. Logits of half precision are widened before the loss. A row without labels has loss 0. No
-state.
+here, as for Hugging Face models; without them every token that the mask keeps is predicted. The
+mean is over the tokens of a row and never over the batch, which would couple examples. Logits of
+half precision are widened before the loss. A row without labels has loss 0. No state.
 
 >>> import torch
 >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))

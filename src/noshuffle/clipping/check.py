@@ -2,10 +2,9 @@
 
 Clipping bounds one example's gradient. Batch normalisation in training mode mixes the batch into
 every gradient, so no bound on one example holds; an embedding with `max_norm` rewrites its own
-weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused.
-Batch normalisation in eval mode is a fixed affine map of each example and is allowed. Dropout is
-allowed: every example draws its own mask. Two settings that torch's autograd does not carry through
-clipping are refused in the same place: sparse embedding gradients and reentrant checkpoints. So are
+weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused;
+batch normalisation in eval mode (a fixed affine map) and dropout are allowed. So are refused what
+autograd does not carry through clipping: sparse embedding gradients, reentrant checkpoints and
 hooks on parameters, which per-example gradients never pass through.
 
 >>> from torch import nn

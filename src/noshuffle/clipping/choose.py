@@ -1,8 +1,8 @@
 """Pick the engine for a model, and say why.
 
 Ghost clipping costs one plain step plus the norms. Writing gradients out costs memory and time in
-proportion to batch × parameters, which only very small models can afford; it is also what is left
-when the model cannot be taken layer by layer. No state.
+proportion to batch × parameters; it is what is left where most parameters are in layers without a
+rule, or the model cannot be taken layer by layer. No state.
 
 >>> from torch import nn
 >>> type(auto(nn.Linear(1024, 1024))).__name__

@@ -39,7 +39,7 @@ there is a GPU; every other clip of the package calls it. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
@@ -220,14 +220,6 @@ class ClippedSum:
         return int(self.bad.sum())
 
 
-def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Sum of many short tensors in double precision; few operations, since a GPU waits for each."""
-    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
-    for dtype in dict.fromkeys(s.dtype for s in squares):
-        total += torch.stack([s for s in squares if s.dtype == dtype]).sum(0, dtype=torch.float64)
-    return total
-
-
 def clip_factors(
     squares: Mapping[str, Tensor],
     losses_ok: Tensor,
@@ -238,22 +230,32 @@ def clip_factors(
 ) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
     """Factor per unit for every group of parameters, the total norms, and who is non-finite.
 
-    `squares` maps each parameter to its squared norm per unit. Guarantees: those of `clip_factor`
-    for every group; a unit with a NaN or infinity anywhere (also a norm whose square overflows) or
-    without `present` has factor 0 in every group, and the caller must then replace its gradient by
-    zeros, since 0·∞ is not 0.
+    `squares` maps each parameter to its squared norm per unit. On a CPU NumPy does it: a few
+    hundred numbers take it a fraction of torch's time. Guarantees: those of `clip_factor` for every
+    group; a unit with a NaN or infinity anywhere (also a norm whose square overflows) or without
+    `present` has factor 0 in every group, and the caller must then replace its gradient by zeros,
+    since 0·∞ is not 0.
     """
+    lib: Any = torch
+    own: Mapping[str, Any] = squares
+    ok: Any = losses_ok
+    there: Any = present
+    add: Callable[..., Any] = _added
     if _are_plain((*squares.values(), losses_ok, present)):
-        return _host_factors(squares, losses_ok, present, clip=clip, slack=slack)
-    norms = _added(list(squares.values()), losses_ok).sqrt()
-    bad = present & ~(torch.isfinite(norms) & losses_ok)
-    keep = present & ~bad
-    factors = []
-    for names, c in clip.groups(tuple(squares)):
-        is_all = len(names) == len(squares)
-        norm = norms if is_all else _added([squares[n] for n in names], bad).sqrt()
-        factors.append((names, clip_factor(norm, c, slack=slack, keep=keep)))
-    return factors, torch.where(present, norms, 0.0), bad
+        own = {name: square.detach().numpy() for name, square in squares.items()}
+        lib, add, ok, there = np, _added_on_host, losses_ok.numpy(), present.numpy()
+    with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
+        norms = lib.sqrt(add(list(own.values()), ok))
+        bad = there & ~(lib.isfinite(norms) & ok)
+        keep = there & ~bad
+        factors = []
+        for names, c in clip.groups(tuple(own)):
+            is_all = len(names) == len(own)
+            norm = norms if is_all else lib.sqrt(add([own[n] for n in names], ok))
+            factor = clip_factor(norm, c, slack=slack, keep=keep)
+            factors.append((names, torch.as_tensor(factor)))
+        shown = lib.where(there, norms, 0.0)
+    return factors, torch.as_tensor(shown), torch.as_tensor(bad)
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -265,31 +267,16 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _host_factors(
-    squares: Mapping[str, Tensor],
-    losses_ok: Tensor,
-    present: Tensor,
-    *,
-    clip: Clip,
-    slack: float,
-) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
-    """`clip_factors` on a CPU: a few hundred numbers take NumPy a fraction of torch's time."""
-    there, ok = present.numpy(), losses_ok.numpy()
+def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Sum of many short tensors in double precision; few operations, since a GPU waits for each."""
+    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+    for dtype in dict.fromkeys(s.dtype for s in squares):
+        total += torch.stack([s for s in squares if s.dtype == dtype]).sum(0, dtype=torch.float64)
+    return total
 
-    def norm_of(names: Iterable[str]) -> Any:
-        total = np.zeros(len(ok))
-        for name in names:
-            total += squares[name].detach().numpy()
-        return np.sqrt(total)
 
-    with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
-        norms = norm_of(squares)
-        bad = there & ~(np.isfinite(norms) & ok)
-        keep = there & ~bad
-        factors = []
-        for names, c in clip.groups(tuple(squares)):
-            norm = norms if len(names) == len(squares) else norm_of(names)
-            factor = clip_factor(norm, c, slack=slack, keep=keep)
-            factors.append((names, torch.from_numpy(factor)))
-        shown = np.where(there, norms, 0.0)
-    return factors, torch.from_numpy(shown), torch.from_numpy(bad)
+def _added_on_host(squares: Sequence[Any], like: Any) -> Any:
+    total = np.zeros(like.shape)
+    for square in squares:
+        total += square
+    return total

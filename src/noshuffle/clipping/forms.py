@@ -1,27 +1,21 @@
 """Per-example gradients that are not written out.
 
-A gradient of one parameter for B examples has one of three forms:
-
     DenseGradient   d[b]                         kept as it is: biases, norm layers, small weights
     OuterGradient   Σ_t g[b,t] a[b,t]ᵀ           linear maps: output gradients times inputs
     RowGradient     row index[b,t] += g[b,t]     embeddings
 
 Each gives its squared norms, its weighted sum over examples, and itself written out. For a linear
-map,
-
-    ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩       (two T×T Gram matrices)
-
-is cheaper than the product of size o×i when T² is small; the cost decides (mixed ghost clipping:
-Bu, Mao, Xu 2022; ghost norms: Goodfellow 2015, Li et al. 2022). A parameter used in several
-places has several forms; `merge` joins them and the cross terms are exact.
+map, ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩ (two T×T Gram matrices) is cheaper than the
+product of size o×i when T² is small; the cost decides (mixed ghost clipping: Bu, Mao, Xu 2022;
+ghost norms: Goodfellow 2015, Li et al. 2022). A parameter used in several places has several forms;
+`merge` joins them and the cross terms are exact.
 
 Where the steps nearly cancel, the Gram sum loses digits and could come out far too small, so that
 too little would be clipped. Rounding moves it by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u the unit
-roundoff and κ ≈ √i + √o (the usual growth of errors in inner products), and that much is added: a
-squared norm here is never too small. Without cancellation the addition is below 1e-5 in single
-precision. In half precision and TF32 the entries are rounded once more when the factors go in, by
-at most v each (`roundoff`), which moves the gradient by about v·√Σ_t ‖g_t‖²‖a_t‖²; the norm is
-increased by that, too (0.4 % for bfloat16 without cancellation).
+roundoff and κ ≈ √i + √o, and that much is added: a squared norm here is never too small (without
+cancellation, by less than 1e-5 too large in single precision). In half precision and TF32 the
+entries are rounded once more when the factors go in, by at most v each (`roundoff`), which moves
+the gradient by about v·√Σ_t ‖g_t‖²‖a_t‖²; the norm is increased by that, too (0.4 % for bfloat16).
 
 >>> import torch
 >>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
@@ -33,7 +27,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -65,8 +59,11 @@ class Units:
         return rows.new_zeros((self.count, *rows.shape[1:])).index_add_(0, self.of, rows)
 
 
-def _zeroed(t: Tensor, keep: Tensor) -> Tensor:
+def zeroed(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
+
+
+_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
 
 def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
@@ -80,14 +77,12 @@ def _norms(rows: Tensor, *, stretch: int = 128) -> Tensor:
     width = rows.shape[-1]
     stretch = 2**14 if rows.is_cuda else stretch
     if width <= stretch or kind == torch.float64:
-        short: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=kind)
-        return short
+        return _norm(rows, dim=-1, dtype=kind)
     whole = width // stretch * stretch
     pieces = rows[..., :whole].reshape(*rows.shape[:-1], whole // stretch, stretch)
-    total = torch.linalg.vector_norm(pieces, dim=-1, dtype=kind).double().square().sum(-1)
-    rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, dtype=kind).double()
-    norms: Tensor = (total + rest.square()).sqrt()
-    return norms
+    total = _norm(pieces, dim=-1, dtype=kind).double().square().sum(-1)
+    rest = _norm(rows[..., whole:], dim=-1, dtype=kind).double()
+    return (total + rest.square()).sqrt()
 
 
 def _reach(t: Tensor) -> Tensor:
@@ -149,7 +144,7 @@ class DenseGradient(GradientForm):
         return self.grads
 
     def kept(self, keep: Tensor) -> GradientForm:
-        return DenseGradient(_zeroed(self.grads, keep))
+        return DenseGradient(zeroed(self.grads, keep))
 
     def scaled(self, factors: Tensor) -> GradientForm:
         return DenseGradient(scaled(self.grads, factors))
@@ -202,10 +197,8 @@ class OuterGradient(GradientForm):
 
     def kept(self, keep: Tensor) -> GradientForm:
         # what the norm was taken of is also what is added up, rounding included
-        rest = [_zeroed(grads, keep) for grads in self.written]
-        return OuterGradient(
-            _zeroed(self.a, keep), _zeroed(self.g, keep), self.shape, self.widths, rest
-        )
+        rest = [zeroed(grads, keep) for grads in self.written]
+        return replace(self, a=zeroed(self.a, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
         return replace(self, g=scaled(self.g, factors), written=[])
@@ -230,13 +223,17 @@ class RowGradient(GradientForm):
             same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
             table = torch.where(same, bmm(self.g, self.g.mT), 0.0)
             exact = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
-            return exact + allowance(self.g.dtype, d) * self.reach().square()
-        owner = torch.arange(b, device=self.index.device).unsqueeze(1)
-        key, inverse = torch.unique(owner * self.shape[0] + self.index, return_inverse=True)
-        g = wide(self.g).flatten(0, 1)
-        rows = g.new_zeros(len(key), d).index_add_(0, inverse.reshape(-1), g)
-        exact = g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
+        else:
+            key, inverse = torch.unique(self._places(), return_inverse=True)
+            g = wide(self.g).flatten(0, 1)
+            rows = g.new_zeros(len(key), d).index_add_(0, inverse.reshape(-1), g)
+            exact = g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
         return exact + allowance(self.g.dtype, d) * self.reach().square()
+
+    def _places(self) -> Tensor:
+        """The row of every entry if the tables of all examples lay one behind the other."""
+        owner = torch.arange(len(self.index), device=self.index.device).unsqueeze(1)
+        return owner * self.shape[0] + self.index
 
     def reach(self) -> Tensor:
         """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
@@ -248,14 +245,12 @@ class RowGradient(GradientForm):
 
     def dense(self) -> Tensor:
         b, _, d = self.g.shape
-        owner = torch.arange(b, device=self.index.device).unsqueeze(1)
         g = wide(self.g).reshape(-1, d)
-        flat = g.new_zeros(b * self.shape[0], d)
-        flat.index_add_(0, (owner * self.shape[0] + self.index).reshape(-1), g)
+        flat = g.new_zeros(b * self.shape[0], d).index_add_(0, self._places().reshape(-1), g)
         return flat.reshape(b, *self.shape)
 
     def kept(self, keep: Tensor) -> GradientForm:
-        return replace(self, g=_zeroed(self.g, keep))
+        return replace(self, g=zeroed(self.g, keep))
 
     def scaled(self, factors: Tensor) -> GradientForm:
         return replace(self, g=scaled(self.g, factors))
@@ -276,18 +271,13 @@ def merge(forms: Sequence[GradientForm]) -> list[GradientForm]:
     rows = [f for f in forms if isinstance(f, RowGradient)]
     if len(outer) + len(rows) < len(forms):
         return [DenseGradient(torch.stack([f.dense() for f in forms]).sum(0))]
-    joined: list[GradientForm] = []
-    if len(outer) == 1:
-        joined += outer
-    elif outer:
+    if len(outer) > 1:
         a, g = torch.cat([f.a for f in outer], 1), torch.cat([f.g for f in outer], 1)
-        joined.append(OuterGradient(a, g, outer[0].shape, outer[0].widths))
-    if len(rows) == 1:
-        joined += rows
-    elif rows:
+        outer = [OuterGradient(a, g, outer[0].shape, outer[0].widths)]
+    if len(rows) > 1:
         index, g = torch.cat([f.index for f in rows], 1), torch.cat([f.g for f in rows], 1)
-        joined.append(RowGradient(index, g, rows[0].shape))
-    return joined
+        rows = [RowGradient(index, g, rows[0].shape)]
+    return [*outer, *rows]
 
 
 def squares(forms: Sequence[GradientForm]) -> Tensor:

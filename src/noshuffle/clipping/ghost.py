@@ -7,10 +7,8 @@
 (book-keeping: Bu, Wang, Zha, Karypis 2023.) Layers without a rule have their own gradients
 written out and are named in `fallbacks`. Before a model is trusted it is tried on two examples
 against plain autograd, once per kind of input; one that fails (parameters used outside their
-layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why.
-
-`mode` says how much of a batch is done at once (see `microbatches`): "fast" all of it, "lean" in
-parts, "auto" what the device has room for. `why` tells the choice.
+layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why. `mode` says
+how much of a batch is done at once (`microbatches`), and `why` tells the choice.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -34,62 +32,45 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import (
-    UNCOMPILED,
-    as_written,
-    is_compiled,
-    original,
-    refuse_reentrant,
-)
+from noshuffle.clipping.check import UNCOMPILED, as_written, is_compiled, original, refuse_reentrant
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
-from noshuffle.clipping.layers import (
-    ExampleAxes,
-    Layers,
-    NotByLayer,
-    NotNow,
-    find_layout,
-    read,
-)
+from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, find_layout, read
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
+    Batch,
     BatchShape,
-    Criterion,
-    ModelLoss,
-    batch_size,
+    Loss,
     cuttable,
     identity_of,
     is_rowwise,
     shape_of,
     take,
 )
-from noshuffle.clipping.per_example import PerExample, empty_sum
+from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.units import WHOLE, Members, SumPart, by_unit, finish, is_capturing, members
+from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-#: What becomes of the gradients of one unit's examples.
-REDUCTIONS = ("sum", "mean")
 
 
 @dataclass
 class _Known:
     """What the trial of a model said, and the parts that batches of a size are cut into."""
 
-    layers: Layers | None
-    layout: ExampleAxes | None
+    layers: Layers | None = None
+    layout: ExampleAxes | None = None
     reason: str | None = None
     findings: Findings = field(default_factory=Findings)  # what its runs may change
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
-    recent: dict[tuple[int, int], Chosen] = field(default_factory=dict)  # size and entries: parts
     route: Route = field(default_factory=Route)
 
 
@@ -116,8 +97,8 @@ class Ghost:
     def clipped_sum(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         *,
         clip: Clip,
         units: Tensor | None = None,
@@ -133,18 +114,15 @@ class Ghost:
         shot = self._look(model)
         batch = cuttable(batch)
         shape = shape_of(batch)
-        device = next(iter(shot.like.values())).device
         if shape.size == 0:
-            return empty_sum(shot.like, clip=clip, device=device)
+            return empty_sum(shot.like, clip=clip, device=shot.device)
         if units is not None or weights is not None:
-            members(units, weights, size=shape.size, device=device)  # refuses before any work
-        known = self._try(model, loss_fn, batch, shot, kinds=shape.kinds)
+            members(units, weights, size=shape.size, device=shot.device)  # refuses before any work
+        known = self._try(model, loss_fn, batch, shot, shape=shape)
         whose: dict[str, Any] = {"clip": clip, "units": units, "reduce": reduce, "weights": weights}
         if known.layers is not None:
             try:
-                return self._by_layers(
-                    model, loss_fn, batch, shape, shot=shot, known=known, **whose
-                )
+                return self._by_layers(model, loss_fn, batch, shape, shot, known, **whose)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
                 self._say(f"whole model written out per example: {reason}")
@@ -160,96 +138,59 @@ class Ghost:
     def _by_layers(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         shape: BatchShape,
-        *,
         shot: Snapshot,
         known: _Known,
+        *,
         clip: Clip,
         units: Tensor | None,
         reduce: str,
         weights: Tensor | None,
     ) -> ClippedSum:
         """The clipped sum by layer rules; raises NotByLayer if they turn out not to hold."""
-        device = next(iter(shot.like.values())).device
-        one = partial(
-            self._one_part, model, loss_fn, shot=shot, known=known, clip=clip, reduce=reduce
-        )
+
+        def one(
+            rows: Batch, units: Tensor | None, weights: Tensor | None, part: SumPart = WHOLE
+        ) -> ClippedSum:
+            """That of some rows, from one forward and one backward pass."""
+            is_alone = units is None and weights is None
+            options: dict[str, Any] = {"layers": known.layers, "layout": known.layout}
+            options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
+            with as_written(model) if shot.is_compiled else nullcontext():
+                try:
+                    forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
+                except RouteIncomplete:
+                    forms, losses = ghost_forms(model, loss_fn, rows, **options)
+            who = members(units, weights, size=len(losses), device=device)
+            with exactly(device):  # what is written out or added up here is not rounded
+                for name, own in forms.items():
+                    if not is_alone or len(own) > 1:
+                        forms[name] = by_unit(own, who, reduce=reduce)
+                return finish(forms, shot.like, losses, who, clip=clip, part=part)
 
         def small(count: int) -> None:
             with with_same_rng(model):
                 one(take(batch, slice(count)), None, None)
 
-        chosen = known.recent.get((shape.size, shape.entries))
-        if chosen is None or chosen.need is not None:
-            options: dict[str, Any] = {"device": device, "run": small, "say": self._tell}
-            options["trial"] = partial(put_back_after, model)
-            chosen = choose_parts(known.parts, self.mode, batch, **options)
-            known.recent = {(shape.size, shape.entries): chosen}
-        changed: list[str] = []
-        is_watched = device.type == "cpu" or not is_capturing(device)
-        if is_watched:
-            shot.watch.begin()
-        try:
-            if chosen.parts == 1 and chosen.need is None and device.type == "cpu":
-                found = one(batch, units, weights, shape=shape)
-            else:
-                settings: dict[str, Any] = {"chosen": chosen}
-                settings["may_repeat"] = known.findings.is_unchanged
-                found = in_parts(one, batch, units, weights, device=device, **settings)
-        finally:
-            if is_watched:
-                changed = shot.watch.end(known.findings)
-        if changed:
-            with as_written(model):
-                self._written_out.reconsider(changed, model, loss_fn, batch, in_batches=True)
-        return found
-
-    def _one_part(
-        self,
-        model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        rows: tuple[Any, ...],
-        units: Tensor | None,
-        weights: Tensor | None,
-        *,
-        shot: Snapshot,
-        known: _Known,
-        clip: Clip,
-        reduce: str,
-        part: SumPart = WHOLE,
-        shape: BatchShape | None = None,
-    ) -> ClippedSum:
-        """The clipped sum of some rows, from one forward and one backward pass."""
-        device = next(iter(shot.like.values())).device
-        is_alone = units is None and weights is None
-        options: dict[str, Any] = {"layers": known.layers, "layout": known.layout, "shape": shape}
-        options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
-        with as_written(model) if shot.is_compiled else nullcontext():
-            try:
-                forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
-            except RouteIncomplete:
-                forms, losses = ghost_forms(model, loss_fn, rows, **options)
-        who = Members(len(losses))
-        if not is_alone:
-            who = members(units, weights, size=len(losses), device=device)
-        with exactly(device):  # what is written out or added up here is not rounded
-            for name, own in forms.items():
-                if not is_alone or len(own) > 1:
-                    forms[name] = by_unit(own, who, reduce=reduce)
-            return finish(forms, shot.like, losses, who, clip=clip, part=part)
+        device, findings = shot.device, known.findings
+        options: dict[str, Any] = {"device": device, "run": small, "say": self._tell}
+        options["trial"] = partial(put_back_after, model)
+        chosen = choose_parts(known.parts, self.mode, shape, **options)
+        watch: Any = nullcontext()
+        if not is_capturing(device):
+            reconsider = partial(self._written_out.reconsider, model, loss_fn, batch)
+            watch = shot.watch.around(findings, partial(reconsider, in_batches=True))
+        with watch:
+            parts: dict[str, Any] = {"chosen": chosen, "may_repeat": not findings.may_change}
+            return in_parts(one, batch, units, weights, device=device, **parts)
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
 
-    def _add(self, words: str) -> None:
-        if words not in self._reason:
-            self._reason, self.why = f"{self._reason}; {words}", f"{self.why}; {words}"
-
     def _say(self, note: str) -> None:
-        if note not in self.fallbacks:
-            self.fallbacks.append(note)
+        self._written_out.say(note)  # it has the same list
 
     def _look(self, model: nn.Module) -> Snapshot:
         """The model as it is now; raises if it couples examples."""
@@ -269,75 +210,72 @@ class Ghost:
     def _try(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         shot: Snapshot,
         *,
-        kinds: tuple[Any, ...] | None = None,
+        shape: BatchShape | None = None,
     ) -> _Known:
         """Look a model up, or find out about it."""
-        kinds = shape_of(batch).kinds if kinds is None else kinds
+        shape = shape or shape_of(batch)
         # Of a module the class is what identifies its code.
         is_module = isinstance(loss_fn, nn.Module)
-        key = (kinds, shot, (type(loss_fn), False) if is_module else identity_of(loss_fn))
+        key = (shape.kinds, shot, (type(loss_fn), False) if is_module else identity_of(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
             return seen[key]
-        if batch_size(batch) == 1:  # one example cannot show whether examples mix
-            return _Known(None, None)
+        if shape.size == 1:  # one example cannot show whether examples mix
+            return _Known()
         in_batches = is_rowwise(loss_fn)
-        with as_written(model):
-            findings = self._written_out.check_state(model, loss_fn, batch, in_batches=in_batches)
+        findings = self._written_out.check_state(model, loss_fn, batch, in_batches=in_batches)
         try:
             with put_back_after(model):
-                seen[key] = self._find_out(model, loss_fn, batch)
-            seen[key].findings = findings
+                known = self._find_out(model, loss_fn, batch)
         except NotNow as reason:
             self._say(f"one batch written out per example: {reason}")
-            return _Known(None, None)
+            return _Known()
+        except NotByLayer as reason:
+            self._say(f"whole model written out per example: {reason}")
+            known = _Known(reason=str(reason))
         except RuntimeError as error:
             refuse_reentrant(error)
             raise
-        return seen[key]
+        known.findings = findings
+        seen[key] = known
+        return known
 
-    def _find_out(
-        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
-    ) -> _Known:
+    def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
+        """What a trial of the layer rules says; raises NotByLayer where they do not hold."""
+        if not is_rowwise(loss_fn):
+            raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
+        if is_compiled(model):
+            self._say(UNCOMPILED)
+        layers = read(model)
         try:
-            if not is_rowwise(loss_fn):
-                raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
-            if is_compiled(model):
-                self._say(UNCOMPILED)
-            layers = read(model)
-            guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
-            try:
-                layout, allowed = _tried(model, loss_fn, batch, layers)
-            except NotByLayer as reason:
-                if not guessed or isinstance(reason, NotNow):
-                    raise
-                layers = read(model, by_name=False)
-                layout, allowed = _tried(model, loss_fn, batch, layers)
-        except NotNow:
-            raise
+            layout, allowed = _tried(model, loss_fn, batch, layers)
         except NotByLayer as reason:
-            self._say(f"whole model written out per example: {reason}")
-            return _Known(None, None, str(reason))
-        self._add(allowed)
+            is_guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
+            if not is_guessed or isinstance(reason, NotNow):
+                raise
+            layers = read(model, by_name=False)
+            layout, allowed = _tried(model, loss_fn, batch, layers)
+        if allowed not in self._reason:
+            self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
         for name, layer in layers.opaque.items():
-            self._say(
-                f"layer {name!r} ({type(layer).__name__}) has no rule: written out per example"
-            )
+            kind = type(layer).__name__
+            self._say(f"layer {name!r} ({kind}) has no rule: written out per example")
         return _Known(layers, layout)
 
 
 def _tried(
-    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], layers: Layers
+    model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers
 ) -> tuple[ExampleAxes, str]:
     """The layout of a model whose rules were found to be right, and what was allowed for that."""
-    with as_written(model), probe(model, loss_fn, batch) as run:
-        layout = replace(find_layout(model, layers, run), inner=shape_of(batch).inner)
+    with as_written(model):
+        layout = find_layout(model, layers, probe(model, loss_fn, batch))
+    layout = replace(layout, inner=shape_of(batch).inner)
 
-    def forms_of(rows: tuple[Any, ...]) -> dict[str, list[GradientForm]]:
+    def forms_of(rows: Batch) -> dict[str, list[GradientForm]]:
         return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
 
     return layout, tried(model, loss_fn, batch, forms_of)

@@ -4,16 +4,14 @@
     backward  only the gradients g at layer outputs are asked for, no weight gradients
     forms     (a, g) of each layer by its rule: what its norms and its sums are made of (`forms`)
 
-Nothing of size batch × model is written out, but for layers without a rule. What was found out
-about the model beforehand (`layers`, the layout of its inputs, the route through its graph) is
-given; `ghost` finds it out and checks it. State: what a route learns.
+Nothing of size batch × model is written out, but for layers without a rule. `ghost` finds out about
+the model beforehand (`layers`, layout, route) and checks it. State: what a route learns.
 
 >>> from noshuffle.clipping.layers import find_layout, read
 >>> from noshuffle.clipping.isolation_check import probe
 >>> model, batch = nn.Linear(2, 3), (torch.randn(5, 2), torch.randint(3, (5,)))
 >>> layers = read(model)
->>> with probe(model, nn.CrossEntropyLoss(), batch) as run:
-...     layout = find_layout(model, layers, run)
+>>> layout = find_layout(model, layers, probe(model, nn.CrossEntropyLoss(), batch))
 >>> forms, losses = ghost_forms(model, nn.CrossEntropyLoss(), batch, layers=layers, layout=layout)
 >>> sorted(forms), losses.shape
 (['bias', 'weight'], torch.Size([5]))
@@ -31,22 +29,8 @@ from torch import Tensor, nn
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.layers import (
-    Axes,
-    ExampleAxes,
-    Layers,
-    NotByLayer,
-    spread,
-    tensors,
-)
-from noshuffle.clipping.objective import (
-    BatchShape,
-    Criterion,
-    ModelLoss,
-    batch_losses,
-    must_depend,
-    shape_of,
-)
+from noshuffle.clipping.layers import CallAxes, ExampleAxes, Layers, NotByLayer, spread, tensors
+from noshuffle.clipping.objective import Batch, Loss, batch_losses, must_depend, shape_of
 from noshuffle.clipping.pooling import pooling_by_channel
 from noshuffle.clipping.products import no_autocast
 from noshuffle.clipping.tape import Found, GradientTape, Route, watching
@@ -74,36 +58,35 @@ class _Recorder:
         tape = self.tape
         if not tape.is_on:
             return
-        call, self.calls[name] = self.calls[name], self.calls[name] + 1
+        number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
         self.is_cast = self.is_cast or torch.is_autocast_enabled(first.device.type)
-        axes = self._axes(name, call, first, out)
+        call = self._axes(name, number, first, out)
         if name in self.layers.rules:
             version = -1 if first.is_inference() else first._version
-            tape.record(
-                out, partial(self._build, name, layer, first, first.detach(), version, axes)
-            )
+            seen = (first, first.detach(), version, call)
+            tape.record(partial(self._build, name, layer, *seen), out)
         else:
-            record(tape, layer, args, kwargs, axes[0], tensors(out), axes[1])
+            record(tape, layer, args, kwargs, call.inputs, tensors(out), call.outputs)
 
-    def _axes(self, name: str, call: int, first: Tensor, out: Any) -> tuple[Axes, Axes]:
+    def _axes(self, name: str, number: int, first: Tensor, out: Any) -> CallAxes:
         """Example axes of a call that holds as many rows of every example as in the trial.
 
         Where examples do not have the shapes of the trial's, longer ones may have more rows if the
         trial saw a flattened batch. Rows that lie otherwise would be given to another example.
         """
-        layout, size = self.layout, self.tape.size
-        known = layout.calls.get(name, ())
-        axes = known[call] if call < len(known) else layout.axes(name, call)
-        spans = layout.spans[name]
-        rows = spans[call if call < len(spans) else -1]
-        for t, axis, many in ((first, axes[0], rows[0]), (out, axes[1], rows[1])):
+        known, size = self.layout.calls.get(name, ()), self.tape.size
+        call = known[number] if number < len(known) else self.layout.call_beyond(name)
+        for t, axes, many in (
+            (first, call.inputs, call.input_rows),
+            (out, call.outputs, call.output_rows),
+        ):
             if not isinstance(t, Tensor):
                 continue
-            found = t.shape[axis[0] or 0] if t.shape else 0
+            found = t.shape[axes[0] or 0] if t.shape else 0
             if found != size * many and (many == 1 or self.is_alike or found % size):
                 raise NotByLayer(f"layer {name!r} sees its examples in another way than before")
-        return axes
+        return call
 
     def _build(
         self,
@@ -112,16 +95,16 @@ class _Recorder:
         given: Tensor,
         a: Tensor,
         version: int,
-        axes: tuple[Axes, Axes],
+        call: CallAxes,
         g: Tensor,
     ) -> Found:
         """What the gradient at the output says about the parameters of a layer."""
         if version != -1 and given._version != version:
             raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
-        lead, back = axes[0][0] or 0, axes[1][0] or 0
+        lead, back = call.inputs[0] or 0, call.outputs[0] or 0
         a = a if lead == 0 else a.movedim(lead, 0)
         g = g if back == 0 else g.movedim(back, 0)
-        is_alone = self.early and self.layout.count(name) == 1
+        is_alone = self.early and len(self.layout.calls.get(name, ())) == 1
         kept: list[tuple[Tensor, GradientForm]] = []
         for key, form in self.layers.rules[name](layer, a, g, self.tape.size).items():
             parameter = layer._parameters.get(key)
@@ -134,7 +117,7 @@ class _Recorder:
     def check_calls(self) -> None:
         """Raise if a layer is called a number of times that examples may have decided."""
         for name, times in self.calls.items():
-            if self.is_alike and times != len(self.layout.inputs.get(name, ())):
+            if self.is_alike and times != len(self.layout.calls.get(name, ())):
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")
 
 
@@ -162,15 +145,14 @@ def cast_early(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 def ghost_forms(
     model: nn.Module,
-    loss_fn: Criterion | ModelLoss,
-    batch: tuple[Any, ...],
+    loss_fn: Loss,
+    batch: Batch,
     *,
     layers: Layers,
     layout: ExampleAxes,
     early: bool = False,
     route: Route | None = None,
     names: Mapping[int, str] | None = None,
-    shape: BatchShape | None = None,
 ) -> tuple[dict[str, list[GradientForm]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
@@ -178,9 +160,8 @@ def ghost_forms(
     then has other work in its queue, and does not wait for many small operations at the end.
     `route`: what an earlier run found out about the graph. `names`: the name of every trainable
     parameter by its id, where it is known, by somebody who lets compiled parts run as written.
-    `shape`: that of the batch, where it is known.
     """
-    size, _, _, inner = shape_of(batch) if shape is None else shape
+    size, _, _, inner = shape_of(batch)
     tape = GradientTape(size, route=route or Route())
     run = _Recorder(tape, layers, layout, is_alike=inner == layout.inner, early=early)
     watch = watching(model, layers.watched, run.seen, tape, inside=layers.rewritten.values())
@@ -196,7 +177,5 @@ def ghost_forms(
         tape.route.is_cast = run.is_cast
         if names is None:
             names = {id(p): name for name, p in trainable(model).items()}
-        if not torch.is_autocast_enabled(losses.device.type):
-            return tape.forms(losses, names), losses.detach()
         with no_autocast(losses.device):  # a checkpoint sets its own
             return tape.forms(losses, names), losses.detach()

@@ -7,11 +7,10 @@
 
 and writes five numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
 from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
-increased by what may have vanished below the smallest float32. Inputs are read as they are: in half
-precision, or float32 as TF32. `close` adds the tiles of an example up in float64 and leaves room
-for rounding and for what vanished, as `gram.bounded` does. `rescale` multiplies every example by
-its factor, in float32, and rounds once. State: none. The module can be imported without Triton, but
-its kernels not be launched.
+increased by what may have vanished below the smallest float32. `close` adds the tiles of an example
+up in float64 and leaves room for rounding and for what vanished, as `gram.bounded` does. `rescale`
+multiplies every example by its factor, in float32, and rounds once. State: none. The module can be
+imported without Triton, but its kernels not be launched.
 
 >>> callable(tiles)
 True

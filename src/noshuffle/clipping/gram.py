@@ -4,10 +4,10 @@
     spread   Σ_t ‖a_t‖²‖g_t‖²                 the squared norm if steps were orthogonal
     reach    Σ_t ‖a_t‖‖g_t‖                   the norm if they all pointed the same way
 
-The last two come from the diagonal and say how much rounding can have moved the first (see
-`forms`); `squares` adds that much. On a GPU with Triton, where products run on tensor cores anyway
-(half precision, or TF32 allowed), two kernels do all of it; they are compared with the plain form
-once, before they are first used. State: whether that comparison succeeded, per device and type.
+The last two say how much rounding can have moved the first (see `forms`); `squares` adds that much.
+On a GPU with Triton, where products run on tensor cores anyway (half precision, or TF32 allowed),
+two kernels do all of it, once they agreed with the plain form. State: whether they did, per device
+and type.
 
 >>> import torch
 >>> a, g = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
@@ -55,18 +55,16 @@ def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Te
     lack i·tiny and ⟨g_t, g_s⟩ o·tiny; where the other factor is huge, that matters. Their
     product may vanish as well. Squared lengths are increased by the same before they are used.
     """
-    table, other = bmm(a, a.mT), bmm(g, g.mT)
-    long_a, long_g = (_lengths(t, x.shape[2] * tiny) for t, x in ((table, a), (other, g)))
+    tables, lengths = [], []
+    for x in (a, g):
+        tables.append(bmm(x, x.mT))
+        own = tables[-1].diagonal(dim1=1, dim2=2).double()
+        lengths.append((own.clamp_min(0.0) + x.shape[2] * tiny).sqrt())
+    long_a, long_g = lengths
     sizes, steps = long_a * long_g, a.shape[1]
     lost = a.shape[2] * long_g.sum(1).square() + g.shape[2] * long_a.sum(1).square()
-    total = table.mul_(other).sum((1, 2), dtype=torch.float64).clamp_min(0.0)
+    total = tables[0].mul_(tables[1]).sum((1, 2), dtype=torch.float64).clamp_min(0.0)
     return total, sizes.square().sum(1), sizes.sum(1), tiny * (lost + steps**2)
-
-
-def _lengths(table: Tensor, more: float) -> Tensor:
-    """√(table[b, t, t] + more), in double precision."""
-    own = table.diagonal(dim1=1, dim2=2).double()
-    return (own.clamp_min(0.0) + more).sqrt()
 
 
 def _room(a: Tensor, g: Tensor) -> dict[str, float]:
@@ -91,8 +89,8 @@ def bounded(
 @lru_cache(maxsize=16)
 def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run here and agree with the plain form."""
-    luck = torch.Generator(device=device).manual_seed(7)
-    a, g = (torch.randn(3, 150, w, device=device, generator=luck).to(dtype) for w in (72, 200))
+    draw = torch.Generator(device=device).manual_seed(7)
+    a, g = (torch.randn(3, 150, w, device=device, generator=draw).to(dtype) for w in (72, 200))
     a[1], g[1] = a[1, :1].clone(), g[1, :1].clone()  # all steps alike: the largest sum
     if dtype != torch.float16:  # squares that vanish, and would have mattered
         a[2], g[2] = a[2] * 1e-21, g[2] * 1e15

@@ -8,8 +8,7 @@ Two facts are checked on real rows of the first batch, under the same random num
               equal those of plain autograd
 
 A weight used outside its layer, a hook that changes an output, a batch flattened the other way or
-examples that mix all fail here, and the caller then writes gradients out instead. The answer
-depends on data only in which of two equal computations is run. No state.
+examples that mix all fail here, and the caller then writes gradients out instead. No state.
 
 >>> close(1.0, 1.0005, low=False), close(1.0, 1.2, low=False)
 (True, False)
@@ -20,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,14 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm, merge, squares
 from noshuffle.clipping.layers import NotByLayer, NotNow
-from noshuffle.clipping.objective import (
-    Criterion,
-    ModelLoss,
-    _is_vmap_limit,
-    batch_losses,
-    batch_size,
-    take,
-)
+from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, sum_dtype, wide
 from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.errors import InvalidInput
@@ -62,12 +55,7 @@ def close(found: float, truth: float, *, low: bool, whole: float = 0.0) -> bool:
     return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * whole + 1e-12
 
 
-def is_half(form: GradientForm) -> bool:
-    """Whether a form was read from tensors in half precision."""
-    return any(isinstance(t, Tensor) and t.dtype in HALF for t in vars(form).values())
-
-
-def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
+def _rows(batch: Batch, *picks: int) -> Batch:
     """Some examples, with everything non-finite replaced: the trial is about the model."""
     index = [i % batch_size(batch) for i in picks]
 
@@ -76,11 +64,11 @@ def _rows(batch: tuple[Any, ...], *picks: int) -> tuple[Any, ...]:
             return t
         return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
 
-    cleaned: tuple[Any, ...] = tree_map(clean, take(batch, torch.tensor(index)))
+    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index)))
     return cleaned
 
 
-def unlike_pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def unlike_pair(batch: Batch) -> Batch:
     """The first example and one that differs from it in as many tensors as can be.
 
     Beside its own copy an example would look undisturbed whatever the model does. Real numbers
@@ -100,7 +88,7 @@ def unlike_pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
             return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
         return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
 
-    pair: tuple[Any, ...] = tree_map(unlike, take(few, torch.tensor([0, other])))
+    pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other])))
     if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
         raise NotNow("all examples of the batch are the same")
     return pair
@@ -108,7 +96,7 @@ def unlike_pair(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _alone(
     run: Callable[[tuple[Any, ...]], Tensor],
-    pair: tuple[Any, ...],
+    pair: Batch,
     losses: Tensor,
     truth: Sequence[Sequence[Tensor | None]],
     params: list[nn.Parameter],
@@ -131,14 +119,13 @@ def _alone(
         if not own:
             continue
         there = torch.autograd.grad(again, params, allow_unused=True)
-        size = _length(own)
-        moved = _distance(own, there)
+        size, moved = _length(own), _length(own, there)
         tolerance = (2e-2 if low else 1e-4) * size + 1e-12
         if not moved <= tolerance and not low and roundoff(params[0]) > 0.0:
             # Attention on a GPU adds up in any order, and TF32 makes that a matter of 1e-4.
             with torch.enable_grad():
                 same = torch.autograd.grad(run(pair)[i], params, allow_unused=True)
-            tolerance = max(tolerance, min(3.0 * _distance(own, same), 5e-3 * size))
+            tolerance = max(tolerance, min(3.0 * _length(own, same), 5e-3 * size))
             is_loose = True
         if not moved <= tolerance:
             raise NotByLayer(
@@ -147,44 +134,32 @@ def _alone(
     return is_loose
 
 
-def _length(tree: Iterable[Tensor | None]) -> float:
-    return math.sqrt(sum(float(sum(map(_square, _pieces(g)))) for g in tree))
+def _length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) -> float:
+    """The length of gradients less other ones; None counts as zero.
 
-
-def _distance(tree: Iterable[Tensor | None], other: Iterable[Tensor | None]) -> float:
-    """The length of the difference; None counts as zero."""
+    Taken piece by piece, so that copies in double precision are small.
+    """
     total = 0.0
-    for a, b in zip(tree, other):
-        if a is None or b is None:
-            total += float(sum(map(_square, _pieces(b if a is None else a))))
-        else:
-            both = zip(_pieces(a), _pieces(b))
-            total += float(sum(_square(wide(one) - two) for one, two in both))
+    for pair in zip_longest(tree, other):
+        own = [t.reshape(-1).split(PIECE) for t in pair if t is not None]
+        gaps = (wide(a) - b[0] if b else a for a, *b in zip(*own))
+        total += float(sum(gap.double().square().sum() for gap in gaps))
     return math.sqrt(total)
 
 
-def _square(piece: Tensor) -> Tensor:
-    return piece.double().square().sum()
-
-
-def _pieces(t: Tensor | None) -> Sequence[Tensor]:
-    """A tensor piece by piece, so that its copies in double precision are small."""
-    return () if t is None else torch.split(t.reshape(-1), PIECE)
-
-
-def _beside(pair: tuple[Any, ...], batch: tuple[Any, ...]) -> tuple[Any, ...]:
+def _beside(pair: Batch, batch: Batch) -> Batch:
     """The pair, and further examples of its batch: what mixes large batches only, or such as are
     divided by four, is not seen in two."""
     if batch_size(batch) < 3:
         return pair
     rest = _rows(batch, *range(2, min(batch_size(batch), TRIAL_ROWS)))
-    joined: tuple[Any, ...] = tree_map(
+    joined: Batch = tree_map(
         lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest
     )
     return joined
 
 
-def _as_many_as_fit(run: Callable[..., Tensor], rows: tuple[Any, ...]) -> Tensor:
+def _as_many_as_fit(run: Callable[..., Tensor], rows: Batch) -> Tensor:
     """The losses of these examples, or of the first ones where the device has no memory for all."""
     while True:
         try:
@@ -196,12 +171,7 @@ def _as_many_as_fit(run: Callable[..., Tensor], rows: tuple[Any, ...]) -> Tensor
 
 
 def _counted(
-    model: nn.Module,
-    run: Callable[..., Tensor],
-    pair: tuple[Any, ...],
-    more_rows: tuple[Any, ...],
-    *,
-    low: bool,
+    model: nn.Module, run: Callable[..., Tensor], pair: Batch, more_rows: Batch, *, low: bool
 ) -> None:
     """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean)."""
     with torch.no_grad(), ExitStack() as stack:
@@ -228,10 +198,7 @@ def with_same_rng(model: nn.Module, seed: int = 0) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def probe(
-    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
-) -> Iterator[Callable[[int], Tensor]]:
+def probe(model: nn.Module, loss_fn: Loss, batch: Batch) -> Callable[[int], Tensor]:
     """A function that runs the first n examples, for looking at shapes."""
 
     def run(n: int) -> Tensor:
@@ -241,13 +208,13 @@ def probe(
             except InvalidInput as error:
                 raise NotByLayer(str(error)) from error
 
-    yield run
+    return run
 
 
 def tried(
     model: nn.Module,
-    loss_fn: Criterion | ModelLoss,
-    batch: tuple[Any, ...],
+    loss_fn: Loss,
+    batch: Batch,
     forms_of: Callable[[tuple[Any, ...]], dict[str, list[GradientForm]]],
 ) -> str:
     """Raise NotByLayer unless the rules agree with plain autograd on two examples.
@@ -256,13 +223,10 @@ def tried(
     """
     pair = unlike_pair(batch)
     params = trainable(model)
+    tape = GradientTape(2, is_on=False)
 
-    def run(rows: tuple[Any, ...], seed: int = 0) -> Tensor:
-        with (
-            as_written(model),
-            rewritten(model, GradientTape(2, is_on=False)),
-            with_same_rng(model, seed),
-        ):
+    def run(rows: Batch, seed: int = 0) -> Tensor:
+        with as_written(model), rewritten(model, tape), with_same_rng(model, seed):
             return batch_losses(model, loss_fn, rows)
 
     with torch.enable_grad():
@@ -282,8 +246,8 @@ def tried(
         if not _is_vmap_limit(error):
             raise
         raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
-    low = any(is_half(own) for each in forms.values() for own in each)
-    low = low or any(p.dtype in HALF for p in params.values())
+    read = [t for each in forms.values() for form in each for t in vars(form).values()]
+    low = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
     _counted(model, run, pair, _beside(pair, batch), low=low)
     whole = [_length(t) for t in truth] or [0.0, 0.0]

@@ -1,8 +1,7 @@
 """Which layers of a model to watch, and where their example axis is.
 
 `read(model)` sorts the modules that hold trainable parameters into ruled (a registered rule),
-rewritten (recurrent, attention) and opaque (neither: their per-example gradients are written out
-by vmap of the layer alone). A root module with parameters of its own is no layer: `NotByLayer`.
+rewritten (recurrent, attention) and opaque (neither: written out by vmap of the layer alone).
 
 The example axis of each call is found by running two and then three examples: it is the axis whose
 length goes from 2 to 3 (or from 2k to 3k in front: a batch flattened with its positions). A call
@@ -19,21 +18,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
 from noshuffle.clipping.pooling import pools
-from noshuffle.clipping.row_order import Picking
-from noshuffle.clipping.rules import Rule, find_rewrite, find_rule
-from noshuffle.clipping.rules_hf import named_rule
+from noshuffle.clipping.rules import Rule, find_rewrite, find_rule, named_rule
 from noshuffle.clipping.tape import GradientTape, watching
 
 Axes = tuple[int | None, ...]
+#: Operations that order rows, and that choose among them.
+_ORDERS = ("sort", "msort", "argsort", "topk", "kthvalue")
+_CHOICES = ("nonzero", "argwhere", "nonzero_static", "masked_select", "unique", "where")
+_MASKS = (torch.bool, torch.uint8)
 
 
 class NotByLayer(Exception):
@@ -107,33 +109,29 @@ def _is_random(module: nn.Module) -> bool:
     return module.training and isinstance(rate, float) and rate > 0.0
 
 
+class CallAxes(NamedTuple):
+    """The example axis of every input and output tensor of one call, and the rows per example."""
+
+    inputs: Axes
+    outputs: Axes
+    input_rows: int
+    output_rows: int
+
+
 @dataclass(frozen=True)
 class ExampleAxes:
-    """For each layer and each of its calls: the example axis of every input and output tensor."""
+    """What the trial saw of every layer, call by call."""
 
-    inputs: dict[str, list[Axes]]
-    outputs: dict[str, list[Axes]]
+    calls: dict[str, list[CallAxes]]
     shared: frozenset[str]  # embeddings whose index has no example axis and must be given one
-    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # rows per example
     inner: tuple[torch.Size, ...] = ()  # shapes of one example in the trial
 
-    @cached_property
-    def calls(self) -> dict[str, list[tuple[Axes, Axes]]]:
-        """Input and output axes of every call in the trial."""
-        return {name: list(zip(own, self.outputs[name])) for name, own in self.inputs.items()}
-
-    def count(self, name: str) -> int:
-        """How often a layer was called in the trial."""
-        return len(self.inputs.get(name, ()))
-
-    def axes(self, name: str, call: int) -> tuple[Axes, Axes]:
-        """Input and output axes of one call; a layer always used alike may be used more often."""
+    def call_beyond(self, name: str) -> CallAxes:
+        """A call more than in the trial, which is allowed to a layer that is always used alike."""
         known = self.calls.get(name, [])
-        if call < len(known):
-            return known[call]
-        if len(set(known)) != 1:
+        if len({own[:2] for own in known}) != 1:
             raise NotByLayer(f"layer {name!r} was called more often than in the trial")
-        return known[0]
+        return known[-1]
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -179,6 +177,50 @@ def spread(layers: Layers, shared: frozenset[str], size: int) -> Iterator[None]:
         yield
 
 
+class Picking(TorchFunctionMode):
+    """In this block, operations that pick or order rows of `size` examples by what they hold.
+
+    Layer rules take row b of a layer's input for example b. A model that sorts its examples by
+    length (sort, topk along the first axis), or packs the tokens of all examples side by side
+    (nonzero, x[mask], masked_select), hands its layers rows of which only the data say whose they
+    are: in a batch without padding all looks well, and in the next one the gradients of one example
+    are clipped by the norm of another. `how` is the first such operation.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.size = size
+        self.how = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if not self.how:
+            self._listen(getattr(func, "__name__", "").strip("_"), args, options)
+        return func(*args, **options)
+
+    def _listen(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        of = args[0] if args else options.get("input")
+        if not isinstance(of, Tensor) or not of.dim() or of.shape[0] % self.size:
+            return
+        is_it = False
+        if name in _ORDERS:
+            given = [a for a in args[1:] if type(a) is int]
+            at = 1 if name in ("topk", "kthvalue") else 0
+            usual = 0 if name == "msort" else -1
+            axis = options.get("dim", given[at] if len(given) > at else usual)
+            is_it = axis % of.dim() == 0
+        elif name == "where":  # with one argument it is nonzero; with three it chooses nothing
+            is_it = len(args) + len(options) == 1
+        elif name == "getitem":
+            index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            is_it = isinstance(index, Tensor) and index.dtype in _MASKS
+        else:
+            is_it = name in _CHOICES or name.startswith("unique")
+        self.how = name if is_it else ""
+
+
 Calls = dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]  # inputs and outputs of each
 
 
@@ -220,7 +262,7 @@ def find_layout(
     """Run two and three examples (`run(n)` gives n losses) and compare the shapes of every call."""
     held = frozenset(shared)
     two, three = (_shapes_of_calls(model, layers, run, held, size) for size in (2, 3))
-    found = ExampleAxes({}, {}, held)
+    found = ExampleAxes({}, held)
     lacking: set[str] = set()
     for name, calls_two in two.items():
         calls_three = three.get(name, [])
@@ -229,9 +271,8 @@ def find_layout(
         for (in2, out2), (in3, out3) in zip(calls_two, calls_three):
             ins = tuple(_axis(x, y, name) for x, y in zip(in2, in3))
             outs = tuple(_axis(x, y, name) for x, y in zip(out2, out3))
-            found.inputs.setdefault(name, []).append(ins)
-            found.outputs.setdefault(name, []).append(outs)
-            found.spans.setdefault(name, []).append((_rows(in2, ins), _rows(out2, outs)))
+            call = CallAxes(ins, outs, _rows(in2, ins), _rows(out2, outs))
+            found.calls.setdefault(name, []).append(call)
             if None in outs or (name in layers.ruled and None in ins):
                 lacking.add(name)
             merged = any(s[0] != 2 for s, d in zip([*in2, *out2], [*ins, *outs]) if d == 0)

@@ -8,8 +8,7 @@ and with dh_t, dc_t the gradients that arrive at a step (Hochreiter and Schmidhu
     dc_t ← dc_t + dh_t o_t (1 − tanh² c_t),      dc_{t−1} = dc_t f_t
     draw_t = (dc_t g i(1 − i), dc_t c_{t−1} f(1 − f), dc_t i(1 − g²), dh_t tanh(c_t) o(1 − o))
 
-The rules of clipping, the unrolled layer and the stacked models of federated studies use it. The
-gates come in torch's order, i f g o. The twin in the tests is `nn.LSTM`. State: none.
+The gates come in torch's order, i f g o. The twin in the tests is `nn.LSTM`. State: none.
 
 >>> layer, x = torch.nn.LSTM(3, 4, bias=False), torch.randn(5, 2, 3)
 >>> states, _, _ = forward((x @ layer.weight_ih_l0.T).unbind(0), layer.weight_hh_l0)

@@ -6,11 +6,9 @@
     auto   fast where the device has room for it, else lean with as few parts as fit
 
 Examples are clipped one by one and the sum is kept in single precision, so the mode changes speed
-and memory and nothing else. The device is asked once whether an example is not finite, when all the
-work was handed to it, so that it never waits for the host (`units.finish`). What a step needs is
-measured once on two small pieces of the first batch, bytes(n) = fixed + n·per_example, and compared
-with what the device has left; a step that runs out of memory all the same is repeated in twice as
-many parts. No state here.
+and memory and nothing else. What a step needs is measured once on two small pieces of the first
+batch, bytes(n) = fixed + n·per_example, and compared with what the device has left; a step that
+runs out of memory all the same is repeated in twice as many parts. No state here.
 
 >>> decide("lean", 32, None, 0)[0], decide("auto", 32, Need(2**30, 2**28), 6 * 2**30)[0]
 (2, 2)
@@ -21,26 +19,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from noshuffle.clipping.factor import ClippedSum
-from noshuffle.clipping.objective import batch_size, leaves, take
-from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing
+from noshuffle.clipping.objective import Batch, BatchShape, batch_size, take
+from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing, joined
 
 MODES = ("auto", "fast", "lean")
 #: The part of the free memory that a step may count on: allocators need some for themselves.
 USABLE = 0.9
-#: The choice is looked at again in so many steps.
+#: The choice is looked at again in so many steps: an optimizer takes its memory after the first.
 LOOKS = 4
-FIELDS = ("norms", "bad", "present")
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that a clipped sum of n examples takes: fixed + n·per_example."""
 
     fixed: float
@@ -50,8 +46,7 @@ class Need:
         return self.fixed + self.per_example * examples
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """Some examples of a batch: their rows, and their units, numbered from 0 within it."""
 
     rows: Tensor | slice
@@ -85,19 +80,15 @@ def measure(run: Callable[[int], object], *, size: int, device: torch.device) ->
 
 def decide(mode: str, size: int, need: Need | None, free: float) -> tuple[int, str]:
     """How many parts, and why in words."""
-    least = 2 if mode == "lean" and size > 1 else 1
-    if mode == "fast" or need is None:
-        return least, _words(least, "as asked for" if mode != "auto" else "nothing to weigh up")
-    parts = least
-    while parts < size and need.bytes(-(-size // parts)) > USABLE * free:
-        parts = min(size, 2 * parts)
-    gib = 2.0**30
-    wanted = need.bytes(-(-size // parts)) / gib
-    return parts, _words(parts, f"needs about {wanted:.2f} GiB of {free / gib:.2f} GiB free")
-
-
-def _words(parts: int, reason: str) -> str:
-    return f"{'fast, in one part' if parts == 1 else f'lean, in {parts} parts'}: {reason}"
+    parts = 2 if mode == "lean" and size > 1 else 1
+    reason = "as asked for" if mode != "auto" else "nothing to weigh up"
+    if mode != "fast" and need is not None:
+        while parts < size and need.bytes(-(-size // parts)) > USABLE * free:
+            parts = min(size, 2 * parts)
+        gib = 2.0**30
+        wanted = need.bytes(-(-size // parts)) / gib
+        reason = f"needs about {wanted:.2f} GiB of {free / gib:.2f} GiB free"
+    return parts, f"{'fast, in one part' if parts == 1 else f'lean, in {parts} parts'}: {reason}"
 
 
 def microbatches(size: int, parts: int, units: Tensor | None) -> list[Microbatch]:
@@ -128,57 +119,41 @@ def microbatches(size: int, parts: int, units: Tensor | None) -> list[Microbatch
 
 @dataclass
 class Chosen:
-    """The parts for batches of one kind, looked at again in the first steps: an optimizer takes
-    its memory after the first one."""
+    """The parts for batches of one kind."""
 
     parts: int
     need: Need | None
     looks: int = 0
     had_bad_unit: bool = False
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is to be measured any more."""
-        return self.looks >= LOOKS or self.need is None
-
-
-def kind_of(batch: tuple[Any, ...]) -> tuple[int, int]:
-    """Batches that need about the same memory: as many examples, and as long within a quarter."""
-    entries = sum(t.numel() for t in leaves(batch) if isinstance(t, Tensor))
-    return batch_size(batch), about(entries)
-
-
-def about(entries: int) -> int:
-    """The same number for all that differ by less than a quarter."""
-    return round(math.log(max(1, entries), 1.25))
-
 
 def choose_parts(
     memory: dict[tuple[int, int], Chosen],
     mode: str,
-    batch: tuple[Any, ...],
+    shape: BatchShape,
     *,
     device: torch.device,
     run: Callable[[int], object],
     trial: Callable[[], AbstractContextManager[None]],
     say: Callable[[str], None],
 ) -> Chosen:
-    """The parts for this batch; `memory` holds earlier choices, `run(n)` clips n examples.
+    """The parts for a batch of this shape; `memory` holds earlier choices, `run(n)` clips n rows.
 
     `trial()` is a block after which the model is as before: what is measured runs in one.
     """
-    kind = kind_of(batch)
-    size, chosen = kind[0], memory.get(kind)
-    if chosen is not None and (chosen.is_settled or is_capturing(device)):
-        return chosen
+    # Batches that need about the same memory: as many examples, and as long within a quarter.
+    kind = shape.size, round(math.log(max(1, shape.entries), 1.25))
+    chosen = memory.get(kind)
     if chosen is None:
         need = None
         if mode != "fast" and not is_capturing(device):
             with trial() if device.type == "cuda" else nullcontext():  # else nothing is run
-                need = measure(run, size=size, device=device)
+                need = measure(run, size=shape.size, device=device)
         chosen = memory[kind] = Chosen(1, need)
+    elif chosen.need is None or chosen.looks >= LOOKS or is_capturing(device):
+        return chosen
     free = float(free_bytes(device)) if chosen.need is not None else 0.0
-    parts, words = decide(mode, size, chosen.need, free)
+    parts, words = decide(mode, shape.size, chosen.need, free)
     chosen.looks += 1
     if parts > chosen.parts or chosen.looks == 1:
         chosen.parts = parts
@@ -204,7 +179,7 @@ Run = Callable[..., ClippedSum]
 
 def in_parts(
     one: Run,
-    batch: tuple[Any, ...],
+    batch: Batch,
     units: Tensor | None,
     weights: Tensor | None,
     *,
@@ -214,11 +189,13 @@ def in_parts(
 ) -> ClippedSum:
     """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
 
-    As long as no unit was bad, the device is asked about them after the sums only; once one is
-    found all is done again, with the same random numbers, and from then on it is asked before every
-    sum. Not so for a model that writes into its buffers (`may_repeat`): what a second run left
-    there would tell that a unit was bad.
+    As long as no unit was bad, the device is asked about them after the sums only, so that it never
+    waits for the host; once one is found all is done again, with the same random numbers, and from
+    then on it is asked before every sum. Not so for a model that writes into its buffers
+    (`may_repeat`): what a second run left there would tell that a unit was bad.
     """
+    if chosen.parts == 1 and chosen.need is None and device.type == "cpu":
+        return one(batch, units, weights)  # nothing to wait for, nothing to repeat
     size = batch_size(batch)
     again = None if is_capturing(device) else rng_state_of(device)
     while True:
@@ -226,11 +203,11 @@ def in_parts(
             cut = microbatches(size, chosen.parts, units)
             if not chosen.had_bad_unit and may_repeat and again is not None:
                 try:
-                    return _joined(one, batch, weights, cut, ask="after")
+                    return _added_up(one, batch, weights, cut, ask="after")
                 except BadUnitFound:
                     chosen.had_bad_unit = True
                     again()
-            return _joined(one, batch, weights, cut, ask="before")
+            return _added_up(one, batch, weights, cut, ask="before")
         except torch.OutOfMemoryError:
             if chosen.need is None or chosen.parts >= size:
                 raise
@@ -240,13 +217,8 @@ def in_parts(
             again()
 
 
-def _joined(
-    one: Run,
-    batch: tuple[Any, ...],
-    weights: Tensor | None,
-    parts: Sequence[Microbatch],
-    *,
-    ask: str,
+def _added_up(
+    one: Run, batch: Batch, weights: Tensor | None, parts: Sequence[Microbatch], *, ask: str
 ) -> ClippedSum:
     """All parts; with `ask="after"` the device is waited for once, when all sums are begun."""
     if len(parts) == 1:
@@ -254,26 +226,20 @@ def _joined(
     done: list[ClippedSum] = []
     for piece in parts:
         marks = None if weights is None else weights[piece.rows]
-        onto = done[0].values if done else None
-        if ask == "before":
-            how = SumPart(onto=onto)
-        elif piece is not parts[-1]:
-            how = SumPart("never", onto)
-        else:
-            how = SumPart("after", onto, earlier_bad=torch.cat([d.bad for d in done]).any())
+        how = SumPart(onto=done[0].values if done else None)
+        if ask == "after" and piece is not parts[-1]:
+            how = replace(how, ask="never")
+        elif ask == "after":
+            how = replace(how, ask=ask, earlier_bad=torch.cat([d.bad for d in done]).any())
         done.append(one(take(batch, piece.rows), piece.units, marks, part=how))
-    losses = _in_order([d.losses for d in done], parts)
-    # The last piece has waited for the device, hence for the losses of all before it too.
-    each = [d.shown for d in done if d.shown is not None]
-    shown = _in_order(each, parts) if len(each) == len(done) else None
-    norms, bad, present = (torch.cat([getattr(d, n) for d in done]) for n in FIELDS)
-    return ClippedSum(done[0].values, done[0].bound, norms, losses, bad, present, shown)
-
-
-def _in_order(found: list[Tensor], parts: Sequence[Microbatch]) -> Tensor:
-    """One value an example, as the batch has them."""
-    values = torch.cat(found)
+    found = joined(done)
     if not isinstance(parts[0].rows, Tensor):
-        return values
+        return found
     order = torch.cat([p.rows for p in parts])  # type: ignore[misc]
+    shown = None if found.shown is None else _in_order(found.shown, order)
+    return replace(found, losses=_in_order(found.losses, order), shown=shown)
+
+
+def _in_order(values: Tensor, order: Tensor) -> Tensor:
+    """One value an example, as the batch has them."""
     return torch.empty_like(values).index_copy_(0, order.to(values.device), values)

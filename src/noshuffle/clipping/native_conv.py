@@ -10,9 +10,8 @@ outer products is summed up in registers; G_b itself stays in a cache too and is
     squares   Σ_{o,k} G_b[o, k]²  for every example b
     total     Σ_b f_b G_b         examples in eight slices, each in order, added up in order
 
-so the bits do not depend on the number of threads. `native/convolution.c` is built where there is a
-compiler, and used only after it agreed with torch's own gradient; `rules_conv` has the torch form,
-which is its twin in the tests. No state.
+so the bits do not depend on the number of threads. `rules_conv` has the torch form, which is the
+twin of `native/convolution.c` in the tests. No state.
 
 >>> library() is library()
 True
@@ -22,16 +21,17 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
-from noshuffle.c_library import build, text_of, together
+from noshuffle.c_library import text_of, together
+from noshuffle.clipping.native_rows import built_loops
 
 #: Slices that the examples of a total are cut into, and numbers of windows that are written at a
 #: time (64 KiB), as in `native/convolution.c`.
@@ -45,23 +45,24 @@ LEAST = 1 << 20
 #: The largest G (numbers) and the largest row of a window that fit the caches.
 LARGEST, WIDEST = 1 << 17, 4096
 
+#: The struct of `native/convolution.c`; a star marks an address, all else is a whole number.
+_FIELDS = """
+    next examples frames groups positions outputs width runs run step example group *place *offset
+    *x *g *factors *squares *total *scratch taken keep padded lines line *into *channels
+"""
+Sides = tuple[tuple[int, int], ...]  # zeros before and after each axis
+
 
 class ConvJob(ctypes.Structure):
     """A job as `native/convolution.c` declares it."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("next", "examples", "frames", "groups")),
-        *((name, ctypes.c_int64) for name in ("positions", "outputs", "width", "runs", "run")),
-        *((name, ctypes.c_int64) for name in ("step", "example", "group")),
-        *((name, ctypes.c_void_p) for name in ("place", "offset", "x", "g", "factors")),
-        *((name, ctypes.c_void_p) for name in ("squares", "total", "scratch")),
-        *((name, ctypes.c_int64) for name in ("taken", "keep", "padded", "lines", "line")),
-        *((name, ctypes.c_void_p) for name in ("into", "channels")),
+    _fields_ = tuple(
+        (name.strip("*"), ctypes.c_void_p if name[0] == "*" else ctypes.c_int64)
+        for name in _FIELDS.split()
     )
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Kernel, stride and dilation by axis, and the number of groups."""
 
     kernel: tuple[int, ...]
@@ -70,56 +71,28 @@ class Geometry:
     groups: int
 
 
-@lru_cache(maxsize=64)
-def _tables(shape: tuple[int, ...], how: Geometry) -> tuple[Any, Any]:
-    """Where in x [channels of a group, *space] every position and every run of the kernel begins.
-
-    A run is the kernel along the last axis.
-    """
-    channels, *space = shape
-    sizes = [
-        (s - (k - 1) * d - 1) // t + 1
-        for s, k, t, d in zip(space, how.kernel, how.stride, how.dilation)
-    ]
-    strides = [math.prod(space[axis + 1 :]) for axis in range(len(space))]
-    place = np.zeros(1, dtype=np.int64)
-    for size, step, stride in zip(sizes, how.stride, strides):
-        place = (place[:, None] + np.arange(size) * step * stride).reshape(-1)
-    offset = np.arange(channels, dtype=np.int64) * math.prod(space)
-    for k, dilation, stride in zip(how.kernel[:-1], how.dilation[:-1], strides[:-1]):
-        offset = (offset[:, None] + np.arange(k) * dilation * stride).reshape(-1)
-    return np.ascontiguousarray(place), np.ascontiguousarray(offset)
-
-
-Sides = tuple[tuple[int, int], ...]
-
-
 def bordered(space: Sequence[int], sides: Sides) -> tuple[int, ...]:
     """The lengths of the axes with zeros before and after them."""
     return tuple(s + a + b for s, (a, b) in zip(space, sides)) if sides else tuple(space)
 
 
-@lru_cache(maxsize=64)
-def _lines(shape: tuple[int, ...], sides: Sides) -> Any:
-    """Where every row (last axis) of x [channels, *space] begins once it has a border."""
-    wide = bordered(shape[1:], sides)
-    into = np.arange(shape[0], dtype=np.int64) * math.prod(wide)
-    for axis, (before, _) in enumerate(sides[:-1]):
-        steps = (np.arange(shape[1 + axis]) + before) * math.prod(wide[axis + 1 :])
-        into = (into[:, None] + steps).reshape(-1)
-    return np.ascontiguousarray(into + sides[-1][0])
+def _places(axes: Iterable[tuple[int, int]], *, start: int = 0) -> Any:
+    """start + Σ i·step for all indices i of axes given by length and step, the last one fastest."""
+    found = np.full(1, start, dtype=np.int64)
+    for length, step in axes:
+        found = (found[:, None] + np.arange(length) * step).reshape(-1)
+    return np.ascontiguousarray(found)
 
 
-@dataclass(frozen=True)
-class ConvTables:
+class ConvTables(NamedTuple):
     """What the loops must know of a convolution but the numbers: `ConvJob` from `examples` on."""
 
     outputs: int
     width: int
     window: int
-    place: Any
-    offset: Any
-    into: Any
+    place: Any  # where every position begins in x [channels of a group, *space with its border],
+    offset: Any  # every run of the kernel, along the last axis,
+    into: Any  # and every row (last axis) of x without a border; None where there is none
     border: tuple[int, int, int]
     head: tuple[int, ...]
 
@@ -129,19 +102,26 @@ def _conv_tables(
     shape: torch.Size, sent: torch.Size, size: int, how: Geometry, sides: Sides
 ) -> ConvTables:
     """From the shapes of x and g; x lies as one block."""
-    own = (shape[1] // how.groups, *shape[2:])
-    inner = (own[0], *bordered(own[1:], sides))
-    into = _lines(own, sides) if sides else None
-    place, offset = _tables(inner, how)
+    channels, space = shape[1] // how.groups, shape[2:]
+    wide = bordered(space, sides)
+    strides = [math.prod(wide[axis + 1 :]) for axis in range(len(wide))]
+    settings = list(zip(wide, strides, how.kernel, how.stride, how.dilation))
+    sizes = [((w - (k - 1) * d - 1) // step + 1, step * s) for w, s, k, step, d in settings]
+    runs = [(k, d * s) for _, s, k, _, d in settings[:-1]]
+    by_channel = (channels, math.prod(wide))
+    place, offset, into = _places(sizes), _places([by_channel, *runs]), None
+    if sides:
+        start = sum(before * s for (before, _), s in zip(sides, strides))
+        into = _places([by_channel, *zip(space[:-1], strides)], start=start)
     outputs, window = sent[1] // how.groups, len(offset) * how.kernel[-1]
     width = -(-window // LANE) * LANE
     head = (
         *(size, shape[0] // size, how.groups, len(place), outputs, width),
         *(len(offset), how.kernel[-1], how.dilation[-1]),
-        *(math.prod(shape[1:]), math.prod(own)),
+        *(math.prod(shape[1:]), channels * math.prod(space)),
         *(place.ctypes.data, offset.ctypes.data),
     )
-    border = (math.prod(inner), 0 if into is None else len(into), own[-1])
+    border = (channels * math.prod(wide), 0 if into is None else len(into), space[-1])
     return ConvTables(outputs, width, window, place, offset, into, border, head)
 
 
@@ -184,10 +164,9 @@ class Gradients:
 
     def squares(self) -> Tensor:
         """Squared norm of the gradient of every example, [B], float64."""
-        threads, job, plan = torch.get_num_threads(), self._job, self._plan
-        scratch = torch.empty((threads, plan.outputs * plan.width), dtype=torch.float32)
-        job.scratch, job.taken, job.keep = scratch.data_ptr(), 0, 0
-        return self._measure(threads)
+        plan = self._plan
+        shape = (torch.get_num_threads(), plan.outputs * plan.width)
+        return self._measure(torch.empty(shape, dtype=torch.float32), keep=0)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -201,24 +180,23 @@ class Gradients:
         plan = self._plan
         shape = (self._size, self._how.groups * plan.outputs, plan.width)
         scratch = torch.empty(shape, dtype=torch.float32)
-        self._job.scratch, self._job.keep = scratch.data_ptr(), 1
-        self._measure(torch.get_num_threads())
+        self._measure(scratch, keep=1)
         return self._shaped(scratch)
 
-    def _measure(self, threads: int) -> Tensor:
+    def _measure(self, scratch: Tensor, *, keep: int) -> Tensor:
         job, many = self._job, self._how.groups * self._plan.outputs
         self.lengths = torch.empty(self._size, dtype=torch.float64)
         self.channels = torch.empty((self._size, many), dtype=torch.float32)
         job.squares, job.channels = self.lengths.data_ptr(), self.channels.data_ptr()
-        self._run("squares", threads)
+        job.scratch, job.taken, job.keep = scratch.data_ptr(), 0, keep
+        self._run("squares", torch.get_num_threads())
         return self.lengths
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ_b factors[b] · gradient of b, [groups · outputs, channels of a group, *kernel]."""
-        job, how = self._job, self._how
+        job, plan = self._job, self._plan
         weights = factors.to(torch.float32).contiguous()
-        plan = self._plan
-        shape = (SLICES, how.groups * plan.outputs, plan.width)
+        shape = (SLICES, self._how.groups * plan.outputs, plan.width)
         slices = torch.zeros(shape, dtype=torch.float32)
         job.factors, job.total = weights.data_ptr(), slices.data_ptr()
         self._run("total", min(SLICES, torch.get_num_threads()))
@@ -248,15 +226,14 @@ def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) -> bool:
-    if not math.prod(shape) or not math.prod(sent):
-        return False
     width = shape[1] // how.groups * math.prod(how.kernel)
     outputs, positions = sent[1] // how.groups, math.prod(sent[2:])
+    if not math.prod(shape) or positions <= 1 or width > WIDEST or width * outputs > LARGEST:
+        return False
     # The loops run near the processor's speed, the products of Gram matrices at half of it.
-    is_worth = positions > 1 and width * outputs <= 2 * positions * (width + outputs)
+    is_worth = width * outputs <= 2 * positions * (width + outputs)
     # By shapes alone, so that a step repeated in another process takes the same path.
-    is_worth = is_worth and sent[0] * positions * width * outputs >= least
-    return is_worth and width <= WIDEST and width * outputs <= LARGEST
+    return is_worth and sent[0] * positions * width * outputs >= max(1, least)
 
 
 @lru_cache(maxsize=1)
@@ -270,39 +247,24 @@ def library() -> ctypes.CDLL | None:
 
 
 def _build(text: str) -> ctypes.CDLL | None:
-    built = build(text, flags=("-fno-math-errno",))
-    for name in ("squares", "total") if built is not None else ():
-        loop = getattr(built, name)
-        loop.argtypes, loop.restype = [ctypes.c_void_p], None
-    return built
+    return built_loops(text, "squares", "total", flags=("-fno-math-errno",))
 
 
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find the gradients of a small convolution with groups and dilation."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, 9, 20, generator=draw, dtype=torch.float32)
-    weight = torch.zeros(26, 3, 2, 3, dtype=torch.float32)
-    how = Geometry((2, 3), (1, 2), (2, 1), groups=2)
-    settings = ([1, 2], [0, 0], [2, 1], False, [0, 0], 2, [False, True, False])
     g = torch.randn(3, 26, 7, 9, generator=draw, dtype=torch.float32)
-    each = torch.stack(
-        [
-            torch.ops.aten.convolution_backward(
-                g[b : b + 1], x[b : b + 1], weight, None, *settings
-            )[1]
-            for b in range(3)
-        ]
-    )
-    factors = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float32)
+    x[..., :1] = x[..., -2:] = 0.0  # a border, which the loops may also add themselves
+    how = Geometry((2, 3), (1, 2), (2, 1), groups=2)
+    shape = (26, 3, 2, 3)
+    weight_of: Any = conv2d_weight
+    pairs = zip(torch.split(x, 1), torch.split(g, 1))
+    each = torch.stack([weight_of(a, shape, b, (1, 2), 0, (2, 1), 2) for a, b in pairs])
     own = Gradients(x, g, size=3, how=how, built=built)
-    squares = each.double().square().sum((1, 2, 3, 4))
-    is_close = torch.allclose(own.squares(), squares, rtol=1e-5)
-    inner = Gradients(
-        x[..., 1:-2], g, size=3, how=how, sides=((0, 0), (1, 2)), built=built
-    ).squares()
-    whole = torch.nn.functional.pad(x[..., 1:-2], (1, 2))
-    is_close = is_close and torch.equal(
-        inner, Gradients(whole, g, size=3, how=how, built=built).squares()
-    )
+    inner = Gradients(x[..., 1:-2], g, size=3, how=how, sides=((0, 0), (1, 2)), built=built)
+    squares, factors = own.squares(), torch.tensor([0.5, 0.0, -2.0], dtype=torch.float32)
+    is_close = torch.allclose(squares, each.double().square().sum((1, 2, 3, 4)), rtol=1e-5)
     total = torch.tensordot(factors, each, 1)
-    return is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)
+    is_close = is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)
+    return is_close and torch.equal(inner.squares(), squares)

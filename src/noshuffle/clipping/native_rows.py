@@ -3,12 +3,10 @@
     squares    ‖x[b]‖², and ‖x[b]‖² · ‖y[b]‖² where there is a y        in double precision
     weighted   f[r // span] · x[r, j], and/or Σ_r f[r // span] · x[r, j] in double precision
 
-Torch takes an operation for each matrix, and a copy for each wider type; a step of a small network
-has a few dozen of them, and the gradient of a bias is the very matrix that its weight's gradient is
-made of. Here a list of matrices is one call that reads each of them once. Rows are taken in eight
-slices, each in order, whose sums are added up in order, so the bits do not depend on the number of
-threads. Built at run time where there is a compiler, and used only after it agreed with torch, its
-twin in the tests. No state.
+Torch takes an operation for each matrix, and a copy for each wider type; here a list of matrices is
+one call that reads each of them once. Rows are taken in eight slices, each in order, whose sums are
+added up in order, so the bits do not depend on the number of threads. Torch is the twin in the
+tests. No state.
 
 >>> library() is library()
 True
@@ -20,12 +18,12 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import build, text_of, together
+from noshuffle.c_library import EXACT, build, text_of, together
 
 #: Numbers in all matrices of a step below which torch's operations are not worth a compiler's time.
 LEAST = 1 << 16
@@ -39,8 +37,10 @@ class RowsJob(ctypes.Structure):
     """A job as `native/rows.c` declares it."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("next", "count")),
-        *((name, ctypes.c_void_p) for name in ("matrices", "factors")),
+        ("next", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("matrices", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
     )
 
 
@@ -79,12 +79,12 @@ def squares(
     are rounded in double precision only; a NaN or an infinity in a row makes its results one.
     """
     found, table, size = [], [], 0
-    for x, y in pairs:
-        own = torch.empty((2, x[1]), dtype=torch.float64)
+    for (x, rows, width), y in pairs:
+        own = torch.empty((2, rows), dtype=torch.float64)
         found.append(own)
-        other, place = (0, 0) if y is None else (y[2], y[0])
-        table += [x[1], x[2], 1, other, x[0], place, own.data_ptr(), 0, 0, 0]
-        size += x[1] * (x[2] + other)
+        other, _, wide = y or (0, 0, 0)
+        table += [rows, width, 1, wide, x, other, own.data_ptr(), 0, 0, 0]
+        size += rows * (width + wide)
     _run(built or library(), "squares", table, size)
     return found
 
@@ -108,10 +108,9 @@ def weighted(
     built = built or library()
     factors = factors.to(torch.float64).contiguous()
     found: list[tuple[Tensor | None, Tensor | None]] = []
-    table, size, at, many = [], 0, 0, len(factors)
-    for of, _, is_summed in wanted:
-        at += of[2] if is_summed else 0
-    slices = torch.empty(_SLICES * at, dtype=torch.float64)
+    many, table, size = len(factors), [], 0
+    summed_widths = [of.width for of, _, is_summed in wanted if is_summed]
+    slices = torch.empty(_SLICES * sum(summed_widths), dtype=torch.float64)
     place = slices.data_ptr()
     for (x, rows, width), is_kept, is_summed in wanted:
         kept = torch.empty((rows, width), dtype=torch.float32) if is_kept else None
@@ -126,18 +125,14 @@ def weighted(
 
 
 def _run(
-    built: ctypes.CDLL | None,
-    name: str,
-    table: Sequence[int],
-    size: int,
-    factors: Tensor | None = None,
+    built: Any, name: str, table: Sequence[int], size: int, factors: Tensor | None = None
 ) -> None:
     rows = array("q", table)
     job = RowsJob(0, len(table) // 10, rows.buffer_info()[0])
     if factors is not None:
         job.factors = factors.data_ptr()
     together(getattr(built, name), job, threads=torch.get_num_threads() if size >= _ALONE else 1)
-    if factors is not None and built is not None:
+    if factors is not None:
         built.gather(ctypes.addressof(job))
 
 
@@ -152,8 +147,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def _build(text: str) -> ctypes.CDLL | None:
-    built = build(text)
-    for name in ("squares", "weighted", "gather") if built is not None else ():
+    return built_loops(text, "squares", "weighted", "gather")
+
+
+def built_loops(text: str, *names: str, flags: tuple[str, ...] = EXACT) -> ctypes.CDLL | None:
+    """A library of functions that take the address of a job, or None where there is none."""
+    built = build(text, flags=flags)
+    for name in names if built is not None else ():
         loop = getattr(built, name)
         loop.argtypes, loop.restype = [ctypes.c_void_p], None
     return built
@@ -166,14 +166,10 @@ def _agrees(built: ctypes.CDLL) -> bool:
     rows = [torch.randn(18, width, generator=draw, dtype=kind) for width in widths]
     read = [Matrix(t.data_ptr(), *t.shape) for t in rows]
     lengths = [t.double().square().sum(1) for t in rows]
-    pairs = [(read[0], None), (read[1], read[2]), (read[3], read[1])]
-    truths = [(lengths[0],), (lengths[1], lengths[1] * lengths[2])]
-    truths.append((lengths[3], lengths[3] * lengths[1]))
-    is_good = all(
-        torch.allclose(own, truth, rtol=1e-13)
-        for found, truth_pair in zip(squares(pairs, built=built), truths)
-        for own, truth in zip(found, truth_pair)
-    )
+    alone, *others = squares([(read[0], None), *zip(read[1:], read)], built=built)
+    is_good = torch.allclose(alone[0], lengths[0], rtol=1e-13)
+    for found, own, other in zip(others, lengths[1:], lengths):
+        is_good &= torch.allclose(found, torch.stack([own, own * other]), rtol=1e-13)
     factors = torch.rand(9, generator=draw, dtype=kind).double()
     each = factors.float().repeat_interleave(2)
     wanted = [Weighing(m, k != 1, k != 2) for k, m in enumerate(read)]

@@ -41,6 +41,7 @@ from noshuffle.clipping.criteria import ClassesLast, known_by_row
 from noshuffle.errors import InvalidInput, callables
 
 Criterion = Callable[..., Tensor]
+Batch = tuple[Any, ...]
 #: Values that are a setting by themselves, and of unknown meaning in a list.
 PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -61,7 +62,10 @@ class ModelLoss:
         callables(fn=self.fn)
 
 
-def cuttable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+Loss = Criterion | ModelLoss
+
+
+def cuttable(batch: Batch) -> Batch:
     """The batch with every mapping as a dictionary; raises if it holds what cannot be cut."""
     for part in batch if type(batch) is tuple else (None,):
         if not isinstance(part, Tensor):
@@ -117,7 +121,7 @@ class BatchShape(NamedTuple):
     inner: tuple[torch.Size, ...]  # shapes of one example
 
 
-def shape_of(batch: tuple[Any, ...]) -> BatchShape:
+def shape_of(batch: Batch) -> BatchShape:
     """The shape of a batch; raises where its tensors disagree or it cannot be cut by example."""
     sizes: set[int] = set()
     kinds: list[Any] = []
@@ -149,18 +153,18 @@ def shape_of(batch: tuple[Any, ...]) -> BatchShape:
     return BatchShape(sizes.pop(), tuple(kinds), entries, tuple(inner))
 
 
-def batch_size(batch: tuple[Any, ...]) -> int:
+def batch_size(batch: Batch) -> int:
     """The number of examples; raises what `shape_of` raises."""
     return shape_of(batch).size
 
 
-def take(batch: tuple[Any, ...], rows: Tensor | slice) -> tuple[Any, ...]:
+def take(batch: Batch, rows: Tensor | slice) -> Batch:
     """Some examples of a batch."""
-    picked: tuple[Any, ...] = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, batch)
+    picked: Batch = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, batch)
     return picked
 
 
-def batch_axes(batch: tuple[Any, ...]) -> Any:
+def batch_axes(batch: Batch) -> Any:
     """The `in_dims` of a batch for vmap: 0 for tensors, None for everything else."""
     return tree_map(lambda t: 0 if isinstance(t, Tensor) else None, batch)
 
@@ -178,9 +182,7 @@ def _number(value: Any) -> Tensor:
     return value if value.dim() == 0 else value.sum()
 
 
-def single_loss(
-    call: Callable[..., Any], loss_fn: Criterion | ModelLoss, single: tuple[Any, ...]
-) -> Tensor:
+def single_loss(call: Callable[..., Any], loss_fn: Loss, single: Batch) -> Tensor:
     """The loss of a batch that holds one example; `call` is the model."""
     if isinstance(loss_fn, ModelLoss):
         return _number(loss_fn.fn(call, *single))
@@ -197,17 +199,13 @@ def must_depend(value: Tensor) -> None:
         )
 
 
-def is_rowwise(loss_fn: Criterion | ModelLoss) -> bool:
+def is_rowwise(loss_fn: Loss) -> bool:
     """Whether all losses of a batch can be had from one run of the model."""
     return not isinstance(loss_fn, ModelLoss) or loss_fn.by_row
 
 
 def batch_losses(
-    model: nn.Module,
-    loss_fn: Criterion | ModelLoss,
-    batch: tuple[Any, ...],
-    *,
-    size: int | None = None,
+    model: nn.Module, loss_fn: Loss, batch: Batch, *, size: int | None = None
 ) -> Tensor:
     """One loss per example from one run of the model on the whole batch of `size`, if known."""
     size = batch_size(batch) if size is None else size
@@ -265,7 +263,7 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     return any(word in text for word in (*limits, "mutate a captured Tensor"))
 
 
-def identity_of(loss_fn: Criterion | ModelLoss) -> Any:
+def identity_of(loss_fn: Loss) -> Any:
     """A key for losses that run the same code, which does not keep the loss alive.
 
     What an engine finds out about a model holds for one kind of loss. A fresh lambda in every step

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,14 +28,14 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from noshuffle.clipping.check import UNCOMPILED, original, refuse_reentrant, trainable, validate
+from noshuffle.clipping.check import UNCOMPILED, as_written, original, refuse_reentrant, trainable
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.objective import (
-    Criterion,
-    ModelLoss,
+    Batch,
+    Loss,
     _is_vmap_limit,
     batch_axes,
     batch_losses,
@@ -48,18 +49,21 @@ from noshuffle.clipping.objective import (
     take,
 )
 from noshuffle.clipping.products import exactly, sum_dtype, wide
-from noshuffle.clipping.snapshot import SMALL, Watch
+from noshuffle.clipping.snapshot import SMALL, Snapshot
 from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.units import Members, by_unit, finish, members
+from noshuffle.clipping.units import Members, SumPart, by_unit, finish, joined, members
 from noshuffle.errors import Unsupported, one_of, whole
+
+#: What becomes of the gradients of one unit's examples.
+REDUCTIONS = ("sum", "mean")
 
 
 class _Bound(nn.Module):
     """The model and its loss as one module, so that the loss may call any part of the model."""
 
-    def __init__(self, model: nn.Module, loss_fn: Criterion | ModelLoss) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Loss) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -69,13 +73,13 @@ class _Bound(nn.Module):
 
 
 def per_example_gradients(
-    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    model: nn.Module, loss_fn: Loss, batch: Batch
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients [B, *shape] by parameter name, and losses [B]; every example is a batch of one."""
     bound = _Bound(model, loss_fn)
     params = {f"model.{n}": p.detach() for n, p in trainable(model).items()}
 
-    def loss(theta: dict[str, Tensor], example: tuple[Any, ...]) -> Tensor:
+    def loss(theta: dict[str, Tensor], example: Batch) -> Tensor:
         value: Tensor = call_with(bound, theta, one(example))
         must_depend(value)
         return value
@@ -88,7 +92,7 @@ def per_example_gradients(
 
 
 def one_at_a_time(
-    model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+    model: nn.Module, loss_fn: Loss, batch: Batch
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same by plain autograd, one example after the other: slow, and for every model.
 
@@ -98,8 +102,8 @@ def one_at_a_time(
     frozen = [p for p in model.parameters() if not p.requires_grad and p.numel() <= SMALL]
     kept = [(t, t.detach().clone()) for t in (*model.buffers(), *frozen)]
     params = trainable(model)
-    rows: list[list[Tensor]] = []
-    losses = []
+    own = list(params.values())
+    rows, losses = [], []
     for i in range(batch_size(batch)):
         with torch.no_grad():
             for tensor, value in kept if i else ():
@@ -108,19 +112,15 @@ def one_at_a_time(
         with torch.enable_grad():
             loss = single_loss(model, loss_fn, take(batch, slice(i, i + 1)))
         losses.append(loss.detach())
-        if not loss.requires_grad:
-            rows.append([torch.zeros_like(p) for p in params.values()])
-            continue
-        try:
-            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-        except RuntimeError as error:
-            refuse_reentrant(error)
-            raise
-        rows.append(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads)]
-        )
-    stacked = [torch.stack(column) for column in zip(*rows)]
-    return dict(zip(params, stacked)), torch.stack(losses)
+        grads: Sequence[Tensor | None] = [None] * len(own)
+        if loss.requires_grad:
+            try:
+                grads = torch.autograd.grad(loss, own, allow_unused=True)
+            except RuntimeError as error:
+                refuse_reentrant(error)
+                raise
+        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(own, grads)])
+    return dict(zip(params, map(torch.stack, zip(*rows)))), torch.stack(losses)
 
 
 @dataclass
@@ -141,8 +141,8 @@ class PerExample:
     def clipped_sum(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         *,
         clip: Clip,
         units: Tensor | None = None,
@@ -150,82 +150,73 @@ class PerExample:
         weights: Tensor | None = None,
     ) -> ClippedSum:
         """Σ over units of the clipped gradient; see `finish` for what is guaranteed."""
-        one_of(("sum", "mean"), reduce=reduce)
+        one_of(REDUCTIONS, reduce=reduce)
         given, model = model, original(model)
         if given is not model:
-            self._say(UNCOMPILED)
-        validate(model)
-        like = trainable(model)
+            self.say(UNCOMPILED)
+        shot = Snapshot(model)
         batch = cuttable(batch)
         size = batch_size(batch)
-        device = next(iter(like.values())).device
         if size == 0:
-            return empty_sum(like, clip=clip, device=device)
-        who = members(units, weights, size=size, device=device)
+            return empty_sum(shot.like, clip=clip, device=shot.device)
+        who = members(units, weights, size=size, device=shot.device)
         findings = self.check_state(model, loss_fn, batch)
-        watch = Watch(model)
-        watch.begin()
-        try:
-            found = self._sum(model, loss_fn, batch, who, like=like, clip=clip, reduce=reduce)
-        finally:
-            changed = watch.end(findings)
-        self.reconsider(changed, model, loss_fn, batch)
-        return found
+        with shot.watch.around(findings, partial(self.reconsider, model, loss_fn, batch)):
+            return self._sum(model, loss_fn, batch, who, like=shot.like, clip=clip, reduce=reduce)
 
     def _sum(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         who: Members,
         *,
         like: dict[str, nn.Parameter],
         clip: Clip,
         reduce: str,
     ) -> ClippedSum:
-        """The clipped sum, microbatch by microbatch."""
-        size, device = who.size, next(iter(like.values())).device
-        step = self.microbatch or size
-        parts: list[ClippedSum] = []
+        """The clipped sum, microbatch by microbatch; the gradient of a unit may come from many."""
+        device, step = next(iter(like.values())).device, self.microbatch or who.size
+        done: list[ClippedSum] = []
         totals: dict[str, list[GradientForm]] = {}
         losses = []
-        for start in range(0, size, step):
+        for start in range(0, who.size, step):
             rows = slice(start, start + step)
             grads, values = self._gradients(model, loss_fn, take(batch, rows))
-            losses.append(values)
-            part = who if step >= size else _part(who, rows)
-            forms = {
-                n: by_unit([DenseGradient(wide(g))], part, reduce=reduce) for n, g in grads.items()
-            }
-            if who.units is None:
-                with exactly(device):
-                    parts.append(finish(forms, like, values, part, clip=clip))
-            else:
-                for name, own in forms.items():
-                    (new,) = own
-                    old = totals.get(name, ())
-                    totals[name] = [DenseGradient(old[0].dense() + new.dense()) if old else new]
-        if who.units is not None:
+            part, onto = who.rows(rows), SumPart(onto=done[0].values if done else None)
             with exactly(device):
-                return finish(totals, like, torch.cat(losses), who, clip=clip)
-        return parts[0] if len(parts) == 1 else _joined(parts)
+                forms = {
+                    name: by_unit([DenseGradient(wide(g))], part, reduce=reduce)
+                    for name, g in grads.items()
+                }
+                if who.units is None:
+                    done.append(finish(forms, like, values, part, clip=clip, part=onto))
+                    continue
+                losses.append(values)
+                for name, (new,) in forms.items():
+                    both = [form.dense() for form in (*totals.get(name, ()), new)]
+                    totals[name] = [DenseGradient(sum(both[1:], start=both[0]))]
+        if who.units is None:
+            return joined(done)
+        with exactly(device):
+            return finish(totals, like, torch.cat(losses), who, clip=clip)
 
     def _gradients(
-        self, model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
+        self, model: nn.Module, loss_fn: Loss, batch: Batch
     ) -> tuple[dict[str, Tensor], Tensor]:
         try:
             return per_example_gradients(model, loss_fn, batch)
         except RuntimeError as error:
             if not _is_vmap_limit(error):
                 raise
-            self._say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
+            self.say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
             return one_at_a_time(model, loss_fn, batch)
 
     def check_state(
         self,
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
         *,
         in_batches: bool = False,
         is_again: bool = False,
@@ -251,26 +242,24 @@ class PerExample:
 
         def run_two(i: int) -> None:
             # Whoever runs it in batches will say why it does not run.
-            with (
-                suppress(Exception),
-                with_same_rng(model),
-                rewritten(model, GradientTape(2, is_on=False)),
-            ):
+            tape = GradientTape(2, is_on=False)
+            with suppress(Exception), with_same_rng(model), rewritten(model, tape):
                 batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i])))
 
-        findings = refuse_written(model, run, known.get(key))
-        if in_batches and is_rowwise(loss_fn):
-            refuse_written(model, run_two, findings)
-        refuse_memory(model, run)
+        with as_written(model):
+            findings = refuse_written(model, run, known.get(key))
+            if in_batches and is_rowwise(loss_fn):
+                refuse_written(model, run_two, findings)
+            refuse_memory(model, run)
         known[key] = findings
         return findings
 
     def reconsider(
         self,
-        changed: Sequence[str],
         model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
+        loss_fn: Loss,
+        batch: Batch,
+        changed: Sequence[str],
         *,
         in_batches: bool = False,
     ) -> None:
@@ -278,10 +267,7 @@ class PerExample:
 
         A cache grows with the longest sequence so far; a layer may also start to keep statistics.
         """
-        if not changed:
-            return
-        options = {"in_batches": in_batches, "is_again": True}
-        findings = self.check_state(model, loss_fn, batch, **options)
+        findings = self.check_state(model, loss_fn, batch, in_batches=in_batches, is_again=True)
         for name in changed:
             if name not in findings.may_change:
                 raise Unsupported(
@@ -290,7 +276,8 @@ class PerExample:
                     "Let no layer start to keep statistics while a run lasts"
                 )
 
-    def _say(self, note: str) -> None:
+    def say(self, note: str) -> None:
+        """Add a note to `fallbacks`, once."""
         if note not in self.fallbacks:
             self.fallbacks.append(note)
 
@@ -300,18 +287,3 @@ def empty_sum(like: dict[str, nn.Parameter], *, clip: Clip, device: torch.device
     none, nobody = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
     values = {n: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for n, p in like.items()}
     return ClippedSum(values, clip.bound(tuple(like)), none, none, nobody, nobody)
-
-
-def _part(who: Members, rows: slice) -> Members:
-    """The members among some rows; units keep their numbers, and their means their divisors."""
-    keep = None if who.keep is None else who.keep[rows]
-    units = who.units
-    if units is not None:
-        units = type(units)(units.of[rows], units.slot[rows], units.count, units.widest)
-    return Members(len(range(*rows.indices(who.size))), keep, units, who.examples)
-
-
-def _joined(parts: list[ClippedSum]) -> ClippedSum:
-    values = {name: sum(p.values[name] for p in parts) for name in parts[0].values}
-    lists = ([getattr(p, field) for p in parts] for field in ("norms", "losses", "bad", "present"))
-    return ClippedSum(values, parts[0].bound, *(torch.cat(items) for items in lists))  # type: ignore[arg-type]

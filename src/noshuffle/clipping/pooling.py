@@ -1,10 +1,9 @@
 """Max pooling with the channels side by side in memory: the same numbers, several times sooner.
 
 On a CPU torch takes the largest number of each window of ordinary images [B, C, H, W] one number
-at a time, which can take longer than the convolutions around it. Of images whose channels lie last
-in memory it takes vectors of them. A maximum is never rounded, and ties and NaN are decided alike,
-so values, indices and gradients are the same bits; the two copies cost less than they save. No
-state: layers run this way only while a block lasts.
+at a time; of images whose channels lie last in memory it takes vectors of them. A maximum is never
+rounded, and ties and NaN are decided alike, so values, indices and gradients are the same bits; the
+two copies cost less than they save. No state: layers run this way only while a block lasts.
 
 >>> layer, x = nn.MaxPool2d(2, stride=1), torch.randn(16, 32, 9, 9)
 >>> with pooling_by_channel([layer]):

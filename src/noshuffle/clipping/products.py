@@ -6,13 +6,11 @@ cannot do that, the inputs are widened first: the same numbers, more memory.
 
 A factor per example goes into the smaller of the two inputs of Σ_b f_b x_bᵀ y_b. In half precision
 the scaled input is rounded once more, and TF32 rounds inside the product; `roundoff` is the size of
-that step, which norms must leave room for.
-
-Where torch may round the factors of a float32 product (TF32 on a GPU, bfloat16 on a CPU with matrix
-units after `set_float32_matmul_precision("medium")`), an example could pass the clip norm. On a GPU
-norms leave room for that (`roundoff`, `factor.slack`); on a CPU norms and sums are taken in full
-precision (`exactly`), whatever model and loss run in. Torch's older and newer names for these
-settings refuse to tell of each other: both are read. State: none here; torch's own, put back.
+that step. Norms on a GPU leave room for it (`factor.slack`), or an example could pass the clip
+norm. A CPU with matrix units may round to bfloat16 (after `set_float32_matmul_precision`); there
+norms and sums are taken in full precision (`exactly`), whatever model and loss run in. Torch's
+older and newer names for these settings refuse to tell of each other: both are read. State: none
+here; torch's own, put back.
 
 >>> import torch
 >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
@@ -37,6 +35,7 @@ from noshuffle.clipping import gpu_kernels
 
 HALF = (torch.float16, torch.bfloat16)
 _ROUNDED = ("tf32", "bf16")
+_WIDENED: dict[str, Any] = {"out_dtype": torch.float32}  # an option of products on newer devices
 
 
 def rounds_products() -> bool:
@@ -106,11 +105,10 @@ def _widens(device: torch.device) -> bool:
     """Whether products of half-precision matrices can be had in float32 on this device."""
     if device.type != "cuda":
         return False
-    options: dict[str, Any] = {"out_dtype": torch.float32}
     probe = torch.ones(1, 8, 8, device=device, dtype=torch.bfloat16)
     try:
-        torch.bmm(probe, probe.mT, **options)
-        torch.mm(probe[0].mT, probe[0], **options)
+        torch.bmm(probe, probe.mT, **_WIDENED)
+        torch.mm(probe[0].mT, probe[0], **_WIDENED)
     except (TypeError, RuntimeError):
         return False
     return True
@@ -122,18 +120,12 @@ def _fits(x: Tensor, y: Tensor) -> bool:
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:
     """x[b] @ y[b] for every b, in at least single precision."""
-    if _fits(x, y):
-        options: dict[str, Any] = {"out_dtype": torch.float32}
-        return torch.bmm(x, y, **options)
-    return torch.bmm(wide(x), wide(y))
+    return torch.bmm(x, y, **_WIDENED) if _fits(x, y) else torch.bmm(wide(x), wide(y))
 
 
 def mm(x: Tensor, y: Tensor) -> Tensor:
     """x @ y in at least single precision."""
-    if _fits(x, y):
-        options: dict[str, Any] = {"out_dtype": torch.float32}
-        return torch.mm(x, y, **options)
-    return wide(x) @ wide(y)
+    return torch.mm(x, y, **_WIDENED) if _fits(x, y) else wide(x) @ wide(y)
 
 
 def aligned(t: Tensor) -> Tensor:

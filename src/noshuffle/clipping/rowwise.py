@@ -1,5 +1,6 @@
-"""All forms of a step that are plain rows, on a CPU: norms in one call, weighted sums in another.
+"""The gradients of a step in few operations: rows on a CPU, small ones side by side on a GPU.
 
+    on a CPU                       norms, in one call     weighted sums, in another
     DenseGradient                  ‖d[b]‖²                Σ_b f_b d[b]
     OuterGradient with one step    ‖a[b]‖² · ‖g[b]‖²
     OuterGradient                                         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
@@ -7,9 +8,12 @@
 `native_rows` reads the matrices where they lie. The bias of a linear layer has the matrix g that
 the weight's gradient is made of, which is read once for both. What is not float32 in ordinary
 memory, or too small to be worth it, is left to the forms themselves: they are the twins of these
-functions. State: where the matrices of one step lie.
+functions.
 
->>> import torch
+A GPU takes as long to start an operation as to do a small one, and a transformer has a hundred
+biases and norm layers: `bundled` puts [B, n_1], [B, n_2], … into one [B, n_1 + n_2 + …], with one
+norm and one weighted sum. State: where the matrices of one step lie.
+
 >>> form = DenseGradient(torch.randn(64, 2048))
 >>> Rowwise({"w": [form]}).take_squares()
 >>> torch.allclose(form.square.double(), form.squares().double())
@@ -19,23 +23,21 @@ True
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from noshuffle.clipping import native_rows
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.native_rows import (
-    WIDEST,
-    Matrix,
-    Weighing,
-    is_worth,
-    matrix,
-    squares,
-    weighted,
-)
+from noshuffle.clipping.native_rows import Matrix, Weighing, matrix
 
 #: Weighted numbers that are held at a time: 4 MiB.
 HELD = 1 << 20
+#: Larger gradients are worth an operation of their own on a GPU.
+LARGEST = 1 << 17
+
+Job = tuple[str, Weighing, str]  # the weight whose product is wanted, and the rows that are summed
 
 
 class Rowwise:
@@ -52,10 +54,10 @@ class Rowwise:
                 d = matrix(form.grads, form.grads.shape[0])
                 if d is not None:
                     self._dense[name] = (form, d)
-                    self._at[d[0]] = name
+                    self._at[d.place] = name
             elif type(form) is OuterGradient:
-                size, steps = form.g.shape[:2]
-                g, a = matrix(form.g, size * steps), matrix(form.a, size * steps)
+                rows = form.g.shape[0] * form.g.shape[1]
+                g, a = matrix(form.g, rows), matrix(form.a, rows)
                 if g is not None and a is not None:
                     self._outer[name] = (form, g, a)
 
@@ -66,32 +68,30 @@ class Rowwise:
         with a NaN or an infinity has a square that is one.
         """
         pairs: list[tuple[Matrix, Matrix | None]] = []
-        owners: list[tuple[DenseGradient | None, OuterGradient | None]] = []
-        alone: dict[str, DenseGradient | None] = {name: own[0] for name, own in self._dense.items()}
+        owners: list[tuple[GradientForm | None, GradientForm | None]] = []
+        alone = {name: form for name, (form, _) in self._dense.items()}
         size = 0
         for form, g, a in self._outer.values():
             if form.a.shape[1] == 1:
-                # two layers whose outputs are added have one g: the first takes the bias along
-                bias = alone.pop(self._shared(g), None)
                 pairs.append((g, a))
-                owners.append((bias, form))
-                size += g[1] * (g[2] + a[2])
-        for name in alone:
-            rows, d = self._dense[name]
+                # two layers whose outputs are added have one g: the first takes the bias along
+                owners.append((alone.pop(self._shared(g), None), form))
+                size += g.rows * (g.width + a.width)
+        for name, rows in alone.items():
+            d = self._dense[name][1]
             pairs.append((d, None))
             owners.append((rows, None))
-            size += d[1] * d[2]
-        if not is_worth(size):
+            size += d.rows * d.width
+        if not native_rows.is_worth(size):
             return
-        for (rest, weight), found in zip(owners, squares(pairs)):
-            if rest is not None:
-                rest.__dict__["square"] = found[0]
-            if weight is not None:
-                weight.__dict__["square"] = found[1]
+        for own, found in zip(owners, native_rows.squares(pairs)):
+            for owner, square in zip(own, found):
+                if owner is not None:
+                    owner.__dict__["square"] = square
 
     def _shared(self, g: Matrix) -> str:
         """The bias whose gradients are this very matrix, or no name."""
-        name = self._at.get(g[0], "")
+        name = self._at.get(g.place, "")
         return name if name in self._dense and self._dense[name][1] == g else ""
 
     def totals(self, names: Iterable[str], factors: Tensor) -> dict[str, Tensor]:
@@ -102,80 +102,93 @@ class Rowwise:
         DenseGradient; the bits are the same for any number of threads.
         """
         alone: dict[str, Matrix] = {}
-        wanted: list[str] = []
+        weights: list[str] = []
         size = 0
         for name in names:
             if name not in self._dense:
                 self._find_written(name)
             if name in self._dense:
                 d = self._dense[name][1]
-                if d[2] <= WIDEST:
+                if d.width <= native_rows.WIDEST:
                     alone[name] = d
-                    size += d[1] * d[2]
+                    size += d.rows * d.width
             elif name in self._outer:
                 form, g, a = self._outer[name]
-                if form.widths in (None, (g[2], a[2])):
-                    wanted.append(name)
-                    size += g[1] * (g[2] + a[2])
-        if not is_worth(size):
-            return {}
+                if form.widths in (None, (g.width, a.width)):
+                    weights.append(name)
+                    size += g.rows * (g.width + a.width)
         found: dict[str, Tensor] = {}
-        held: list[tuple[str, Weighing, str]] = []
-        many = 0
-        for name in wanted:
+        if not native_rows.is_worth(size):
+            return found
+        jobs: list[Job] = []
+        for name in weights:
             _, g, a = self._outer[name]
             bias = self._shared(g)
-            if alone.pop(bias, None) is not None:
-                weighing = Weighing(
-                    g, True, True
-                )  # the factors go into g, which the bias wants too
+            if alone.pop(bias, None) is not None:  # the factors go into g, which the bias wants too
+                jobs.append((name, Weighing(g, True, True), bias))
             else:
-                weighing = Weighing(g if g[2] <= a[2] else a, True, False)
-            held.append((name, weighing, bias))
-            many += weighing.of[1] * weighing.of[2]
-            if many > HELD:
-                self._multiply(held, factors, found)
-                held, many = [], 0
-        if held:
-            self._multiply(held, factors, found)
-        if alone:
-            done = weighted([Weighing(d, False, True) for d in alone.values()], factors)
-            for name, (_, total) in zip(alone, done):
-                self._put(found, name, total)
+                jobs.append((name, Weighing(g if g.width <= a.width else a, True, False), ""))
+        jobs += [("", Weighing(d, False, True), name) for name, d in alone.items()]
+        start = held = 0
+        for end, (_, (of, is_kept, _), _) in enumerate(jobs, 1):
+            held += of.rows * of.width if is_kept else 0
+            if held > HELD or end == len(jobs):
+                self._do(jobs[start:end], factors, found)
+                start, held = end, 0
         return found
 
     def _find_written(self, name: str) -> None:
         """Gradients that were written out for their norms are rows now."""
         own = self._forms.get(name, ())
-        written: list[Tensor] = getattr(own[0], "written", []) if len(own) == 1 else []
-        d = matrix(written[0], written[0].shape[0]) if written else None
-        if written:
+        for grads in getattr(own[0], "written", []) if len(own) == 1 else []:
             self._outer.pop(name, None)
-        if d is not None:
-            self._dense[name] = (DenseGradient(written[0]), d)
+            d = matrix(grads, grads.shape[0])
+            if d is not None:
+                self._dense[name] = (DenseGradient(grads), d)
 
-    def _multiply(
-        self,
-        held: Sequence[tuple[str, Weighing, str]],
-        factors: Tensor,
-        found: dict[str, Tensor],
-    ) -> None:
-        """The products of some weights, and the sums that come along."""
-        for (name, weighing, bias), (kept, total) in zip(
-            held, weighted([w for _, w, _ in held], factors)
-        ):
-            assert kept is not None
-            form, g, a = self._outer[name]
-            if weighing.of is g:
-                product = torch.mm(kept.mT, form.a.view(a[1], a[2]))
-            else:
-                product = torch.mm(form.g.view(g[1], g[2]).mT, kept)
-            found[name] = product.view(form.shape)
-            del self._outer[name], self._forms[name], form
-            if weighing.is_summed:
-                self._put(found, bias, total)
+    def _do(self, jobs: Sequence[Job], factors: Tensor, found: dict[str, Tensor]) -> None:
+        """The products of some weights, and the sums of some rows."""
+        done = native_rows.weighted([weighing for _, weighing, _ in jobs], factors)
+        for (name, weighing, rows), (kept, total) in zip(jobs, done):
+            if kept is not None:
+                form, g, a = self._outer.pop(name)
+                if weighing.of is g:
+                    product = torch.mm(kept.mT, form.a.view(a.rows, a.width))
+                else:
+                    product = torch.mm(form.g.view(g.rows, g.width).mT, kept)
+                found[name] = product.view(form.shape)
+                del self._forms[name], form
+            if total is not None:
+                found[rows] = total.view(self._dense.pop(rows)[0].grads.shape[1:])
+                del self._forms[rows]
 
-    def _put(self, found: dict[str, Tensor], name: str, total: Tensor | None) -> None:
-        assert total is not None
-        found[name] = total.view(self._dense.pop(name)[0].grads.shape[1:])
-        del self._forms[name]
+
+class Bundle(NamedTuple):
+    """Small gradients of several parameters, and where each of them is."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    form: DenseGradient
+
+    def totals(self, factors: Tensor, bad: Tensor | None) -> dict[str, Tensor]:
+        """The weighted sums, views of one tensor; `bad` examples are replaced by zeros first."""
+        form: GradientForm = self.form if bad is None else self.form.kept(~bad)
+        parts = torch.split(form.total(factors), [shape.numel() for shape in self.shapes])
+        return {n: p.view(s) for n, p, s in zip(self.names, parts, self.shapes)}
+
+
+def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundle | None:
+    """Take the small written-out gradients among `names` out of `forms`; None if there are none."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        own = forms.get(name, [])
+        if len(own) == 1 and isinstance(own[0], DenseGradient):
+            grads = own[0].grads
+            if grads.dtype == torch.float32 and grads[0].numel() <= LARGEST:
+                found[name] = grads
+    if len(found) < 2:
+        return None
+    for name in found:
+        del forms[name]
+    joined = torch.cat([grads.reshape(len(grads), -1) for grads in found.values()], 1)
+    return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), DenseGradient(joined))

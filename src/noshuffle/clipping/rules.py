@@ -4,8 +4,17 @@
     def linear(layer, a, g, size): …  ->  {"weight": OuterGradient(…), "bias": DenseGradient(…)}
 
 `a` is the input, `g` the gradient at the output, both with the example axis first; the first axis
-may also be examples × positions (a batch that was flattened), which is why rules reshape to
-(size, -1, …). A rule applies to its own class, and to subclasses that keep its `forward`.
+may also be examples × positions (a flattened batch), which is why rules reshape to (size, -1, …).
+A rule applies to its own class, and to subclasses that keep its `forward`.
+
+Layers of Hugging Face models that are not torch's own go by name and parameters (`named_rule`):
+
+    Conv1D       y = x W + b with W stored [in, out]                       (GPT-2)
+    *RMSNorm     y = w · x/√(mean x² + ε), or (1 + w) · …                  (Llama, Qwen, Gemma, T5)
+    *Scaled*Embedding   a row of the table times a constant                (Gemma, BART)
+
+The trial on two examples decides whether such a rule fits; where it does not, the model is read
+once more without them. Nothing is imported from transformers.
 
 `@rewrite(nn.LSTM)` is for layers whose inside must be seen: the function runs in place of
 `forward`, computes the same, and records on a tape what it computed. No state but the two tables.
@@ -153,3 +162,51 @@ def instance_norm(
     unit = F.instance_norm(wide(a), eps=layer.eps)
     c = layer.num_features
     return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))
+
+
+def named_rule(layer: nn.Module) -> Rule | None:
+    """The rule for a layer that looks like one of these, or None."""
+    name, own = type(layer).__name__, dict(layer.named_parameters())
+    weight = own.get("weight")
+    if weight is None or type(layer).__module__.startswith("torch."):
+        return None
+    if name == "Conv1D" and weight.dim() == 2 and getattr(layer, "nf", 0) == weight.shape[1]:
+        return stored_by_input
+    if isinstance(layer, nn.Embedding):
+        is_scaled = name.endswith("Embedding") and "Scaled" in name
+        is_scaled = is_scaled and getattr(layer, "embed_scale", None) is not None
+        return scaled_embedding if is_scaled else None
+    is_norm = name.endswith("RMSNorm") or name == "T5LayerNorm"
+    if is_norm and list(own) == ["weight"] and weight.dim() == 1 and _eps(layer) is not None:
+        return scaled_root_mean_square
+    return None
+
+
+def stored_by_input(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
+    """Weight [in, out] and bias of x ↦ x W + b."""
+    a = a.reshape(size, -1, a.shape[-1])
+    g = g.reshape(size, -1, g.shape[-1])
+    widths = (a.shape[2], g.shape[2])
+    weight = OuterGradient(aligned(g), aligned(a), tuple(layer.weight.shape), widths)
+    return {"weight": weight, "bias": DenseGradient(summed(g))}
+
+
+def scaled_embedding(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
+    """Rows of a table that are multiplied by a constant."""
+    scale = layer.embed_scale
+    scale = scale.to(g.dtype) if isinstance(scale, Tensor) else scale
+    return embedding(layer, a, g * scale, size)
+
+
+def _eps(layer: Any) -> float | None:
+    found = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+    return float(found) if isinstance(found, float) else None
+
+
+def scaled_root_mean_square(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
+    """Weight of x ↦ w · x/√(mean x² + ε); adding a constant to w changes nothing here."""
+    x = wide(a)
+    unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (_eps(layer) or 0.0))
+    unit = unit.to(a.dtype) if a.dtype in HALF else unit
+    width = a.shape[-1]
+    return {"weight": DenseGradient(summed((unit * g).reshape(size, -1, width)))}

@@ -31,48 +31,40 @@ if TYPE_CHECKING:
     from noshuffle.clipping.tape import GradientTape
 
 
-def _linear(tape: GradientTape, x: Tensor, weight: Tensor, bias: Any, *, block: int = -1) -> Tensor:
-    """x ↦ W x + b, recorded. `block` k: only rows [k·e, (k+1)·e) of a stacked weight."""
-    if block < 0:
-        w, b, pad = weight, bias, (0, 0)
-    else:
-        e = weight.shape[0] // 3
-        rows = slice(block * e, (block + 1) * e)
-        w, b, pad = weight[rows], None if bias is None else bias[rows], (block * e, (2 - block) * e)
-    out = F.linear(x, w, b)
-    a = x.detach()
+def _linear(
+    tape: GradientTape, x: Tensor, weight: Tensor, bias: Any, *, rows: Any = None, shift: Any = None
+) -> Tensor:
+    """x ↦ W x + b, recorded. `rows`, `shift`: only these rows of a stacked weight and bias."""
+    rows = rows or slice(0, len(weight))
+    shift = shift or rows
+    out = F.linear(x, weight[rows], None if bias is None else bias[shift])
+    a, shape = x.detach(), tuple(weight.shape)
+
+    def full(g: Tensor, of: Tensor, own: slice) -> Tensor:
+        pad = (own.start, len(of) - own.stop)
+        return F.pad(g, pad) if any(pad) else g
 
     def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
-        g = F.pad(g, pad) if any(pad) else g
-        one, two = affine(a, g, tuple(weight.shape), size=a.shape[0])
-        return [(weight, one)] if bias is None else [(weight, one), (bias, two)]
+        one, two = affine(a, full(g, weight, rows), shape, size=a.shape[0])
+        if bias is None:
+            return [(weight, one)]
+        if shift is not rows:
+            two = affine(a, full(g, bias, shift), shape, size=a.shape[0])[1]
+        return [(weight, one), (bias, two)]
 
-    tape.record(out, build)
+    tape.record(build, out)
     return out
 
 
 def _project(layer: Any, tape: GradientTape, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    bias = layer.in_proj_bias
-    if layer.in_proj_weight is None:  # key and value have widths of their own
-        e = layer.embed_dim
-        weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-        outs = [_linear(tape, x, w, None) for x, w in zip((q, k, v), weights)]
-        if bias is None:
-            return outs
-        shifted = [out + bias[i * e : (i + 1) * e] for i, out in enumerate(outs)]
-        for i, out in enumerate(shifted):
-            _record_bias(tape, out, bias, (i * e, (2 - i) * e))
-        return shifted
-    if q is k and k is v:
+    bias, e = layer.in_proj_bias, layer.embed_dim
+    if q is k and k is v and layer.in_proj_weight is not None:
         return list(_linear(tape, q, layer.in_proj_weight, bias).chunk(3, -1))
-    return [_linear(tape, x, layer.in_proj_weight, bias, block=i) for i, x in enumerate((q, k, v))]
-
-
-def _record_bias(tape: GradientTape, out: Tensor, bias: Tensor, pad: tuple[int, int]) -> None:
-    def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
-        return [(bias, affine(g[..., :1], F.pad(g, pad), (1,), size=g.shape[0])[1])]
-
-    tape.record(out, build)
+    thirds = [slice(i * e, (i + 1) * e) for i in range(3)]
+    if layer.in_proj_weight is None:  # key and value have widths of their own
+        weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+        return [_linear(tape, x, w, bias, shift=s) for x, w, s in zip((q, k, v), weights, thirds)]
+    return [_linear(tape, x, layer.in_proj_weight, bias, rows=s) for x, s in zip((q, k, v), thirds)]
 
 
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
 in each group. On a CPU compiled loops take the norms from there (`native_conv`). Elsewhere the
 windows are a strided view until a product needs them, and the weighted sum over examples is torch's
-own weight gradient, which needs no windows at all.
+own weight gradient, which needs none. No state.
 
 >>> import torch
 >>> windows(torch.arange(4.0).reshape(1, 1, 4), (2,), (1,), (1,)).shape   # [N, C, L, k]
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, _zeroed
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, zeroed
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import scaled, wide
 from noshuffle.clipping.rules import rule
@@ -166,9 +166,9 @@ class Convolution(GradientForm):
         return loops.channels
 
     def kept(self, keep: Tensor) -> GradientForm:
-        rest = [_zeroed(grads, keep) for grads in self.written]
+        rest = [zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)
-        return replace(self, x=_zeroed(self.x, keep), g=_zeroed(self.g, keep), written=rest)
+        return replace(self, x=zeroed(self.x, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
         frames = self.g.shape[0] // self.size

@@ -1,14 +1,11 @@
 """A model as it was when it was last looked at, and whether it still is: its parts, its tensors.
 
 What an engine knows about a model (which parameters are trained, which layers are watched, that no
-layer couples examples) stays true until somebody changes the model. Finding it out again in every
-step walks the modules half a dozen times; comparing with a snapshot walks them once.
+layer couples examples) stays true until somebody changes the model. To compare with a `Snapshot`
+walks the modules once; to find it all out again does so half a dozen times.
 
     same    the same module objects of the same classes under the same names, in the same modes,
             with the same parameter objects that ask for a gradient, compiled or not as before
-
-Settings of single layers (`max_norm` of an embedding) may change without that; `check` looks at
-those in every step. State: the modules, except the model itself, so that it can go.
 
 `Watch` compares the tensors of a model around a step. What is not trained has no noise: whatever a
 forward pass leaves there is published with the model. So all that the trial of a model has not
@@ -17,9 +14,9 @@ found to change in the same way whatever the data (`statefulness.Findings`) must
     always              the same objects at the same places, in the same memory, of the same version
     small, on a CPU     the same numbers, which also shows writes through `.data`
 
-A layer that starts to keep statistics at step ten is seen at step ten. Not seen: writes of a CUDA
-graph, and through `.data` into tensors that are trained, large or on a GPU; plain attributes, whose
-effect on a loss only the trial looks at; what changes in every run, once the trial has allowed it.
+Not seen: writes of a CUDA graph, and through `.data` into tensors that are trained, large or on a
+GPU; plain attributes, whose effect on a loss only the trial looks at; what changes in every run,
+once the trial has allowed it. State: the modules, except the model itself, so that it can go.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()); shot = Snapshot(model)
@@ -30,6 +27,8 @@ Tanh()
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import is_not
 from typing import Any
 
@@ -56,12 +55,13 @@ class Snapshot:
     """What was found out about a model as a whole.
 
     Guarantees: raises what `validate` raises; where `holds` is true and `check` does not raise,
-    `validate` would not either, and `like`, `names` and `is_compiled` are what they would be now.
+    `validate` would not either, and all that is public here is what it would be now.
     """
 
     def __init__(self, model: nn.Module) -> None:
         validate(model)
         self.like = trainable(model)
+        self.device = next(iter(self.like.values())).device
         self.names = {id(p): name for name, p in self.like.items()}
         self.is_compiled = is_compiled(model)
         self.watch = Watch(model)
@@ -141,11 +141,24 @@ class Watch:
         tensors, marks = self._look()
         if marks == self._marks and _are_the_same(tensors, self._tensors):
             for i in self._small:
-                if not self._contents[i].is_kept():
+                if not self._contents[i].is_kept_by(tensors[i]):
                     break
             else:
                 return []
         return self._changed(findings)
+
+    @contextmanager
+    def around(
+        self, findings: Findings, when_changed: Callable[[list[str]], None]
+    ) -> Iterator[None]:
+        """`begin`, the block, `end`, and a call with the names of what changed, if anything did."""
+        self.begin()
+        try:
+            yield
+        finally:
+            changed = self.end(findings)
+        if changed:
+            when_changed(changed)
 
     def _look(self) -> tuple[list[Tensor], list[tuple[int, int]]]:
         tensors: list[Tensor] = []
@@ -186,12 +199,19 @@ class Watch:
                 was, now = entries.get(key), holder.get(key)
                 i, marked = before.get(id(was), (-1, (0, 0)))
                 content = self._contents.get(i)
-                is_alive = now is None or not is_wrapped(now)  # vmap left it there
-                if is_alive and name in findings.may_change:
+                may_change = name in findings.may_change
+                if now is not None and is_wrapped(now):  # vmap left it there
+                    is_fine = False
+                elif may_change or was is None or now is None:
+                    is_fine = may_change or was is now
+                elif content is not None:
+                    is_fine = content.is_kept_by(now)
+                else:
+                    is_fine = was is now and mark(now) == marked
+                    is_fine = is_fine or name in findings.may_be_written
+                if is_fine:
                     continue
-                if is_alive and _is_as_before(was, now, content, marked, findings, name):
-                    continue
-                if name not in findings.may_change:
+                if not may_change:
                     found.append(name)
                 if key in entries:
                     holder[key] = was
@@ -201,22 +221,6 @@ class Watch:
                     with torch.no_grad():
                         content.put_back()
         return found
-
-
-def _is_as_before(
-    was: Tensor | None,
-    now: Tensor | None,
-    content: Content | None,
-    marked: tuple[int, int],
-    findings: Findings,
-    name: str,
-) -> bool:
-    if content is not None:
-        return content.is_kept_by(now)
-    if was is None or now is None:
-        return was is now
-    is_written = was is not now or mark(now) != marked
-    return not is_written or name in findings.may_be_written
 
 
 def _are_the_same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -13,12 +13,9 @@ each run from the same state and under the same random numbers:
 Counters, caches that depend on shapes and power iterations on weights come out the same and may
 change (`Findings.may_change`). What is kept only to be looked at (attention maps) changes no loss
 and may stay. Where a loss does not come out the same twice (a schedule that counts calls outside
-the model) the second question has no answer.
-
-`snapshot.Watch` goes on after every step with what was found here. `ModelState` copies and puts
-back: parameters of any kind, buffers, submodules, the attributes of modules, and what lists,
-dictionaries, sets, tuples and NumPy arrays among them hold. Objects of other classes and globals
-are not seen, but for their effect on a loss. No state.
+the model) the second question has no answer. Objects of classes other than `ModelState` names, and
+globals, are not seen, but for their effect on a loss. `snapshot.Watch` goes on after every step
+with what was found here. No state.
 
 >>> class Mean(torch.nn.Linear):
 ...     def forward(self, x):
@@ -40,7 +37,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -55,36 +51,21 @@ _OF_TORCH = frozenset(nn.Module().__dict__)  # what torch keeps in every module
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 #: Containers of attributes are gone into so deep, and up to so many entries.
 _DEPTH, _ENTRIES = 4, 10_000
-Place = tuple[str, dict[str, Any], str]  # name, the dictionary of the module, key
-
-
-def places(model: nn.Module) -> list[Place]:
-    """Where the tensors of a model are: parameters and buffers, at every place of each."""
-    return [
-        (f"{prefix}.{key}" if prefix else key, holder, key)
-        for prefix, module in model.named_modules()
-        for holder in (module._parameters, module._buffers)
-        for key, value in holder.items()
-        if value is not None
-    ]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, shape and numbers, NaN included; or one and the same."""
+    """Equal; tensors in type, shape and numbers, NaN included."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b
+        return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)
     if a is b or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
-    if torch.equal(a, b):
-        return True
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _has_numbers(t: Tensor) -> bool:
-    is_there = not parameter.is_lazy(t) and not t.is_meta
-    return is_there and t.layout is torch.strided
+    return not parameter.is_lazy(t) and not t.is_meta and t.layout is torch.strided
 
 
 def mark(t: Tensor) -> tuple[int, int]:
@@ -106,48 +87,36 @@ class Content:
         self.tensor, self.mark, self._memory = tensor, mark(tensor), tensor.detach()
         self._copy = self._memory.cpu() if on_host else self._memory.clone()
 
-    def is_kept(self) -> bool:
-        return same(self.tensor.detach(), self._copy)
-
     def is_kept_by(self, other: Any) -> bool:
         return isinstance(other, Tensor) and same(other.detach(), self._copy)
 
     def put_back(self) -> None:
-        if not self.is_kept():
-            if not _lies_alike(self.tensor, self._memory):  # `p.data = …`
-                self.tensor.data = self._memory
-            self._memory.copy_(self._copy)
-
-
-def _lies_alike(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _put_back_entries(holder: dict[str, Any], before: dict[str, Any]) -> None:
-    if list(holder) != list(before) or any(map(is_not, holder.values(), before.values())):
-        holder.clear()
-        holder.update(before)
+        t, memory = self.tensor, self._memory
+        if not self.is_kept_by(t):
+            if (t.data_ptr(), t.shape, t.dtype) != (memory.data_ptr(), memory.shape, memory.dtype):
+                t.data = memory  # undoes `p.data = …`
+            memory.copy_(self._copy)
 
 
 class ModelState:
-    """Everything that a model keeps, as it is now."""
+    """Everything that a model keeps, as it is now: parameters of any kind, buffers, submodules, the
+    attributes of modules, and what lists, dictionaries, sets, tuples and NumPy arrays among them
+    hold."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         tensors: dict[int, Tensor] = {}
         for module in model.modules():
-            for holder in (module._parameters, module._buffers, module._modules):
-                self._entries.append((holder, dict(holder)))
-                self._go_into(dict(holder), tensors, depth=1)
-            own = {k: v for k, v in module.__dict__.items() if k not in _OF_TORCH}
-            self._attributes.append((module.__dict__, own))
-            self._go_into(tuple(own.values()), tensors, depth=_DEPTH)
+            for holder in (module._parameters, module._buffers, module._modules, module.__dict__):
+                is_own = holder is module.__dict__
+                own = {k: v for k, v in holder.items() if not is_own or k not in _OF_TORCH}
+                self._entries.append((holder, own))
+                self._go_into(tuple(own.values()), tensors, depth=_DEPTH if is_own else 1)
         on_host = _are_too_many(tensors.values())
         self._contents = {i: Content(t, on_host=on_host) for i, t in tensors.items()}
-        self._before: dict[str, Any] = {name: holder[key] for name, holder, key in places(model)}
+        self._before = _named_tensors(model)
         self._marks = {name: mark(t) for name, t in self._before.items()}
         self._extras = _extra_state(model)
 
@@ -167,11 +136,12 @@ class ModelState:
     def put_back(self) -> None:
         """All as it was; what a run made is gone again, what it filled is empty."""
         for holder, before in self._entries:
-            _put_back_entries(holder, before)
-        for holder, before in self._attributes:
-            for name in [k for k in holder if k not in _OF_TORCH and k not in before]:
-                del holder[name]
-            holder.update(before)
+            own = {k: v for k, v in holder.items() if k in before or k not in _OF_TORCH}
+            is_same = list(own) == list(before) and all(own[k] is v for k, v in before.items())
+            if not is_same:
+                for name in own:
+                    del holder[name]
+                holder.update(before)
         for container, before in self._containers:
             if isinstance(container, np.ndarray):
                 container[...] = before
@@ -186,7 +156,7 @@ class ModelState:
 
     def changes(self) -> tuple[dict[str, Any], set[str]]:
         """What became of tensors that a run changed, by name, and all that it wrote into."""
-        now: dict[str, Any] = {n: holder[key] for n, holder, key in places(self._model)}
+        now = _named_tensors(self._model)
         changed: dict[str, Any] = dict.fromkeys(self._before.keys() - now.keys())
         written = set(changed)
         for name, t in now.items():
@@ -201,6 +171,17 @@ class ModelState:
         extras = _extra_state(self._model)
         changed.update({k: v for k, v in extras.items() if v != self._extras.get(k)})
         return changed, written
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, under every name that each has."""
+    return {
+        f"{prefix}.{key}" if prefix else key: value
+        for prefix, module in model.named_modules()
+        for holder in (module._parameters, module._buffers)
+        for key, value in holder.items()
+        if value is not None
+    }
 
 
 def _are_too_many(tensors: Iterable[Tensor]) -> bool:
@@ -240,11 +221,6 @@ class Findings:
     may_change: set[str] = field(default_factory=set)
     may_be_written: set[str] = field(default_factory=set)
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether a run leaves all tensors as they are, and may be done twice."""
-        return not self.may_change
-
 
 def refuse_written(
     model: nn.Module, run: Callable[[int], object], findings: Findings | None = None
@@ -267,15 +243,11 @@ def refuse_written(
         touched |= written
     first, second = seen
     for name in {**first, **second}:
-        if name not in first or name not in second or not _alike(first[name], second[name]):
+        if name not in first or name not in second or not same(first[name], second[name]):
             raise Unsupported(_why_refused(model, name))
     findings.may_change |= first.keys()
     findings.may_be_written |= touched
     return findings
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return same(a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else bool(a == b)
 
 
 def _why_refused(model: nn.Module, name: str) -> str:
@@ -292,16 +264,7 @@ def _why_refused(model: nn.Module, name: str) -> str:
 
 
 def refuse_memory(model: nn.Module, run: Callable[[int], Tensor]) -> None:
-    """Raise if what an example leaves in the model changes the loss of the next one."""
-    if remembers(model, run):
-        raise Unsupported(
-            "the model keeps something of one example that changes the loss of the next one, which "
-            "no clipping bounds; let it forget between calls (an attribute set in forward, say)"
-        )
-
-
-def remembers(model: nn.Module, run: Callable[[int], Tensor]) -> bool:
-    """Whether the loss `run(0)` depends on which of `run(0)` and `run(1)` came before it."""
+    """Raise if the loss `run(0)` depends on which of `run(0)` and `run(1)` came before it."""
     losses = []
     for which in (0, 0, 1):
         with put_back_after(model), torch.no_grad():
@@ -311,4 +274,8 @@ def remembers(model: nn.Module, run: Callable[[int], Tensor]) -> bool:
     low = any(p.dtype in HALF for p in model.parameters())
     low = low or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     tolerance = (2e-3 if low else 1e-5) * max(abs(first), 1e-6)
-    return abs(first - other) > tolerance and abs(first - again) <= 0.1 * tolerance
+    if abs(first - other) > tolerance and abs(first - again) <= 0.1 * tolerance:
+        raise Unsupported(
+            "the model keeps something of one example that changes the loss of the next one, which "
+            "no clipping bounds; let it forget between calls (an attribute set in forward, say)"
+        )

@@ -1,8 +1,7 @@
 """A module called with other tensors in place of its own, which it has back afterwards.
 
-Torch's `functional_call` leaves its last tensors in a layer that stands at two places of a model:
-it puts them in once for each name, and takes the first ones for the layer's own. Here every place
-that holds a tensor is filled once, whatever it is called. No state.
+Torch's `functional_call` leaves its last tensors in a layer that stands at two places of a model,
+since it puts them in once for each name. Here every place is filled once. No state.
 
 >>> import torch
 >>> layer = nn.Linear(2, 2)

@@ -1,12 +1,11 @@
 """What a run of the model leaves behind: where to read output gradients, and what to make of them.
 
-`watching(model, layers, seen)` installs hooks for one run and takes them away again, so that no
-state stays in the user's model. Each layer call is handed to `seen`; layers with a rewrite run it
-in place of their own forward and write on the tape themselves. A `Site` is a point of the graph
-whose gradient is wanted, with a function from that gradient to per-example gradients. It is called
-as soon as the gradient arrives, so that biases and norm layers let go of their gradients during the
-backward pass and only linear maps and embeddings keep theirs. A site belongs to its place in the
-graph, so a later in-place change of the output does no harm.
+`watching(model, layers, seen)` installs hooks for one run, so that no state stays in the user's
+model. Each layer call is handed to `seen`; layers with a rewrite run it in place of their own
+forward and write on the tape themselves. A `Site` is a point of the graph whose gradient is wanted,
+with a function from that gradient to per-example gradients. It is called as soon as the gradient
+arrives, so that only linear maps and embeddings keep theirs during the backward pass. A later
+in-place change of the output does no harm.
 
 Autograd is asked only for the sites that have no other site behind them (`outermost`): all others
 lie on the way, and no weight gradient is computed. A `Route` remembers which ones these were; a run
@@ -14,7 +13,7 @@ in which it does not lead to every site is repeated without it (`RouteIncomplete
 
 >>> import torch
 >>> tape = GradientTape(size=2); x = torch.ones(2, 1, requires_grad=True)
->>> tape.record(x * 3, lambda g: []); len(tape.sites)
+>>> tape.record(lambda g: [], x * 3); len(tape.sites)
 1
 """
 
@@ -37,8 +36,7 @@ from noshuffle.clipping.rules import find_rewrite
 
 Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-Build = Callable[[list[Tensor | None]], Found]
-BuildOne = Callable[[Tensor], Found]
+Build = Callable[..., Found]  # of one gradient, or of as many as were asked for
 
 
 class RouteIncomplete(Exception):
@@ -58,13 +56,11 @@ class Route:
 class Site:
     """Points of the graph, and what their gradients (None: not reached) say about parameters."""
 
-    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "is_listed", "missing")
+    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "missing")
 
-    def __init__(
-        self, edges: tuple[GradientEdge, ...], build: Build | BuildOne, *, is_listed: bool
-    ) -> None:
-        self.edges, self.is_listed = edges, is_listed
-        self.build: Any = build
+    def __init__(self, edges: tuple[GradientEdge, ...], build: Build) -> None:
+        self.edges = edges
+        self.build: Build | None = build
         self.grads: list[Tensor | None] = [None] * len(edges)
         self.found: Found = ()
         self.missing = len(edges)
@@ -73,7 +69,7 @@ class Site:
         """Turn the gradients into forms, once, and keep nothing else."""
         if self.build is not None and self.missing < len(self.grads):
             found = []
-            for parameter, form in self.build(self.grads if self.is_listed else self.grads[0]):
+            for parameter, form in self.build(*self.grads):
                 if parameter.requires_grad:
                     found.append((parameter, form))
             self.found = found
@@ -90,17 +86,11 @@ class GradientTape:
     handles: list[RemovableHandle] = field(default_factory=list)
     route: Route = field(default_factory=Route)
 
-    def record(self, out: Tensor, build: BuildOne) -> None:
-        """Ask for the gradient at `out`."""
-        if self.is_on and out.requires_grad:
-            site = Site((get_gradient_edge(out),), build, is_listed=False)
-            self.sites.append(site)
-            hook: Any = partial(_arrived, ref(site), 0)
-            self.handles.append(out.register_hook(hook))  # type: ignore[no-untyped-call]
-
-    def ask(self, outs: Sequence[Tensor], build: Build) -> None:
-        """Ask for the gradients at several tensors, all of which require one."""
-        site = Site(tuple(map(get_gradient_edge, outs)), build, is_listed=True)
+    def record(self, build: Build, *outs: Tensor) -> None:
+        """Ask for the gradients at some tensors; either all of them require one or none does."""
+        if not self.is_on or not outs[0].requires_grad:
+            return
+        site = Site(tuple(map(get_gradient_edge, outs)), build)
         self.sites.append(site)
         for place, out in enumerate(outs):
             # The graph must not hold the site, which holds the graph.

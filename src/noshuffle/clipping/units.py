@@ -13,14 +13,14 @@ An engine hands over per-example gradients as forms; `finish` adds up the exampl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from noshuffle.clipping import native_rows
-from noshuffle.clipping.bundle import Bundle, bundled
 from noshuffle.clipping.factor import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import (
     DenseGradient,
@@ -31,7 +31,7 @@ from noshuffle.clipping.forms import (
     squares,
 )
 from noshuffle.clipping.products import HALF
-from noshuffle.clipping.rowwise import Rowwise
+from noshuffle.clipping.rowwise import Bundle, Rowwise, bundled
 from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput
 
@@ -48,6 +48,14 @@ class Members:
     @property
     def count(self) -> int:
         return self.size if self.units is None else self.units.count
+
+    def rows(self, rows: slice) -> Members:
+        """Those among some rows; units keep their numbers, and their means their divisors."""
+        keep = None if self.keep is None else self.keep[rows]
+        units = self.units
+        if units is not None:
+            units = replace(units, of=units.of[rows], slot=units.slot[rows])
+        return Members(len(range(*rows.indices(self.size))), keep, units, self.examples)
 
 
 def members(
@@ -148,7 +156,8 @@ def finish(
     gradients = _Gradients(forms, like, clip=clip, count=len(ok), device=device)
     squared = gradients.squared_norms()
     factors, norms, bad = clip_factors(squared, ok, present, clip=clip, slack=slack(*like.values()))
-    shown = gradients.shown(losses)
+    is_behind = device.type == "cuda" and len(ok) > 0 and not is_capturing(device)
+    shown = DeviceCopy(losses).values if is_behind else None  # the device is asked soon anyway
     has_bad, answer = _ask(bad, part, device=device)
     if has_bad:
         gradients.leave_out(bad)
@@ -159,6 +168,15 @@ def finish(
         raise BadUnitFound
     values = {name: values[name] for name in names} if len(factors) > 1 else values
     return ClippedSum(values, clip.bound(names), norms, losses, bad, present, shown)
+
+
+def joined(done: Sequence[ClippedSum]) -> ClippedSum:
+    """Sums of parts, each of which was added onto the first one, as one sum."""
+    fields = ("norms", "losses", "bad", "present")
+    lists: dict[str, Any] = {f: torch.cat([getattr(part, f) for part in done]) for f in fields}
+    # The last part has waited for the device, hence for the losses of all before it too.
+    shown = [part.shown for part in done if part.shown is not None]
+    return replace(done[0], **lists, shown=torch.cat(shown) if len(shown) == len(done) else None)
 
 
 def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor]:
@@ -227,28 +245,19 @@ class _Gradients:
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Squared norm per unit, by parameter; that of a bundle stands at its first name."""
-        found, zeros = {}, None
+        found = {}
         for name in self._like:
             own = self._forms.get(name)
-            if own:
-                if len(own) > 1:
-                    found[name] = squares(own)
-                else:
-                    square = own[0].__dict__.get("square")  # taken before (`Rowwise`)
-                    found[name] = own[0].squares() if square is None else square
+            if not own:
+                found[name] = torch.zeros(self._count, device=self._device)
+            elif len(own) > 1:
+                found[name] = squares(own)
             else:
-                if zeros is None:
-                    zeros = torch.zeros(self._count, device=self._device)
-                found[name] = zeros
+                square = own[0].__dict__.get("square")  # taken before (`Rowwise`)
+                found[name] = own[0].squares() if square is None else square
         for bundle in self._bundles.values():
             found[bundle.names[0]] = bundle.form.squares()
         return found
-
-    def shown(self, losses: Tensor) -> Tensor | None:
-        """Losses on their way to the host: the device is about to be asked anyway."""
-        if not self._on_gpu or is_capturing(self._device):
-            return None
-        return DeviceCopy(losses).values
 
     def leave_out(self, bad: Tensor) -> None:
         """Bad units are replaced by zeros: 0·∞ is not 0."""

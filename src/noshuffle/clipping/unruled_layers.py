@@ -1,11 +1,9 @@
 """Per-example gradients of one layer without a rule: vmap of that layer alone.
 
-The layer is run again on its recorded inputs, one example at a time, and pulled back from its
-recorded output gradients:
+The layer, which must be deterministic, is run again on its recorded inputs, one example at a time,
+and pulled back from its recorded output gradients, for its own parameters only:
 
     grad[b] = (∂ layer(x_b; θ)/∂θ)ᵀ g_b
-
-written out for the parameters of this layer only. The layer must be deterministic.
 
 >>> import torch
 >>> layer, x, g = torch.nn.PReLU(), -torch.ones(3, 2), torch.ones(3, 2)
@@ -81,7 +79,7 @@ def record(
     blanks = [torch.zeros_like(t) for t, _ in floating]
     stamps = list(map(stamp, tensors((args, kwargs))))
 
-    def build(grads: list[Tensor | None]) -> Found:
+    def build(*grads: Tensor | None) -> Found:
         if stamps != list(map(stamp, tensors((args, kwargs)))):
             raise NotByLayer(f"an input of {type(layer).__name__} is changed in place after it")
         given = iter(grads)
@@ -91,4 +89,4 @@ def record(
         own = dict(layer.named_parameters())
         return [(own[name], DenseGradient(grad)) for name, grad in found.items()]
 
-    tape.ask([t for t, _ in floating if t.requires_grad], build)
+    tape.record(build, *(t for t, _ in floating if t.requires_grad))
