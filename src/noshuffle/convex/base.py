@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
-from noshuffle.convex.linear_rule import LinearRule, LinearSettings
+from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
@@ -29,13 +29,7 @@ from noshuffle.convex.saved import Saveable
 from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
-from noshuffle.errors import (
-    HorizonExceeded,
-    InvalidInput,
-    Unsupported,
-    instance_of,
-    positive,
-)
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
 from noshuffle.noise import test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
@@ -112,44 +106,48 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
 
     #: Parameters that bound columns or targets.
     _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound")
+    #: The progressive score, and (`each`) what `release_score` releases the running mean of.
+    _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = Accuracy
 
-    def _loss(self, classes: int) -> MarginLoss:
-        raise NotImplementedError
+    if TYPE_CHECKING:  # what a kind of model adds
 
-    def _score(self) -> Accuracy | RSquared:
-        raise NotImplementedError
-
-    def _scores(self, margins: Array, y: Targets) -> Array:
-        """What `release_score` releases the running mean of: a number in [0, 1] per row."""
-        raise NotImplementedError
+        def _loss(self, classes: int) -> MarginLoss: ...
+        def _targets(self, y: Any) -> Targets: ...
 
     def _score_unit(self) -> float:
         """What a score of one means in the units of the data."""
         return 1.0
 
     def _publish(self) -> None:
-        """Set coef_ and intercept_ from the released weights."""
-        raise NotImplementedError
+        self.coef_: Array
+        self.intercept_: Any
+        self.coef_, self.intercept_ = self._original_coordinates()
+
+    def _take_classes(self, y: Any) -> tuple[str, ...]:
+        """What `fit` learns from y before it begins, in words."""
+        return ()
+
+    def _name_classes(self, classes: Any, *, goes_on: bool) -> None:
+        """What the caller of `partial_fit` said of y beforehand."""
 
     def _rule(self, features: int, classes: int) -> Rule:
-        loss = self._loss(classes)
-        outputs = loss.outputs(classes)
+        loss, outputs = self._loss(classes), 1 if classes <= 2 else classes
         composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
         averaging = "last" if makes_zeros(composite) else "linear"
-        settings = LinearSettings(
+        return LinearRule(
             loss=loss,
             features=features,
             outputs=outputs,
             clip_norm=self._clip(loss, outputs),
             radius=self.radius,
-            learning_rate=self.learning_rate,
+            fixed_rate=self.learning_rate,
             fit_intercept=self.fit_intercept,
             averaging=averaging if self.averaging is None else self.averaging,
             composite=composite,
             constraint=constraint_of(self.constraint, radius=self.radius),
             groups=groups_of(self.groups, features=features),
+            watch=self._watch,
         )
-        return LinearRule(settings, watch=self._watch)
 
     def _clip(self, loss: MarginLoss, outputs: int) -> float:
         """The given clip norm, else the bound that follows from Lipschitz loss and bounded rows."""
@@ -163,10 +161,6 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
             )
         return slope * float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
 
-    def _targets(self, y: Any) -> Targets:
-        """y as the rule takes it."""
-        raise NotImplementedError
-
     def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         """Rows and targets as arrays of real numbers (classes may be anything with an order)."""
         refuse_complex(X=X, y=y)
@@ -175,33 +169,46 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
             self, X, y, accept_sparse="csr", dtype=_FLOATS, y_numeric=numeric, reset=reset
         )
 
-    def _fit(
+    def fit(
         self,
         X: Any,
         y: Any,
-        ids: Iterable[Hashable] | None,
-        run: str | Path | None,
-        *notes: str,
+        *,
+        ids: Iterable[Hashable] | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """`fit`, once X and y are checked."""
+        """Learn from a table in the order of its rows; anything learned before is forgotten.
+
+        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
+        """
+        X, y = self._checked(X, y, reset=True)
+        notes = self._take_classes(y)
+        targets = self._targets(y)  # refuses unknown classes before anything begins
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(X)
         self._begin(X.shape[1], rows=X.shape[0], run=run)
-        self._learn(X, self._targets(y), ids, passes=self.passes)
+        self._learn(X, targets, ids, passes=self.passes)
         self._stream.close()
         self._finish(*notes)
         return self
 
-    def _partial_fit(
+    def partial_fit(
         self,
         X: Any,
         y: Any,
-        ids: Iterable[Hashable] | None,
-        run: str | Path | None,
         *,
-        goes_on: bool,
+        ids: Iterable[Hashable] | None = None,
+        run: str | Path | None = None,
     ) -> Self:
-        """`partial_fit`, once X and y are checked."""
+        """Predict these rows, then learn from them."""
+        return self._partial_fit(X, y, None, ids, run)
+
+    def _partial_fit(
+        self, X: Any, y: Any, classes: Any, ids: Iterable[Hashable] | None, run: str | Path | None
+    ) -> Self:
+        goes_on = self._continued()
+        X, y = self._checked(X, y, reset=not goes_on)
+        self._name_classes(classes, goes_on=goes_on)
         if not goes_on:
             self._begin(X.shape[1], rows=None, run=run)
         elif run is not None:
@@ -224,7 +231,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
                 f"{'a stream' if rows is None else rows}; use passes=1, or leave horizon out"
             )
         self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
-        self._progress = self._score()
+        self._progress = self._SCORE()
         self._stream = self._new_stream(
             features, horizon=horizon, passes=self.passes, run=run, account=self.budget
         )
@@ -248,7 +255,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
             source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
         rule = self._rule(features, len(getattr(self, "classes_", ())))
         return LearningStream(
-            ScoredRule(rule, self._scores) if self.release_score else rule,
+            ScoredRule(rule, self._SCORE.each) if self.release_score else rule,
             PhaseBudget(self.epsilon, self.delta, self.mechanism, self.neighbours),
             source=source,
             horizon=horizon,
@@ -259,12 +266,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         )
 
     def _learn(
-        self,
-        x: Any,
-        y: Targets,
-        ids: Iterable[Hashable] | None,
-        *,
-        passes: int = 1,
+        self, x: Any, y: Targets, ids: Iterable[Hashable] | None, *, passes: int = 1
     ) -> None:
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
@@ -330,7 +332,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         horizon, passes = state["phases"][0]
         stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
         stream.load(state, path, account=self.budget)
-        self._stream, self._progress = stream, self._score()
+        self._stream, self._progress = stream, self._SCORE()
         vars(self._progress).update(state["progress"])
         self._finish(*self._notes)
 

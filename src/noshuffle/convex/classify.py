@@ -29,11 +29,11 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
-from noshuffle.convex.progress import Accuracy, told
+from noshuffle.convex.progress import told
 from noshuffle.errors import InvalidInput, one_of
 
 _READ_CLASSES = (
@@ -43,34 +43,9 @@ _READ_CLASSES = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
-    """Classes, predictions and the two ways to fit. See `PrivateLinearModel` for parameters."""
+    """Classes and predictions. See `PrivateLinearModel` for parameters."""
 
     classes: Any = None
-
-    def _score(self) -> Accuracy:
-        return Accuracy()
-
-    def _scores(self, margins: Array, y: Targets) -> Array:
-        return np.asarray(told(margins) == y, dtype=np.float64)
-
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        *,
-        ids: Iterable[Hashable] | None = None,
-        run: str | Path | None = None,
-    ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten.
-
-        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
-        """
-        X, y = self._checked(X, y, reset=True)
-        check_classification_targets(y)
-        self._set_classes(y if self.classes is None else self.classes)
-        self._targets(y)  # refuses unknown classes before anything begins
-        notes = () if self.classes is not None else (_READ_CLASSES,)
-        return self._fit(X, y, ids, run, *notes)
 
     def partial_fit(
         self,
@@ -82,17 +57,25 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them; the first call names the classes."""
-        goes_on = self._continued()
-        X, y = self._checked(X, y, reset=not goes_on)
+        return self._partial_fit(X, y, classes, ids, run)
+
+    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        X, y = super()._checked(X, y, reset=reset)
         check_classification_targets(y)
+        return X, y
+
+    def _take_classes(self, y: Any) -> tuple[str, ...]:
+        self._set_classes(y if self.classes is None else self.classes)
+        return () if self.classes is not None else (_READ_CLASSES,)
+
+    def _name_classes(self, classes: Any, *, goes_on: bool) -> None:
+        known = classes if classes is not None else self.classes
+        if not goes_on and known is None:
+            raise InvalidInput("the first partial_fit needs classes=: all that may ever come")
         if not goes_on:
-            known = classes if classes is not None else self.classes
-            if known is None:
-                raise InvalidInput("the first partial_fit needs classes=: all that may ever come")
             self._set_classes(known)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
-        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _set_classes(self, labels: Any) -> None:
         self.classes_ = np.unique(column_or_1d(labels))
@@ -111,9 +94,6 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
                 "every class that may come in classes="
             )
         return np.asarray(codes, dtype=np.int64)
-
-    def _publish(self) -> None:
-        self.coef_, self.intercept_ = self._original_coordinates()
 
     def decision_function(self, X: Any) -> Array:
         """Margins: one number per row for two classes, one per class for more."""

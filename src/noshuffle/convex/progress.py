@@ -3,9 +3,8 @@
 The margins at which a row's gradient is taken are its prediction by a model that has never seen it,
 so a running score costs nothing. It is an honest estimate of the model's worth while it learned; it
 is NOT private, since it is computed from raw targets without noise: keep it where the data is. The
-score that may be published is `scored_rule`'s.
+score that may be published is `scored_rule`'s, of which `each` gives the part of every row.
 
->>> import numpy as np
 >>> score = Accuracy()
 >>> score(np.array([[1.0], [-1.0], [2.0]]), np.array([1, 0, 0]))
 >>> round(score.value, 3)
@@ -48,6 +47,11 @@ class Accuracy:
     def value(self) -> float:
         return self.right / self.rows if self.rows else float("nan")
 
+    @staticmethod
+    def each(margins: Array, y: Targets) -> Array:
+        """1 for a class told right, else 0."""
+        return np.asarray(told(margins) == y, dtype=np.float64)
+
 
 @dataclass
 class RSquared:
@@ -68,3 +72,8 @@ class RSquared:
     def value(self) -> float:
         spread = self.squares - self.total**2 / self.rows if self.rows else 0.0
         return 1.0 - self.errors / spread if spread > 0 else float("nan")
+
+    @staticmethod
+    def each(margins: Array, y: Targets) -> Array:
+        """Half of the absolute error: both numbers lie within ±1 here."""
+        return np.asarray(np.abs(np.clip(margins[:, 0], -1.0, 1.0) - y) / 2.0)

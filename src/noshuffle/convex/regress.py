@@ -19,19 +19,17 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import RegressorMixin
 
-from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import squared
 from noshuffle.convex.margins import MarginLoss, PerMargin
-from noshuffle.convex.progress import RSquared
+from noshuffle.convex.progress import Accuracy, RSquared
 from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
@@ -56,16 +54,10 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     tau: float = 1.0
 
     _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound", "target_bounds")
+    _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = RSquared
 
     def _loss(self, classes: int) -> MarginLoss:
         return PerMargin(squared(radius=np.inf))  # clipping turns it into Huber's loss
-
-    def _score(self) -> RSquared:
-        return RSquared()
-
-    def _scores(self, margins: Array, y: Targets) -> Array:
-        """Half of the absolute error: both numbers lie within ±1 here."""
-        return np.asarray(np.abs(np.clip(margins[:, 0], -1.0, 1.0) - y) / 2.0)
 
     def _score_unit(self) -> float:
         low, high = self._limits()
@@ -85,7 +77,7 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
             clip_norm=self._clip_of_sums(),
             tau=self.tau,
             alpha=self.alpha if self.penalty == "l2" else 0.0,
-            radius=None if ball is None else ball.radius,
+            radius=np.inf if ball is None else ball.radius,
             fit_intercept=self.fit_intercept,
             watch=self._watch,
         )
@@ -114,34 +106,6 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
                 f"{self.target_bounds!r}"
             )
         return low, high
-
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        *,
-        ids: Iterable[Hashable] | None = None,
-        run: str | Path | None = None,
-    ) -> Self:
-        """Learn from a table in the order of its rows; anything learned before is forgotten.
-
-        `run`: a folder for the evidence (plan, ledger, statement), which `verify` reads.
-        """
-        X, y = self._checked(X, y, reset=True)
-        return self._fit(X, y, ids, run)
-
-    def partial_fit(
-        self,
-        X: Any,
-        y: Any,
-        *,
-        ids: Iterable[Hashable] | None = None,
-        run: str | Path | None = None,
-    ) -> Self:
-        """Predict these rows, then learn from them."""
-        goes_on = self._continued()
-        X, y = self._checked(X, y, reset=not goes_on)
-        return self._partial_fit(X, y, ids, run, goes_on=goes_on)
 
     def _publish(self) -> None:
         low, high = self._limits()

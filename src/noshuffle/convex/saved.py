@@ -27,7 +27,7 @@ from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import seal
 
-FORMAT = "noshuffle-stream/2"
+FORMAT = "noshuffle-stream/3"
 MODEL, STREAM = "model.pkl", "stream.pt"
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Phase
-from noshuffle.convex.stream import Rule, Watch
+from noshuffle.convex.stream import Rule
 
 #: Weight of the score beside the gradient, in clip norms.
 SHARE = 0.25
@@ -32,29 +32,27 @@ SHARE = 0.25
 Score = Callable[[Array, Targets], Array]
 
 
-class ScoredRule:
+class ScoredRule(Rule):
     """A rule with one more coordinate.
 
     Guarantees: one row's contribution has norm at most `clip_norm` (this one's, not the inner
     rule's), since scores are clamped to [0, 1] and scores that are not numbers count as 0.
     """
 
+    _STATE: ClassVar[tuple[str, ...]] = ("_total", "_rows", "_finished", "_noise", "curve")
+
     def __init__(self, rule: Rule, score_fn: Score) -> None:
         self.inner, self._score_fn = rule, score_fn
-        self.watch: Watch | None = rule.watch
-        rule.watch = self._saw
+        self.watch, rule.watch = rule.watch, self._saw
         self.size = rule.size + 1
         self._weight = SHARE * rule.clip_norm
         self.clip_norm = math.hypot(rule.clip_norm, self._weight)
-        self._raw = 0.0
-        self._total = 0.0
+        self._raw = self._total = self._finished = self._noise = 0.0
         self._rows = 0
-        self._finished = 0.0
-        self._noise = 0.0
         self.curve: list[tuple[float, float, float]] = []
 
     @property
-    def learning_rate(self) -> float:
+    def learning_rate(self) -> float:  # type: ignore[override]
         return self.inner.learning_rate
 
     @property
@@ -88,13 +86,8 @@ class ScoredRule:
         self.curve.append((float(self._rows), self._total / self._rows, deviation / self._rows))
 
     def state(self) -> dict[str, Any]:
-        """Everything that changes as rows come, as plain values."""
-        own = {"total": self._total, "rows": self._rows, "finished": self._finished}
-        return {**own, "noise": self._noise, "curve": self.curve, "inner": self.inner.state()}
+        return {**super().state(), "inner": self.inner.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self._total, self._rows = state["total"], state["rows"]
-        self._finished, self._noise = state["finished"], state["noise"]
-        self.curve = [tuple(point) for point in state["curve"]]
+        super().load(state)
         self.inner.load(state["inner"])

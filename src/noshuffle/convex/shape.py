@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, non_negative, one_of, positive
-from noshuffle.optim.composite import Composite, ElasticNet, elastic_net, group_lasso, lasso
-from noshuffle.optim.constraints import Constraint, box, l1_ball, l2_ball, simplex
+from noshuffle.optim.composite import Composite, ElasticNet, GroupLasso
+from noshuffle.optim.constraints import Box, Constraint, L1Ball, L2Ball, Simplex
 
 PENALTIES = ("l1", "l2", "elasticnet", "group")
 CONSTRAINTS = ("ball", "box", "simplex", "l1_ball")
@@ -29,22 +29,17 @@ def composite_of(
         return penalty
     one_of(PENALTIES, penalty=penalty)
     non_negative(alpha=alpha)
-    if penalty == "l1":
-        return lasso(alpha)
-    if penalty == "l2":
-        return elastic_net(0.0, alpha)
     if penalty == "group":
-        return group_lasso(alpha)
-    if not 0 <= l1_ratio <= 1:
+        return GroupLasso(alpha)
+    share = {"l1": 1.0, "l2": 0.0}.get(penalty, l1_ratio)
+    if not 0 <= share <= 1:
         raise InvalidInput(f"l1_ratio must lie in [0, 1], got {l1_ratio!r}")
-    return elastic_net(alpha * l1_ratio, alpha * (1 - l1_ratio))
+    return ElasticNet(alpha * share, alpha * (1 - share))
 
 
 def makes_zeros(composite: Composite | None) -> bool:
     """Whether a regularizer sets weights to exactly zero."""
-    if isinstance(composite, ElasticNet):
-        return composite.l1 > 0
-    return composite is not None
+    return composite.l1 > 0 if isinstance(composite, ElasticNet) else composite is not None
 
 
 def constraint_of(constraint: str | Constraint | None, *, radius: float) -> Constraint | None:
@@ -53,11 +48,8 @@ def constraint_of(constraint: str | Constraint | None, *, radius: float) -> Cons
         return constraint
     one_of(CONSTRAINTS, constraint=constraint)
     positive(radius=radius)
-    if constraint == "ball":
-        return l2_ball(radius)
-    if constraint == "box":
-        return box(-radius, radius)
-    return simplex(radius) if constraint == "simplex" else l1_ball(radius)
+    made = L2Ball(radius), Box(-radius, radius), Simplex(radius), L1Ball(radius)
+    return made[CONSTRAINTS.index(constraint)]
 
 
 def groups_of(groups: Any, *, features: int) -> tuple[NDArray[np.int64], ...] | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,39 +43,47 @@ from noshuffle.release.units import Ids, UnitTable, as_ids, kind_of_ids
 Watch = Callable[[Array, Targets], None]
 
 
-class Rule(Protocol):
-    """What is summed about a row, and what a noisy mean does to the iterate."""
+class Rule:
+    """What is summed about a row (`size` numbers), and what a noisy mean does to the iterate."""
 
     size: int
     clip_norm: float
-    watch: Watch | None
+    learning_rate: float
+    watch: Watch | None = None
 
-    @property
-    def learning_rate(self) -> float:
-        """The step size in use."""
-        ...
+    #: Attributes that change as rows come: arrays and plain values.
+    _STATE: ClassVar[tuple[str, ...]] = ()
 
     @property
     def weights(self) -> Array:
-        """The released answer, outputs × (features + 1)."""
-        ...
+        """The released answer, outputs × (features + 1), the intercept last."""
+        raise NotImplementedError
 
     def start(self, phase: Phase) -> None:
         """A phase begins: set the learning rate."""
+        raise NotImplementedError
 
     def clipped_sum(self, x: Any, y: Targets) -> Array:
         """Predict these rows, then the sum of contributions, each of norm ≤ clip_norm."""
-        ...
+        raise NotImplementedError
 
     def update(self, mean: Array, *, step: int) -> None:
         """Take in the released mean of a step of the current phase."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """Everything that changes as rows come, as tensors and plain values."""
-        ...
+        values = {name: getattr(self, name) for name in self._STATE}
+        return {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
+        for name in self._STATE:
+            value = state[name]
+            setattr(self, name, value.numpy().copy() if torch.is_tensor(value) else value)
 
 
 class LearningStream(OneOwner):

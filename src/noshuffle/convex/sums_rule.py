@@ -18,10 +18,9 @@ eigenvalues below half of it come from noise alone and are raised to that.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from scipy import sparse
 
 from noshuffle.clipping.factor import clip_factor
@@ -29,12 +28,14 @@ from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
-from noshuffle.convex.stream import Watch
+from noshuffle.convex.stream import Rule, Watch
 from noshuffle.errors import non_negative, positive
 
 
-class SumsRule:
+class SumsRule(Rule):
     """The two sums and the answer they give; targets are scaled to [−1, 1] beforehand."""
+
+    _STATE: ClassVar[tuple[str, ...]] = ("_total", "_theta", "_rows", "_finished", "_noise")
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class SumsRule:
         clip_norm: float,
         tau: float = 1.0,
         alpha: float = 0.0,
-        radius: float | None = None,
+        radius: float = math.inf,
         fit_intercept: bool = True,
         watch: Watch | None = None,
     ) -> None:
@@ -55,21 +56,15 @@ class SumsRule:
         self._q = features + int(fit_intercept)
         self._features = features
         self.size = self._q * (self._q + 1) // 2 + self._q
-        self._total = np.zeros(self.size)
-        self._theta = np.zeros(self._q)
-        self._rows = 0.0
-        self._finished = 0.0
-        self._noise = 0.0
+        self._total, self._theta = np.zeros(self.size), np.zeros(self._q)
+        self._rows = self._finished = self._noise = 0.0
         self.learning_rate = 1.0
 
     @property
     def weights(self) -> Array:
-        """The answer, 1 × (features + 1), the intercept last."""
         out = np.zeros((1, self._features + 1))
         out[0, : self._q] = self._theta
         return out
-
-    iterate = weights
 
     def start(self, phase: Phase) -> None:
         # The noise of finished phases stays in the sums.
@@ -90,18 +85,6 @@ class SumsRule:
         weight = clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)
         return moments(rows, y, ratio=self.tau, weights=weight)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that changes as rows come, as tensors and plain values."""
-        sums = {"total": torch.from_numpy(self._total), "theta": torch.from_numpy(self._theta)}
-        numbers = {"rows": self._rows, "finished": self._finished, "noise": self._noise}
-        return {**{name: value.clone() for name, value in sums.items()}, **numbers}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self._total, self._theta = state["total"].numpy().copy(), state["theta"].numpy().copy()
-        self._rows, self._finished = state["rows"], state["finished"]
-        self._noise = state["noise"]
-
     def update(self, mean: Array, *, step: int) -> None:
         batch = self._phase.batch_size
         self._total += mean * batch
@@ -114,6 +97,6 @@ class SumsRule:
             gram,
             cross,
             ridge=ridge,
-            radius=math.inf if self.radius is None else self.radius,
+            radius=self.radius,
             least_curvature=max(ridge / 2.0, 1e-12),
         )

@@ -104,10 +104,10 @@ class Problem:
     ) -> Problem:
         """A problem whose data keeps the bounds of its loss, and a key for it."""
         contribution(neighbours)  # refuses neighbours that would shift the batches
+        x, y = loss.check(rows, labels)
         positive(epsilon=epsilon)
         if delta != 0:  # pure ε, for solvers that have it
             open_unit(delta=delta)
-        x, y = loss.check(rows, labels)
         source = source_of(test_seed)
         place, draws = domain or Everywhere(), KeyedDraws(source, name="draws")
         return cls(loss, x, y, place, epsilon, delta, neighbours, source, draws)
