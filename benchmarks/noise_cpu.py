@@ -27,10 +27,9 @@ import torch
 from noise_kernels import moved
 
 from noshuffle.noise import NoiseStream, native, test_source
-from noshuffle.noise.constants import CPU_CHUNK, TILE, TORCH_CHUNK
-from noshuffle.noise.layout import Layout
+from noshuffle.noise.gaussian import CPU_CHUNK, TILE, TORCH_CHUNK
+from noshuffle.noise.layout import Layout, share
 from noshuffle.noise.step_plan import StepPlans
-from noshuffle.noise.workers import share
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
 CNN = {"conv1.weight": (16, 1, 8, 8), "conv1.bias": (16,), "conv2.weight": (32, 16, 4, 4)}

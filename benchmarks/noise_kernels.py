@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.noise import test_source
-from noshuffle.noise.constants import DEVICE_CHUNK, TILE
 from noshuffle.noise.fused import Fused
+from noshuffle.noise.gaussian import DEVICE_CHUNK, TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.step_plan import StepPlan, StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive

@@ -59,7 +59,7 @@ def row(case: str, *, steps: int, run: Path | None) -> str:
         run=run,
     )
     release = private._parts.release
-    holders = {"release": release, "ledger": release.ledger, "file": release.ledger._file}
+    holders = {"release": release, "ledger": release.ledger, "file": release.ledger}
     found: dict[str, list[float]] = {name: [] for _, name in PARTS}
     for holder, name in PARTS:
         timed(holders[holder], name, found[name])

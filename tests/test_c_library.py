@@ -16,7 +16,7 @@ import pytest
 from noshuffle import c_library
 from noshuffle.c_library import build, cache_folder, text_of
 from noshuffle.clipping import native_conv, native_rows
-from noshuffle.noise import constants
+from noshuffle.noise import gaussian as constants
 
 FILES = sorted((Path(c_library.__file__).parent / "native").glob("*.c"))
 SEVEN = "int seven(void) { return 7; }"

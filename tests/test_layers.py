@@ -163,7 +163,9 @@ def test_the_check_for_circles_can_fail() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     read = graph()
     assert "noshuffle.training" in read["noshuffle.cli.job"]
-    assert "noshuffle.noise.native" in read["noshuffle.noise.loops"]  # from package import module
+    assert (
+        "noshuffle.noise.native" in read["noshuffle.noise.whole_step"]
+    )  # from package import module
 
 
 #: Class names that may stand in several modules: name → why. There is none.

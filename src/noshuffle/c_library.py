@@ -8,20 +8,17 @@ that the result depends on:
 
 The folder is $NOSHUFFLE_CACHE, or noshuffle/ in the user's cache folder. A library runs with all
 rights of the process that loads it, so the folder must belong to this user, and nobody else may
-write there or exchange one of the folders above it; where that is not so, or nothing can be
-written, libraries are built in a private temporary folder and forgotten with the process. A file
-appears whole or not at all (built aside, flushed to the disk, renamed), so processes may build the
-same one at the same time.
+write there or exchange one of the folders above it; else libraries are built in a private temporary
+folder and forgotten with the process. A file appears whole or not at all, so processes may build
+the same one at the same time.
 
-Whoever asks for a library compares it with its slow twin before using it, in every process, a kept
-one like a new one (some tens of milliseconds): what lies on a disk may rot, and the torch that it
-was compared with may have been replaced. Without a compiler there are only the slow forms;
-NOSHUFFLE_NATIVE=off in the environment asks for those.
+Whoever asks for a library compares it with its slow twin before using it, in every process: what
+lies on a disk may rot, and the torch that it was compared with may have been replaced. Without a
+compiler there are only the slow forms; NOSHUFFLE_NATIVE=off in the environment asks for those.
 
-`together` runs a C function on several threads. After a parallel operation torch's own OpenMP
-threads keep their cores busy waiting for the next one, so a second set of threads would have to
-fight them for the cores; asking the OpenMP library that torch has loaded for its team does not.
-Where it is not found, ordinary threads do.
+`together` runs a C function on several threads: the team of the OpenMP library that torch has
+loaded, whose threads keep their cores busy waiting and would have to be fought by others. Where it
+is not found, ordinary threads do.
 
 >>> build("int seven(void) { return 7; }", switch="off") is None
 True

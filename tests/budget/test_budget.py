@@ -43,7 +43,7 @@ from noshuffle.errors import (
     VerificationFailed,
 )
 from noshuffle.release.account import Account
-from noshuffle.release.fork import fork
+from noshuffle.release.opening import fork
 from noshuffle.statement import PrivacyStatement
 
 DELTA = 1e-5

@@ -22,7 +22,7 @@ from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
 from noshuffle.release import checkpoint
-from noshuffle.release.folder_lock import take
+from noshuffle.release.folder import take
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
 

@@ -26,9 +26,9 @@ from noshuffle.federated.simulate import in_random_order
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 from noshuffle.participation import Participation
+from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED, user_note
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.user_identity import CLAIMED, REGISTERED, UNREGISTERED, user_note
 from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
@@ -624,7 +624,7 @@ def two_at_once(run: Path | None) -> Rounds:
 def fact(run: Path) -> str | None:
     evidence = Evidence(run / "ledger.sqlite")
     try:
-        return evidence.facts().get("user_identity")
+        return evidence.bound().get("user_identity")
     finally:
         evidence.close()
 

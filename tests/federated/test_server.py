@@ -311,6 +311,6 @@ def test_a_run_with_noise_of_another_version_is_refused(tmp_path: Path, change: 
     server = a_server(a_plan(), run=tmp_path / "run")
     server.step(sums(0), cohort=cohort(0))
     a_server(a_plan(), run=tmp_path / "run")
-    server.ledger._file.db.execute(f"{change} WHERE name = 'noise'")
+    server.ledger.db.execute(f"{change} WHERE name = 'noise'")
     with pytest.raises(InvalidInput, match="begun by another version of noshuffle"):
         a_server(a_plan(), run=tmp_path / "run")

@@ -18,8 +18,7 @@ from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput
 from noshuffle.federated import Rounds, ServerOptimizer
 from noshuffle.noise import test_source as a_source
-from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.user_identity import (
+from noshuffle.release.facts import (
     CLAIMED,
     GIVEN,
     REGISTERED,
@@ -27,6 +26,7 @@ from noshuffle.release.user_identity import (
     UNREGISTERED,
     user_note,
 )
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.verify import verify
 
 LIMITS = MinSeparation(4, 4, 1)
@@ -44,7 +44,7 @@ def a_run(run: Path | None) -> Rounds:
 def fact(run: Path) -> str | None:
     evidence = Evidence(run / "ledger.sqlite")
     try:
-        return evidence.facts().get("user_identity")
+        return evidence.bound().get("user_identity")
     finally:
         evidence.close()
 

@@ -15,10 +15,10 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from noshuffle.noise import NoiseStream, grid, native, test_source
-from noshuffle.noise.constants import HALF, TILE
+from noshuffle.noise.gaussian import HALF, TILE
 from noshuffle.noise.grid import add_on_grid_, grid_of, grid_step, jitters_
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.loops import normals_
+from noshuffle.noise.native import normals_
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 

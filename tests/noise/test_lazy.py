@@ -16,15 +16,14 @@ from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError, Unsupported
 from noshuffle.noise import test_source as seeded
-from noshuffle.noise.aes import AesWords
 from noshuffle.noise.gaussian import normals_in_torch_
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.lazy import LazyNoise
-from noshuffle.noise.philox_words import PhiloxWords
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.sparse_sgd import SparseSGD
+from noshuffle.noise.words import AesWords, PhiloxWords
 from noshuffle.strategies.recipe import Buffered, FeedForward
 
 N, SCALE = 37, 1.7

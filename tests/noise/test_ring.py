@@ -253,9 +253,10 @@ def test_a_row_is_drawn_under_the_last_key_that_began(kind: str) -> None:
 def test_the_ring_of_a_source() -> None:
     source = ringed("aes", 3, 7)
     assert [source.segment(row) for row in (0, 2, 3, 6, 7, 10**9)] == [0, 0, 1, 1, 2, 2]
-    assert source.segments == len(source.fingerprints) == 3
-    assert source.fingerprint == source.fingerprints[0] == Source(key("ring")).fingerprint
-    assert source.fingerprints[1:] == tuple(Source(key(row)).fingerprint for row in (3, 7))
+    names = tuple(name for _, name in source.ring)
+    assert source.segments == len(names) == 3
+    assert source.fingerprint == names[0] == Source(key("ring")).fingerprint
+    assert names[1:] == tuple(Source(key(row)).fingerprint for row in (3, 7))
     assert [row for row, _ in source.ring] == [0, 3, 7]
     replaced = source.rekeyed(7, key("new"))
     assert replaced.later == ((3, key(3)), (7, key("new")))
@@ -288,7 +289,7 @@ def test_a_part_of_a_study_derives_every_key() -> None:
     source = ringed("aes", 3)
     one, two = (source.derived(label, person=b"part") for label in (b"one", b"two"))
     assert [row for row, _ in one.later] == [3]
-    assert len({*one.fingerprints, *two.fingerprints, *source.fingerprints}) == 6
+    assert len({name for each in (one, two, source) for _, name in each.ring}) == 6
     assert one == source.derived(b"one", person=b"part")
 
 

@@ -15,9 +15,8 @@ from scipy import stats
 from noshuffle.c_library import text_of
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import Source, native, new_key, test_source
-from noshuffle.noise.constants import COSINE, LOG, SINE, TILE
-from noshuffle.noise.gaussian import LARGEST, normals_in_torch_
-from noshuffle.noise.loops import normals_
+from noshuffle.noise.gaussian import COSINE, LARGEST, LOG, SINE, TILE, normals_in_torch_
+from noshuffle.noise.native import normals_
 
 KINDS = ("aes", "philox")
 SCALES = (2 / 3, 3 / 2)

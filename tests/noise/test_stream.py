@@ -14,10 +14,10 @@ from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream, Source, grid, test_source
-from noshuffle.noise.aes import AesWords
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.step_plan import StepPlans, fingerprint
 from noshuffle.noise.whole_step import WholeStep
+from noshuffle.noise.words import AesWords
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
@@ -330,7 +330,7 @@ def test_a_step_that_fails_half_way_stops_the_stream() -> None:
 
 
 def test_an_error_in_another_thread_is_raised_here() -> None:
-    from noshuffle.noise.workers import share
+    from noshuffle.noise.layout import share
 
     def fail(worker: int, item: int) -> None:
         if item == 3:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source, test_source
-from noshuffle.noise.constants import CPU_CHUNK, TILE
+from noshuffle.noise.gaussian import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import HEAD, STEPS, WORDS, record, record_tape

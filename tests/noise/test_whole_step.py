@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from noshuffle.c_library import text_of
 from noshuffle.noise import NoiseStream, native, test_source, whole_step
-from noshuffle.noise.aes import AesWords
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.whole_step import WholeStep
+from noshuffle.noise.words import AesWords
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
 needs_loop = pytest.mark.skipif(

@@ -79,7 +79,7 @@ def train(private: Private, *, stop: int | None = None, every: int = 4) -> Priva
 
 def killed(private: Private) -> None:
     """Let go of the files as a killed process would, without any of its last writes."""
-    private.ledger._file._waiting.clear()
+    private.ledger._waiting.clear()
     private.ledger.let_go()
     private._parts.release._lock = None
     private._end()

@@ -17,7 +17,7 @@ from noshuffle.clipping import Clip, ClippedSum
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.noise import test_source as named_seed
-from noshuffle.release.fork import fork
+from noshuffle.release.opening import fork
 from noshuffle.release.release import Release
 from noshuffle.release.seal import note_files
 from noshuffle.release.threshold import COUNT
@@ -181,7 +181,7 @@ def test_an_interrupt_right_after_a_row_breaks_no_chain(tmp_path: Path, word: st
     """Most of a small step is the write: Ctrl-C is seen when it is over."""
     release = begin(tmp_path / "r")
     give(release, 0, ONE)
-    file = release.ledger._file
+    file = release.ledger
     file.db = Interrupting(file.db, word)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         release.note_files() if word == "COMMIT" else give(release, 1, TWO)

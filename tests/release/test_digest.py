@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from noshuffle.errors import InvalidInput
 from noshuffle.release import fingerprint
-from noshuffle.release.digest import BLOCK, LANES, Keys, Printer, of_tensor, plain, words
+from noshuffle.release.digest import BLOCK, LANES, Keys, Printer, of_tensors, plain, words
 
 KEYS = Keys(b"a secret", device="cpu")
 MODULUS = 2**64
@@ -100,7 +100,7 @@ def test_a_batch_padded_or_not_has_one_fingerprint():
     longer[:5] = y
     rows = Printer(Keys(b"s", device="cpu"), [[padded], [longer]]).run_()
     digests = [row.numpy().tobytes() for row in rows]
-    own = [of_tensor(t, b"s") for t in (x, y)]
+    own = of_tensors([x, y], b"s")
     assert digests == own
     ids = np.arange(5)
     found = fingerprint.of_batch((x, y), ids, secret=b"s", digests=digests)

@@ -276,7 +276,7 @@ def test_late_digests_reach_the_disk_with_the_next_row_or_the_end(tmp_path, is_c
     if is_closed:
         ledger.close()
     else:
-        ledger._file.db.close()  # as a process that is killed leaves it
+        ledger.db.close()  # as a process that is killed leaves it
     again = Ledger(SinglePass(steps=6), path=path)
     assert [again.digest(t) for t in range(3)] == [bytes([t + 1]) * 16 for t in range(3)]
     assert again.digest(3) == (bytes([4]) * 16 if is_closed else b"")
@@ -382,7 +382,7 @@ def test_a_cut_ledger_is_noticed(tmp_path):
     ledger = Ledger(SinglePass(steps=5), path=path)
     for t in range(3):
         ledger.record(ledger.admit(t, np.array([t]), bytes([t])))
-    ledger._file.db.execute("DELETE FROM steps WHERE step = 1")
+    ledger.db.execute("DELETE FROM steps WHERE step = 1")
     with pytest.raises(VerificationFailed, match="lacks step 1"):
         Ledger(SinglePass(steps=5), path=path)
 
@@ -431,7 +431,7 @@ def test_many_ids_do_not_need_python_loops():
 def test_an_interrupted_first_row_leaves_later_ones_durable(tmp_path, at):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(SinglePass(steps=5), path=path)
-    real = ledger._file.db
+    real = ledger.db
 
     class Interrupted:
         in_transaction = property(lambda self: real.in_transaction)
@@ -442,10 +442,10 @@ def test_an_interrupted_first_row_leaves_later_ones_durable(tmp_path, at):
                 raise KeyboardInterrupt
             return found
 
-    ledger._file.db = Interrupted()
+    ledger.db = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
-    ledger._file.db = real
+    ledger.db = real
     ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
     assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0]
     real.close()
@@ -455,8 +455,8 @@ def test_an_interrupted_summary_does_not_hold_back_the_next_rows(tmp_path):
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(SinglePass(steps=5), path=path)
     ledger.record(ledger.admit(0, np.array([5, 6]), b"batch"))
-    ledger._file.db.execute("BEGIN IMMEDIATE")  # a summary that was left in the middle
-    ledger._file.db.execute("DELETE FROM units")
+    ledger.db.execute("BEGIN IMMEDIATE")  # a summary that was left in the middle
+    ledger.db.execute("DELETE FROM units")
     ledger.record(ledger.admit(1, np.array([7]), b"other"))
     assert [row.step for row in Ledger(SinglePass(steps=5), path=path).rows()] == [0, 1]
     ledger.close()
@@ -470,7 +470,7 @@ def test_a_summary_of_fewer_steps_does_not_replace_one_of_more(tmp_path):
     ledger.record(ledger.admit(1, np.array([3]), b"1"))
     ledger.summarise()
     behind.close()
-    assert ledger._file.summarised == 2
+    assert ledger.saved_units()[0] == 2
     ledger.close()
     assert Ledger(rule, path=path).units()[0].tolist() == [1, 2, 3]
 
@@ -482,7 +482,7 @@ def test_the_last_epoch_is_read_from_the_file_and_a_gap_is_noticed(tmp_path):
     assert Ledger(ledger.participation, path=tmp_path / "ledger.sqlite").admit(3, None, b"two")
     with pytest.raises(ParticipationViolation, match="differs from the batch at its place"):
         ledger.admit(3, None, b"three")
-    ledger._file.db.execute("DELETE FROM steps WHERE step = 1")
+    ledger.db.execute("DELETE FROM steps WHERE step = 1")
     with pytest.raises(VerificationFailed, match="lacks step 1"):
         ledger.admit(3, None, b"two")
 
@@ -525,14 +525,14 @@ def test_a_ledger_is_opened_as_of_one_moment(tmp_path, monkeypatch):
         writer.summarise()
 
     one_more()
-    read = LedgerFile.units
+    read = LedgerFile.saved_units
 
     def in_between(file):
         found = read(file)
         one_more()
         return found
 
-    monkeypatch.setattr(LedgerFile, "units", in_between)
+    monkeypatch.setattr(LedgerFile, "saved_units", in_between)
     other = Ledger(rule, path=path)
     assert (other.released, other.units()[0].tolist()) == (1, [0, 1])
     assert writer.released == 2

@@ -204,7 +204,7 @@ def test_a_row_without_a_digest_is_never_repeated(tmp_path: Path) -> None:
     real = release.digest
     release.digest = lambda *a: lambda: real(*a)  # type: ignore[method-assign, assignment, return-value]
     step(private)
-    private.ledger._file._waiting.clear()
+    private.ledger._waiting.clear()
     private.ledger.let_go()
     again = make(path=tmp_path / "run")
     again.resume()

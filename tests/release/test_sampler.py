@@ -32,7 +32,7 @@ def test_poisson_rate_and_independence():
 
 
 def test_fixed_size_is_uniform_without_replacement():
-    sampler = FixedSizeSampler(FixedSize(steps=3000, batch=3, population=8), KEY)
+    sampler = FixedSizeSampler(FixedSize(steps=3000, batch=3, population=8), 8, KEY)
     counts, pairs = np.zeros(8), np.zeros((8, 8))
     for ids in sampler:
         assert len(set(ids.tolist())) == 3

@@ -18,7 +18,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.noise import test_source as make_source
 from noshuffle.participation import SinglePass
 from noshuffle.release import ledger_tables as tables
-from noshuffle.release.fork import fork
+from noshuffle.release.opening import fork
 from noshuffle.release.seal import seal
 from noshuffle.training import verify
 

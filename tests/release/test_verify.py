@@ -16,9 +16,9 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, FixedSize, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
-from noshuffle.release.fork import fork, load_model
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
+from noshuffle.release.opening import fork, load_model
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.verdict import UNSIGNED

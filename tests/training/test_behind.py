@@ -33,7 +33,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.fixture(autouse=True)
 def _digests_of_a_device(monkeypatch):
     """A batch that is said to lie elsewhere is digested as a device would, early or late."""
-    monkeypatch.setattr(fingerprint, "_digest", device_print.of_tensor)
+    monkeypatch.setattr(fingerprint, "_digest", lambda v, s: device_print.of_tensors([v], s)[0])
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_gradients_are_rounded_one_by_one_whatever_the_parameters_are(device):
 
 def test_begun_digests_are_those_of_the_moment():
     values = [torch.arange(5000.0), torch.arange(7, dtype=torch.int16)]
-    expected = [device_print.of_tensor(v, b"s") for v in values]
+    expected = [device_print.of_tensors([v], b"s")[0] for v in values]
     read = device_print.begin(values, b"s")
     values[0].zero_()
     assert read() == read() == expected

@@ -22,8 +22,7 @@ import numpy as np
 
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
-from noshuffle.release.folder import RunFolder
-from noshuffle.release.folder_lock import take
+from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.ledger_tables import Evidence, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import spent
@@ -51,7 +50,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
             return None
         plan, evidence = run.plan(), Evidence(run.ledger_file)
         try:
-            facts = evidence.facts()
+            facts = evidence.bound()
             rows = list(evidence.rows())
             told = {json.loads(event.body).get("keys") for event in evidence.log("life")}
             is_whole = broken_link(evidence.db) is None

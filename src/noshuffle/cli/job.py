@@ -21,7 +21,7 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
-from noshuffle.release.folder_lock import take
+from noshuffle.release.folder import take
 from noshuffle.report import write_report
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize

@@ -24,7 +24,8 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import private_key, seal
+from noshuffle.release.seal import seal
+from noshuffle.release.signature import private_key
 from noshuffle.statement import PrivacyStatement
 
 

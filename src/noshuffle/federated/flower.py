@@ -73,7 +73,7 @@ from noshuffle.federated.flower_wire import (
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
 from noshuffle.federated.timer import Timer
-from noshuffle.release.user_identity import GIVEN, USER_IDENTITY
+from noshuffle.release.facts import GIVEN, USER_IDENTITY
 
 __all__ = [
     "Handshake",

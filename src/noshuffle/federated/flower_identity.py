@@ -46,7 +46,7 @@ from noshuffle.federated.flower_wire import (
     section,
     short,
 )
-from noshuffle.release.user_identity import CLAIMED, REGISTERED, UNREGISTERED
+from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED
 
 
 def tell(line: str) -> None:

@@ -34,7 +34,7 @@ from noshuffle.federated.rounds import RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, RoundProgress, Simulation
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.telemetry import need_flower
-from noshuffle.release.user_identity import SIMULATED
+from noshuffle.release.facts import SIMULATED
 
 
 def run_flower_simulation(

@@ -59,12 +59,18 @@ from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
-from noshuffle.release.facts import INITIAL, ROUND_PRINTS, check_optimizer, round_print
+from noshuffle.release.facts import (
+    GIVEN,
+    INITIAL,
+    ROUND_PRINTS,
+    USER_IDENTITY,
+    check_optimizer,
+    round_print,
+)
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
-from noshuffle.release.user_identity import GIVEN, USER_IDENTITY
 from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -167,7 +167,6 @@ def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:
             continue
         one = Seen(*(a[at : at + 1] for a in (seen.first, seen.last, seen.count)))
         if not guard.is_admitted(rule, step=step, seen=one).all():
-            first, last, count = (int(a[0]) for a in (one.first, one.last, one.count))
-            why = guard.why_not(rule, step=step, first=first, last=last, count=count)
+            why = guard.why_not(rule, step=step, record=one.record(0))
             return f"user {user!r} may not take part in round {step}: {why}; leave the user out"
     return f"the cohort of round {step} is not admitted by the plan; leave out whom it refuses"

@@ -47,7 +47,7 @@ from noshuffle.federated.vectorised import (
     pack,
     takes_together,
 )
-from noshuffle.release.user_identity import SIMULATED
+from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
 
 #: Round number → the users that check in, in the order in which they come.

@@ -1,7 +1,7 @@
 /* The inner loops of the noise.
 
-   Operation by operation what gaussian.normals_in_torch_, philox.philox, aes.AesWords,
-   correlate.correlate_in_torch_ and grid say: only integer operations and +, -, x, roots and
+   Operation by operation what gaussian.normals_in_torch_, philox.philox, words.AesWords,
+   native.correlate_ and grid say: only integer operations and +, -, x, roots and
    multiply-adds, each exactly rounded (contraction is switched off). add_noise runs them one after
    the other on a tile of 1024 numbers at a time, so that nothing but the buffers and the values
    leaves the first-level cache:

@@ -1,4 +1,4 @@
-/* Sizes, and the numbers that all forms of the transform share: the twin of noise/constants.py,
+/* Sizes, and the numbers that all forms of the transform share: the twin of noise/gaussian.py,
    which says what they are; a test compares the two. */
 #ifndef NOSHUFFLE_NOISE_CONSTANTS_H
 #define NOSHUFFLE_NOISE_CONSTANTS_H

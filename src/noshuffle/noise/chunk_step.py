@@ -3,7 +3,7 @@
     value ← grid(value + row t of scale·C⁻¹Z)
 
 A chunk is some tiles of 1024 numbers that stay in the cache between drawing, correlating and adding
-(`layout`, `loops`, `grid`). It is the slow twin of the whole step in C (`whole_step`) and of the
+(`layout`, `native`, `grid`). It is the slow twin of the whole step in C (`whole_step`) and of the
 kernel (`fused`), with the same bits, and runs where neither of them does. Chunks are shared among a
 few threads. State: the buffers that it is given, and scratch memory.
 
@@ -24,14 +24,12 @@ from collections.abc import Mapping
 import torch  # noqa: F401  (the doctest uses it)
 from torch import Tensor
 
-from noshuffle.noise.constants import TILE
-from noshuffle.noise.correlate import Buffers
+from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.grid import add_on_grid_, grid_of
-from noshuffle.noise.layout import Layout
-from noshuffle.noise.loops import correlate_
+from noshuffle.noise.layout import Layout, share
+from noshuffle.noise.native import Buffers, correlate_
 from noshuffle.noise.source import AnySource
 from noshuffle.noise.step_plan import StepPlan
-from noshuffle.noise.workers import share
 
 
 class ChunkStep:

@@ -2,13 +2,11 @@
 
     small tables on the device  ──►  one launch of `triton_kernels.add_noise` per tensor type
 
-What the kernel needs to know of the step lies on a tape (`tape`), of which a counter on the device
-reads the next record; what it needs to know of the tensors lies in a table of regions (one per
-tensor: size, place in the buffers, generator key) and a table of addresses. Where the source has a
-ring of several keys, a record names the key of each draw, and a further table holds the keys of
-every tensor. Many small tensors thus cost one launch. A launch reads nothing from the host, so it
-can be captured in a CUDA graph and replayed: the counter goes on by itself, and the tape is filled
-up between replays.
+The numbers of the steps lie on a tape (`tape`), of which a counter on the device reads the next
+record; sizes, places and generator keys of the tensors in a table of regions, beside their
+addresses. Where the source has several keys, a record names the key of each draw. Many small
+tensors thus cost one launch, which reads nothing from the host: it can be captured in a CUDA graph
+and replayed, the counter goes on by itself, and the tape is filled up between replays.
 
 State: the counter, which only mirrors the number of steps that the stream has released. A second
 counter holds how many steps may begin; a replay beyond it reads the record of NaN.
@@ -30,12 +28,13 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import triton_kernels
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.philox import BLOCKS, address, split_seed
 from noshuffle.noise.source import Source
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import STEPS, WORDS, StepTape, record_tape
+from noshuffle.triton_shim import tl
 
 #: Tiles of one program where there are many of them; a small model has more use for more programs.
 TILES, MANY_TILES = 4, 2**14
@@ -49,6 +48,11 @@ def is_ready(device: torch.device) -> bool:
     """Whether the kernel can run there. NOSHUFFLE_FUSED=off in the environment says no."""
     is_off = os.environ.get("NOSHUFFLE_FUSED", "").lower() in ("off", "0")
     return device.type == "cuda" and triton_kernels.HAS_TRITON and not is_off
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched there now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Fused:
         """Add the noise of `step` to contiguous tensors. While a graph is being captured nothing
         runs: each replay then adds the noise of the next step that was announced.
         """
-        is_capturing = self._is_capturing()
+        is_capturing = is_captured(self._device)
         key = tuple(targets[name].dtype for name in self._names)
         if not is_capturing:
             self._seek(step=step, count=1)
@@ -172,9 +176,6 @@ class Fused:
 
     def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self._device)
-
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _planned(self, key: tuple[torch.dtype, ...]) -> ProgramTables:
         """Share the regions of each type out among programs of `tiles` tiles."""
@@ -247,18 +248,10 @@ class Fused:
 
 
 def _element(dtype: torch.dtype) -> Any:
-    """Triton's name of a floating-point type."""
-    names = {
-        torch.float32: "float32",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "float16",
-        torch.float64: "float64",
-    }
-    if dtype not in names:
-        raise Unsupported(f"noise can be added to {', '.join(names.values())}, got {dtype}")
-    import triton.language as tl
-
-    return getattr(tl, names[dtype])
+    name, known = str(dtype).removeprefix("torch."), ("float32", "bfloat16", "float16", "float64")
+    if name not in known:
+        raise Unsupported(f"noise can be added to {', '.join(known)}, got {dtype}")
+    return getattr(tl, name)
 
 
 def _keys(names: Sequence[str], source: Source) -> Tensor:

@@ -8,12 +8,9 @@ signed integers; the first half gives signed radii, the second half angles (Box 
 
 The angle covers half a circle and the sign of u the other half, so all 64 bits are used. Words
 become float32 before anything else, which keeps the relative precision of small u, hence of the
-tail, and of small angles. The fraction v = (k + ½)/2¹⁴ has 14 scattered bits k of the angle word.
-Where w is small, radii of w + ½ alone would lie 1/(ρw) apart, wider than the grid on which noisy
-values are released (`grid`); as both numbers of a pair are, one pair in 10⁸ would rule candidates
-for its sums out. For larger w the fraction vanishes in the rounding. No u is zero, so no infinity
-can come out; the largest magnitude is √(92 ln 2) = 7.99, which a true normal exceeds once in
-7·10¹⁴ draws.
+tail, and of small angles; v has 14 scattered bits of the angle word, so that radii in the tail lie
+closer than the grid on which noisy values are released. No u is zero, so no infinity can come out;
+the largest magnitude is √(92 ln 2) = 7.99, which a true normal exceeds once in 7·10¹⁴ draws.
 
 It is evaluated without the library's functions, so that a number depends on its own two words only,
 never on where a chunk, a shard or a thread began, nor on device, vendor or version:
@@ -21,18 +18,16 @@ never on where a chunk, a shard or a thread began, nor on device, vendor or vers
     u = ±2⁻ᵉ·(1+f),  ½ ≤ 1+f < 1           ρ² = 2e ln 2 − 2 ln(1+f)
     t = a² + ⅛                              sin πa = a·S(t),   cos πa = C(t)
 
-with polynomials by Horner's rule (`constants`). A unit is taken off the factor of w, so that words
-that float32 rounds up to 2³¹ do not reach u = 1: no radius is zero, the least is 3.5e-4.
+with polynomials by Horner's rule: minimax fits, rounded to float32 one coefficient after the other
+(relative error of the sine 6e-9 and of the logarithm 1.5e-7, error of the cosine 5e-8). A unit is
+taken off the factor of w, so that words that float32 rounds up to 2³¹ do not reach u = 1: no radius
+is zero, the least is 3.5e-4.
 
 Every operation is one that all processors round in the same way: +, −, ×, √, and a·b + c rounded
-once (the fused multiply-add). Torch has no such operation, but float64 rounded to float32 is one
-wherever float64 holds a·b + c without rounding, and the numbers above are chosen for that: f is a
-multiple of 2⁻²⁴ and t of 2⁻²⁶, and no partial sum comes so near to zero, or so far from it, that an
-a·b + c would take more than 53 binary places. Only a² + ⅛ can; that two roundings are as good as
-one there is checked for every a (both in the tests). No state is kept.
+once, which is float64 rounded to float32 here (docs/proofs.md). No state is kept.
 
->>> zero = torch.zeros(1, TILE, dtype=torch.int32)
->>> out = torch.empty(1, TILE)
+>>> zero = torch.zeros(1, 1024, dtype=torch.int32)
+>>> out = torch.empty(1, 1024)
 >>> normals_in_torch_(out, words=zero)
 >>> round(float(out[0, 0]), 4), round(float(out[0, 512]), 4)
 (0.0, 7.9856)
@@ -45,19 +40,56 @@ import math
 import torch
 from torch import Tensor
 
-from noshuffle.noise.constants import (
-    BASE,
-    COSINE,
-    HALF,
-    LN2,
-    LOG,
-    SCATTER,
-    SHIFT_DIGITS,
-    SHIFT_ONES,
-    SINE,
-    SPREAD,
-    TILE,  # noqa: F401  (the doctest uses it)
+#: Normals (and random words) in one tile: half of them make radii, half make angles.
+TILE = 1024
+HALF = TILE // 2
+
+#: Tiles worked on together: in ordinary memory as many as torch leaves on one thread and a cache
+#: holds, on an accelerator as many as keep it busy.
+CPU_CHUNK, DEVICE_CHUNK = 32, 16384
+#: Without C loops in ordinary memory: as many as torch shares out among its own threads. Threads
+#: of ours would wait for each other, since fifty small operations a chunk hold the interpreter.
+TORCH_CHUNK = 128
+
+SINE = (
+    3.8285884857177734,
+    -5.833874225616455,
+    2.781672716140747,
+    -0.6369983553886414,
+    0.07753802090883255,
 )
+COSINE = (
+    1.6829167604446411,
+    -6.013545036315918,
+    4.578469753265381,
+    -1.4417455196380615,
+    0.21971319615840912,
+)
+LOG = (
+    -1.999999761581421,
+    1.0000687837600708,
+    -0.6638188362121582,
+    0.5436059832572937,
+    -0.08042425662279129,
+    1.5593502521514893,
+    2.1477081775665283,
+    2.361654758453369,
+)
+LN2 = 0.6931471824645996
+
+#: 4u = SPREAD·w + (shift, see below). The factor is a unit below 2⁻²⁹, so that words that float32
+#: rounds up to 2³¹ do not reach u = 1.
+SPREAD = 2.0**-29 - 2.0**-53
+
+#: The shift is BASE·(k + ½)/2¹⁴ with k the first 14 bits of SCATTER times the angle word (modulo
+#: 2³²): they become these digits of a float32 between BASE and 2·BASE, of which BASE is taken off.
+SCATTER = 0x9E3779B1 - 2**32
+SHIFT_DIGITS, SHIFT_ONES, BASE = 0x7FFE00, 0x31000100, 2.0**-29
+
+#: The low bytes of the radius word and of the angle word of a pair, of which the conversion to
+#: float32 keeps little, decide how its two numbers are rounded (`grid`): they become these digits
+#: of a float32, and the last one is always set, half a unit.
+RADIUS_DIGITS, ANGLE_DIGITS, MIDDLE_DIGIT = 0x7F80, 0x7F8000, 0x40
 
 #: Largest magnitude that can come out.
 LARGEST = math.sqrt(92 * math.log(2))
@@ -68,7 +100,7 @@ def normals_in_torch_(
 ) -> None:
     """out = weight·z, or out += weight·z, with z the normals of `words` (both tiles × 1024).
 
-    In torch operations, for every device; bit for bit equal to the C loop (`loops.normals_` takes
+    In torch operations, for every device; bit for bit equal to the C loop (`native.normals_` takes
     whichever there is).
     """
     # v = 4u, since the exponent of a float32 below 4 is 128 − e: a product with it is exact.

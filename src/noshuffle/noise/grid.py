@@ -2,29 +2,11 @@
 
     released = g·round((x + n)/g + U),       g = 2^(⌊log₂ σ⌋ − 10),       U uniform on (−½, ½)
 
-with x the sum, n its noise and σ the deviation of what is drawn afresh in this step. Noise in
-float32 is a multiple of a step s, about 2⁻²³ of its size, and not every multiple occurs. If x + n
-were published as it comes, its last bits would be those of x, and whoever knows two candidates for
-x would find, in some per cent of the coordinates, that one of them could not have given this answer
-(Mironov 2012; Jin et al. 2022). On a grid that is coarse beside s every answer can come from every
-x. Rounding to the nearest multiple would still find 2¹³ values of n in the cell of one candidate
-and one more in that of the other, a distortion of s/g. The random U makes a cell a hat, not a box,
-
-    P(k | x) = E hat((x + n)/g − k),       hat(t) = max(0, 1 − |t|)
-
-and the mean of a continuous, piecewise linear function over points s apart misses its integral by
-O((s/g)²) only: 2⁻²⁶ of it for n of the size of σ, 2⁻²² in the far tail. So the log of a likelihood
-ratio is off by about 2⁻²⁴ a released number, up or down: as if the μ² of the whole run had grown by
-2⁻⁴⁸ for each of them, one part in 250 for 2⁴⁰ numbers at μ = 1.
-
-Both numbers of a pair are released, hence their radius: in the far tail its own steps must be finer
-than g too, which `gaussian` sees to (but for one pair in 10¹²).
-
-What is released is a function of the real number x + n and of coins U that do not depend on x:
-post-processing, which costs no privacy, asks nothing of x and adds nothing to the sensitivity. The
-price is a variance of g²/6 at most, 2⁻²² of the noise. What remains: n itself is Box–Muller in
-24-bit arithmetic, taken for a true normal; and where |x + n| is some hundred σ the rounding of
-float32 is felt beside g (from 2¹² σ on it is all), which is again a function of the real sum.
+with x the sum, n its noise and σ the deviation of what is drawn afresh in this step. The last bits
+of x + n in float32 would be those of x, and rule candidates for x out (Mironov 2012; Jin et al.
+2022); on this grid every answer can come from every x, and the log of a likelihood ratio is off by
+about 2⁻²⁴ a released number (docs/proofs.md). What is released is a function of the real sum x + n
+and of coins U that do not depend on x: post-processing. The price is a variance of g²/6 at most.
 
 U costs no random words. Two words make two normals, a radius and an angle, and float32 has no room
 for the low byte of either unless the word is small:
@@ -32,24 +14,18 @@ for the low byte of either unless the word is small:
     U = (angle byte + (radius byte + ½)/2⁸)/2⁸ − ½        for the first number of the pair,
                                                           −U for the second
 
-Where a word is small its low byte moves n too, but by far less than g, so that all U still occur
-with all n alike. Any joint law of the coins of several numbers is allowed. They come of the newest
-row of the step, whose words were never used before; rows drawn again later give normals only. A
-step that draws nothing protects nobody, and is not rounded. With y = x + n in float32,
+They come of the newest row of the step, whose words were never used before. With y = x + n,
 
-    released = ((y + g·U) + 1.5·2²³ g) − 1.5·2²³ g
+    released = ((y + g·U) + 1.5·2²³ g) − 1.5·2²³ g        (2⁵² in float64)
 
-since a sum with 1.5·2²³ g has no place for less than g. Rounding y + gU to the places of y gives
-the hat steps of s/g, a tie goes to an even multiple, and both are effects of the second order like
-the above. Every operation is rounded in the same way everywhere, hence the bits are the same on
-every device (float64 values have 2⁵² in place of 2²³). NaN and infinity stay what they are, and
-without noise (g = 0) nothing is rounded. No state.
+since a sum with 1.5·2²³ g has no place for less than g: the same bits on every device. NaN and
+infinity stay what they are, and without noise (g = 0) nothing is rounded. No state.
 
 >>> grid_step(3.0) == 2.0**-9, grid_step(0.0)
 (True, 0.0)
->>> words = torch.zeros(1, TILE, dtype=torch.int32)
+>>> words = torch.zeros(1, 1024, dtype=torch.int32)
 >>> words[0, 512:514] = torch.tensor([128, 192])        # U = 0 and ¼ for the first two numbers
->>> coins = torch.empty(1, TILE)
+>>> coins = torch.empty(1, 1024)
 >>> jitters_(coins, words=words, step=1.0)
 >>> value = torch.tensor([2.3, 2.3])
 >>> add_on_grid_(value, torch.zeros(2), jitters=coins[0, :2], step=1.0)
@@ -66,13 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.noise.constants import (
-    ANGLE_DIGITS,
-    HALF,
-    MIDDLE_DIGIT,
-    RADIUS_DIGITS,
-    TILE,  # noqa: F401  (the doctest uses it)
-)
+from noshuffle.noise.gaussian import ANGLE_DIGITS, HALF, MIDDLE_DIGIT, RADIUS_DIGITS
 from noshuffle.noise.step_plan import StepPlan
 
 #: The grid as a power of two below the noise.

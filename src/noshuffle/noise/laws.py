@@ -38,11 +38,11 @@ from numpy.typing import NDArray
 from scipy.special import gammainccinv
 
 from noshuffle.errors import whole
-from noshuffle.noise.aes import AesWords
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import Source
+from noshuffle.noise.words import AesWords
 from noshuffle.one_owner import OneOwner
 
 Array = NDArray[np.float64]
@@ -123,7 +123,6 @@ class KeyedDraws(OneOwner):
         return self.standard_gamma(shape + 1, size) * self.random(size) ** (1 / shape)
 
     def gamma(self, shape: float, scale: float, size: Size = ()) -> Array:
-        """`standard_gamma` times scale."""
         return scale * self.standard_gamma(shape, size)
 
     def _signs(self, size: Size) -> Array:

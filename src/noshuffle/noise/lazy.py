@@ -12,32 +12,24 @@ an element and one integer a row, as much as eager buffered noise. This is the l
 tables (compare Cocoon, arXiv 2510.07304) without anything computed ahead, because a buffered filter
 is a state space.
 
-Why the law is that of eager noise. Let a run read and write a row at touches only, through sums of
-its gradients and noise (plain SGD). Fix the history up to step t: all batches, all values read and,
-of every row, the state S at its last touch s. In the eager run the history depends on the row's
-draws z_τ with τ <= s only, since nothing that involved later ones was read. So given the history
-z_{s+1} … z_t are still independent standard normals, also when private data or earlier values
-decide which rows are touched; (S_t, Σ y_τ) given the history is N(F (S_s, 0), Q), independently for
-each element, which is what `touch_` samples. By induction over touches the joint law of all values
-read, and of the whole table after `flush_`, is the eager one; the guarantee is then the same too.
+The joint law of all values read, and of the whole table after `flush_`, is that of eager noise,
+also when private data or earlier values decide which rows are touched (docs/proofs.md): what is
+still to be drawn for a row is independent of everything that was read.
 
 It is valid exactly when
-  1. nobody sees a row between its touches: `flush_` before every release of the table, be it a
-     checkpoint given away or an evaluation that reads all rows. A table with stale rows tells which
-     rows were touched, and so do the state kept here and the time of a step: treat them as data;
+  1. nobody sees a row between its touches: `flush_` before every release of the table. A table with
+     stale rows tells which rows were touched, and so do the state kept here and the time of a step:
+     treat them as data;
   2. a row is brought up to date to step t − 1 before step t reads it (`SparseSGD.read_`). Without
-     that the run is still private, what it reads is an earlier private value, but it is not the
-     eager run;
+     that the run is still private, but it is not the eager run;
   3. on the row only weighted sums matter: w − Σ_τ rate_τ·(g_τ + y_τ), with weights fixed before the
-     run. Momentum, weight decay and Adam move a row between touches by more than such a sum: the
-     law is another one, `SparseSGD` has none of them, and they need eager noise;
-  4. steps that are repeated after a crash repeat their touches and flushes too. Then every number
-     is the same again; a flush left out, or one more, would give a released sum a second noise. So
-     flush at steps fixed beforehand, or save the state between a flush and what it releases.
+     run. Momentum, weight decay and Adam need eager noise;
+  4. steps that are repeated after a crash repeat their touches and flushes too; a flush left out,
+     or one more, would give a released sum a second noise. So flush at steps fixed beforehand, or
+     save the state between a flush and what it releases.
 
 A process that goes on with a saved table draws the numbers of all steps that no released step has
-reached under a fresh key: `source.rekeyed(released steps, new_key())`. Touches of earlier steps,
-made again or made up for, keep their numbers, and a copy of the run has others from there on.
+reached under a fresh key: `source.rekeyed(released steps, new_key())`.
 
 >>> from noshuffle.noise.source import test_source
 >>> recipe = Buffered(decays=(0.9, 0.5), scales=(-0.1, -0.3))
@@ -59,19 +51,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noshuffle.errors import (
-    HorizonExceeded,
-    InvalidInput,
-    NoshuffleError,
-    non_negative,
-    whole,
-)
+from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError, non_negative, whole
 from noshuffle.noise.grid import add_on_grid_, grid_step, grids_so_far
 from noshuffle.noise.row_draws import RowDraws
 from noshuffle.noise.skip import Skips
 from noshuffle.noise.source import Source, check_ring
 from noshuffle.noise.step_plan import fingerprint
-from noshuffle.noise.table_rows import add_rows_, check_gradients, check_table, checked_rows
+from noshuffle.noise.table_rows import add_rows_, check_shape, checked_rows
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Buffered, Recipe
 
@@ -279,17 +265,19 @@ class LazyNoise(OneOwner):
         return onto
 
     def check_table(self, table: Tensor) -> None:
-        """Refuse a tensor that cannot be the table of this noise."""
-        check_table(table, shape=self.shape, device=self._device)
+        check_shape(self.shape, **{"the table": table})
+        if table.device.type != self._device.type:
+            raise InvalidInput(f"the table must be on {self._device}, got {table.device}")
 
     def check_gradients(self, gradients: Tensor, *, rows: int) -> None:
-        """Refuse a tensor that cannot hold the gradient sums of so many rows."""
-        check_gradients(gradients, shape=(rows, *self.shape[1:]))
+        check_shape((rows, *self.shape[1:]), gradients=gradients)
 
-    def _check(self, step: int) -> None:
-        self.check_owner()
+    def _check_unbroken(self) -> None:
         if self._is_broken:
             raise NoshuffleError("an earlier touch failed half-way; go on from the last checkpoint")
+
+    def _check(self, step: int) -> None:
+        self._check_unbroken()
         whole(at_least=0, step=step)
         if step >= self.horizon:
             raise HorizonExceeded(
@@ -303,8 +291,7 @@ class LazyNoise(OneOwner):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key. As secret as the data: it tells which rows were touched when."""
-        if self._is_broken:
-            raise NoshuffleError("an earlier touch failed half-way; go on from the last checkpoint")
+        self._check_unbroken()
         kept = {"buffers": self._state.cpu().clone(), "done": self._done.cpu().clone()}
         later = [list(key) for key in self._draws.source.ring[1:]]
         return {**self._identity, "later": later, **kept}
@@ -318,13 +305,10 @@ class LazyNoise(OneOwner):
                     "key and table of the run that was saved"
                 )
         for key, kept in (("buffers", self._state), ("done", self._done)):
-            saved = state.get(key)
-            if not isinstance(saved, Tensor) or saved.dtype != kept.dtype:
-                raise InvalidInput(f"the saved {key} must be a tensor of {kept.dtype}")
-            if saved.shape != kept.shape:
-                raise InvalidInput(
-                    f"the saved {key} must have shape {tuple(kept.shape)}, got {tuple(saved.shape)}"
-                )
+            saved = state.get(key, ())
+            if getattr(saved, "dtype", None) != kept.dtype or saved.shape != kept.shape:
+                shape = tuple(kept.shape)
+                raise InvalidInput(f"the saved {key} must be {kept.dtype} and have shape {shape}")
         saved = state["done"]
         if int(saved.min()) < 0 or int(saved.max()) > self.horizon:
             raise InvalidInput(f"the saved steps must be from 0 to {self.horizon}")

@@ -1,7 +1,6 @@
 """Lazy noise on a GPU: the touches of `lazy`, each by two kernels and hardly any waiting.
 
-The law, the checks and the numbers are those of `LazyNoise`, bit for bit: only how a touch is
-computed differs. The generator and the linear maps run in `lazy_kernels`; the map of a row is
+The law, the checks and the numbers are those of `LazyNoise`, bit for bit. The map of a row is
 looked up on the device by the length of its sleep, so nothing has to come back to the host for it
 (unless every step has a gain or a rate of its own, or a row slept longer than the table is).
 
@@ -116,7 +115,6 @@ class FusedLazyNoise(LazyNoise):
         self._maps = torch.cat([self._maps, more.to(self._device)])
 
     def _checked(self, rows: Tensor) -> Tensor:
-        """As in `LazyNoise`, with one wait for the device."""
         if not is_row_numbers(rows):
             return super()._checked(rows)  # which says what is wrong
         rows = rows.to(self._device)
@@ -129,5 +127,4 @@ class FusedLazyNoise(LazyNoise):
         return rows
 
     def _rows_at_once(self) -> int:
-        """As in `LazyNoise`, more at a time."""
         return max(1, CHUNK // ((self.buffers + 2) * self._width))

@@ -10,9 +10,6 @@ here it is two. Operations are those of `row_draws` and `lazy`, one by one and e
 (products and sums are not fused), so the noise has the bits of the torch form.
 
 State: none here; see `lazy_fused`. The module can be imported without Triton, but not launched.
-
->>> callable(normals), callable(advance)
-(True, True)
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise.constants import TILE
+from noshuffle.noise.gaussian import TILE
 
 #: Blocks (counters) in one tile; each gives four words.
 BLOCKS = TILE // 4

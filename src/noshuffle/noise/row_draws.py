@@ -7,11 +7,9 @@ of them. So a row owns exactly the counter blocks it needs, each giving four ran
 
 under the seed of "name⟨NUL⟩lazy", which no tensor of an eager stream has. Different (row, step)
 have different counters by construction. The step takes the place that a row of Z has in a stream:
-with a ring of keys it says under which of them the numbers of a touch are drawn (`source`). With
-aes the words are those of counter mode (a counter block encrypted, NIST SP 800-38A), with philox
-those of Philox4x32-10. The first two words of a block give radii, the others angles, together four
-normals (`gaussian`); which rows are drawn together, in which order, and how many of their numbers,
-changes no bit.
+with a ring of keys it says under which of them the numbers of a touch are drawn (`source`). The
+first two words of a block give radii, the others angles, together four normals (`gaussian`); which
+rows are drawn together, in which order, and how many of their numbers, changes no bit.
 
 >>> from noshuffle.noise.source import test_source
 >>> draws = RowDraws(test_source(seed=1), name="table", count=6, rows=100, device="cpu")
@@ -22,18 +20,17 @@ changes no bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise.constants import TILE
+from noshuffle.errors import InvalidInput
+from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.grid import jitters_
-from noshuffle.noise.loops import normals_
+from noshuffle.noise.native import normals_
 from noshuffle.noise.philox import BLOCKS, FIELD, philox, split_seed
 from noshuffle.noise.source import Source
+from noshuffle.noise.words import aes_encryptor
 
 
 class RowDraws:
@@ -64,16 +61,13 @@ class RowDraws:
 
     @property
     def source(self) -> Source:
-        """The source with its kind decided for the device."""
         return self._source
 
     def seed(self, step: int) -> bytes:
-        """The seed that the numbers of a step are drawn from."""
         return self._seeds[self._source.segment(step)]
 
     @property
     def blocks(self) -> int:
-        """Counter blocks that a row owns."""
         return self._blocks
 
     def normals(self, rows: Tensor, *, step: int, first: int | None = None) -> Tensor:
@@ -123,7 +117,7 @@ class RowDraws:
         # Scattered counters cannot be run through CTR mode; encrypting the counter blocks one by
         # one is what CTR mode does, and no counter occurs twice.
         stream = bytearray(size * 16 + 15)
-        _cipher(self.seed(step)).update_into(counters.data.cast("B"), stream)
+        aes_encryptor(self.seed(step), counts=False).update_into(counters.data.cast("B"), stream)
         return torch.from_numpy(np.frombuffer(stream, dtype="<i4", count=size * 4))
 
     def _philox(self, blocks: Tensor, step: int, size: int) -> Tensor:
@@ -135,12 +129,3 @@ class RowDraws:
         for lane, value in enumerate(philox((blocks, row, tag0, tag1), key=(k0, k1))):
             words[: len(blocks), lane] = value - ((value >> 31) << 32)
         return words
-
-
-def _cipher(key: bytes) -> Any:
-    """AES-256 of single blocks; the import is late because not every user draws from AES."""
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-    except ImportError as error:  # pragma: no cover - a declared dependency
-        raise Unsupported("the aes generator needs the cryptography package; install it") from error
-    return Cipher(algorithms.AES256(key), modes.ECB()).encryptor()

@@ -11,10 +11,9 @@ so a stretch [s, t) is (S', acc) = F (S, 0) + L ζ with ζ standard normal of di
 F = F_{t−1} … F_s and L Lᵀ = Q the covariance that the fresh normals build up. Two neighbouring
 stretches A, B join to  F = F_B F_A,  Q = F_B Q_A F_Bᵀ + Q_B  (doubling when A = B).
 
-Q itself is never formed: it is singular for stretches of up to d steps and close to it for several
-more. What is joined are the factors, L = the triangle of the QR decomposition of [F_B L_A, L_B]ᵀ in
-float64, i.e. the Cholesky factor of Q with a diagonal >= 0, to rounding errors relative to the
-norm of each of its rows, however badly conditioned Q is.
+Q itself is never formed: it is singular for stretches of up to d steps. What is joined are the
+factors, L = the triangle of the QR decomposition of [F_B L_A, L_B]ᵀ in float64, i.e. the Cholesky
+factor of Q with a diagonal >= 0, however badly conditioned Q is.
 
 State kept: without per-step numbers, powers of two of one step and a table by length; with them, a
 binary tree over all steps.
@@ -100,7 +99,6 @@ class Skips:
 
     @property
     def buffers(self) -> int:
-        """Numbers of state per element."""
         return len(self.recipe.decays)
 
     def between(self, starts: np.ndarray, *, stop: int) -> Array:

@@ -10,10 +10,8 @@ processes. So a past draw can be made again instead of being stored.
     normals         = Box–Muller over tiles of 1024 words           see `gaussian`
 
 A run has one key per life of its process. `rekeyed(first_row, key)` gives all rows from `first_row`
-on a fresh key, with `first_row` the number of rows that the released steps have drawn
-(`step_plan.rows_used`). Rows that were used keep their key and can be drawn again; rows that were
-not used are unknown to every copy of the run that was made before. Two continuations of one
-snapshot then have independent noise: they compose like two releases, and nothing cancels.
+on, which no released step has drawn (`step_plan.rows_used`), a fresh key. Rows that were used can
+be drawn again; two continuations of one snapshot have independent noise, and nothing cancels.
 
 Two generators, one interface: `aes` (AES-256 in counter mode, a cipher, and the fastest on a CPU)
 and `philox` (Philox4x32-10, the fastest on a GPU; strong but no cipher). `auto` takes aes for
@@ -48,28 +46,14 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.noise import native
-from noshuffle.noise.aes import AesWords
-from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE
+from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE
 from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
-from noshuffle.noise.layout import Chunk, Layout
-from noshuffle.noise.loops import normals_
-from noshuffle.noise.philox_words import PhiloxWords
-from noshuffle.noise.workers import share
+from noshuffle.noise.layout import Chunk, Layout, share
+from noshuffle.noise.native import normals_
+from noshuffle.noise.words import AesWords, PhiloxWords
 
 KINDS = ("auto", "aes", "philox")
 KEY_BYTES = 32
-
-
-class Drawer(Protocol):
-    """Draws rows of the standard normal matrix Z for chunks that it was prepared for."""
-
-    def draw_(
-        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
-    ) -> None:
-        """out = weight·z_row, or out += weight·z_row (tiles × 1024). Workers share nothing."""
-
-    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
-        """The coins (see `grid`) that the row which this worker drew last has to spare."""
 
 
 class AnySource(Protocol):
@@ -83,12 +67,33 @@ class AnySource(Protocol):
     def ring(self) -> tuple[tuple[int, str], ...]: ...
     def on(self, device: torch.device) -> AnySource: ...
     def check_names(self, names: Iterable[str]) -> None: ...
-    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Drawer: ...
+    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Any: ...
 
 
 def new_key() -> bytes:
     """A fresh secret of 256 bits from the operating system. Keep it as you keep the data."""
     return os.urandom(KEY_BYTES)
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """Draws rows of the standard normal matrix Z for the chunks that it was prepared for."""
+
+    words_of: Callable[[int], AesWords | PhiloxWords]
+    segment_of: Callable[[int], int]
+    scratch: Tensor
+
+    def draw_(
+        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
+    ) -> None:
+        """out = weight·z_row, or out += weight·z_row (tiles × 1024). Workers share nothing."""
+        words = self.scratch[worker, : out.shape[0]]
+        self.words_of(self.segment_of(row)).fill_(words, chunk=chunk, row=row)
+        normals_(out, words=words, weight=weight, accumulate=accumulate)
+
+    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
+        """The coins (see `grid`) that the row which this worker drew last has to spare."""
+        jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)
 
 
 @dataclass(frozen=True)
@@ -140,11 +145,6 @@ class Source:
         """The public name of the first key, which names the run: recognises, reveals nothing."""
         return self.ring[0][1]
 
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """The public names of all keys, in the order of their segments."""
-        return tuple(name for _, name in self.ring)
-
     def rekeyed(self, first_row: int, key: bytes) -> Source:
         """The same source with a fresh key for every row from `first_row` on.
 
@@ -168,7 +168,6 @@ class Source:
 
     @property
     def segments(self) -> int:
-        """How many keys there are."""
         return 1 + len(self.later)
 
     def seed(self, name: str, segment: int = 0) -> bytes:
@@ -196,7 +195,6 @@ class Source:
                     raise InvalidInput(f"names {other!r} and {name!r} derive one seed; rename one")
 
     def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Drawer:
-        """Prepare to draw rows for the chunks of a layout."""
         fixed = self.on(device)
         if device.type == "cpu":
             native.library()  # built here, once, rather than by the first threads that draw
@@ -213,7 +211,7 @@ class Source:
         largest = max((chunk.tiles for chunk in chunks), default=0)
         shape = (workers, largest, TILE)
         scratch = torch.empty(shape, dtype=torch.int32, device=device)
-        return _Drawer(words_of, fixed.segment, scratch)
+        return Drawer(words_of, fixed.segment, scratch)
 
     def normal_(self, out: Tensor, *, row: int, name: str, start: int = 0) -> None:
         """Fill a contiguous float32 tensor with elements [start, start + numel) of a stream."""
@@ -259,23 +257,6 @@ class Source:
         here = slice(at, at + 1)
         add_on_grid_(released, noise.view(-1)[here], jitters=coins.view(-1)[here], step=step)
         return float(released)
-
-
-@dataclass(frozen=True)
-class _Drawer:
-    words_of: Callable[[int], AesWords | PhiloxWords]
-    segment_of: Callable[[int], int]
-    scratch: Tensor
-
-    def draw_(
-        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
-    ) -> None:
-        words = self.scratch[worker, : out.shape[0]]
-        self.words_of(self.segment_of(row)).fill_(words, chunk=chunk, row=row)
-        normals_(out, words=words, weight=weight, accumulate=accumulate)
-
-    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
-        jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)
 
 
 def _keyed_hash(data: bytes, key: bytes, person: bytes, size: int) -> bytes:

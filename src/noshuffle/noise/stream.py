@@ -44,8 +44,8 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
-from noshuffle.noise.constants import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.fused import Fused
+from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
 from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
@@ -55,6 +55,7 @@ from noshuffle.strategies.recipe import Recipe
 
 #: Raised whenever the numbers of a stream change, so that none is continued with other numbers.
 VERSION = 2
+_NOT_FUSED = "only fused noise can be captured: install triton and use philox"
 
 
 class NoiseStream(OneOwner):
@@ -92,7 +93,7 @@ class NoiseStream(OneOwner):
         self._device = torch.device(device)
         on_cpu = self._device.type == "cpu"
         has_loops = on_cpu and native.library() is not None
-        self._workers = torch.get_num_threads() if has_loops else 1
+        workers = torch.get_num_threads() if has_loops else 1
         chunk = CPU_CHUNK if has_loops else TORCH_CHUNK if on_cpu else DEVICE_CHUNK
         self._layout = Layout.of(shapes, starts=starts, chunk_tiles=chunk)
         self._source = source.on(self._device)
@@ -112,33 +113,17 @@ class NoiseStream(OneOwner):
         self._lock = threading.Lock()
         shape = (self.buffers, self._layout.tiles, TILE)
         self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        self._fused = self._fuse()
-        self._whole = self._whole_step()
-        self._chunks = self._in_chunks() if self._fused is None else None
-
-    def _fuse(self) -> Fused | None:
-        """The step as one kernel, where there is one for this device and source."""
-        source = self._source
-        if not isinstance(source, Source) or source.kind != "philox":
-            return None
-        if not fused.is_ready(self._device):
-            return None
-        settings: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
-        return Fused(self._plans, layout=self._layout, source=source, state=self._state, **settings)
-
-    def _whole_step(self) -> WholeStep | None:
-        """The step as one compiled loop, where there is one for this processor and source."""
-        source = self._source
-        if not isinstance(source, Source) or source.kind != "aes":
-            return None
-        if self._device.type != "cpu" or not whole_step.is_ready():
-            return None
-        return WholeStep(self._layout, source=source, state=self._state, workers=self._workers)
-
-    def _in_chunks(self) -> ChunkStep:
-        """The step chunk by chunk, which is there for every device, source and value."""
-        source, workers = self._source, self._workers
-        return ChunkStep(self._layout, source=source, state=self._state, workers=workers)
+        # One compiled loop, where there is one for this device and source; else chunk by chunk.
+        kind = self._source.kind if isinstance(self._source, Source) else ""
+        parts: dict[str, Any] = {"source": self._source, "state": self._state}
+        self._fused, self._whole, self._chunks = None, None, None
+        if kind == "philox" and fused.is_ready(self._device):
+            more: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
+            self._fused = Fused(self._plans, layout=self._layout, **parts, **more)
+        else:
+            self._chunks = ChunkStep(self._layout, workers=workers, **parts)
+        if kind == "aes" and on_cpu and whole_step.is_ready():
+            self._whole = WholeStep(self._layout, workers=workers, **parts)
 
     @property
     def step(self) -> int:
@@ -164,16 +149,15 @@ class NoiseStream(OneOwner):
     def add_(self, values: Mapping[str, Tensor], *, times: float = 1.0) -> None:
         """Add the noise of this step to every named tensor, in place, and go on to the next.
 
-        With `times`, the noisy values are then multiplied by it, in the same pass where possible.
-        Low-precision values are raised to float32, receive the noise on its grid there and are
-        rounded once. Add what is to be protected first: noise that was added to zeros lies on the
-        grid, and would leave everything below the grid of what is added to it later bare.
-        While a CUDA graph is captured nothing is added or counted; see `prepare`, `announce`.
+        With `times`, the noisy values are then multiplied by it. Low-precision values are raised to
+        float32, receive the noise on its grid there and are rounded once. Add what is to be
+        protected first: noise that was added to zeros would leave what is added to it later bare
+        below the grid. While a CUDA graph is captured nothing is added or counted; see `prepare`.
         """
-        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = fused.is_captured(self._device)
         if is_captured and self._fused is None:
             # A graph would freeze the row and add the same noise at every replay.
-            raise Unsupported("only fused noise can be captured: install triton and use philox")
+            raise Unsupported(_NOT_FUSED)
         if os.getpid() != self._owner:  # before the lock: a fork may have inherited it closed
             self.check_owner()
         with self._lock:  # the row belongs to one thread
@@ -193,20 +177,16 @@ class NoiseStream(OneOwner):
 
     def _add_noise(self, values: Mapping[str, Tensor]) -> None:
         # Views where that is possible; a tensor with other strides is copied there and back.
-        targets, detours = {}, {}
-        for name, value in values.items():
-            if value.is_contiguous():
-                targets[name] = value.view(-1)
-            else:
-                detours[name] = value.contiguous()
-                targets[name] = detours[name].view(-1)
+        plain = {name: value.contiguous() for name, value in values.items()}
+        targets = {name: value.view(-1) for name, value in plain.items()}
         if self._fused is not None:
             self._fused.add_(targets, step=self._step)
         else:
             assert self._chunks is not None
             self._chunks.add_(targets, plan=self._plans.at(self._step), scale=self.scale)
-        for name, noisy in detours.items():
-            values[name].copy_(noisy)
+        for name, noisy in plain.items():
+            if noisy is not values[name]:
+                values[name].copy_(noisy)
 
     def prepare(self, values: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
         """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing.
@@ -216,7 +196,7 @@ class NoiseStream(OneOwner):
         """
         self._check(values)
         if self._fused is None:
-            raise Unsupported("only fused noise can be captured: install triton and use philox")
+            raise Unsupported(_NOT_FUSED)
         self._fused.prepare(values, counts_itself=counts_itself)
 
     def announce(self, *, replays: int = 1, counts_itself: bool = False) -> None:
@@ -230,19 +210,19 @@ class NoiseStream(OneOwner):
         with self._lock:
             self._check_left(replays)
             if self._fused is None:
-                raise Unsupported("no graph can have captured this noise: it is not fused")
+                raise Unsupported(_NOT_FUSED)
             self._fused.announce(step=self._step, count=replays, counts_itself=counts_itself)
             self._step += replays
 
     def _check_left(self, steps: int) -> None:
-        self._check_whole()
+        self._check_unbroken()
         if self._step + steps > self.horizon:
             raise HorizonExceeded(
                 f"the noise was planned for {self.horizon} steps, {self._step} are released and "
                 f"{steps} more were to come; plan again"
             )
 
-    def _check_whole(self) -> None:
+    def _check_unbroken(self) -> None:
         if self._is_broken:
             raise NoshuffleError(
                 "an earlier step failed half-way; go on from the last checkpoint of the stream"
@@ -269,7 +249,7 @@ class NoiseStream(OneOwner):
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
         self.check_owner()
-        self._check_whole()
+        self._check_unbroken()
         buffers = {}
         if self.buffers:
             for name, pieces in self._layout.views(self._state).items():
@@ -305,12 +285,10 @@ class NoiseStream(OneOwner):
                 )
         # The padding of a tile is never read by anyone, so it need not be restored.
         self._state.zero_()
-        for name in views:
-            at = 0
+        for name, pieces in views.items():
             flat = state["buffers"][name].reshape(self.buffers, -1)
-            for piece in views[name]:
-                piece.copy_(flat[:, at : at + piece.shape[1]])
-                at += piece.shape[1]
+            for piece, part in zip(pieces, flat.split([p.shape[1] for p in pieces], dim=1)):
+                piece.copy_(part)
         self._step = int(state["step"])
         self._is_broken = False
         if self._fused is not None:

@@ -44,24 +44,14 @@ def checked_rows(rows: Tensor, *, count: int) -> Tensor:
     return rows
 
 
-def check_table(table: Tensor, *, shape: Sequence[int], device: torch.device) -> None:
-    """Refuse a tensor that cannot be a table of this shape on this device."""
-    if tuple(table.shape) != tuple(shape) or not table.is_floating_point():
-        raise InvalidInput(
-            f"the table must be floating point of shape {tuple(shape)}, got {table.dtype} of "
-            f"{tuple(table.shape)}"
-        )
-    if table.device.type != device.type:
-        raise InvalidInput(f"the table must be on {device}, got {table.device}")
-
-
-def check_gradients(gradients: Tensor, *, shape: Sequence[int]) -> None:
-    """Refuse a tensor that cannot hold the gradient sums of some rows, (rows, …) in shape."""
-    if tuple(gradients.shape) != tuple(shape) or not gradients.is_floating_point():
-        raise InvalidInput(
-            f"gradients must be floating point of shape {tuple(shape)}, got {gradients.dtype} of "
-            f"{tuple(gradients.shape)}"
-        )
+def check_shape(shape: Sequence[int], **named: Tensor) -> None:
+    """Refuse tensors that are not floating point of this shape."""
+    for name, value in named.items():
+        if tuple(value.shape) != tuple(shape) or not value.is_floating_point():
+            raise InvalidInput(
+                f"{name} must be floating point of shape {tuple(shape)}, got {value.dtype} of "
+                f"{tuple(value.shape)}"
+            )
 
 
 def add_rows_(table: Tensor, rows: Tensor, change: Tensor) -> None:

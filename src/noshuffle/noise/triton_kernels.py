@@ -11,22 +11,18 @@ so that a thread makes four normals of the tile at a time,
 and every access of a warp is one run of neighbours. All draws of a step are summed in registers;
 gradient and buffers are read once and written once.
 
-The operations are those of `philox`, `gaussian` and `correlate`, one by one and each rounded once,
+The operations are those of `philox`, `gaussian` and `native`, one by one and each rounded once,
 so the noise has the same bits as on a CPU. The compiler must not fuse products and sums by itself
 (`enable_fp_fusion` is off); those that `gaussian` fuses say so.
 
-State: none here. Tables, buffers and the step counter lie on the device; see `fused`. This module
-can be imported without Triton (so that tools can read it), but its functions cannot be launched.
-
->>> callable(add_noise)
-True
+State: none here; see `fused`. The module can be imported without Triton, but not launched.
 """
 
 from __future__ import annotations
 
-from noshuffle.noise import constants
-from noshuffle.noise.constants import COSINE, LN2, LOG, SINE
-from noshuffle.noise.constants import TILE as TILE_SIZE
+from noshuffle.noise import gaussian as constants
+from noshuffle.noise.gaussian import COSINE, LN2, LOG, SINE
+from noshuffle.noise.gaussian import TILE as TILE_SIZE
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import constant, jit, tl
 

@@ -2,16 +2,11 @@
 
     value ← grid(value + row t of scale·C⁻¹Z) · times
 
-tile by tile, so that the numbers live in the first-level cache from the cipher to the value; the
-memory traffic of a step is the values and the buffers, once. The bits are those of the chunk by
-chunk form (`chunk_step`), its slow twin and its stand-in where there is no compiler, no AES in
-hardware, or a value of another type.
-Values are all float32 or all float64, noise and buffers float32. Pieces are handed out to threads
-as they come.
-
-Before the first use in a process (`is_ready`) a few steps of a mechanism with decaying buffers, of
-one without buffers and of a tree are made in both forms, on tensors that do not end where a tile
-does; values and buffers must come out equal, bit for bit.
+tile by tile, so that the numbers live in the first-level cache from the cipher to the value. The
+bits are those of the chunk by chunk form (`chunk_step`), its stand-in where there is no compiler,
+no AES in hardware, or a value of another type. Values are all float32 or all float64, noise and
+buffers float32. Pieces are handed out to threads as they come. Before the first use in a process
+(`is_ready`) a few steps of every kind are made in both forms, and must come out equal, bit for bit.
 
 State: round keys, for every name one schedule a key of the ring, and the table of pieces.
 
@@ -33,7 +28,7 @@ from torch import Tensor
 from noshuffle.c_library import together
 from noshuffle.noise import native
 from noshuffle.noise.chunk_step import ChunkStep
-from noshuffle.noise.constants import CPU_CHUNK, TILE
+from noshuffle.noise.gaussian import CPU_CHUNK, TILE
 from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import Source, test_source
@@ -76,11 +71,9 @@ class WholeStep:
         self._workers = workers if layout.tiles >= _ALONE else 1
 
     def _expand(self, seed: bytes, *, into: np.ndarray) -> None:
-        """The round keys of a seed."""
         self._library.aes_schedule(ctypes.create_string_buffer(seed, len(seed)), into.ctypes.data)
 
     def fits(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether the values are of a kind that the loop knows."""
         kinds = set()
         for value in values.values():
             if not value.is_contiguous():

@@ -16,7 +16,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,8 +29,6 @@ from noshuffle.errors import InvalidInput
 from noshuffle.release.files import file_digest, sync_file, sync_folder, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8,})$")
-
-
 #: Names of the files of a checkpoint, each with its SHA-256.
 Digests = dict[str, str]
 
@@ -72,7 +70,6 @@ def save(
 
 
 def digests(path: Path) -> Digests:
-    """SHA-256 of every file of a checkpoint."""
     return {file.name: file_digest(file) for file in sorted(path.iterdir())}
 
 
@@ -83,8 +80,15 @@ def changed(path: Path, noted: Digests) -> str:
     return next((name for name in names if have.get(name) != noted.get(name)), "")
 
 
+def foreign(paths: Iterable[Path], notes: Iterable[Mapping[str, Any]]) -> Iterator[Path]:
+    """Files of these checkpoints that are not what a ledger's notes say."""
+    noted = {note["step"]: note["files"] for note in notes}
+    for path in paths:
+        if name := changed(path, noted.get(step_of(path), {})):
+            yield path / name
+
+
 def step_of(path: Path) -> int:
-    """How many steps lie behind a checkpoint."""
     return int(path.name.rpartition("-")[2])
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import digest_kernel as kernel
+from noshuffle.triton_shim import tl
 
 LANES, BLOCK = 4, 2048
 _MASKS = {1: 0xFF, 2: 0xFFFF, 4: 0xFFFFFFFF}
@@ -124,8 +125,8 @@ class Printer:
             self._plan()
 
     def _plan(self) -> None:
-        """Per word size: the table of regions, and which program works on which."""
-        tables: dict[int, list[list[int]]] = {}
+        """Per word size: which program works on which region, and the table of regions."""
+        tables: dict[int, list[list[int]]] = {1: [], 2: [], 4: []}
         most = 1
         for number, group in enumerate(self._groups):
             block = 0
@@ -133,7 +134,7 @@ class Printer:
                 size = width(value)
                 count = value.numel() * value.element_size() // size
                 blocks = -(-count // BLOCK)
-                rows = tables.setdefault(size, [])
+                rows = tables[size]
                 begin = rows[-1][2] + -(-rows[-1][1] // BLOCK) if rows else 0
                 if blocks:
                     rows.append([value.data_ptr(), count, begin, block, number])
@@ -172,7 +173,7 @@ class Printer:
                     self._keys.first,
                     self._second,
                     self.out,
-                    WORD=_unsigned(size),
+                    WORD=getattr(tl, f"uint{8 * size}"),
                     BLOCK=BLOCK,
                     num_warps=4,
                 )
@@ -229,24 +230,13 @@ class DigestRing:
         self.expected = 0
 
 
-def _unsigned(size: int) -> Any:
-    import triton.language as tl
-
-    return {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}[size]
-
-
 @lru_cache(maxsize=8)
 def _keys(secret: bytes, device: torch.device) -> Keys:
     return Keys(secret, device=device)
 
 
-def of_tensor(value: Tensor, secret: bytes) -> bytes:
-    """The 32 bytes of D of one tensor, wherever it lies."""
-    return of_tensors([value], secret)[0]
-
-
 def of_tensors(values: Sequence[Tensor], secret: bytes) -> list[bytes]:
-    """The same of several tensors on one device, which is waited for once."""
+    """The 32 bytes of D of each of several tensors on one device, which is waited for once."""
     return begin(values, secret)()
 
 
@@ -257,8 +247,7 @@ def begin(values: Sequence[Tensor], secret: bytes) -> Callable[[], list[bytes]]:
     """
     if not values:
         return list
-    held = [[value.detach().contiguous()] for value in values]
-    found = DeviceCopy(Printer(_keys(secret, values[0].device), held).run_())
+    found = _started([[value] for value in values], secret)
     return lambda: [row.tobytes() for row in found.read().numpy()]
 
 
@@ -268,6 +257,10 @@ def begin_group(values: Sequence[Tensor], secret: bytes) -> Callable[[], bytes]:
     Three words of D, as a `DigestRing` hands them over: two sums share them with a probability
     below 2⁻⁹⁰.
     """
-    held = [value.detach().contiguous() for value in values]
-    found = DeviceCopy(Printer(_keys(secret, held[0].device), [held]).run_())
+    found = _started([values], secret)
     return lambda: bytes(found.read().numpy()[0, :3].tobytes())
+
+
+def _started(groups: Sequence[Sequence[Tensor]], secret: bytes) -> DeviceCopy:
+    held = [[value.detach().contiguous() for value in group] for group in groups]
+    return DeviceCopy(Printer(_keys(secret, held[0][0].device), held).run_())

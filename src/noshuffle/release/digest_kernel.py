@@ -5,9 +5,6 @@ One program digests one block: its words times the first keys in four lanes, the
 four sums times the second keys of the block, added to the group's four numbers. Addition modulo
 2⁶⁴ is exact in any order, so the atomic additions give the same bits every time. A launch reads
 nothing from the host and can be captured in a CUDA graph. State: none.
-
->>> callable(digest)
-True
 """
 
 from __future__ import annotations

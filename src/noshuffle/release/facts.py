@@ -23,10 +23,9 @@ from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import FORM, of_batch
 from noshuffle.release.keys import KeyRing
-from noshuffle.release.ledger import FINGERPRINTS_ONLY, Ledger
+from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import ADAPTIVE_CLIP
 from noshuffle.release.units import Ids
-from noshuffle.release.user_identity import USER_IDENTITY, user_note
 from noshuffle.statement import PrivacyStatement
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
@@ -34,6 +33,10 @@ ROUND_PRINTS = ("round_prints", "of the units in order")
 
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
+)
+FINGERPRINTS_ONLY = (
+    "Participation was checked by batch fingerprints only: that no unit sits in two different "
+    "batches is the word of whoever built them."
 )
 UNCHANGED_LOOP = (
     "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
@@ -52,6 +55,46 @@ ISOLATION = (
     "example outside the model's own tensors; this was tried on the first batch of each kind, and "
     "what is not trained is watched in every step, but it is not proved for later ones."
 )
+
+
+#: How users were told apart: the name of the fact, and its values.
+USER_IDENTITY = "user_identity"
+
+GIVEN = "given by the caller"
+SIMULATED = "simulation"
+CLAIMED = "claimed by the device (handshake)"
+REGISTERED = "registered public keys"
+UNREGISTERED = "public keys that nobody registered"
+
+_USERS = {
+    GIVEN: (
+        "Users were told apart by the ids that the caller gave: a person with several ids is "
+        "counted as several users."
+    ),
+    SIMULATED: "Users are those of a simulation, told apart by the ids in its data.",
+    CLAIMED: (
+        "Users were told apart by names that their devices claimed: a device that names itself "
+        "anew each time is counted as several users."
+    ),
+    REGISTERED: (
+        "Users were told apart by registered public keys: a person who registered several keys is "
+        "counted as several users."
+    ),
+    UNREGISTERED: (
+        "Users were told apart by public keys that nobody registered: a device that was restarted "
+        "has a new key and is counted as another user."
+    ),
+}
+
+
+def user_note(identity: str) -> str:
+    """Whether one id is one person cannot be computed; it can be said who said so.
+
+    >>> user_note("badge numbers")
+    'Users were told apart by badge numbers; whoever has several ids is counted as several users.'
+    """
+    other = f"Users were told apart by {identity}; whoever has several ids is counted as several "
+    return _USERS.get(identity, other + "users.")
 
 
 def check_optimizer(
@@ -82,7 +125,6 @@ def check_optimizer(
 
 
 def one_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
-    """The device that all parameters are on."""
     devices = {p.device for p in parameters.values()}
     if len(devices) != 1:
         raise Unsupported(f"all parameters must be on one device, got {sorted(map(str, devices))}")
@@ -133,21 +175,20 @@ def bind_facts(
         ledger.bind(name, value)
 
 
+#: (fact, value, what it adds to a statement)
+_SENTENCES = (
+    ("test_key", "yes", TEST_SEED),
+    ("identified_by", "fingerprints", FINGERPRINTS_ONLY),
+    ("unchanged_loop", "yes", UNCHANGED_LOOP),
+    ("adaptive_clip", "yes", ADAPTIVE_CLIP),
+    ("public_order", "yes", PUBLIC_ORDER),
+    ("isolation", "tried", ISOLATION),
+)
+
+
 def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
     """The sentences that recorded facts add to a statement."""
-    notes = []
-    if facts.get("test_key") == "yes":
-        notes.append(TEST_SEED)
-    if facts.get("identified_by") == "fingerprints":
-        notes.append(FINGERPRINTS_ONLY)
-    if facts.get("unchanged_loop") == "yes":
-        notes.append(UNCHANGED_LOOP)
-    if facts.get("adaptive_clip") == "yes":
-        notes.append(ADAPTIVE_CLIP)
-    if facts.get("public_order") == "yes":
-        notes.append(PUBLIC_ORDER)
-    if facts.get("isolation") == "tried":
-        notes.append(ISOLATION)
+    notes = [said for name, value, said in _SENTENCES if facts.get(name) == value]
     identity = facts.get(USER_IDENTITY)
     if identity is not None:
         notes.append(user_note(identity))
@@ -170,8 +211,8 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
 
 
 def _made(facts: Mapping[str, str | None]) -> str:
-    """When, by what, from how many."""
-    first, last = (_date(facts[name]) for name in ("first", "last"))
+    ends = (datetime.fromtimestamp(float(facts[name] or 0), UTC) for name in ("first", "last"))
+    first, last = (f"{end:%Y-%m-%d}" for end in ends)
     when = f"on {first}" if first == last else f"from {first} to {last}"
     who = f" from {facts['records']} units" if facts.get("records") else ""
     return (
@@ -179,10 +220,6 @@ def _made(facts: Mapping[str, str | None]) -> str:
         f"{who}; clip {facts.get('clip')}, divided by {facts.get('batch_size')}, noise of "
         f"deviation {facts.get('noise_scale')} a draw."
     )
-
-
-def _date(when: str | None) -> str:
-    return datetime.fromtimestamp(float(when or 0), UTC).strftime("%Y-%m-%d")
 
 
 def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:

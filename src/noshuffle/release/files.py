@@ -32,7 +32,6 @@ def sync_file(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -50,11 +49,9 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
-    """Replace a JSON file atomically."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode(), mode=mode)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

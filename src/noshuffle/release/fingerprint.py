@@ -1,34 +1,20 @@
-"""Fingerprints of batches, by which they are known without ids, and digests in ordinary memory.
+"""Fingerprints of batches: by what a batch is known where its examples have no ids.
 
 A batch without ids is its own unit, and must come again at its place in every epoch; so the ledger
 keeps a hash of it (every tensor's type, shape and bytes). They are keyed by a secret of the run:
 who reads the ledger cannot try out guesses of what a batch held. What was released of a batch is
 not inferred from it: that is the digest of the clipped sum (`release`).
 
-Tensors in ordinary memory are digested by `of_group`, at the speed of memory (`digest` does it on a
-device),
-
-    tag = GHASH_H(bytes) ⊕ AES_K(nonce)                                   GMAC, NIST SP 800-38D
-
-under a key derived from the secret of the run. Two different messages of b blocks of 16 bytes share
-a tag with probability at most b·2⁻¹²⁸ for whoever does not know the key, and a ledger never holds
-the tag itself but a keyed hash of it. Today's processors multiply in GF(2¹²⁸) by an instruction, so
-this is several times faster than SHA-256. Types and shapes are the caller's to add. No state.
-
 >>> import torch
 >>> one = of_batch((torch.arange(3),), None)
 >>> one == of_batch((torch.arange(3),), None), one == of_batch((torch.arange(3.0),), None)
 (True, False)
->>> zeros = torch.zeros(2)
->>> of_group([zeros], b"secret") == of_group([-zeros], b"secret")
-False
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from noshuffle.release import digest
+from noshuffle.release import digest, tags
 from noshuffle.release.units import Ids
 
 SIZE = 16
 #: The form of these fingerprints; those of another form cannot be compared with them.
 FORM = "2"
-_NONCE = bytes(12)  # one for all: tags are compared, never shown
 
 
 def of_batch(
@@ -92,7 +77,6 @@ def is_elsewhere(batch: tuple[Any, ...]) -> bool:
 
 
 def flattened(batch: tuple[Any, ...]) -> tuple[Sequence[Any], bytes]:
-    """The leaves of a batch, and its structure in words."""
     if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
         return batch, _tuple_of(len(batch))
     leaves, structure = tree_flatten(batch)
@@ -107,7 +91,6 @@ def _tuple_of(count: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _header(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """Type and shape of a tensor in words."""
     return f"{dtype}{tuple(shape)}".encode()
 
 
@@ -130,8 +113,8 @@ def _plain(value: Any) -> Any:
 
 def _digest(value: Tensor, secret: bytes) -> bytes:
     if value.device.type == "cpu":
-        return of_group([value], secret)
-    return digest.of_tensor(value, secret)
+        return tags.of_group([value], secret)
+    return digest.of_tensors([value], secret)[0]
 
 
 def _words(leaf: Any) -> bytes:
@@ -142,29 +125,3 @@ def _words(leaf: Any) -> bytes:
         return f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
     text = repr(leaf).encode()
     return f"{len(text)}:".encode() + text  # or (1, 23) would be (12, 3)
-
-
-def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
-    """16 bytes that stand for what several tensors hold, in their order.
-
-    Guarantees: a function of the secret, the number of bytes of each tensor and the bytes
-    themselves.
-    """
-    encryptor = _cipher(secret).encryptor()
-    sizes = b""
-    for value in values:
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        encryptor.authenticate_additional_data(flat.numpy().data)
-        sizes += len(flat).to_bytes(8, "little")
-    encryptor.authenticate_additional_data(sizes)  # or bytes could move between tensors
-    encryptor.finalize()
-    tag: bytes = encryptor.tag
-    return tag
-
-
-@lru_cache(maxsize=8)
-def _cipher(secret: bytes) -> Any:
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-    key = hashlib.blake2b(secret, person=b"ns-host-digest", digest_size=32).digest()
-    return Cipher(algorithms.AES256(key), modes.GCM(_NONCE))

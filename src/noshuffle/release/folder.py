@@ -10,22 +10,52 @@
 
 Every file is replaced atomically. A folder belongs to one plan and one ring of keys; anything else
 is refused rather than overwritten.
+
+One live process per run folder: it holds a lock of the operating system on `.lock` (`take`), and a
+second one is told so at once. The ledger alone already keeps two processes from using one row of
+noise; but a second one would read checkpoints that are about to be replaced, or pass over the round
+that the first has open. The system lets go of the lock when its process ends, by SIGKILL too. Runs
+of one process share it; a fork does not inherit it. Where there are no locks, the ledger decides.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     first = take(Path(folder))
+...     take(Path(folder)) is first
+True
 """
 
 from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput, instance_of
+from noshuffle.errors import InvalidInput, ReplayRefused, instance_of
 from noshuffle.plan import Plan
 from noshuffle.release.files import file_digest, read_json, sync_folder, write_bytes, write_json
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
+
+try:
+    import fcntl
+
+    HAS_LOCKS = True
+except ImportError:  # not on this system
+    HAS_LOCKS = False
+
+
+class Inside:
+    """A file of a run folder, by its name there."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __get__(self, folder: RunFolder, kind: object = None) -> Path:
+        return folder.path.joinpath(*self._names)
 
 
 @dataclass(frozen=True)
@@ -34,45 +64,24 @@ class RunFolder:
 
     path: Path
 
+    plan_file = Inside("plan.json")
+    statement_file = Inside("statement.json")
+    ledger_file = Inside("ledger.sqlite")
+    metrics_file = Inside("metrics.jsonl")
+    config_file = Inside("config.json")
+    ancestors_file = Inside("ancestors.json")
+    signature_file = Inside("signature.json")
+    checkpoints = Inside("checkpoints")
+    key_file = Inside("checkpoints", "key.json")
+
     def __init__(self, path: str | Path) -> None:
         instance_of((str, os.PathLike), **{"a run folder": path})
         object.__setattr__(self, "path", Path(path))
 
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def statement_file(self) -> Path:
-        return self.path / "statement.json"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.path / "ledger.sqlite"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def ancestors_file(self) -> Path:
-        return self.path / "ancestors.json"
-
-    @property
-    def signature_file(self) -> Path:
-        return self.path / "signature.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def key_file(self) -> Path:
-        return self.checkpoints / "key.json"
+    @staticmethod
+    def of(run: RunFolder | str | Path) -> RunFolder:
+        """However it was given."""
+        return run if isinstance(run, RunFolder) else RunFolder(run)
 
     @property
     def is_started(self) -> bool:
@@ -80,7 +89,6 @@ class RunFolder:
         return self.plan_file.exists()
 
     def plan(self) -> Plan:
-        """The plan of this run."""
         if not self.is_started:
             raise InvalidInput(f"{self.path} is not a run folder: it has no plan.json")
         return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
@@ -91,20 +99,15 @@ class RunFolder:
         Guarantees: the keys are on the disk, readable by their owner only, before this returns; a
         folder with another run or somebody else's files is refused.
         """
-        strangers = self._strangers()
+        found = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
+        ours = ("checkpoints", "config.json", "ancestors.json")
+        strangers = [name for name in found if name not in ours and not name.startswith(".")]
         if self.is_started or strangers:
             what = "plan.json" if self.is_started else strangers[0]
             raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.write_ring(ring)
         write_bytes(self.plan_file, plan.to_json().encode())
-
-    def _strangers(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        ours = {"checkpoints", "config.json", "ancestors.json"}
-        names = sorted(p.name for p in self.path.iterdir())
-        return [name for name in names if name not in ours and not name.startswith(".")]
 
     def write_ring(self, ring: KeyRing) -> None:
         """Keep the keys; durable when this returns."""
@@ -168,11 +171,9 @@ class RunFolder:
         return sorted(found)
 
     def write_statement(self, record: Mapping[str, Any]) -> None:
-        """Replace statement.json."""
         write_json(self.statement_file, dict(record))
 
     def write_config(self, record: Mapping[str, Any]) -> None:
-        """Replace config.json."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config_file, dict(record))
 
@@ -199,3 +200,49 @@ class RunFolder:
             kept = [m for m in self.metrics() if m.get("step", 0) <= step]
             text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in kept)
             write_bytes(self.metrics_file, text.encode())
+
+
+class FolderLock:
+    """Holds the folder until the last reference is gone."""
+
+    def __init__(self, file: int) -> None:
+        weakref.finalize(self, os.close, file)
+
+
+#: One file per folder and process: to close any other of the same file would end the lock too.
+_HELD: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
+
+
+def take(folder: Path) -> FolderLock | None:
+    """The lock of a run folder that exists; None where there are no locks.
+
+    Guarantees: raises while another process holds the folder.
+    """
+    if not HAS_LOCKS:
+        return None
+    path = folder / ".lock"
+    held = _HELD.get(_place(os.stat(path))) if path.exists() else None
+    if held is not None:
+        return held
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.pread(file, 20, 0).decode(errors="replace").strip()
+        os.close(file)
+        raise ReplayRefused(
+            f"a run goes on in {folder} already (process {owner or 'unknown'}); wait for its end, "
+            "or stop it: a run folder has one process at a time"
+        ) from None
+    except OSError:
+        os.close(file)
+        return None
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+    _HELD[_place(os.fstat(file))] = held = FolderLock(file)
+    return held
+
+
+def _place(found: os.stat_result) -> tuple[int, int, int]:
+    """Which file, in which process: a fork inherits the table and not the locks."""
+    return os.getpid(), found.st_dev, found.st_ino

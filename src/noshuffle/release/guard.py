@@ -19,28 +19,41 @@ array([ True, False])
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import ParticipationViolation, Unsupported
-from noshuffle.participation import (
-    Epochs,
-    MinSeparation,
-    Participation,
-    Restarted,
-    SinglePass,
-)
+from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
 from noshuffle.release.units import Ids, Record, Seen
 
 Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Leave to release a step: the units admitted, and which rows of the batch are theirs.
+
+    `keep` is one truth value per row (None: all of them); `is_empty` says that nothing of the
+    batch may be used, and noise alone is released.
+    """
+
+    step: int
+    batch: bytes
+    identified_by: str
+    units: Ids
+    keep: Mask | None = None
+    is_empty: bool = False
+    is_replay: bool = False
 
 
 def starts_anew(participation: Participation, *, step: int, seen: Seen) -> Mask:
     """Whether a unit's first step is forgotten before this one (a new block, or never seen)."""
     never: Mask = seen.count == 0
     if isinstance(participation, Restarted):
-        block = step - step % participation.every
-        return np.logical_or(never, seen.last < block)
+        return np.logical_or(never, seen.last < step - step % participation.every)
     return never
 
 
@@ -51,34 +64,28 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
     sensitivity of this participation was maximised. Restarted keeps separation and total count of
     a MinSeparation base across blocks too, which is stricter than either reading of it.
     """
-    rule = participation.participation if isinstance(participation, Restarted) else participation
-    never: Mask = seen.count == 0
-    if isinstance(rule, SinglePass) or (isinstance(rule, Epochs | MinSeparation) and never.all()):
-        return never
-    first = np.where(starts_anew(participation, step=step, seen=seen), step, seen.first)
-    if isinstance(rule, Epochs):
-        same_place: Mask = (step - first) % rule.steps_per_epoch == 0
-        return np.logical_or(never, same_place & (seen.last < step))
-    if isinstance(rule, MinSeparation):
-        far: Mask = step - seen.last >= rule.separation
-        return np.logical_or(never, far & (seen.count < rule.max_participations))
-    raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
+    again = _allows(participation, step, seen.first, seen.last, seen.count)
+    mask: Mask = np.logical_or(seen.count == 0, again)
+    return mask
 
 
 def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
     """The same answer for units that took part before, with one record between them."""
-    rule = participation
-    first, last, count = record
+    return bool(_allows(participation, step, *record))
+
+
+def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -> Any:
+    """Whether those who took part before may do so again: numbers, or arrays of one a unit."""
+    is_anew: Any = False
     if isinstance(rule, Restarted):
-        if last < step - step % rule.every:
-            first = step
+        is_anew = last < step - step % rule.every
         rule = rule.participation
     if isinstance(rule, SinglePass):
-        return False
+        return count == 0
     if isinstance(rule, Epochs):
-        return (step - first) % rule.steps_per_epoch == 0 and last < step
+        return (is_anew | ((step - first) % rule.steps_per_epoch == 0)) & (last < step)
     if isinstance(rule, MinSeparation):
-        return step - last >= rule.separation and count < rule.max_participations
+        return (step - last >= rule.separation) & (count < rule.max_participations)
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
 
 
@@ -116,9 +123,10 @@ def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Ids
     return units, rows
 
 
-def why_not(participation: Participation, *, step: int, first: int, last: int, count: int) -> str:
+def why_not(participation: Participation, *, step: int, record: Record) -> str:
     """The rule that a refused unit breaks, in words."""
     rule = participation.participation if isinstance(participation, Restarted) else participation
+    first, last, count = record
     if isinstance(rule, SinglePass):
         return f"it already took part in step {last} and the plan allows one step"
     if isinstance(rule, Epochs):
@@ -136,19 +144,12 @@ def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mas
     """Raise for the first unit that is not admitted."""
     if mask.all():
         return
-    i = int(np.flatnonzero(~mask)[0])
-    reason = why_not(
-        participation,
-        step=step,
-        first=int(seen.first[i]),
-        last=int(seen.last[i]),
-        count=int(seen.count[i]),
-    )
-    more = int((~mask).sum()) - 1
-    others = f" (and {more} more units of this batch)" if more else ""
+    refused = np.flatnonzero(~mask)
+    reason = why_not(participation, step=step, record=seen.record(refused[0]))
+    others = f" (and {len(refused) - 1} more units of this batch)" if len(refused) > 1 else ""
     raise ParticipationViolation(
-        f"unit {int(ids[i])} may not take part in step {step}{others}: {reason}; keep the order of "
-        "the plan, or use on_violation='drop'"
+        f"unit {int(ids[refused[0]])} may not take part in step {step}{others}: {reason}; keep the "
+        "order of the plan, or use on_violation='drop'"
     )
 
 

@@ -2,13 +2,12 @@
 
     ring = ((step 0, row 0, key_0), (step s_1, row r_1, key_1), …)         one entry a life
 
-The noise of a run is a function of its keys and of the number of a draw. If one key served the run
-for ever, two continuations of one folder (a clone, a snapshot, a backup that was put back, a ledger
+If one key served the run for ever, two continuations of one folder (a clone, a snapshot, a ledger
 that lost its newest rows) would put the same noise on different sums, and the difference would be
 free of noise. So every process that goes on with a run takes fresh entropy of the operating system
 for all draws that no released step has used; draws that were used keep their key, since trees,
-taps and banded inverses need them again. Two continuations then have independent noise: at worst a
-second release, which composes. The same holds for secret samples of batches.
+taps and banded inverses need them again. Two continuations are then at worst a second release,
+which composes. The same holds for secret samples of batches.
 
 A key serves one ledger: a `Source` that is given goes into the first key together with fresh
 entropy, so that it may be given to several runs. Test sources stay as they are, for ever: their
@@ -90,17 +89,8 @@ class KeyRing:
     @property
     def source(self) -> Source:
         """The noise of the run: every draw under the key of its life."""
-        later: list[tuple[int, bytes]] = []
-        first = self.lives[0].noise
-        for life in self.lives[1:]:
-            if later and later[-1][0] == life.row:
-                later.pop()
-            if life.row:
-                later.append((life.row, life.noise))
-            else:
-                first = life.noise
-        extra: dict[str, Any] = {"later": tuple(later)} if later else {}
-        return Source(first, self.kind, self.is_test, **extra)
+        (_, first), *later = {life.row: life.noise for life in self.lives}.items()
+        return Source(first, self.kind, self.is_test, tuple(later))
 
     def of_step(self, step: int) -> Life:
         """The keys that a step was, or will be, released under."""
@@ -111,7 +101,6 @@ class KeyRing:
         return Source(self.of_step(step).noise, self.kind, self.is_test)
 
     def sampling_key(self, step: int) -> bytes:
-        """The key of the secret draw of a step."""
         return self.of_step(step).sampling
 
     def renewed(self, *, step: int, row: int) -> KeyRing:
@@ -126,7 +115,6 @@ class KeyRing:
         return replace(self, lives=(*kept, Life(step, row, new_key(), os.urandom(_BYTES))))
 
     def on(self, kind: str) -> KeyRing:
-        """The same ring with its kind of generator decided."""
         return replace(self, kind=kind)
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,12 +125,7 @@ class KeyRing:
             "given": self.given,
             "secret": self.secret.hex(),
             "lives": [
-                {
-                    "step": life.step,
-                    "row": life.row,
-                    "noise": life.noise.hex(),
-                    "sampling": life.sampling.hex(),
-                }
+                {**vars(life), "noise": life.noise.hex(), "sampling": life.sampling.hex()}
                 for life in self.lives
             ],
         }

@@ -4,14 +4,13 @@
     record   on the disk when it returns (`ledger_file`); only then is the noisy gradient used
 
 A step that was released before may be repeated only if its clipped sum is the same to the bit: its
-row holds a keyed digest of the sum (`digest`), `release` compares. `path=None` keeps the record in
-memory.
+row holds a keyed digest of the sum, `release` compares. `path=None` keeps the record in memory.
 
 Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
 so. Under Epochs the batch of step t must then equal that of step t − b.
 
-State: the file; of every unit its first and last step and their number (`units`), which learns of
-the last recorded step when it is next asked (`settle`); the units of batches that came before.
+State: the file; the table of units, which learns of the last recorded step when it is next asked
+(`settle`); the units of batches that came before.
 
 >>> from noshuffle.participation import SinglePass
 >>> ledger = Ledger(SinglePass(steps=10))
@@ -25,12 +24,7 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,63 +35,31 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.one_owner import OneOwner
 from noshuffle.participation import Participation, Restarted
 from noshuffle.release import guard
+from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.guard import Mask
-from noshuffle.release.ledger_file import LedgerFile
-from noshuffle.release.ledger_tables import Row
+from noshuffle.release.ledger_file import LedgerFile, lacking
+from noshuffle.release.ledger_tables import Row, described
+from noshuffle.release.sampler import Sampler
 from noshuffle.release.units import BatchCache, Ids, Seen, UnitTable, name_to_id
 
-FINGERPRINTS_ONLY = (
-    "Participation was checked by batch fingerprints only: that no unit sits in two different "
-    "batches is the word of whoever built them."
-)
 #: `tidy` summarises after this many participations for each unit, or this many steps.
 _TIDY_UNITS, _TIDY_STEPS = 32, 16384
 
 
-class SecretDraw(Protocol):
-    """What the guard asks of a secret sampler."""
-
-    def draw(self, step: int) -> Ids:
-        """The units of this step."""
-        ...
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Leave to release a step: the units admitted, and which rows of the batch are theirs.
-
-    `keep` is one truth value per row (None: all of them); `is_empty` says that nothing of the
-    batch may be used, and noise alone is released.
-    """
-
-    step: int
-    batch: bytes
-    identified_by: str
-    units: Ids
-    keep: Mask | None = None
-    is_empty: bool = False
-    is_replay: bool = False
-
-
-class Ledger(OneOwner):
+class Ledger(LedgerFile):
     """Admission and evidence for one run; a forked process may read it, and nothing else."""
 
+    #: Whose draws the batches of a sampled plan must be.
+    sampler: Sampler | None = None
+
     def __init__(
-        self,
-        participation: Participation,
-        *,
-        path: Path | None = None,
-        unit: str = "example",
-        sampler: SecretDraw | None = None,
+        self, participation: Participation, *, path: Path | None = None, unit: str = "example"
     ) -> None:
+        super().__init__(path)
         self.participation = participation
-        self.sampler = sampler
-        self._planned = participation.steps
         self._groups_users = unit == "user"
-        self._file = LedgerFile(path)
         self.bind("unit", unit)
         self._table = UnitTable()
         self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
@@ -105,7 +67,7 @@ class Ledger(OneOwner):
         self._released = 0
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
-        with self._file.standing_still():
+        with self._reading():
             self._catch_up()
 
     @property
@@ -113,32 +75,14 @@ class Ledger(OneOwner):
         """How many steps were released; also the index of the next one."""
         return self._released
 
-    @property
-    def identified_by(self) -> str:
-        """ "ids", "fingerprints", or "" before the first step."""
-        return self._file.identified_by
-
-    def meta(self, name: str) -> str | None:
-        """A fact about the run."""
-        return self._file.fact(name)
-
     def facts(self) -> dict[str, str | None]:
         """Every fact, and what follows from the rows: when, how many lives and units, by what."""
         self.settle()
-        ends = [self._file.time(step) for step in (0, self._released - 1)] if self._released else []
+        ends = (0, self._released - 1) if self._released else ()
+        times = [float(self._of_step("time", step)) for step in ends]
         units = None if self.participation.is_sampled else len(self._table)
-        told = self.notes("budget")
-        return described(self._file.facts(), self.notes("life"), told, ends=ends, units=units)
-
-    def flush(self) -> None:
-        """Write digests that have come since the last row."""
-        self.check_owner()
-        self._file.flush()
-
-    def bind(self, name: str, value: str) -> None:
-        """Write a fact once; a different value later is refused."""
-        self.check_owner()
-        self._file.bind(name, value)
+        lives, budget = self.notes("life"), self.notes("budget")
+        return described(self.bound(), lives, budget, ends=times, units=units)
 
     def admit(
         self,
@@ -151,8 +95,8 @@ class Ledger(OneOwner):
     ) -> Admission:
         """Leave to release `step` from this batch; writes nothing.
 
-        `is_partial` checks the units of the first part of a batch that comes in several; the
-        whole batch is then admitted once more, with its fingerprint, before it is released.
+        `is_partial`: these are the units of the first part of a batch that comes in several; the
+        whole batch is admitted once more, with its fingerprint, before it is released.
 
         Guarantees: raises, before anything is released and with ids before any gradient is
         computed, if the step lies beyond the plan, if a released step would be repeated from
@@ -160,11 +104,10 @@ class Ledger(OneOwner):
         participation (with `drop`, its rows are left out instead). A unit appears once in a batch
         unless the plan's unit is a user, whose examples form one contribution.
         """
-        if os.getpid() != self._owner:
-            self.check_owner()
-        if step >= self._planned:
+        self.check_owner()
+        if step >= self.participation.steps:
             raise HorizonExceeded(
-                f"step {step} (counted from 0) lies beyond the {self._planned} planned "
+                f"step {step} (counted from 0) lies beyond the {self.participation.steps} planned "
                 "steps; fit a longer plan for a new run"
             )
         if step > self._released:
@@ -181,9 +124,9 @@ class Ledger(OneOwner):
             return self._sampled(step, ids, batch, is_partial=is_partial)
         if ids is None and is_partial:  # the unit is the whole batch, which nobody knows yet
             return Admission(step, batch, "fingerprints", np.empty(0, dtype=np.int64))
+        self.settle()
         if ids is None:
             return self._by_fingerprint(step, batch, drop=drop)
-        self.settle()
         return self._by_ids(step, ids, batch, drop=drop)
 
     def _by_ids(self, step: int, ids: Ids, batch: bytes, *, drop: bool) -> Admission:
@@ -223,21 +166,16 @@ class Ledger(OneOwner):
 
     def _by_fingerprint(self, step: int, batch: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""
-        self.settle()
         if len(self.barred):
             raise ParticipationViolation(
                 f"{len(self.barred)} units have used up the budget of this data and must be left "
                 "out; pass ids=, so that they can be told apart"
             )
         unit = np.array([name_to_id(batch)], dtype=np.int64)
-        shared = self._table.shared(unit.tobytes())
-        if shared is not None:
-            is_fine = guard.is_party_admitted(self.participation, step=step, record=shared)
-        else:
-            seen = self._table.look_up(unit)
-            is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
+        seen = self._table.look_up(unit)
+        is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
         before = guard.same_batch(self.participation, step=step)
-        is_fine = is_fine and (before is None or self._file.batch(before) == batch)
+        is_fine = is_fine and (before is None or bytes(self._of_step("batch", before)) == batch)
         if not is_fine and not drop:
             raise ParticipationViolation(
                 f"the batch of step {step} was seen before, or differs from the batch at its "
@@ -255,26 +193,21 @@ class Ledger(OneOwner):
                 "the difference; give it exactly what it had, or pass it over (private.skip)"
             )
         if ids is None:
-            by, keep, is_empty = "fingerprints", None, not len(row.units)
-        else:
-            by = "ids"
-            _, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
-            keep = (rows >= 0) & np.isin(ids, row.units)
-            is_empty = not keep.any()
-            keep = _unless_all(keep)
-        return Admission(step, batch, by, row.units, keep, is_empty, is_replay=True)
+            is_empty = not len(row.units)
+            return Admission(step, batch, "fingerprints", row.units, None, is_empty, True)
+        _, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
+        keep = (rows >= 0) & np.isin(ids, row.units)
+        return Admission(step, batch, "ids", row.units, _unless_all(keep), not keep.any(), True)
 
     def record(self, admission: Admission, digest: bytes = b"") -> None:
         """Write the row of a step; durable when this returns.
 
         `digest` is that of its clipped sum, where it is known already (see `expect_digest`).
         """
-        if os.getpid() != self._owner:
-            self.check_owner()
         self.settle()
-        step = admission.step
+        step, told = admission.step, (admission.step, admission.units)
         try:
-            self._file.add_step(
+            self.add_step(
                 step,
                 batch=admission.batch,
                 digest=digest,
@@ -284,59 +217,13 @@ class Ledger(OneOwner):
         except Exception:
             raise
         except BaseException:  # interrupted, perhaps right after the row was written
-            if self._file.has_step(step):
-                self._later, self._released = (step, admission.units), step + 1
+            if self._count() > step:
+                self._later, self._released = told, step + 1
             raise
-        self._later, self._released = (step, admission.units), step + 1
-
-    def expect_digest(self, step: int, digest: Callable[[], bytes] | bytes) -> None:
-        """The digest of a step on record is still being computed; the next write takes it along."""
-        self._file.expect_digest(step, digest)
-
-    def collect_digests(self, *, or_lose: bool = False) -> None:
-        """Wait for digests that are on their way; `or_lose` gives up those that do not come."""
-        self._file.collect_digests(or_lose=or_lose)
-
-    def digest(self, step: int) -> bytes:
-        """The digest of the clipped sum of a released step; empty if it never reached the disk."""
-        return self._file.digest(step)
-
-    def note(self, kind: str, **body: Any) -> None:
-        """Write down that something happened (a replay, a step passed over, a checkpoint)."""
-        self.check_owner()
-        self._file.record(kind, body)
-
-    def notes(self, kind: str) -> list[dict[str, Any]]:
-        """What was written down of one kind, oldest first."""
-        return [json.loads(event.body) for event in self._file.log(kind)]
-
-    def begin_life(self, **body: Any) -> int:
-        """Write down that a process starts to use this ledger; returns the number of its life.
-
-        Guarantees: the row is in the file itself, so that a lost -wal file does not lose it.
-        """
-        self.check_owner()
-        number = sum(1 for _ in self._file.log("life"))
-        self._file.record("life", {"life": number, "released": self._released, **body})
-        self._file.fold()
-        self._file.life = number
-        return number
-
-    @property
-    def lives(self) -> int:
-        """How many processes have gone on with this run."""
-        return sum(1 for _ in self._file.log("life"))
-
-    @property
-    def head(self) -> tuple[int, bytes]:
-        """Number and link of the newest row."""
-        return self._file.head
+        self._later, self._released = told, step + 1
 
     def settle(self) -> None:
-        """Tell the table of units what was recorded; whoever asks it does that first.
-
-        If it is interrupted, the step is told once more, and the table counts it once.
-        """
+        """Tell the table of units what was recorded (once more, if interrupted: it counts once)."""
         if self._later is not None:
             self._take(*self._later)
             self._later = None
@@ -353,15 +240,15 @@ class Ledger(OneOwner):
     def _catch_up(self) -> None:
         """Rebuild the table: the saved summary, then the steps after it.
 
-        Guarantees: a summary that does not add up to the steps it covers is refused, since units
-        that it forgot would be admitted again.
+        Guarantees: a summary that does not add up to its steps is refused, since units that it
+        forgot would be admitted again.
         """
-        ids, seen = self._file.units()
-        self._table.restore(ids, seen)
-        self._released = self._file.summarised
-        known = 0 if self.participation.is_sampled else int(seen.count.sum())
-        steps, participations = self._file.counted(before=self._released)
-        wanted = 0 if self.participation.is_sampled else participations
+        self._released, saved = self.saved_units()
+        ids, first, last, count = np.array(saved, dtype=np.int64).reshape(-1, 4).T
+        self._table.restore(ids, Seen(first=first, last=last, count=count))
+        sums = "SELECT COUNT(*), TOTAL(units) FROM steps WHERE step < ?"
+        steps, listed = map(int, self.db.execute(sums, (self._released,)).fetchone())
+        known, wanted = (0, 0) if self.participation.is_sampled else (int(count.sum()), listed)
         if (steps, wanted) != (self._released, known):
             raise VerificationFailed(
                 f"the ledger sums up {self._released} steps with {known} participations and holds "
@@ -369,24 +256,12 @@ class Ledger(OneOwner):
             )
         for row in self.rows(start=self._released):
             if row.step != self._released:
-                raise VerificationFailed(
-                    f"the ledger lacks step {self._released}; it was cut or edited"
-                )
+                raise lacking(self._released)
             self._take(row.step, row.units)
             self._released = row.step + 1
 
-    def end(self, how: str = "forked") -> int:
-        """Let nobody record a step any more, a process that has it open included; their number."""
-        self.check_owner()
-        return self._file.end(how)
-
     def row(self, step: int) -> Row:
-        """One released step."""
         return next(self.rows(start=step))
-
-    def rows(self, *, start: int = 0) -> Iterator[Row]:
-        """Released steps in order."""
-        return self._file.rows(start=start)
 
     def units(self) -> tuple[Ids, Seen]:
         """Every unit with first step, last step and count, from the steps."""
@@ -394,58 +269,36 @@ class Ledger(OneOwner):
         return self._table.all()
 
     def tidy(self) -> None:
-        """Summarise if it pays: a row for every unit takes longer than many steps do.
-
-        What the summary does not cover is read from the steps when the ledger is opened again.
-        """
+        """Summarise if it pays: a row for every unit takes longer than many steps do."""
         self.settle()
         participations, steps = self._since
         if participations >= _TIDY_UNITS * len(self._table) or steps >= _TIDY_STEPS:
             self.summarise()
 
     def summarise(self) -> None:
-        """Bring the per-unit summary up to date (units seen since the last time only)."""
-        self.check_owner()
+        """Bring the per-unit summary up to date (units seen since the last time only).
+
+        One of more steps, which another process may have written just now, stays.
+        """
         self.settle()
-        self._file.save_units(*self._table.all(), released=self._released)
+        ids, seen = self._table.all()
+        with self._writing():
+            covered = int(self.meta("summarised") or 0)
+            if covered <= self._released:
+                new = np.flatnonzero(seen.last >= covered)
+                rows = zip(*(a[new].tolist() for a in (ids, seen.first, seen.last, seen.count)))
+                self.db.executemany("INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?)", rows)
+                told = ("summarised", str(self._released))
+                self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", told)
         self._since = (0, 0)
 
     def close(self) -> None:
-        """Summarise and let go of the file."""
         self.summarise()
         self.let_go()
 
     def copy_to(self, path: Path) -> None:
-        """Everything that is on record, as a ledger in this file."""
-        self.check_owner()
         self.summarise()
-        self._file.copy_to(path)
-
-    def let_go(self) -> None:
-        """Close the file as it is; nothing is written."""
-        self._file.close()
-
-
-def described(
-    facts: Mapping[str, str],
-    lives: Sequence[Mapping[str, Any]],
-    budget: Sequence[Mapping[str, Any]],
-    *,
-    ends: Sequence[float],
-    units: int | None,
-) -> dict[str, str | None]:
-    """Facts, and what follows from rows: times of the first and last step, number of units."""
-    newest = lives[-1] if lives else {}
-    has_units = facts.get("identified_by") == "ids" and units is not None
-    return {
-        **facts,
-        "lives": str(len(lives)),
-        "version": newest.get("version"),
-        "torch": newest.get("torch"),
-        "budget_words": budget[-1].get("words") if budget else None,
-        **{name: repr(when) for name, when in zip(("first", "last"), ends)},
-        "records": str(units) if has_units else facts.get("population"),
-    }
+        super().copy_to(path)
 
 
 def _unless_all(keep: Mask) -> Mask | None:

@@ -29,15 +29,17 @@ array([                 -5,                   7, 4611686018427387904])
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sqlite3
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -89,26 +91,23 @@ class Event:
     body: bytes
 
 
-def linked(before: bytes, kind: bytes, head: bytes, *fields: bytes) -> bytes:
-    """The link of a row; lengths go in too, or fields could move into each other."""
-    hasher = hashlib.sha256(before)
-    hasher.update(kind + head)
-    for field in fields:
-        hasher.update(len(field).to_bytes(8, "little"))
-        hasher.update(field)
-    return hasher.digest()
-
-
 def step_link(
     before: bytes, step: int, life: int, time: float, count: int, *fields: bytes
 ) -> bytes:
     """The link of a step with its batch, digest, late digest and encoded units."""
-    return linked(before, b"step", struct.pack("<qqdq", step, life, time, count), *fields)
+    return _linked(before, b"step" + struct.pack("<qqdq", step, life, time, count), *fields)
 
 
 def event_link(before: bytes, kind: str, time: float, body: bytes) -> bytes:
-    """The link of a row of the log."""
-    return linked(before, b"log:" + kind.encode(), struct.pack("<d", time), body)
+    return _linked(before, b"log:" + kind.encode() + struct.pack("<d", time), body)
+
+
+def _linked(before: bytes, head: bytes, *fields: bytes) -> bytes:
+    """Lengths go in too, or fields could move into each other."""
+    hasher = hashlib.sha256(before + head)
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little") + field)
+    return hasher.digest()
 
 
 def encode_units(units: Ids) -> bytes:
@@ -138,29 +137,11 @@ def decode_units(blob: bytes) -> Ids:
     return np.cumsum(np.frombuffer(data, dtype="<i8")).astype(np.int64)
 
 
-def read_rows(db: sqlite3.Connection, *, start: int = 0) -> Iterator[Row]:
-    """Released steps in order."""
-    cursor = db.execute(
-        "SELECT step, time, batch, digest, units, ids, life, late FROM steps WHERE step >= ? "
-        "ORDER BY step",
-        (start,),
-    )
-    for step, when, batch, digest, count, blob, life, late in cursor:
-        yield Row(step, when, batch, digest, count, decode_units(blob), life, late)
-
-
-def read_log(db: sqlite3.Connection, kind: str | None = None) -> Iterator[Event]:
+def read_log(db: sqlite3.Connection, kind: str = "") -> Iterator[Event]:
     """Rows of the log in order, or those of one kind."""
-    query, given = "SELECT seq, kind, time, body FROM log ", ()
-    if kind is not None:
-        query, given = query + "WHERE kind = ? ", (kind,)  # type: ignore[assignment]
-    for seq, own, when, body in db.execute(query + "ORDER BY seq", given):
+    query = "SELECT seq, kind, time, body FROM log WHERE ? IN ('', kind) ORDER BY seq"
+    for seq, own, when, body in db.execute(query, (kind,)):
         yield Event(seq, own, when, bytes(body))
-
-
-def read_units(db: sqlite3.Connection) -> list[tuple[int, int, int, int]]:
-    """The summary per unit: (unit, first, last, count), in order."""
-    return db.execute("SELECT unit, first, last, count FROM units ORDER BY unit").fetchall()
 
 
 def last_link(db: sqlite3.Connection) -> tuple[int, bytes]:
@@ -203,7 +184,67 @@ def broken_link(db: sqlite3.Connection) -> str | None:
     return None
 
 
-class Evidence:
+def described(
+    facts: Mapping[str, str],
+    lives: Sequence[Mapping[str, Any]],
+    budget: Sequence[Mapping[str, Any]],
+    *,
+    ends: Sequence[float],
+    units: int | None,
+) -> dict[str, str | None]:
+    """Facts, and what follows from rows: times of the first and last step, number of units."""
+    newest = lives[-1] if lives else {}
+    has_units = facts.get("identified_by") == "ids" and units is not None
+    return {
+        **facts,
+        "lives": str(len(lives)),
+        "version": newest.get("version"),
+        "torch": newest.get("torch"),
+        "budget_words": budget[-1].get("words") if budget else None,
+        **{name: repr(when) for name, when in zip(("first", "last"), ends)},
+        "records": str(units) if has_units else facts.get("population"),
+    }
+
+
+class LedgerTables:
+    """Reading the tables of an open connection."""
+
+    db: sqlite3.Connection
+
+    def meta(self, name: str) -> str | None:
+        found = self.db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def bound(self) -> dict[str, str]:
+        """Every fact that was bound, and how many steps the summary covers."""
+        return {str(k): str(v) for k, v in self.db.execute("SELECT name, value FROM meta")}
+
+    def rows(self, *, start: int = 0) -> Iterator[Row]:
+        names = "step, time, batch, digest, units, ids, life, late"
+        query = f"SELECT {names} FROM steps WHERE step >= ? ORDER BY step"
+        for step, when, batch, digest, count, blob, life, late in self.db.execute(query, (start,)):
+            yield Row(step, when, batch, digest, count, decode_units(blob), life, late)
+
+    def log(self, kind: str) -> Iterator[Event]:
+        """Rows of the log of one kind, in order."""
+        return read_log(self.db, kind)
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """What was written down of one kind, oldest first."""
+        return [json.loads(event.body) for event in self.log(kind)]
+
+    def late_digests(self) -> dict[int, bytes]:
+        """Digests in the log, which came after the row of their step, by step."""
+        found = (item for note in self.notes("digest") for item in note.items())
+        return {int(step): bytes.fromhex(digest) for step, digest in found}
+
+    def saved_units(self) -> tuple[int, list[tuple[int, int, int, int]]]:
+        """How many steps the summary covers, and the summary: (unit, first, last, count)."""
+        units = "SELECT unit, first, last, count FROM units ORDER BY unit"
+        return int(self.meta("summarised") or 0), self.db.execute(units).fetchall()
+
+
+class Evidence(LedgerTables):
     """A ledger opened for reading only."""
 
     def __init__(self, path: Path) -> None:
@@ -221,24 +262,7 @@ class Evidence:
                 shutil.copyfile(file, Path(self._copy.name) / file.name)
             self.db = _open(Path(self._copy.name) / path.name, "mode=rw")
 
-    def facts(self) -> dict[str, str]:
-        """Everything in `meta`."""
-        return {str(k): str(v) for k, v in self.db.execute("SELECT name, value FROM meta")}
-
-    def rows(self, *, start: int = 0) -> Iterator[Row]:
-        """Released steps in order."""
-        return read_rows(self.db, start=start)
-
-    def log(self, kind: str | None = None) -> Iterator[Event]:
-        """Rows of the log in order, or those of one kind."""
-        return read_log(self.db, kind)
-
-    def saved_units(self) -> tuple[int, list[tuple[int, int, int, int]]]:
-        """How many steps the summary covers, and the summary."""
-        return int(self.facts().get("summarised", 0)), read_units(self.db)
-
     def close(self) -> None:
-        """Let go of the file."""
         self.db.close()
         if self._copy is not None:
             self._copy.cleanup()

@@ -1,8 +1,13 @@
-"""Open a run: its folder, its ledger and its keys, each checked against the others.
+"""Open a run, or fork one: folder, ledger and keys, each checked against the others.
 
     new       keys on the disk → plan.json → ledger, life 0
     again     plan equal, ledger no older than what the folder knows → fresh keys for all draws that
               no released step has used (`keys`) → one more life in the ledger, then on the disk
+    fork      the old run can release nothing more → a new folder that carries its spending
+
+When a released step would have to be repeated with other data, the old noise must not be used
+again: a fork is a new run with fresh keys and a plan of its own, and its statement covers both,
+μ² = μ_old² + μ_new².
 
 The ledger hears of new keys before the key file holds them, so a crash in between leaves a life
 that nobody uses, and keys that the ledger does not know of mean that its rows were lost. A ledger
@@ -22,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
-from noshuffle.release.files import read_json
-from noshuffle.release.folder import RunFolder
-from noshuffle.release.folder_lock import FolderLock, take
+from noshuffle.release.facts import OTHER_RUNS, notes_of
+from noshuffle.release.files import read_json, write_json
+from noshuffle.release.folder import FolderLock, RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import Ancestor
@@ -38,7 +44,7 @@ from noshuffle.strategies.recipe import Recipe
 from noshuffle.version import __version__
 
 Run = RunFolder | str | Path | None
-MakeLedger = Callable[[Path | None], Ledger]
+MakeLedger = Callable[..., Ledger]
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,6 @@ class Opened:
     lock: FolderLock | None
     charge: account.Charge | None = None
     id_secret: bytes | None = None
-
-
-def folder_of(run: Run) -> RunFolder | None:
-    """A run folder, however it was given."""
-    return run if isinstance(run, RunFolder) or run is None else RunFolder(run)
 
 
 def open_run(
@@ -81,11 +82,11 @@ def open_run(
             f"source must be a noshuffle.noise.Source, got {type(source).__name__}; leave it out "
             "for a fresh key"
         )
-    folder = folder_of(run)
+    folder = None if run is None else RunFolder.of(run)
     recipe = plan.strategy.recipe(plan.steps)
     kind = (source or Source(bytes(32))).on(device).kind
     if folder is None:
-        ring, ledger = KeyRing.new(source).on(kind), make(None)
+        ring, ledger = KeyRing.new(source).on(kind), make(path=None)
         _begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     is_new = not folder.is_started
@@ -94,9 +95,14 @@ def open_run(
         folder.begin(plan, ring)
     lock = take(folder.path)
     if not is_new:
-        _check_folder(folder, plan)
-        ring = _check_source(folder.ring(), folder, source)
-    ledger = make(_ledger_path(folder, plan))
+        if folder.plan() != plan:
+            raise InvalidInput(
+                f"{folder.path} holds a run with another plan; use a new folder, or that plan"
+            )
+        ring = folder.ring()
+        if source is not None and source.fingerprint != ring.given:
+            raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
+    ledger = make(path=_ledger_path(folder, plan))
     try:
         _check_ledger(folder, ledger, ring)
         if not is_new:
@@ -128,19 +134,6 @@ def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
     )
 
 
-def _check_folder(folder: RunFolder, plan: Plan) -> None:
-    if folder.plan() != plan:
-        raise InvalidInput(
-            f"{folder.path} holds a run with another plan; use a new folder, or that plan"
-        )
-
-
-def _check_source(ring: KeyRing, folder: RunFolder, source: Source | None) -> KeyRing:
-    if source is not None and source.fingerprint != ring.given:
-        raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
-    return ring
-
-
 def _ledger_path(folder: RunFolder, plan: Plan) -> Path:
     """The ledger's file; that of a sampled plan, which lists secret draws, is for its owner."""
     file = folder.ledger_file
@@ -169,7 +162,7 @@ def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
 def known_steps(folder: RunFolder) -> int:
     """How many steps the folder knows of, its ledger left aside."""
     saved = checkpoint.saved(folder.checkpoints)
-    steps = int(saved[-1].name.rpartition("-")[2]) if saved else 0
+    steps = checkpoint.step_of(saved[-1]) if saved else 0
     try:
         record: Any = read_json(folder.statement_file)
         told = record.get("released_steps", 0) if isinstance(record, dict) else 0
@@ -184,3 +177,40 @@ def _behind(file: Path) -> str:
         f"{file.name}-wal left behind?); steps that it does not know of were released; bring it "
         "back, or begin a new run from the model"
     )
+
+
+def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = False) -> RunFolder:
+    """A new run folder that carries the spending of `parent`; give it to `privatize`.
+
+    Guarantees: `parent` can release nothing after this (it refuses, also where it is open now), so
+    the steps that the fork adds up are all there will ever be. A copy of a run folder is refused
+    (unless the caller promises that it was `moved`): its original could go on.
+    """
+    old, new = RunFolder.of(parent), RunFolder(path)
+    plan = old.plan()
+    if new.path.exists() and any(new.path.iterdir()):
+        raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
+    ledger = Ledger(plan.participation, path=old.ledger_file, unit=plan.unit)
+    if ledger.released < known_steps(old):
+        ledger.let_go()
+        raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
+    released = ledger.end()
+    is_adaptive = ledger.meta("adaptive_clip") == "yes"
+    notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
+    budget = ledger.meta("budget") or ""
+    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes, budget)]
+    ledger.close()
+    new.path.mkdir(parents=True, exist_ok=True)
+    write_json(new.ancestors_file, [a.to_dict() for a in ancestors])
+    return new
+
+
+def load_model(run: RunFolder | str | Path, model: nn.Module) -> int:
+    """The parameters of a run's newest checkpoint; returns the number of steps behind them."""
+    folder = RunFolder.of(run)
+    found = checkpoint.saved(folder.checkpoints)
+    if not found:
+        raise InvalidInput(f"{folder.path} has no checkpoint to load a model from")
+    state = checkpoint.load(found[-1])
+    model.load_state_dict(state["model"])
+    return int(state["step"])

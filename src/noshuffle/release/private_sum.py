@@ -8,8 +8,7 @@ over all its tensors together. The noise is correlated over time so that totals 
 error grows like log n with a tree or a BLT, and like √n with independent noise (Kairouz et al.
 2021; Denisov et al. 2022). Every total is released: look at all of them, whenever you like.
 
-State: the totals, and that of `Release`; with a run folder a killed stream goes on from its last
-saved step (steps after it are replayed, and leave again only if their sums are the same).
+State: the totals, and that of `Release`; a killed stream goes on from its last saved step.
 
 >>> from noshuffle import Plan, SinglePass
 >>> plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=0.0)
@@ -67,7 +66,6 @@ class PrivateSum(OneOwner):
         on_replay: "refuse" or "skip" a step after the last save whose sum comes out otherwise.
         run: a folder for ledger, checkpoints and statement; None keeps them in memory.
         source: where noise comes from; keys of the operating system by default.
-        device: where sums are kept.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
 
     Guarantees: what `add` returns, and all totals, are covered by `statement()`. A contribution
@@ -119,7 +117,6 @@ class PrivateSum(OneOwner):
 
     @property
     def release(self) -> Release:
-        """The door that the sums leave by."""
         if self._release is None:
             raise InvalidInput("give shape=, or add the first step; nothing is known of the sums")
         return self._release
@@ -131,12 +128,10 @@ class PrivateSum(OneOwner):
 
     @property
     def released(self) -> int:
-        """How many steps the ledger holds."""
         return 0 if self._release is None else self._release.released
 
     @property
     def ledger(self) -> Ledger:
-        """The evidence."""
         return self.release.ledger
 
     @property
@@ -161,11 +156,10 @@ class PrivateSum(OneOwner):
         """Take the contributions of the next step, one row per unit; the private increment.
 
         A single number is the contribution of one unit.
-        `ids` names the unit of every row. Without ids the rows of a step are told apart from those
-        of other steps by their content as a whole, a weaker check that the statement names. Of a
-        plan with unit="user", rows of one user are added up before they are clipped. An empty step
-        releases noise alone. Returns what it was given: a number for numbers, an array for arrays,
-        tensors for tensors.
+        `ids` names the unit of every row; without them the step is its own unit, a weaker check
+        that the statement names. Of a plan with unit="user", rows of one user are added up before
+        they are clipped. An empty step releases noise alone. Returns a number for numbers, an array
+        for arrays, tensors for tensors.
         """
         self.check_owner()
         rows, kind = _rows(contributions)
@@ -174,7 +168,13 @@ class PrivateSum(OneOwner):
             self._open({name: tuple(own.shape[1:]) for name, own in rows.items()})
         self._kind = kind
         release, step = self.release, self.step
-        self._check(rows)
+        wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
+        found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
+        if wanted != found:
+            raise InvalidInput(
+                f"every contribution must have the shape {wanted}, got {found}; give one row per "
+                "unit"
+            )
         size = len(next(iter(rows.values())))
         own = None
         if ids is not None:
@@ -188,10 +188,8 @@ class PrivateSum(OneOwner):
             tensors = tuple(rows[key] for key in sorted(rows))
             name = fingerprint.of_batch(tensors, None, secret=release.secret)
         admission = release.admit(step, own, name, drop=self._drop)
-        keep = torch.ones(size, dtype=torch.bool)
-        if admission.is_empty:
-            keep.zero_()
-        elif admission.keep is not None:
+        keep = torch.full((size,), not admission.is_empty)
+        if admission.keep is not None and not admission.is_empty:
             keep = torch.from_numpy(admission.keep)
         groups = own if self.plan.unit == "user" else None
         values = self._clipped(rows, keep, groups)
@@ -204,15 +202,6 @@ class PrivateSum(OneOwner):
         for key, value in values.items():
             self._totals[key] += value
         return self._given(values)
-
-    def _check(self, rows: dict[str, Tensor]) -> None:
-        wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
-        found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
-        if wanted != found:
-            raise InvalidInput(
-                f"every contribution must have the shape {wanted}, got {found}; give one row per "
-                "unit"
-            )
 
     def _clipped(self, rows: dict[str, Tensor], keep: Tensor, groups: Any) -> dict[str, Tensor]:
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
@@ -227,13 +216,10 @@ class PrivateSum(OneOwner):
             _, whose = np.unique(groups[keep.numpy()], return_inverse=True)
             index = torch.from_numpy(whose).to(self._device)
             flat = flat.new_zeros(int(index.max()) + 1, flat.shape[1]).index_add_(0, index, flat)
-        total = clipped_rows(flat, self.clip).sum(0)
         sizes = [own.numel() for own in self._totals.values()]
-        parts = torch.split(total, sizes)
-        return {
-            name: part.reshape(own.shape).clone()
-            for (name, own), part in zip(self._totals.items(), parts)
-        }
+        parts = torch.split(clipped_rows(flat, self.clip).sum(0), sizes)
+        owners = self._totals.items()
+        return {name: p.reshape(own.shape).clone() for (name, own), p in zip(owners, parts)}
 
     def _given(self, values: Mapping[str, Tensor]) -> Any:
         """In the form in which contributions came."""
@@ -253,7 +239,6 @@ class PrivateSum(OneOwner):
         return self.release.sampler(population)
 
     def statement(self) -> PrivacyStatement:
-        """The guarantee of everything released so far, with all its assumptions."""
         return self.release.statement()
 
     @property
@@ -302,10 +287,9 @@ def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def _tensor(value: Any) -> tuple[Tensor, str]:
-    kind = "tensor" if isinstance(value, Tensor) else "array"
+    kind = "tensor"
     if not isinstance(value, Tensor):
-        if not isinstance(value, np.ndarray):
-            kind = "number"
+        kind = "array" if isinstance(value, np.ndarray) else "number"
         try:
             array = np.asarray(value)
         except ValueError as error:

@@ -11,7 +11,7 @@ samplers iterate over index arrays from `start` on, as torch's `batch_sampler` d
 
 >>> [batch.tolist() for batch in in_order(7, 3)]
 [[0, 1, 2], [3, 4, 5]]
->>> sampler = FixedSizeSampler(FixedSize(steps=4, batch=3, population=10), key=b"k" * 32)
+>>> sampler = make_sampler(FixedSize(steps=4, batch=3, population=10), key=b"k" * 32)
 >>> len(sampler.draw(2)), np.array_equal(sampler.draw(2), sampler.draw(2))
 (3, True)
 """
@@ -43,36 +43,11 @@ def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
     return [np.arange(i * batch_size, (i + 1) * batch_size) for i in range(count)]
 
 
+@dataclass
 class Sampler:
     """Secret draws, reproducible from the key and the step."""
 
-    start: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The planned number of draws."""
-        raise NotImplementedError
-
-    def draw(self, step: int) -> Ids:
-        """The units of this step, in increasing order."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Ids]:
-        return (self.draw(step) for step in range(self.start, self.steps))
-
-    def __len__(self) -> int:
-        return self.steps - self.start
-
-
-@dataclass
-class PoissonSampler(Sampler):
-    """Every one of `population` examples by its own coin flip of probability `rate`.
-
-    Guarantees: flips are independent across examples and steps; the probability is the planned
-    rate rounded down to a multiple of 2⁻⁶⁴ (a rate of 1 takes everybody). A draw may be empty.
-    """
-
-    participation: Poisson
+    participation: Poisson | FixedSize
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
@@ -82,16 +57,45 @@ class PoissonSampler(Sampler):
 
     @property
     def steps(self) -> int:
+        """The planned number of draws."""
         return self.participation.steps
+
+    def draw(self, step: int) -> Ids:
+        """The units of this step, in increasing order."""
+        raise NotImplementedError
+
+    def _words(self, step: int) -> NDArray[np.uint64]:
+        """A random word a unit, of the step's own ChaCha20 stream (counter 0, nonce = step)."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
+
+        key = self.key if isinstance(self.key, bytes) else self.key(step)
+        nonce = bytes(8) + step.to_bytes(8, "little")
+        cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+        return np.frombuffer(cipher.update(bytes(8 * self.population)), dtype="<u8")
+
+    def __iter__(self) -> Iterator[Ids]:
+        return (self.draw(step) for step in range(self.start, self.steps))
+
+    def __len__(self) -> int:
+        return self.steps - self.start
+
+
+class PoissonSampler(Sampler):
+    """Every one of `population` examples by its own coin flip of probability `rate`.
+
+    Guarantees: flips are independent across examples and steps; the probability is the planned
+    rate rounded down to a multiple of 2⁻⁶⁴ (a rate of 1 takes everybody). A draw may be empty.
+    """
+
+    participation: Poisson
 
     def draw(self, step: int) -> Ids:
         if self.participation.rate == 1:
             return np.arange(self.population, dtype=np.int64)
         threshold = np.uint64(int(self.participation.rate * 2**64))
-        return np.flatnonzero(_words(self.key, step, self.population) < threshold).astype(np.int64)
+        return np.flatnonzero(self._words(step) < threshold).astype(np.int64)
 
 
-@dataclass
 class FixedSizeSampler(Sampler):
     """A uniform subset of `batch` out of `population`, without replacement.
 
@@ -100,23 +104,10 @@ class FixedSizeSampler(Sampler):
     """
 
     participation: FixedSize
-    key: SamplingKey = field(repr=False)
-    start: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.participation.steps
-
-    @property
-    def population(self) -> int:
-        """How many examples there are."""
-        return self.participation.population
 
     def draw(self, step: int) -> Ids:
-        words = _words(self.key, step, self.population)
-        return np.sort(np.argsort(words, kind="stable")[: self.participation.batch]).astype(
-            np.int64
-        )
+        order = np.argsort(self._words(step), kind="stable")
+        return np.sort(order[: self.participation.batch]).astype(np.int64)
 
 
 def make_sampler(
@@ -128,7 +119,7 @@ def make_sampler(
             raise InvalidInput(
                 f"the plan samples from {participation.population} examples, got {population}"
             )
-        return FixedSizeSampler(participation, key)
+        return FixedSizeSampler(participation, participation.population, key)
     if isinstance(participation, Poisson):
         if population is None:
             raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
@@ -136,13 +127,3 @@ def make_sampler(
     raise Unsupported(
         f"{participation.kind} is not sampled: feed the data in the order that the plan promises"
     )
-
-
-def _words(key: SamplingKey, step: int, count: int) -> NDArray[np.uint64]:
-    """`count` random 64-bit words of the step's own ChaCha20 stream (counter 0, nonce = step)."""
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only where it samples
-
-    key = key if isinstance(key, bytes) else key(step)
-    nonce = (0).to_bytes(8, "little") + step.to_bytes(8, "little")
-    cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
-    return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")

@@ -46,9 +46,6 @@ class Threshold:
     #: Whether sums are brought to units of the clip norm before noise is added.
     is_adaptive = False
 
-    #: The clip in force.
-    clip: Clip
-
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
 
@@ -71,7 +68,7 @@ class Threshold:
 
 
 class AdaptiveThreshold(Threshold):
-    """A threshold that follows a quantile; changes only where `_may_change` says."""
+    """A threshold that follows a quantile."""
 
     is_adaptive = True
 

@@ -1,9 +1,9 @@
 """A table of units: when each was first and last seen, and how often, without Python loops.
 
-Units are 64-bit integers. The table keeps them in three sorted runs, a large one and two smaller
-ones of recent arrivals, each merged into the next when it has grown, so a step with m units costs
-O(m log N) and not O(N). Other names (strings, bytes) become integers through 64 bits of BLAKE2b; if
-two names ever collided they would count as one unit, which is the strict side.
+Units are 64-bit integers in three sorted runs, a large one and two smaller ones of recent arrivals,
+each merged into the next when it has grown, so a step with m units costs O(m log N) and not O(N).
+Names become integers through 64 bits of BLAKE2b; two that collided would count as one unit, which
+is the strict side.
 
 Most batches are the same in every epoch, so their units always come together and have one record
 between them. Such a party is kept by the bytes of its units: to ask for it, or to move it on, takes
@@ -52,6 +52,10 @@ class Seen:
     last: Ids
     count: Ids
 
+    def record(self, i: int) -> Record:
+        """That of one unit."""
+        return int(self.first[i]), int(self.last[i]), int(self.count[i])
+
 
 def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
     """64 bits of BLAKE2b of a unit's name, as a signed integer.
@@ -66,7 +70,7 @@ def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
 def kind_of_ids(ids: Any) -> str:
     """ "integers" or "names"; "" for none at all. What is neither, `as_ids` refuses."""
     if isinstance(ids, Tensor):
-        return "integers" if len(ids.shape) == 0 or len(ids) else ""
+        return "integers" if ids.numel() else ""
     if isinstance(ids, np.ndarray):
         return ("names" if ids.dtype.kind in "US" else "integers") if ids.size else ""
     first = next(iter(ids), None) if isinstance(ids, Iterable) else ids
@@ -93,8 +97,7 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
             f"{ids.shape} and type {ids.dtype}"
         )
     if ids.dtype.kind in "US":
-        names = ids.tolist()
-        return np.array([name_to_id(i, secret=secret) for i in names], dtype=np.int64)
+        return as_ids(ids.tolist(), secret=secret)
     if ids.dtype == np.uint64 and ids.size and int(ids.max()) > np.iinfo(np.int64).max:
         raise InvalidInput("ids must fit into 64 signed bits, got a larger one; give names instead")
     return np.asarray(ids, dtype=np.int64)
@@ -109,11 +112,6 @@ class BatchCache:
 
     To find the distinct units of a batch is a sort, and an epoch brings the same batches again.
     Only batches in which every row counts; when they hold two million rows it starts anew.
-
-    >>> cache = BatchCache()
-    >>> cache.add(np.array([7, 3]).tobytes(), np.array([3, 7]))
-    >>> cache.get(np.array([7, 3]).tobytes())[0].tolist(), cache.get(b"")
-    ([3, 7], None)
     """
 
     def __init__(self) -> None:
@@ -121,7 +119,7 @@ class BatchCache:
         self._rows = 0
 
     def get(self, ids: bytes) -> tuple[Ids, bytes] | None:
-        """Of the batch whose ids have these bytes."""
+        """The units of the batch whose ids have these bytes, and their bytes."""
         return self._batches.get(ids)
 
     def add(self, ids: bytes, units: Ids) -> None:

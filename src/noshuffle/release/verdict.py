@@ -57,7 +57,6 @@ class Verdict:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What contradicts the statement."""
         return self.refuted
 
     @property
@@ -66,7 +65,6 @@ class Verdict:
         return self.answer in (PROVED, CONSISTENT)
 
     def words(self) -> str:
-        """The answer and its reasons, line by line."""
         lines = [f"{self.answer}: {self.path}"]
         if self.epsilon is not None and not self.refuted:
             lives = f" in {self.lives} lives" if self.lives > 1 else ""
@@ -82,7 +80,6 @@ class Verdict:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         finite = self.epsilon is not None and math.isfinite(self.epsilon)
         return {
             "answer": self.answer,

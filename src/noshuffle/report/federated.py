@@ -104,7 +104,7 @@ def spending_in(run: RunRecord) -> list[Spending]:
     if run.plan.participation.is_sampled or not file.is_file():
         return []
     with closing(Evidence(file)) as evidence:
-        facts = evidence.facts()
+        facts = evidence.bound()
         covered, units = evidence.saved_units()
         counts = Counter({unit: count for unit, _, _, count in units})
         rows = list(evidence.rows(start=covered))

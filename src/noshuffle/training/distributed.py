@@ -49,7 +49,7 @@ from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
-from noshuffle.release.opening import Opened, Run, folder_of, open_run
+from noshuffle.release.opening import Opened, Run, open_run
 from noshuffle.release.release import Release
 from noshuffle.release.spending import Ancestor
 from noshuffle.training.group import shards
@@ -220,7 +220,7 @@ def _opened(
     ring, ancestors, facts, released, secret = team.lead("the run folder", begin)
     if here:
         return here[0]
-    folder = folder_of(run)
+    folder = None if run is None else RunFolder.of(run)
     ledger = GroupLedger.elsewhere(plan, team=team, facts=facts, released=released)
     seen = None if folder is None else Elsewhere(folder.path, ancestors)
     recipe = plan.strategy.recipe(plan.steps)

@@ -267,7 +267,7 @@ def test_a_step_whose_digest_was_lost_is_passed_over_and_never_repeated(tmp_path
     first = make(compiled=True, run=tmp_path / "run")
     fit_model(first, batches(), LOSS, epochs=1)
     list(walk(first, 2, sizes=(8,) * 4))
-    first.ledger._file._waiting.clear()  # as a killed process leaves it
+    first.ledger._waiting.clear()  # as a killed process leaves it
     first.close()
     strict = make(compiled=True, run=tmp_path / "run")
     assert strict.resume() == 4

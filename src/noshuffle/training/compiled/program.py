@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
-from noshuffle.release import fingerprint
+from noshuffle.release import tags
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
 from noshuffle.training.compiled.result import Rows, Sums, TotalFn
@@ -305,7 +305,7 @@ class Program:
         if ring is None:
             assert self.sums is not None
             values = [self.sums.values[name] for name in sorted(self.sums.values)]
-            here = fingerprint.of_group(values, self.parts.secret)
+            here = tags.of_group(values, self.parts.secret)
             return lambda: here
         if is_now:
             number = ring.expect()

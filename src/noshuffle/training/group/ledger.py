@@ -52,7 +52,7 @@ class GroupLedger(Ledger):
         """On rank 0 as ever; elsewhere what rank 0 said at the start, and what was bound since."""
         if self._holds_rows:
             return super().facts()
-        return {**self._told, **self._file.facts(), "first": None, "last": None}
+        return {**self._told, **self.bound(), "first": None, "last": None}
 
     def admit(
         self,

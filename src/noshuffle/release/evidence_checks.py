@@ -1,0 +1,198 @@
+"""What the ledger of a run folder must show: each check yields the sentences that refute it.
+
+    chain, facts    whole from the first row; facts equal to those in it; noise scale = z·ζ
+    steps, units    0, 1, 2, … without a gap, at most the planned number; every unit admitted by the
+                    participation; the summary per unit equal to the steps it covers
+    keys            where they still are: secret draws, users of rounds, lives (`seal.by_keys`);
+                    where they are gone: what was checked before they were destroyed
+
+What could not be checked, and what was, is noted in `Found`. State: none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from noshuffle.errors import NoshuffleError
+from noshuffle.plan import Plan
+from noshuffle.release import guard
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described
+from noshuffle.release.opening import known_steps
+from noshuffle.release.seal import by_keys
+from noshuffle.release.units import UnitTable, name_to_id
+
+
+@dataclass
+class Found:
+    """What is collected on the way; `told` is statement.json, None where it cannot be read."""
+
+    run: RunFolder
+    plan: Plan
+    evidence: Evidence
+    told: dict[str, Any] | None
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, str | None] = field(default_factory=dict)
+    lives: list[dict[str, Any]] = field(default_factory=list)
+    refuted: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    is_signed: bool = False
+
+    def told_rows(self) -> int | None:
+        """How many rows the ledger had when statement.json was written."""
+        try:
+            return int((self.told or {})["ledger_rows"])
+        except (KeyError, ValueError, TypeError):
+            return None
+
+    def read_rows(self) -> None:
+        """Steps, lives and facts, as the statement speaks of them."""
+        evidence, told = self.evidence, self.told_rows()
+        self.rows = list(evidence.rows())
+        self.lives = evidence.notes("life")
+        ends = [self.rows[i].time for i in (0, -1)] if self.rows else []
+        nobody = np.empty(0, dtype=np.int64)
+        units = len(np.unique(np.concatenate([nobody, *(row.units for row in self.rows)])))
+        # A process that only opened the run has changed nothing that the statement speaks of.
+        lives, budget = (
+            [json.loads(e.body) for e in evidence.log(kind) if told is None or e.seq <= told]
+            for kind in ("life", "budget")
+        )
+        counted = None if self.plan.participation.is_sampled else units
+        self.facts = described(evidence.bound(), lives, budget, ends=ends, units=counted)
+
+
+def chain(found: Found) -> Iterator[str]:
+    """No row was changed, cut out or put in between."""
+    broken = broken_link(found.evidence.db)
+    if broken is not None:
+        yield broken
+
+
+def facts(found: Found) -> Iterator[str]:
+    """Facts are those in the chain, and of this plan."""
+    plan, meta = found.plan, found.evidence.bound()
+    chained = dict(json.loads(event.body) for event in found.evidence.log("fact"))
+    for name in sorted((meta.keys() | chained.keys()) - {"summarised"}):
+        if meta.get(name) != chained.get(name):
+            yield f"the ledger says {name} = {meta.get(name)}, its chain {chained.get(name)}"
+    if meta.get("plan") != plan.hash:
+        yield "the ledger was written under another plan than plan.json"
+    if meta.get("unit") != plan.unit:
+        yield f"the ledger counts {meta.get('unit')}s, the plan protects one {plan.unit}"
+    clip = re.fullmatch(r"Flat\((?:clip_norm=|norm=|c=)?([0-9.e+-]+)\)", meta.get("clip", ""))
+    if clip is not None and meta.get("adaptive_clip") == "no":
+        scale = plan.noise_multiplier * float(clip.group(1))
+        if not math.isclose(scale, float(meta.get("noise_scale", "nan")), rel_tol=1e-12):
+            yield (
+                f"the noise scale on record is {meta.get('noise_scale')}, the plan's noise "
+                f"multiplier times the clip norm is {scale!r}"
+            )
+
+
+def steps(found: Found) -> Iterator[str]:
+    """Without a gap, within the plan, and as many as the rest of the folder knows of."""
+    rows, plan = found.rows, found.plan
+    wrong = next((i for i, row in enumerate(rows) if row.step != i), None)
+    if wrong is not None:
+        yield f"the ledger lacks step {wrong}"
+    if len(rows) > plan.steps:
+        yield f"{len(rows)} steps were released, the plan covers {plan.steps}"
+    for row in rows:
+        if row.claimed_units != len(row.units):
+            yield f"step {row.step} claims {row.claimed_units} units and lists {len(row.units)}"
+            return
+        if not 0 <= row.life < len(found.lives):
+            yield f"step {row.step} is of life {row.life}, the ledger has {len(found.lives)}"
+            return
+    if known_steps(found.run) > len(rows):
+        yield (
+            f"the ledger has {len(rows)} steps, checkpoints or statement.json know of "
+            f"{known_steps(found.run)}: rows were cut or lost"
+        )
+
+
+def units(found: Found) -> Iterator[str]:
+    """Every step again through the rules; the summary per unit follows from those it covers."""
+    if found.plan.participation.is_sampled:
+        return
+    covered, saved = found.evidence.saved_units()
+    table = UnitTable()
+    refused = list(_replayed(found, table, found.rows[:covered]))
+    ids, seen = table.all()
+    expected = list(zip(*(a.tolist() for a in (ids, seen.first, seen.last, seen.count))))
+    refused += _replayed(found, table, found.rows[covered:])
+    yield from refused[:1]
+    if covered > len(found.rows):
+        yield f"the summary of units covers {covered} steps, the ledger has {len(found.rows)}"
+    elif expected != saved:
+        yield "the summary of units does not follow from the recorded steps"
+
+
+def _replayed(found: Found, table: UnitTable, rows: list[Row]) -> Iterator[str]:
+    rule = found.plan.participation
+    for row in rows:
+        if len(np.unique(row.units)) < len(row.units):
+            yield f"step {row.step} lists a unit twice"
+        seen = table.look_up(row.units)
+        refused = np.flatnonzero(~guard.is_admitted(rule, step=row.step, seen=seen))
+        if len(refused):
+            reason = guard.why_not(rule, step=row.step, record=seen.record(refused[0]))
+            unit = int(row.units[refused[0]])
+            yield f"unit {unit} should not have taken part in step {row.step}: {reason}"
+        anew = guard.starts_anew(rule, step=row.step, seen=seen)
+        table.update(row.units, step=row.step, first=anew)
+
+
+def batches(found: Found) -> Iterator[str]:
+    """Without ids the unit of a step is its batch."""
+    if found.facts.get("identified_by") == "fingerprints":
+        for row in found.rows:  # none at all: the batch was dropped, and noise alone was released
+            if len(row.units) and row.units.tolist() != [name_to_id(row.batch)]:
+                yield f"step {row.step} lists another unit than its batch"
+                return
+
+
+def keys(found: Found) -> Iterator[str]:
+    """With the keys if they are there, else what was checked before they were destroyed."""
+    if found.run.key_file.exists():
+        try:
+            ring = found.run.ring()
+        except NoshuffleError as error:
+            yield f"the keys cannot be read: {error}"
+            return
+        failures, checked = by_keys(ring, found.plan, found.rows, found.facts, found.lives)
+        found.checked += checked
+        yield from failures
+    elif seals := found.evidence.notes("seal"):
+        lines = seals[-1]["checked"]
+        found.checked += [f"before the keys were destroyed: {line}" for line in lines]
+    else:
+        found.unchecked.append(
+            "what needs the keys, which are not in the folder although the run was not sealed"
+        )
+
+
+def digests(found: Found) -> Iterator[str]:
+    """Which sums a replay could be compared with."""
+    known = found.evidence.late_digests().keys() | {r.step - 1 for r in found.rows if r.late}
+    known |= {note["step"] for note in found.evidence.notes("skip")}
+    missing = [row.step for row in found.rows if not row.digest and row.step not in known]
+    if missing:
+        found.unchecked.append(
+            f"what was released in step {missing[0]}"
+            + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
+            + ": no digest of the sum reached the ledger (a crash, or the run is not closed)"
+        )
+    yield from ()
+
+
+LEDGER_CHECKS = (chain, facts, steps, units, batches, keys, digests)

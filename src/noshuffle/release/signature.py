@@ -1,0 +1,97 @@
+"""The signature of a sealed run: who says that ledger, plan and files are the ones they made.
+
+A hash chain shows that single rows were changed, not that all of it was made anew. For that there
+is a signature by an ordinary Ed25519 key over the newest link, the plan and the digests of all
+files (RFC 8032, from the `cryptography` package). State: none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from noshuffle.errors import InvalidInput
+from noshuffle.plan import Plan
+from noshuffle.release.files import read_json, write_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger import Ledger
+
+
+def _signed_text(plan: Plan, record: dict[str, Any]) -> bytes:
+    """What a signature is of."""
+    told = {name: record[name] for name in ("ledger_rows", "ledger_link", "files")}
+    return json.dumps({"plan": plan.hash, **told}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def write_signature(folder: RunFolder, plan: Plan, ledger: Ledger, key: Any) -> None:
+    """Sign what there is; signature.json holds the signature and what it is of."""
+    from cryptography.hazmat.primitives import serialization as form
+
+    rows, link = ledger.head
+    record = {"ledger_rows": rows, "ledger_link": link.hex(), "files": folder.published()}
+    public = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+    signature = key.sign(_signed_text(plan, record))
+    signed = {**record, "public_key": public.hex(), "signature": signature.hex()}
+    write_json(folder.signature_file, signed)
+
+
+def private_key(path: Path) -> Any:
+    """The Ed25519 key that a PEM file holds; refused in one line where it holds none."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidInput(
+            f"sign must be a PEM file with an Ed25519 private key without a password, got {path} "
+            f"({error}); make one with: openssl genpkey -algorithm ed25519 -out key.pem"
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidInput(f"{path} holds a key of another kind than Ed25519; make a new one")
+    return key
+
+
+def signature_failure(
+    folder: RunFolder, plan: Plan, link_of: dict[int, str], *, public_key: str | Path | None
+) -> str | None:
+    """What is wrong with the signature in the folder; None if it holds. Raises if there is none.
+
+    `public_key` is a PEM file, or the key in hex; without it the one in the file is taken.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    record = read_json(folder.signature_file)
+    try:
+        told = bytes.fromhex(record["public_key"])
+        wanted = told if public_key is None else _public_bytes(public_key)
+        if wanted != told:
+            return "signature.json was made with another key than the one given"
+        text = _signed_text(plan, record)
+        Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
+    except (InvalidSignature, KeyError, ValueError, TypeError) as error:
+        return f"the signature does not hold ({type(error).__name__})"
+    if link_of.get(record["ledger_rows"]) != record["ledger_link"]:
+        return "the ledger is not the one that was signed"
+    if max(link_of) != record["ledger_rows"]:  # such as a note of another model
+        return "rows were added to the ledger after it was signed"
+    if folder.published() != record["files"]:
+        return "the files are not those that were signed"
+    return None
+
+
+def _public_bytes(given: str | Path) -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    if isinstance(given, str) and len(given) == 64 and not Path(given).exists():
+        return bytes.fromhex(given)
+    try:
+        key: Any = form.load_pem_public_key(Path(given).read_bytes())
+        found: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+        return found
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"public_key must be a PEM file or 64 hex digits, got {given} ({error})"
+        ) from None
