@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from noshuffle.budget import Budget
+    from noshuffle.budget import Budget, tune
     from noshuffle.clipping import ModelLoss
     from noshuffle.errors import NoshuffleError
     from noshuffle.optim import FTRL
@@ -55,6 +55,7 @@ _HOMES = {
     "Restarted": "participation",
     "SinglePass": "participation",
     "privatize": "training",
+    "tune": "budget",
     "verify": "release.verify",
 }
 
@@ -74,6 +75,7 @@ __all__ = [
     "Restarted",
     "SinglePass",
     "privatize",
+    "tune",
     "verify",
 ]
 

@@ -5,6 +5,7 @@
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     composition   basic, advanced and optimal composition, groups, amplification
+    selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max, banded noise with cyclic sampling
     calibrate     searches for noise, steps and rate that end on the safe side
 
@@ -21,6 +22,16 @@ from noshuffle.accounting import (
     gdp,
     mechanisms,
     renyi,
+    selection,
 )
 
-__all__ = ["calibrate", "composition", "fourier", "gaussian", "gdp", "mechanisms", "renyi"]
+__all__ = [
+    "calibrate",
+    "composition",
+    "fourier",
+    "gaussian",
+    "gdp",
+    "mechanisms",
+    "renyi",
+    "selection",
+]

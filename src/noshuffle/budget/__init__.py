@@ -6,5 +6,6 @@ tune     the best of many settings by a score, at the price of a bound on repeti
 
 from noshuffle.budget.budget import Budget
 from noshuffle.budget.cost import Cost, cost_of
+from noshuffle.budget.search import Trial, Tuned, tune
 
-__all__ = ["Budget", "Cost", "cost_of"]
+__all__ = ["Budget", "Cost", "Trial", "Tuned", "cost_of", "tune"]

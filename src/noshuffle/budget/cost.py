@@ -175,8 +175,3 @@ def _above(curve: Curve, slack: float, *, start: float = 1.0) -> Cost:
             return Cost(math.inf)
     epsilons = np.linspace(0.0, top, _POINTS)
     return Cost(gdp.dominating(epsilons, curve(epsilons), slack=slack), slack)
-
-
-def of_divergences(orders: Iterable[float], divergences: np.ndarray, *, delta: float) -> Cost:
-    """The cost of a mechanism that is known by its Rényi divergences."""
-    return _above(_renyi(tuple(orders), divergences), _SHARE * delta)

@@ -1,0 +1,264 @@
+"""tune: the best of many settings, by a score, at the price of a bound on repetitions.
+
+    K ~ law of mean `repeats`;  K times: setting at random, train, score;  the best leaves, alone
+
+One run, its score included, is held to μ; the search then costs what `accounting.selection` says
+(Papernot and Steinke 2022; Liu and Talwar 2019): with a geometric K of mean 20, two to three times
+the ε of one run, where 20 runs side by side cost five to six times, counted or not. `law="all"`
+trains every setting once and takes the best noisy score: the Gaussian composition of all of them,
+exactly, and cheaper for two or three settings.
+
+The number of runs, the settings and the noise of the scores are drawn by the operating system. How
+many runs there were, how long they took and how the others did must stay secret: nothing of it is
+returned.
+
+State: none; every run draws on a `Trial`, which refuses what would cost more than its share.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from noshuffle.accounting import gaussian
+from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
+from noshuffle.budget.budget import Budget
+from noshuffle.budget.cost import Cost, cost_of, total
+from noshuffle.errors import (
+    BudgetExceeded,
+    InvalidInput,
+    Unsupported,
+    callables,
+    instance_of,
+    one_of,
+    open_unit,
+    positive,
+)
+from noshuffle.noise import Source, new_key
+from noshuffle.noise.laws import KeyedDraws
+from noshuffle.plan import Plan
+from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
+
+#: Called with a setting and a trial; gives back a result and its scores.
+RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
+_INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
+_SECRET = (
+    "Only the best run was released: its setting, its result and its noisy score. How many runs "
+    "there were, how long they took, and everything of the others stays secret."
+)
+
+
+@dataclass
+class Trial:
+    """What one run of a search draws on: give it as `budget=`, and plan for its `epsilon`."""
+
+    epsilon: float
+    delta: float
+    neighbours: str
+    unit: str
+    costs: list[Cost] = field(default_factory=list)
+    barred: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    id_secret: bytes | None = None
+    origin: str = "search"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
+        return self
+
+    def open(
+        self,
+        what: str,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        run: Path | None = None,
+        origin: str | None = None,
+        lives: Sequence[str] = (),
+    ) -> Trial:
+        """Let a run in if the runs of this trial stay within its share."""
+        if run is not None:
+            raise Unsupported("runs of a search leave no trace: leave out run=, keep the best")
+        if statement.unit != self.unit or statement.mu is None:
+            raise Unsupported(
+                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
+                f"{self.unit}; {what} does not"
+            )
+        cost = cost_of(statement, delta=self.delta, neighbours=self.neighbours)
+        if not total([*self.costs, cost]).epsilon(self.delta) <= self.epsilon:
+            raise BudgetExceeded(
+                f"one run of this search may cost ε = {self.epsilon:.6g} at δ = {self.delta:g}, "
+                f"{what} would cost {cost.epsilon(self.delta):.6g}; fit plans for trial.epsilon"
+            )
+        self.costs.append(cost)
+        return self
+
+    def settle(self, statement: PrivacyStatement, **more: Any) -> None:
+        """Nothing is given back: the bound is on a run as it was planned."""
+
+    def words(self) -> str:
+        """For the statement of the run itself."""
+        return _INSIDE
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best run of a search. All of it is released, and covered by `statement`.
+
+    `setting` and `result` are None in the rare case that a Poisson law asked for no run at all.
+    """
+
+    setting: Any
+    result: Any
+    score: float
+    statement: PrivacyStatement
+
+
+def tune(
+    run: RunFn,
+    settings: Sequence[Any],
+    *,
+    epsilon: float,
+    delta: float | None = None,
+    repeats: float = 20.0,
+    law: str = "geometric",
+    score_share: float = 0.1,
+    unit: str = "example",
+    neighbours: str = "zero-out",
+    budget: Budget | None = None,
+) -> Tuned:
+    """Search for the best of some settings. Arguments:
+
+        run: called as run(setting, trial); trains one model with `budget=trial` under plans for
+            `trial.epsilon` at `trial.delta`, and returns (result, scores): one score between 0 and
+            1 per unit of the validation data, or one number where `score_share` is 0.
+        epsilon, delta: what the whole search may cost; with a budget δ defaults to a tenth of its.
+        repeats: how many runs there are on average.
+        law: "geometric", "logarithmic" (heavier tail, cheaper), "poisson" (dearer, hardly ever
+            far from its mean), or "all" (every setting once).
+        score_share: the part of μ² of one run that pays for its noisy score; 0 for scores from
+            public data.
+        budget: what the search draws on. A search has a proof of (ε, δ) and none of μ, so it
+            should fit into what was set aside by `pure=`; elsewhere it costs several times ε.
+
+    Guarantees: what is returned is (ε, δ)-private if every release of `run` draws on its trial and
+    its scores depend on nothing else of the data than the validation units (whose scores, each
+    clamped to [0, 1], may be of training units too).
+    """
+    callables(run=run)
+    one_of((*LAWS, "all"), law=law)
+    positive(epsilon=epsilon)
+    if not settings:
+        raise InvalidInput("settings must hold at least one, got none")
+    if not 0 <= score_share < 1:
+        raise InvalidInput(f"score_share must lie in [0, 1), got {score_share!r}")
+    if budget is not None:
+        instance_of(Budget, budget=budget)
+        delta = budget.delta / 10 if delta is None else delta
+    delta = 1e-5 if delta is None else delta
+    open_unit(delta=delta)
+    choices = list(settings)
+    drawn = None if law == "all" else Repetitions.named(law, mean=float(repeats))
+    if drawn is None:
+        mu = gaussian.mu(epsilon=epsilon, delta=delta) / math.sqrt(len(choices))
+    else:
+        mu = largest_mu(drawn, epsilon=epsilon, delta=delta)
+    statement = _statement(drawn, mu, len(choices), delta, unit, neighbours, score_share)
+    charge = None
+    if budget is not None:
+        what = f"search over {len(choices)} settings"
+        charge = budget.open(what, statement)
+    random = secrets.SystemRandom()
+    if drawn is None:
+        asked = choices
+    else:
+        asked = [random.choice(choices) for _ in range(drawn.draw(random.random))]
+    share = gaussian.epsilon(mu=mu * math.sqrt(1 - score_share), delta=delta)
+    draws = KeyedDraws(Source(new_key()), name="scores")
+    best: tuple[float, Any, Any] = (-math.inf, None, None)
+    for setting in asked:
+        trial = Trial(share, delta, neighbours, unit)
+        result, scores = run(setting, trial)
+        if not trial.costs:
+            raise InvalidInput("run must give budget=trial to everything that it releases")
+        score = _noisy(scores, mu * math.sqrt(score_share), draws)
+        if score > best[0]:
+            best = score, setting, result
+    if charge is not None:
+        charge.settle(statement)
+        statement = statement.with_assumptions(charge.words())
+    return Tuned(best[1], best[2], best[0], statement)
+
+
+def _noisy(scores: Any, mu: float, draws: KeyedDraws) -> float:
+    """The mean score with noise for one unit's part of the sum; a public score as it is."""
+    if mu == 0:
+        return float(scores)
+    own = np.asarray(scores, dtype=np.float64)
+    if own.ndim != 1 or not len(own):
+        raise InvalidInput(
+            f"run must return one score per validation unit, got an array of shape {own.shape}; "
+            "score_share=0 is for scores from public data"
+        )
+    value = np.array([np.clip(np.nan_to_num(own, nan=0.0), 0.0, 1.0).sum()])
+    noise = draws.standard_normal(1) / mu
+    return float(draws.release(value, noise, scale=1 / mu)[0]) / len(own)
+
+
+def _statement(
+    law: Repetitions | None,
+    mu: float,
+    settings: int,
+    delta: float,
+    unit: str,
+    neighbours: str,
+    score_share: float,
+) -> PrivacyStatement:
+    """What the search promises; the bound is in it."""
+    one = gaussian.epsilon(mu=mu, delta=delta)
+    scored = "a noisy score" if score_share else "a score from public data"
+    if law is None:
+        joint = mu * math.sqrt(settings)
+        epsilon, kind = gaussian.epsilon(mu=joint, delta=delta), "exact"
+        how = f"the best of {settings} runs, one for each setting, by {scored}"
+        bound = (
+            f"ε is that of all {settings} runs together: μ = {joint:.6g} = √{settings} × μ of one."
+        )
+    else:
+        joint, epsilon, kind = None, of_gaussian(law, mu, delta=delta), "rdp"
+        name = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}[law.eta]
+        how = (
+            f"the best of K runs by {scored}, each with one of {settings} settings at random, K "
+            f"drawn from a {name} law of mean {law.mean:g}"
+        )
+        bound = (
+            f"ε is the bound of Papernot and Steinke (2022) for a {name} number of runs of mean "
+            f"{law.mean:g}, each of ε = {one:.4g} with its score: the search is inside."
+        )
+    return PrivacyStatement(
+        epsilon=epsilon,
+        delta=delta,
+        mu=joint,
+        rho=None if joint is None else joint**2 / 2,
+        sensitivity=1.0,
+        squared_sensitivity=1.0,
+        noise_multiplier=1 / mu,
+        unit=unit,
+        neighbours=neighbours,
+        participation="as the plan of each run says",
+        mechanism=how,
+        accountant=kind,
+        exact=law is None,
+        assumptions=(
+            bound,
+            _SECRET,
+            "Settings, their number, the law and its mean were chosen without the data.",
+            "Every release of a run was made under its own statement, whose assumptions hold here.",
+        ),
+    )

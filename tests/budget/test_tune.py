@@ -1,0 +1,149 @@
+"""A search costs what its bound says, whatever it finds, and its runs cannot cost more."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from noshuffle import Budget, Plan, Poisson, PrivateSum, SinglePass, tune
+from noshuffle.accounting import gaussian, renyi
+from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
+from noshuffle.budget import Trial
+from noshuffle.budget.search import _noisy
+from noshuffle.errors import BudgetExceeded, InvalidInput, Unsupported
+from noshuffle.noise import test_source as make_source
+from noshuffle.noise.laws import KeyedDraws
+
+DELTA = 1e-6
+
+
+def plan_for(trial: Trial) -> Plan:
+    return Plan.fit(SinglePass(2), mechanism="tree", epsilon=trial.epsilon, delta=trial.delta)
+
+
+def run(setting: float, trial: Trial) -> tuple[Any, Any]:
+    """A "model" whose score is its setting."""
+    sums = PrivateSum(plan_for(trial), clip=1.0, shape=(), budget=trial)
+    sums.add([1.0], ids=[1])
+    return sums.total, np.full(4000, setting)
+
+
+@pytest.mark.parametrize("eta", [math.inf, 1.0, 0.0, -0.5, 2.5])
+def test_repetitions_have_their_law(eta: float) -> None:
+    law, draws = Repetitions(8.0, eta), random.Random(5)
+    found = np.array([law.draw(draws.random) for _ in range(20_000)])
+    assert abs(found.mean() - 8.0) < 5 * found.std() / math.sqrt(len(found))
+    assert found.min() >= (0 if eta == math.inf else 1)
+    if eta == 1:  # geometric: P[K > k] = (1 − γ)^k
+        assert abs((found > 10).mean() - (7 / 8) ** 10) < 0.02
+
+
+def test_bounds_against_numbers_worked_out_apart() -> None:
+    """The theorems, term by term, for one α and β at a time: every choice of β is a bound."""
+    mu, mean, orders = 0.3, 20.0, np.array([2.0, 4.0, 16.0, 64.0])
+    one = orders * mu**2 / 2
+    geometric = Repetitions.named("geometric", mean=mean).divergences(orders, one)
+    for alpha, found in zip(orders, geometric):
+        each = [
+            alpha * mu**2 / 2
+            + 2 * (1 - 1 / beta) * beta * mu**2 / 2
+            + 2 * math.log(mean) / beta
+            + math.log(mean) / (alpha - 1)
+            for beta in orders
+        ]
+        assert found == pytest.approx(min(each), rel=1e-12)
+    exact = lambda hat: gaussian.delta(mu=mu, epsilon=hat)  # noqa: E731
+    poisson = Repetitions.named("poisson", mean=mean).divergences(orders, one, delta_fn=exact)
+    hat = math.log(1 + 1 / 3)
+    wanted = 4 * mu**2 / 2 + mean * exact(hat) + math.log(mean) / 3
+    assert poisson[1] == pytest.approx(wanted, rel=1e-12)
+    # a mean of one run is that run, up to the price of the proof
+    alone = Repetitions.named("geometric", mean=1.0).divergences(orders, one)
+    assert (alone >= one).all()
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_search_for_mu_ends_on_the_safe_side(law: str) -> None:
+    own = Repetitions.named(law, mean=20.0)
+    mu = largest_mu(own, epsilon=2.0, delta=DELTA)
+    assert of_gaussian(own, mu, delta=DELTA) <= 2.0
+    assert of_gaussian(own, mu * 1.001, delta=DELTA) > 2.0
+    # never cheaper than one run alone
+    assert gaussian.epsilon(mu=mu, delta=DELTA) < 2.0
+    assert renyi.epsilon_from_rho(rho=mu**2 / 2, delta=DELTA) < 2.0
+
+
+def test_a_search_of_twenty_settings_costs_what_its_bound_says(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=3.0, delta=1e-5, pure=2.0)
+    settings = [i / 20 for i in range(20)]
+    found = tune(run, settings, epsilon=2.0, repeats=20, budget=budget)
+    assert found.statement.epsilon <= 2.0
+    assert found.statement.delta == pytest.approx(1e-6)
+    assert budget.total().epsilon(1e-5) == pytest.approx(found.statement.epsilon, abs=1e-9)
+    said = found.statement.words()
+    assert "the search is inside" in said
+    assert "bound of Papernot and Steinke" in said
+    assert "each with one of 20 settings at random" in said
+    assert "This is run 1 of 1 on this data" in said
+    assert found.setting in settings
+    assert abs(found.score - found.setting) < 0.2
+    with pytest.raises(BudgetExceeded):
+        tune(run, settings, epsilon=2.0, budget=budget)
+
+
+def test_the_best_setting_is_found() -> None:
+    found = [
+        tune(run, [0.1, 0.5, 0.9], epsilon=8.0, repeats=9, law="poisson").setting for _ in range(5)
+    ]
+    assert sorted(found)[3] == 0.9
+    everything = tune(run, [0.1, 0.9], epsilon=2.0, delta=DELTA, law="all")
+    assert everything.setting == 0.9
+    assert everything.statement.exact
+    assert everything.statement.epsilon <= 2.0 * (1 + 1e-12)
+
+
+def test_a_run_cannot_cost_more_than_its_share(tmp_path: Path) -> None:
+    def dear(setting: float, trial: Trial) -> tuple[Any, Any]:
+        plan = Plan.fit(SinglePass(2), mechanism="tree", epsilon=1.01 * trial.epsilon, delta=DELTA)
+        return PrivateSum(plan, clip=1.0, shape=(), budget=trial), np.ones(3)
+
+    def twice(setting: float, trial: Trial) -> tuple[Any, Any]:
+        return run(setting, trial) and run(setting, trial)
+
+    def apart(setting: float, trial: Trial) -> tuple[Any, Any]:
+        return None, np.ones(3)
+
+    def sampled(setting: float, trial: Trial) -> tuple[Any, Any]:
+        plan = Plan.fit(Poisson(2, 0.1), mechanism="identity", epsilon=0.1, delta=DELTA)
+        return PrivateSum(plan, clip=1.0, shape=(), budget=trial), np.ones(3)
+
+    def kept(setting: float, trial: Trial) -> tuple[Any, Any]:
+        sums = PrivateSum(plan_for(trial), clip=1.0, shape=(), budget=trial, run=tmp_path / "r")
+        return sums, np.ones(3)
+
+    for wrong, error in [
+        (dear, BudgetExceeded),
+        (twice, BudgetExceeded),
+        (apart, InvalidInput),
+        (sampled, Unsupported),
+        (kept, Unsupported),
+    ]:
+        with pytest.raises(error):
+            tune(wrong, [1.0], epsilon=1.0, delta=DELTA)
+    with pytest.raises(InvalidInput, match="one score per validation unit"):
+        tune(lambda s, t: (run(s, t)[0], 0.5), [1.0], epsilon=1.0, delta=DELTA)
+    public = tune(lambda s, t: (run(s, t)[0], s), [0.5], epsilon=1.0, score_share=0.0)
+    assert public.score == 0.5
+
+
+def test_scores_have_their_noise() -> None:
+    """The deviation of a score is 1/μ; two thirds or three halves of it is not taken for it."""
+    draws = KeyedDraws(make_source(seed="scores"), name="scores")
+    found = [_noisy(np.full(100, 0.5), 0.2, draws) - 0.5 for _ in range(400)]
+    assert 0.85 < float(np.std(found)) * 100 * 0.2 < 1.15
+    assert _noisy(np.full(100, np.nan), 0.2, draws) < 0.5  # no score counts as the worst
