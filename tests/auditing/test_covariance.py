@@ -29,15 +29,15 @@ def test_the_door_releases_the_planned_noise_and_changes_are_found(name: str) ->
     noise = released_noise(plan, coordinates=6000)
     found = audit_noise(noise, plan)
     assert found.answer == HOLDS, found.words()
-    assert found.mu == pytest.approx(found.claimed_mu, rel=0.06)
-    assert found.mu_sure < found.mu_low < found.mu < found.mu_high
+    assert found.estimate.mu == pytest.approx(found.claimed_mu, rel=0.06)
+    assert found.estimate.sure < found.estimate.low < found.estimate.mu < found.estimate.high
     for factor in (2 / 3, 0.97, 1.03, 3 / 2):
         assert audit_noise(factor * noise, plan).answer == REFUTED
     weak = audit_noise(noise * 0.5, plan)
-    assert weak.mu == pytest.approx(2 * found.mu)
+    assert weak.estimate.mu == pytest.approx(2 * found.estimate.mu)
     reused = noise.copy()
     reused[17] = reused[3]
-    assert math.isinf(audit_noise(reused, plan).mu)
+    assert math.isinf(audit_noise(reused, plan).estimate.mu)
     assert "no noise at all" in audit_noise(reused, plan).words()
     other = np.random.default_rng(1).standard_normal(noise.shape) * noise.std()
     assert (audit_noise(other, plan).answer == REFUTED) == (name != "identity")
@@ -50,7 +50,7 @@ def test_replacing_a_unit_doubles_what_is_claimed_and_found() -> None:
     )
     noise = released_noise(once, coordinates=3000)
     first, second = audit_noise(noise, once), audit_noise(noise, twice)
-    assert second.mu == pytest.approx(2 * first.mu)
+    assert second.estimate.mu == pytest.approx(2 * first.estimate.mu)
     assert second.claimed_mu == pytest.approx(2 * first.claimed_mu)
     assert first.to_dict()["kind"] == "noise"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import noshuffle.auditing
 import noshuffle.strategies as st
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED
 from noshuffle.auditing.curve import delta_of, epsilon_of, mu_of
@@ -68,6 +69,19 @@ def participations(strategy: st.Strategy) -> tuple[Participation, ...]:
         Restarted(Epochs(3, 4), every),
         Restarted(MinSeparation(N, 3, 3), every),
     )
+
+
+def test_no_formula_is_shared_with_what_is_checked() -> None:
+    folder = Path(noshuffle.auditing.__file__).parent
+    named = {
+        line.split()[1]
+        for path in folder.glob("*.py")
+        for line in path.read_text().splitlines()
+        if line.lstrip().startswith(("from noshuffle", "import noshuffle"))
+    }
+    assert named
+    assert not [name for name in named if name.startswith("noshuffle.accounting")]
+    assert not [name for name in named if name.startswith("noshuffle.strategies")]
 
 
 def test_every_built_in_strategy_is_here() -> None:

@@ -12,24 +12,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 HOLDS, REFUTED, UNDECIDED = "HOLDS", "REFUTED", "NOT DECIDED"
 EXIT_CODES = {HOLDS: 0, REFUTED: 1, UNDECIDED: 3}
 
 
-class Finding(Protocol):
-    """One part of an audit."""
+class Finding:
+    """One part of an audit: a frozen record with an answer and words."""
+
+    kind: ClassVar[str] = ""
 
     @property
     def answer(self) -> str:
         """HOLDS, REFUTED or NOT DECIDED."""
+        raise NotImplementedError
 
     def words(self) -> str:
         """The finding as text."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as plain values; its `kind` says of which part."""
+        """The finding as plain values."""
+        own = asdict(self)  # type: ignore[call-overload]
+        return {"kind": self.kind, "answer": self.answer, **own}
 
 
 def combined(answers: Iterable[str]) -> str:

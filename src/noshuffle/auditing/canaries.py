@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from scipy.special import ndtri
 from torch import Tensor, nn
 
+from noshuffle.auditing.curve import MuEstimate
 from noshuffle.auditing.emitted import Array, Coins, emitted_rows
 from noshuffle.auditing.prefixes import whitening
 from noshuffle.auditing.worst import worst
@@ -125,16 +126,6 @@ class Canaries:
     def final_mu(self) -> float:
         """What the final model can show of μ: k/√(1ᵀΣ1)/z."""
         return len(self.pattern) / math.sqrt(float(self.covariance.sum()))
-
-
-@dataclass(frozen=True)
-class MuEstimate:
-    """μ̂ with a 95 % interval, and a lower limit that chance passes once in two million."""
-
-    mu: float
-    low: float
-    high: float
-    sure: float
 
 
 def estimate(scores: Array, is_in: Coins) -> MuEstimate:

@@ -21,16 +21,16 @@ singular, and μ̂ = ∞. A fixed filter (the canaries' statistic) does not see 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from scipy.special import ndtr
 from scipy.stats import chi2
 
-from noshuffle.auditing.answers import HOLDS, REFUTED
-from noshuffle.auditing.curve import epsilon_of
+from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
+from noshuffle.auditing.curve import MuEstimate
 from noshuffle.auditing.emitted import Array, emitted_rows
 from noshuffle.auditing.prefixes import whitening
 from noshuffle.auditing.worst import worst
@@ -46,23 +46,20 @@ _BARE = 1e-4
 
 
 @dataclass(frozen=True)
-class NoiseAudit:
+class NoiseAudit(Finding):
     """The law of the noise of a run beside the planned one, and μ of the worst unit under it."""
 
     steps: int
     coordinates: int
     claimed_mu: float
-    mu: float
-    mu_low: float
-    mu_high: float
-    #: Below this μ is only with probability LEVEL / 2.
-    mu_sure: float
+    estimate: MuEstimate
     delta: float
     scale: float
     p_scale: float
     p_entries: float
     worst_entry: tuple[int, int]
     pattern: tuple[int, ...]
+    kind: ClassVar[str] = "noise"
 
     @property
     def is_planned(self) -> bool:
@@ -72,25 +69,19 @@ class NoiseAudit:
     @property
     def answer(self) -> str:
         """REFUTED where the noise is not the planned one, or protects less than claimed."""
-        return HOLDS if self.is_planned and self.mu_sure <= self.claimed_mu else REFUTED
+        return HOLDS if self.is_planned and self.estimate.sure <= self.claimed_mu else REFUTED
 
     def words(self) -> str:
         """The finding as text."""
-        i, j = self.worst_entry
-        bare = "; some combination of steps has no noise at all" if math.isinf(self.mu) else ""
+        own, (i, j) = self.estimate, self.worst_entry
+        bare = "; some combination of steps has no noise at all" if math.isinf(own.mu) else ""
         return (
             f"{self.answer}: the noise of {self.steps} steps over {self.coordinates:,} coordinates"
             f"\nscale: {self.scale:.5f} of the planned one (p = {self.p_scale:.2g}); least likely "
             f"entry: steps {i} and {j} (p = {self.p_entries:.2g})"
-            f"\nworst unit: μ̂ = {self.mu:.4g} [{self.mu_low:.4g}, {self.mu_high:.4g}], claimed "
-            f"{self.claimed_mu:.4g}; ε at δ = {self.delta:g}: "
-            f"{epsilon_of(self.mu, delta=self.delta):.4g}{bare}"
+            f"\nworst unit: {own}, claimed {self.claimed_mu:.4f}; ε at δ = {self.delta:g}: "
+            f"{own.epsilons(self.delta)[0]:.4g}{bare}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        epsilon = epsilon_of(self.mu, delta=self.delta)
-        return {**asdict(self), "kind": "noise", "answer": self.answer, "epsilon": epsilon}
 
 
 def released_noise(plan: Plan, *, coordinates: int, steps: int | None = None) -> Array:
@@ -142,24 +133,18 @@ def compare(
     X = _precision(half, ridge=1e-9 if is_bare else 0.0)
     pattern = worst(X, participation).pattern
     if is_bare:
-        mu = low = high = sure = math.inf
+        found = MuEstimate(*(math.inf,) * 4)
     else:
         signs = np.sign(np.linalg.eigh(X[np.ix_(pattern, pattern)])[1][:, -1])
         X = _precision(rest)[np.ix_(pattern, pattern)]
         squared, freedom = float(signs @ X @ signs) / m, m - n + 1
-        low, high, sure = (
-            twice * math.sqrt(squared * float(chi2.ppf(level, freedom)))
-            for level in (0.025, 0.975, LEVEL / 2)
-        )
-        mu = twice * math.sqrt(squared * freedom)
+        quantiles = (freedom, *chi2.ppf((0.025, 0.975, LEVEL / 2), freedom))
+        found = MuEstimate(*(twice * math.sqrt(squared * float(q)) for q in quantiles))
     return NoiseAudit(
         steps=n,
         coordinates=d,
         claimed_mu=twice * claimed_mu,
-        mu=mu,
-        mu_low=low,
-        mu_high=high,
-        mu_sure=sure,
+        estimate=found,
         delta=delta,
         scale=math.sqrt(scale),
         p_scale=2 * min(tail, 1 - tail),

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from scipy.special import log_ndtr, ndtr, ndtri
 
@@ -62,3 +63,23 @@ def mu_of(epsilon: float, *, delta: float) -> float:
 def power(mu: float, false_positives: float) -> float:
     """The largest true-positive rate of any attack on a μ-GDP mechanism at this rate of errors."""
     return float(ndtr(ndtri(false_positives) + mu))
+
+
+@dataclass(frozen=True)
+class MuEstimate:
+    """μ̂ with a 95 % interval, and a lower limit that chance passes once in two million."""
+
+    mu: float
+    low: float
+    high: float
+    sure: float
+
+    def epsilons(self, delta: float) -> tuple[float, float, float]:
+        """ε at δ of μ̂ and of both ends."""
+        mu, low, high = (
+            epsilon_of(max(one, 0.0), delta=delta) for one in (self.mu, self.low, self.high)
+        )
+        return mu, low, high
+
+    def __str__(self) -> str:
+        return f"μ̂ = {self.mu:.4f} [{self.low:.4f}, {self.high:.4f}]"

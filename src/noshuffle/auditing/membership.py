@@ -15,13 +15,13 @@ absence. `is_in` must be fair coins, or the attack finds differences between two
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from scipy.stats import beta
 
-from noshuffle.auditing.answers import HOLDS, REFUTED
+from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
 from noshuffle.auditing.curve import power
 from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.errors import InvalidInput
@@ -31,7 +31,7 @@ RATES, LEVEL = (0.001, 0.01, 0.1, 0.3, 0.5), 1e-6
 
 
 @dataclass(frozen=True)
-class Attack:
+class Attack(Finding):
     """The ROC of an attack beside the largest that the claim allows."""
 
     members: int
@@ -41,6 +41,7 @@ class Attack:
     curve: tuple[tuple[float, float], ...]
     excess: tuple[float, ...]
     is_random: bool = True
+    kind: ClassVar[str] = "membership"
 
     @property
     def answer(self) -> str:
@@ -57,10 +58,6 @@ class Attack:
             f"false positives {at[near]:.2%} of members are found, the claim allows "
             f"{power(self.claimed_mu, max(near, 1e-12)):.2%}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "kind": "membership", "answer": self.answer}
 
 
 def attack(losses: Array, is_in: Coins, *, claimed_mu: float, is_random: bool = True) -> Attack:

@@ -32,10 +32,11 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
+from noshuffle.auditing.curve import epsilon_of
 from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.errors import InvalidInput
 
-#: Shares of the canaries that are guessed about: the surest ones, as many on either side.
+#: Shares of the canaries that are guessed about: the surest ones, on either side or all "in".
 SHARES = (0.5, 0.2, 0.05, 0.01)
 
 
@@ -51,6 +52,11 @@ class Guesses:
     epsilon: float
     mu: float
     level: float
+
+    def words(self, delta: float) -> str:
+        """ε that is proved, of any mechanism and of a Gaussian one."""
+        gaussian = epsilon_of(self.mu, delta=delta)
+        return f"ε ≥ {self.epsilon:.3f} (any mechanism), ≥ {gaussian:.3f} (Gaussian)"
 
 
 def epsilon_bound(*, m: int, r: int, v: int, delta: float, level: float) -> float:
@@ -101,11 +107,12 @@ def best_guesses(scores: Array, is_in: Coins, *, delta: float, level: float = 0.
     if m < 20 or len(is_in) != m:
         raise InvalidInput(f"give at least 20 scores with one coin each, got {m} and {len(is_in)}")
     order, coins = np.argsort(scores), np.asarray(is_in, dtype=bool)
-    right, each = [], level / len(SHARES)
+    right, each = [], level / (2 * len(SHARES))
     for share in SHARES:
         half = max(1, int(share * m / 2))
-        v = int(coins[order[-half:]].sum() + (~coins[order[:half]]).sum())
-        right.append((2 * half, v))
+        for top, bottom in ((half, half), (2 * half, 0)):
+            v = int(coins[order[m - top :]].sum() + (~coins[order[:bottom]]).sum())
+            right.append((top + bottom, v))
     epsilon = max(epsilon_bound(m=m, r=r, v=v, delta=delta, level=each) for r, v in right)
     mu = max(mu_bound(m=m, r=r, v=v, level=each) for r, v in right)
     return Guesses(m, tuple(right), epsilon, mu, level)

@@ -21,12 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.linalg import solve_triangular
 
-from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, combined
+from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, Finding, combined
 from noshuffle.auditing.curve import epsilon_of
 from noshuffle.auditing.emitted import Array, emitted_rows
 from noshuffle.auditing.worst import worst
@@ -63,7 +63,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class PlanAudit:
+class PlanAudit(Finding):
     """What was found at every stopping point, and what was left out."""
 
     mechanism: str
@@ -72,6 +72,7 @@ class PlanAudit:
     delta: float
     stops: tuple[Stop, ...]
     left_out: str = ""
+    kind: ClassVar[str] = "plan"
 
     @property
     def answer(self) -> str:
@@ -116,9 +117,9 @@ class PlanAudit:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, with the answer of every stopping point."""
         stops = [{**asdict(stop), "answer": stop.answer} for stop in self.stops]
-        return {**asdict(self), "kind": "plan", "answer": self.answer, "stops": stops}
+        return {**super().to_dict(), "stops": stops}
 
 
 def audit_plan(

@@ -12,10 +12,9 @@ allows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
-from noshuffle.auditing.canaries import Canaries, CanaryModel, MuEstimate, canary_loss, estimate
+from noshuffle.auditing.canaries import Canaries, CanaryModel, canary_loss, estimate
 from noshuffle.auditing.covariance import compare
-from noshuffle.auditing.curve import epsilon_of
+from noshuffle.auditing.curve import MuEstimate, epsilon_of
 from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.membership import attack
 from noshuffle.auditing.one_run import Guesses, best_guesses
@@ -35,7 +34,7 @@ from noshuffle.training import privatize
 
 
 @dataclass(frozen=True)
-class CanaryAudit:
+class CanaryAudit(Finding):
     """What canaries show of μ to one attacker ("iterates" or "final model")."""
 
     attacker: str
@@ -45,6 +44,7 @@ class CanaryAudit:
     estimate: MuEstimate
     guesses: Guesses
     delta: float
+    kind: ClassVar[str] = "canaries"
 
     @property
     def answer(self) -> str:
@@ -57,19 +57,11 @@ class CanaryAudit:
         own, d = self.estimate, self.delta
         return (
             f"{self.answer}: {self.canaries:,} canaries, attacker sees the {self.attacker}\n"
-            f"μ̂ = {own.mu:.4f} [{own.low:.4f}, {own.high:.4f}], claimed {self.claimed_mu:.4f} "
-            f"({own.mu / self.claimed_mu:.3f} of it; {self.reachable_mu:.4f} is within reach)\n"
-            f"ε at δ = {d:g}: estimated {epsilon_of(max(own.mu, 0.0), delta=d):.3f}, claimed "
-            f"{epsilon_of(self.claimed_mu, delta=d):.3f}; proved by guesses alone: "
-            f"{self.guesses.epsilon:.3f} (any mechanism), "
-            f"{epsilon_of(self.guesses.mu, delta=d):.3f} (Gaussian)"
+            f"{own}, claimed {self.claimed_mu:.4f} ({own.mu / self.claimed_mu:.3f} of it; "
+            f"{self.reachable_mu:.4f} is within reach)\nε at δ = {d:g}: estimated "
+            f"{own.epsilons(d)[0]:.3f}, claimed {epsilon_of(self.claimed_mu, delta=d):.3f}; proved "
+            f"by guesses alone: {self.guesses.words(d)}"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; the interval stands beside the other findings' under the same names."""
-        own = self.estimate
-        ends = {"mu": own.mu, "mu_low": own.low, "mu_high": own.high, "mu_sure": own.sure}
-        return {**asdict(self), **ends, "kind": "canaries", "answer": self.answer}
 
 
 def audit_training(
@@ -88,13 +80,13 @@ def audit_training(
     planted = Canaries.of(plan, count=canaries, examples=examples)
     is_member = np.random.default_rng().random(len(x)) < 0.5
     people = np.flatnonzero(is_member)
-    order = _batches(plan, len(people))
-    batch = max(1, math.ceil(len(people) / order.steps))
+    batches = [people[rows] for rows in _batches(plan, len(people))]
+    batch = max(1, *(len(rows) for rows in batches))
     whole_model = CanaryModel(model, canaries)
     released = _train(
         plan,
         whole_model,
-        (x, y, people, order),
+        (x, y, batches),
         planted,
         batch_size=batch,
         clip_norm=clip_norm,
@@ -120,33 +112,23 @@ def audit_training(
     return found
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Which of the people come in a step: batch t mod `steps`, so that gaps are as planned."""
-
-    steps: int
-    count: int
-    last: int
-
-    def at(self, step: int) -> NDArray[np.int64]:
-        if step >= self.last:
-            return np.empty(0, dtype=np.int64)
-        return np.arange(step % self.steps, self.count, self.steps)
-
-
-def _batches(plan: Plan, count: int) -> _Order:
-    """People in an order that every participation allows: one pass, or passes with its gap."""
+def _batches(plan: Plan, count: int) -> list[NDArray[np.int64]]:
+    """Which people come in each step: as many passes, with such a gap, as the plan allows."""
     record = plan.participation.to_dict()
     record = record.get("participation", record)
-    steps = int(record.get("steps_per_epoch") or record.get("separation") or plan.steps)
+    gap = int(record.get("steps_per_epoch") or record.get("separation") or plan.steps)
     passes = int(record.get("epochs") or record.get("max_participations") or 1)
-    return _Order(steps, count, min(plan.steps, steps * passes))
+    nobody = np.empty(0, dtype=np.int64)
+    return [
+        np.arange(step % gap, count, gap) if step < gap * passes else nobody
+        for step in range(plan.steps)
+    ]
 
 
 def _train(
     plan: Plan,
     model: CanaryModel,
-    data: tuple[Tensor, Tensor, NDArray[np.int64], _Order],
+    data: tuple[Tensor, Tensor, list[NDArray[np.int64]]],
     planted: Canaries,
     *,
     batch_size: int,
@@ -155,7 +137,7 @@ def _train(
     progress: Callable[[int], None] | None,
 ) -> Array:
     """One run; returns the released sums of the canaries, from iterates, in units of the clip."""
-    x, y, people, order = data
+    x, y, batches = data
     groups = [
         {"params": list(model.inner.parameters()), "lr": learning_rate},
         {"params": list(model.canary.parameters()), "lr": float(batch_size)},
@@ -165,7 +147,7 @@ def _train(
     loss = canary_loss(model.count, size=10 * clip_norm)
     rows, before = np.empty((plan.steps, model.count)), _values(model)
     for step in range(plan.steps):
-        own = torch.from_numpy(people[order.at(step)])
+        own = torch.from_numpy(batches[step])
         birds = planted.rows(step)
         blank = x.new_zeros((len(birds), *x.shape[1:]))
         inputs = torch.cat([x[own], blank])

@@ -84,7 +84,9 @@ def _ratios(axes: Axes, stops: list[Part]) -> None:
 
 
 def _noise(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
-    return [(_number(part["mu"]), "μ̂ of the worst unit, from the covariance of the noise")], [
+    return [
+        (_number(part["estimate"]["mu"]), "μ̂ of the worst unit, from the covariance of the noise")
+    ], [
         (
             _intervals([part], ["noise"]),
             f"μ of the worst unit under the noise of {part['steps']} steps, from "
@@ -95,7 +97,9 @@ def _noise(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
 
 def _canaries(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
     seen = part["attacker"]
-    cards = [(_number(part["mu"]), f"μ̂ from the {seen}; claimed {part['claimed_mu']:.4g}")]
+    cards = [
+        (_number(part["estimate"]["mu"]), f"μ̂ from the {seen}; claimed {part['claimed_mu']:.4g}")
+    ]
     caption = (
         f"{part['canaries']:,} canaries, attacker sees the {seen}: μ̂ with its 95 % interval, "
         "beside the claim (line) and what this attacker can reach at best (cross)."
@@ -110,6 +114,29 @@ def _membership(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
         "attack could under the claim."
     )
     return [(f"{part['area']:.3f}", "area under the attack's curve")], [(_roc(part), caption)]
+
+
+def _claim(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+    claimed, found = part["claimed_epsilon"], part["epsilon"]
+    cards = [
+        (f"{claimed:.4g}", f"ε claimed: {part['name']}"),
+        (_number(found), f"ε of {part['canaries']:,} canaries in {part['participations']} steps"),
+    ]
+    if found is None:
+        return cards, []
+    bars = [
+        ("claimed", claimed),
+        ("proved by guesses", part["guesses"]["epsilon"]),
+        ("shown", found),
+    ]
+    return cards, [(_bars(bars), f"{part['name']}: ε at δ = {part['delta']:g}.")]
+
+
+@as_svg
+def _bars(axes: Axes, bars: list[tuple[str, float]]) -> None:
+    names, values = zip(*bars)
+    axes.barh(names, values, color=[MUTED, ACCENT, WARM], height=0.5)
+    axes.set(xlabel="ε")
 
 
 @as_svg
@@ -127,12 +154,13 @@ def _roc(axes: Axes, part: Part) -> None:
 @as_svg
 def _intervals(axes: Axes, parts: list[Part], labels: list[str]) -> None:
     for at, part in enumerate(parts):
-        if part["mu"] is None:  # infinite
+        own = part["estimate"]
+        if own["mu"] is None:  # infinite
             axes.annotate("∞", (part["claimed_mu"], at), color=WARM, fontsize=16)
             continue
-        ends = [[part["mu"] - part["mu_low"]], [part["mu_high"] - part["mu"]]]
+        ends = [[own["mu"] - own["low"]], [own["high"] - own["mu"]]]
         colour = WARM if part["answer"] == "REFUTED" else ACCENT
-        axes.errorbar([part["mu"]], [at], xerr=ends, fmt="o", capsize=4, color=colour)
+        axes.errorbar([own["mu"]], [at], xerr=ends, fmt="o", capsize=4, color=colour)
         if "reachable_mu" in part:
             axes.plot([part["reachable_mu"]], [at], "x", color=MUTED)
     axes.axvline(parts[0]["claimed_mu"], color=MUTED, lw=2)
@@ -150,4 +178,5 @@ _TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]
     "noise": _noise,
     "canaries": _canaries,
     "membership": _membership,
+    "claim": _claim,
 }
