@@ -4,9 +4,9 @@ factor      min(1, c/‖g‖), the only one; bounds, sums   units     units, the
 objective   losses and batches, row by row              criteria  torch's criteria by row
 ghost       one backward pass (ghost_forms, tape)       forms     gradients not written out
 rules*      one rule per layer type                     layers    which rule, which axis
-per_example any model, written out                      choose    which engine, and why
-check       what a model must not contain               isolation_check   are the rules right?
-statefulness  what a model keeps                        snapshot  whether a model is as it was
+per_example any model, written out                      check     what a model must not contain
+snapshot    whether a model is as it was                isolation_check   are the rules right?
+statefulness  what a model keeps                        stateless a call with other tensors
 products    half precision, wide sums                   gram      norms from inner products
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
@@ -14,9 +14,8 @@ adaptive    a threshold that follows a quantile         causal_lm the loss of la
 
 from noshuffle.clipping.causal_lm import next_token
 from noshuffle.clipping.check import validate
-from noshuffle.clipping.choose import auto
 from noshuffle.clipping.factor import Clip, ClippedSum, Flat, PerLayer
-from noshuffle.clipping.ghost import Ghost
+from noshuffle.clipping.ghost import Ghost, auto
 from noshuffle.clipping.objective import ModelLoss
 from noshuffle.clipping.per_example import PerExample
 

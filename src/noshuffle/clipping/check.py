@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -52,10 +52,7 @@ def is_compiled(model: nn.Module) -> bool:
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
     """Run compiled parts uncompiled, for as long as the block lasts."""
-    if not is_compiled(model):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         yield
 
 
@@ -93,28 +90,23 @@ def delicate(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def refuse(name: str, layer: nn.Module) -> None:
     """Raise if a delicate layer, as it is set now, couples examples."""
-    kind = type(layer).__name__
+    kind, why = type(layer).__name__, ""
     if isinstance(layer, _InstanceNorm):
         if layer.track_running_stats and layer.training:
-            raise Unsupported(
-                f"layer {name!r} ({kind}) keeps statistics of the data that are not private; "
-                f"use nn.{kind}({layer.num_features}, affine=True) without running statistics"
-            )
+            why = "keeps statistics of the data that are not private; use "
+            why += f"nn.{kind}({layer.num_features}, affine=True) without running statistics"
     elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
-        groups = math.gcd(32, layer.num_features)
-        raise Unsupported(
-            f"layer {name!r} ({kind}) mixes examples; use nn.GroupNorm({groups}, "
-            f"{layer.num_features}) instead"
-        )
+        wide = layer.num_features
+        why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        for option in ("max_norm", "scale_grad_by_freq"):
-            if getattr(layer, option):
-                raise Unsupported(f"layer {name!r} ({kind}) mixes examples; leave {option} out")
-        if layer.sparse and layer.weight.requires_grad:
-            raise Unsupported(
-                f"layer {name!r} ({kind}) has sparse=True, but noise reaches every row: private "
-                "gradients are dense; leave sparse out"
-            )
+        if layer.max_norm or layer.scale_grad_by_freq:
+            option = "max_norm" if layer.max_norm else "scale_grad_by_freq"
+            why = f"mixes examples; leave {option} out"
+        elif layer.sparse and layer.weight.requires_grad:
+            why = "has sparse=True, but noise reaches every row: private gradients are dense; "
+            why += "leave sparse out"
+    if why:
+        raise Unsupported(f"layer {name!r} ({kind}) {why}")
 
 
 def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

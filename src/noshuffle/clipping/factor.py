@@ -63,6 +63,7 @@ LEAST_FACTOR = 2.0**-126
 SMALLEST_NORM = 1e-12
 
 Doubles = NDArray[np.float64]
+Groups = list[tuple[tuple[str, ...], float]]
 
 
 def slack(*references: Tensor) -> float:
@@ -114,7 +115,7 @@ def clip_factor(norms: Any, clip_norm: Any, *, slack: float, keep: Any = None) -
 class Clip(Protocol):
     """What to clip to: groups of parameters, each with its own bound."""
 
-    def groups(self, names: Sequence[str]) -> list[tuple[tuple[str, ...], float]]:
+    def groups(self, names: Sequence[str]) -> Groups:
         """Disjoint groups that cover every name, with the norm that each is clipped to."""
         ...
 
@@ -139,7 +140,7 @@ class Flat:
     def __post_init__(self) -> None:
         _clip_norm(clip_norm=self.norm)
 
-    def groups(self, names: Sequence[str]) -> list[tuple[tuple[str, ...], float]]:
+    def groups(self, names: Sequence[str]) -> Groups:
         return [(tuple(names), float(self.norm))]
 
     def bound(self, names: Sequence[str]) -> float:
@@ -162,14 +163,14 @@ class PerLayer:
         else:
             _clip_norm(clip_norm=self.norms)
 
-    def groups(self, names: Sequence[str]) -> list[tuple[tuple[str, ...], float]]:
+    def groups(self, names: Sequence[str]) -> Groups:
         grouped: dict[str, list[str]] = {}
         for name in names:
             grouped.setdefault(self._key(name), []).append(name)
-        if not isinstance(self.norms, Mapping):
-            share = float(self.norms) / math.sqrt(max(1, len(grouped)))
-            return [(tuple(group), share) for group in grouped.values()]
-        return [(tuple(group), float(self.norms[key])) for key, group in grouped.items()]
+        norms = self.norms
+        if not isinstance(norms, Mapping):
+            norms = dict.fromkeys(grouped, float(norms) / math.sqrt(max(1, len(grouped))))
+        return [(tuple(group), float(norms[key])) for key, group in grouped.items()]
 
     def _key(self, name: str) -> str:
         layer = name.rpartition(".")[0]
@@ -184,30 +185,26 @@ class PerLayer:
         )
 
     def bound(self, names: Sequence[str]) -> float:
-        groups = self.groups(names)
         if not isinstance(self.norms, Mapping):
             return float(self.norms)
-        return math.sqrt(sum(c * c for _, c in groups))
+        return math.sqrt(sum(c * c for _, c in self.groups(names)))
 
 
 @dataclass(frozen=True)
 class ClippedSum:
     """The sum over units of their clipped gradients, and what one unit can change in it.
 
-    `values` holds one tensor per trainable parameter, by name. `norms` are the norms before
-    clipping, one per unit; `losses` one per example, `bad` and `present` one truth value per
-    unit; `shown` are the losses in ordinary memory, where they came along while a device was waited
-    for. Norms, losses and counts are raw data, not released values: they must not be shown without
-    noise of their own.
+    Norms, losses and counts are raw data, not released values: they must not be shown without noise
+    of their own.
     """
 
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # one per trainable parameter, by name
     bound: float
-    norms: Tensor
-    losses: Tensor
-    bad: Tensor
+    norms: Tensor  # before clipping, one per unit
+    losses: Tensor  # one per example
+    bad: Tensor  # one truth value per unit
     present: Tensor
-    shown: Tensor | None = None
+    shown: Tensor | None = None  # losses that came along while a device was waited for
 
     @property
     def units(self) -> int:

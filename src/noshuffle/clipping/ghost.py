@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from noshuffle.clipping.check import UNCOMPILED, as_written, is_compiled, original, refuse_reentrant
+from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
@@ -82,15 +82,11 @@ class Ghost:
     why: str = "norms from layer rules in one backward pass: nothing of size batch × model"
     fallbacks: list[str] = field(default_factory=list)
     mode: str = "auto"
-    _known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
-    _shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
 
     def __post_init__(self) -> None:
         one_of(MODES, mode=self.mode)
+        self._known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
+        self._shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = WeakKeyDictionary()
         self._reason = self.why
         self._written_out = PerExample(self.microbatch, fallbacks=self.fallbacks)
 
@@ -109,8 +105,8 @@ class Ghost:
         if reduce not in REDUCTIONS:
             one_of(REDUCTIONS, reduce=reduce)
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
-            model = original(model)
-            self._say(UNCOMPILED)
+            model = check.original(model)
+            self._written_out.say(check.UNCOMPILED)
         shot = self._look(model)
         batch = cuttable(batch)
         shape = shape_of(batch)
@@ -125,14 +121,14 @@ class Ghost:
                 return self._by_layers(model, loss_fn, batch, shape, shot, known, **whose)
             except NotByLayer as reason:
                 known.layers, known.reason = None, str(reason)
-                self._say(f"whole model written out per example: {reason}")
+                self._written_out.say(f"whole model written out per example: {reason}")
             except RuntimeError as error:
-                refuse_reentrant(error)
+                check.refuse_reentrant(error)
                 raise
         engine = self._written_out
         if known.reason is not None:
             self.why = f"{engine.why} ({known.reason})"
-        with as_written(model):
+        with check.as_written(model):
             return engine.clipped_sum(model, loss_fn, batch, **whose)
 
     def _by_layers(
@@ -158,7 +154,7 @@ class Ghost:
             is_alone = units is None and weights is None
             options: dict[str, Any] = {"layers": known.layers, "layout": known.layout}
             options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
-            with as_written(model) if shot.is_compiled else nullcontext():
+            with check.as_written(model) if shot.is_compiled else nullcontext():
                 try:
                     forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
                 except RouteIncomplete:
@@ -175,22 +171,22 @@ class Ghost:
                 one(take(batch, slice(count)), None, None)
 
         device, findings = shot.device, known.findings
-        options: dict[str, Any] = {"device": device, "run": small, "say": self._tell}
-        options["trial"] = partial(put_back_after, model)
-        chosen = choose_parts(known.parts, self.mode, shape, **options)
+        trial = partial(put_back_after, model)
+        chosen = choose_parts(
+            known.parts, self.mode, shape, device=device, run=small, trial=trial, say=self._tell
+        )
         watch: Any = nullcontext()
         if not is_capturing(device):
             reconsider = partial(self._written_out.reconsider, model, loss_fn, batch)
             watch = shot.watch.around(findings, partial(reconsider, in_batches=True))
+        may_repeat = not findings.may_change
         with watch:
-            parts: dict[str, Any] = {"chosen": chosen, "may_repeat": not findings.may_change}
-            return in_parts(one, batch, units, weights, device=device, **parts)
+            return in_parts(
+                one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
+            )
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
-
-    def _say(self, note: str) -> None:
-        self._written_out.say(note)  # it has the same list
 
     def _look(self, model: nn.Module) -> Snapshot:
         """The model as it is now; raises if it couples examples."""
@@ -232,13 +228,13 @@ class Ghost:
             with put_back_after(model):
                 known = self._find_out(model, loss_fn, batch)
         except NotNow as reason:
-            self._say(f"one batch written out per example: {reason}")
+            self._written_out.say(f"one batch written out per example: {reason}")
             return _Known()
         except NotByLayer as reason:
-            self._say(f"whole model written out per example: {reason}")
+            self._written_out.say(f"whole model written out per example: {reason}")
             known = _Known(reason=str(reason))
         except RuntimeError as error:
-            refuse_reentrant(error)
+            check.refuse_reentrant(error)
             raise
         known.findings = findings
         seen[key] = known
@@ -248,8 +244,8 @@ class Ghost:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""
         if not is_rowwise(loss_fn):
             raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
-        if is_compiled(model):
-            self._say(UNCOMPILED)
+        if check.is_compiled(model):
+            self._written_out.say(check.UNCOMPILED)
         layers = read(model)
         try:
             layout, allowed = _tried(model, loss_fn, batch, layers)
@@ -263,7 +259,7 @@ class Ghost:
             self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
         for name, layer in layers.opaque.items():
             kind = type(layer).__name__
-            self._say(f"layer {name!r} ({kind}) has no rule: written out per example")
+            self._written_out.say(f"layer {name!r} ({kind}) has no rule: written out per example")
         return _Known(layers, layout)
 
 
@@ -271,7 +267,7 @@ def _tried(
     model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers
 ) -> tuple[ExampleAxes, str]:
     """The layout of a model whose rules were found to be right, and what was allowed for that."""
-    with as_written(model):
+    with check.as_written(model):
         layout = find_layout(model, layers, probe(model, loss_fn, batch))
     layout = replace(layout, inner=shape_of(batch).inner)
 
@@ -279,3 +275,28 @@ def _tried(
         return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
 
     return layout, tried(model, loss_fn, batch, forms_of)
+
+
+def auto(
+    model: nn.Module, *, microbatch: int | None = None, mode: str = "auto"
+) -> Ghost | PerExample:
+    """The engine for a model; `.why` is the reason in words; `mode`: see `microbatches`.
+
+    Writing gradients out costs memory and time in proportion to batch × parameters; it is what is
+    left where most parameters are in layers without a rule, or outside any layer.
+    """
+    model = check.original(model)
+    check.validate(model)
+    count = sum(p.numel() for p in check.trainable(model).values())
+    try:
+        layers = read(model)
+        unruled = layers.opaque.values()
+        if sum(p.numel() for own in unruled for p in check.trainable(own).values()) > count // 2:
+            named = ", ".join(sorted({type(layer).__name__ for layer in unruled}))
+            raise NotByLayer(f"most parameters are in layers without a rule ({named})")
+    except NotByLayer as reason:
+        note = f"whole model written out per example: {reason}"
+        return PerExample(microbatch, why=note, fallbacks=[note])
+    kinds = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
+    why = f"{count:,} parameters with layer rules for {', '.join(kinds)}"
+    return Ghost(microbatch, why=why, mode=mode)

@@ -19,22 +19,32 @@ the model beforehand (`layers`, layout, route) and checks it. State: what a rout
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vjp
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.layers import CallAxes, ExampleAxes, Layers, NotByLayer, spread, tensors
+from noshuffle.clipping.layers import (
+    CallAxes,
+    ExampleAxes,
+    Layers,
+    NotByLayer,
+    spread,
+    stamp,
+    tensors,
+)
 from noshuffle.clipping.objective import Batch, Loss, batch_losses, must_depend, shape_of
 from noshuffle.clipping.pooling import pooling_by_channel
-from noshuffle.clipping.products import no_autocast
-from noshuffle.clipping.tape import Found, GradientTape, Route, watching
-from noshuffle.clipping.unruled_layers import record
+from noshuffle.clipping.products import no_autocast, wide
+from noshuffle.clipping.stateless import call_with
+from noshuffle.clipping.tape import Found, GradientTape, Route, rewritten, watching
 
 
 class _Recorder:
@@ -67,7 +77,7 @@ class _Recorder:
             seen = (first, first.detach(), version, call)
             tape.record(partial(self._build, name, layer, *seen), out)
         else:
-            record(tape, layer, args, kwargs, call.inputs, tensors(out), call.outputs)
+            self._record_unruled(layer, args, kwargs, call, tensors(out))
 
     def _axes(self, name: str, number: int, first: Tensor, out: Any) -> CallAxes:
         """Example axes of a call that holds as many rows of every example as in the trial.
@@ -114,11 +124,71 @@ class _Recorder:
                     _ = form.square
         return kept
 
+    def _record_unruled(
+        self, layer: nn.Module, args: Any, kwargs: Any, call: CallAxes, outs: list[Tensor]
+    ) -> None:
+        """Ask for the gradients at the outputs of a layer, and write its own out from them."""
+        axes = [d or 0 for t, d in zip(outs, call.outputs) if t.is_floating_point()]
+        outs = [t for t in outs if t.is_floating_point()]
+        reached = [t.requires_grad for t in outs]
+        blanks = [torch.zeros_like(t) for t in outs]
+        stamps = list(map(stamp, tensors((args, kwargs))))
+
+        def build(*grads: Tensor | None) -> Found:
+            if stamps != list(map(stamp, tensors((args, kwargs)))):
+                raise NotByLayer(f"an input of {type(layer).__name__} is changed in place after it")
+            given = iter(grads)
+            full = [next(given) if is_in else None for is_in in reached]
+            filled = [blank if g is None else g for g, blank in zip(full, blanks)]
+            found = written_out(layer, args, kwargs, call.inputs, filled, axes)
+            own = dict(layer.named_parameters())
+            return [(own[name], DenseGradient(grad)) for name, grad in found.items()]
+
+        if any(reached):
+            self.tape.record(build, *(t for t in outs if t.requires_grad))
+
     def check_calls(self) -> None:
         """Raise if a layer is called a number of times that examples may have decided."""
         for name, times in self.calls.items():
             if self.is_alike and times != len(self.layout.calls.get(name, ())):
                 raise NotByLayer(f"layer {name!r} is called a number of times that changes")
+
+
+def written_out(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_axes: Sequence[int | None],
+    grads: Sequence[Tensor],
+    out_axes: Sequence[int],
+) -> dict[str, Tensor]:
+    """Gradient of every trainable parameter of a layer without a rule, by name, [B, *shape].
+
+    grad[b] = (∂ layer(x_b; θ)/∂θ)ᵀ g_b by vmap of the layer alone, which must be deterministic.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    values = [leaves[i].detach() for i in places]
+    params = {n: p.detach() for n, p in layer.named_parameters() if p.requires_grad}
+
+    def of_one(inputs: list[Tensor], own: list[Tensor]) -> dict[str, Tensor]:
+        filled = list(leaves)
+        for i, value, axis in zip(places, inputs, in_axes):
+            filled[i] = value if axis is None else value.unsqueeze(axis)
+        one_args, one_kwargs = tree_unflatten(filled, spec)
+
+        def outputs(theta: dict[str, Tensor]) -> list[Tensor]:
+            out = call_with(layer, theta, one_args, one_kwargs)
+            return [t for t in tensors(out) if t.is_floating_point()]
+
+        outs, pull = vjp(outputs, params)  # type: ignore[misc]
+        lifted = [g.unsqueeze(axis).to(o.dtype) for g, axis, o in zip(own, out_axes, outs)]
+        found: dict[str, Tensor] = pull(lifted)[0]
+        return found
+
+    with rewritten(layer, GradientTape(1, is_on=False)):
+        mapped = torch.vmap(of_one, in_dims=(list(in_axes), list(out_axes)))(values, list(grads))
+    return {name: wide(grad) for name, grad in mapped.items()}
 
 
 def _cast(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

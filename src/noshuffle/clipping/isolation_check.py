@@ -147,20 +147,15 @@ def _length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) 
     return math.sqrt(total)
 
 
-def _beside(pair: Batch, batch: Batch) -> Batch:
-    """The pair, and further examples of its batch: what mixes large batches only, or such as are
-    divided by four, is not seen in two."""
-    if batch_size(batch) < 3:
-        return pair
-    rest = _rows(batch, *range(2, min(batch_size(batch), TRIAL_ROWS)))
-    joined: Batch = tree_map(
-        lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest
-    )
-    return joined
+def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
+    """The losses of the pair beside further examples of its batch, as many as fit the device.
 
-
-def _as_many_as_fit(run: Callable[..., Tensor], rows: Batch) -> Tensor:
-    """The losses of these examples, or of the first ones where the device has no memory for all."""
+    What mixes large batches only, or such as are divided by four, is not seen in two.
+    """
+    rows, size = pair, min(batch_size(batch), TRIAL_ROWS)
+    if size > 2:
+        rest = _rows(batch, *range(2, size))
+        rows = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest)
     while True:
         try:
             return run(rows)
@@ -171,7 +166,7 @@ def _as_many_as_fit(run: Callable[..., Tensor], rows: Batch) -> Tensor:
 
 
 def _counted(
-    model: nn.Module, run: Callable[..., Tensor], pair: Batch, more_rows: Batch, *, low: bool
+    model: nn.Module, run: Callable[..., Tensor], pair: Batch, batch: Batch, *, low: bool
 ) -> None:
     """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean)."""
     with torch.no_grad(), ExitStack() as stack:
@@ -182,7 +177,7 @@ def _counted(
             if not torch.equal(run(pair), run(pair, seed=1)):
                 return
         two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
-        more = _as_many_as_fit(run, more_rows)
+        more = _beside(run, pair, batch)
     for a, *others in zip(two.tolist(), three.tolist(), more.tolist()):
         tolerance = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
         if not all(abs(a - b) <= tolerance for b in others):
@@ -249,7 +244,7 @@ def tried(
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
     low = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
-    _counted(model, run, pair, _beside(pair, batch), low=low)
+    _counted(model, run, pair, batch, low=low)
     whole = [_length(t) for t in truth] or [0.0, 0.0]
     for i, (name, parameter) in enumerate(params.items()):
         blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))

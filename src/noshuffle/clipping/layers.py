@@ -62,31 +62,23 @@ class Layers:
         return {**self.ruled, **self.opaque}
 
 
-def _trains(module: nn.Module, *, recurse: bool) -> bool:
+def _trains(module: nn.Module, *, recurse: bool = True) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=recurse))
-
-
-def rule_of(layer: nn.Module) -> Rule | None:
-    """The rule of a layer: registered for its class, or known by its name and parameters."""
-    if parametrize.is_parametrized(layer):
-        return None
-    return find_rule(layer) or named_rule(layer)
 
 
 def read(model: nn.Module, *, by_name: bool = True) -> Layers:
     """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name."""
-    look = rule_of if by_name else find_rule
     layers = Layers(pools=pools(model))
     done: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> None:
-        if id(module) in done or not _trains(module, recurse=True):
+        if id(module) in done or not _trains(module):
             return
         done.add(id(module))
-        inner = any(_trains(child, recurse=True) for child in module.children())
+        found = find_rule(module) or (named_rule(module) if by_name else None)
         if find_rewrite(module) is not None:
             layers.rewritten[name] = module
-        elif (found := look(module)) is not None and not inner:
+        elif found is not None and not any(map(_trains, module.children())):
             layers.ruled[name], layers.rules[name] = module, found
         elif parametrize.is_parametrized(module) or _trains(module, recurse=False):
             if not name:

@@ -191,7 +191,7 @@ def single_loss(call: Callable[..., Any], loss_fn: Loss, single: Batch) -> Tenso
 
 
 def must_depend(value: Tensor) -> None:
-    """Raise if a loss has no gradient: noise alone would be released, step by step."""
+    """Raise if a loss has no gradient: noise alone would be released."""
     if not value.requires_grad:
         raise InvalidInput(
             "the loss must depend on the trainable parameters, got one without a gradient; it was "

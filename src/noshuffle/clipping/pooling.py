@@ -14,13 +14,16 @@ two copies cost less than they save. No state: layers run this way only while a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
+
+from noshuffle.clipping.statefulness import is_wrapped
 
 #: Channels that fill a vector, and numbers below which the copies are not worth it.
 FEWEST, LEAST = 8, 1 << 14
@@ -33,10 +36,8 @@ def pools(model: nn.Module) -> list[nn.MaxPool2d]:
 
 
 class _Pooled(torch.autograd.Function):
-    """Values and indices from turned images; the gradient is torch's own, of images as they were.
-
-    (Left to autograd, it would come with its channels last, and be copied wherever it is used.)
-    """
+    """Values and indices from turned images; the gradient is torch's own, of images as they were
+    (left to autograd it would come with its channels last, and be copied wherever it is used)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -60,13 +61,8 @@ def _is_fit(x: Any) -> bool:
     """Whether these are ordinary images, enough of them, in the hands of nobody but autograd."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.dtype is not torch.float32:
         return False
-    if x.dim() != 4 or x.shape[1] < FEWEST or x.numel() < LEAST:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and x.is_contiguous()
-
-
-def _pair(value: Any) -> list[int]:
-    return list(value) if isinstance(value, Sequence) else [value, value]
+    is_enough = x.dim() == 4 and x.shape[1] >= FEWEST and x.numel() >= LEAST
+    return is_enough and not is_wrapped(x) and x.is_contiguous()
 
 
 def pooled(layer: nn.MaxPool2d, x: Tensor) -> Any:
@@ -77,7 +73,8 @@ def pooled(layer: nn.MaxPool2d, x: Tensor) -> Any:
     if not _is_fit(x):
         return nn.MaxPool2d.forward(layer, x)
     sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    both = _Pooled.apply(x, *map(_pair, sizes), layer.ceil_mode)  # type: ignore[no-untyped-call]
+    apply: Any = _Pooled.apply
+    both = apply(x, *map(_pair, sizes), layer.ceil_mode)
     return both if layer.return_indices else both[0]
 
 

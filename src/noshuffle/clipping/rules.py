@@ -167,8 +167,8 @@ def instance_norm(
 def named_rule(layer: nn.Module) -> Rule | None:
     """The rule for a layer that looks like one of these, or None."""
     name, own = type(layer).__name__, dict(layer.named_parameters())
-    weight = own.get("weight")
-    if weight is None or type(layer).__module__.startswith("torch."):
+    weight, is_torch = own.get("weight"), type(layer).__module__.startswith("torch.")
+    if weight is None or is_torch or parametrize.is_parametrized(layer):
         return None
     if name == "Conv1D" and weight.dim() == 2 and getattr(layer, "nf", 0) == weight.shape[1]:
         return stored_by_input

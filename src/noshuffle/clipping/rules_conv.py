@@ -15,18 +15,25 @@ torch.Size([1, 1, 3, 2])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn import grad
 
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, zeroed
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import scaled, wide
 from noshuffle.clipping.rules import rule
+
+_WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
+    grad.conv1d_weight,
+    grad.conv2d_weight,
+    grad.conv3d_weight,
+)
 
 
 def windows(
@@ -81,11 +88,10 @@ class Convolution(GradientForm):
     def _outer(self) -> OuterGradient:
         """One OuterGradient over (example, group) pairs."""
         layer, (n, c), o = self.layer, self.x.shape[:2], self.g.shape[1]
+        axes, many = len(layer.kernel_size), layer.groups
         w = windows(self.full, layer.kernel_size, layer.stride, layer.dilation)
-        axes = len(layer.kernel_size)
-        length = self.g[0, 0].numel() if n else 0
-        many = layer.groups
         w = w.reshape(n, many, c // many, *w.shape[2:])
+        length = self.g[0, 0].numel() if n else 0
         places, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
         # a [N, groups, positions, (c, kernel)], copied in the order with the longer runs
         if layer.kernel_size[-1] >= 8:
@@ -93,10 +99,9 @@ class Convolution(GradientForm):
         else:
             a = w.permute(0, 1, 2, *kernel, *places).reshape(n, many, -1, length).mT
         g = self.g.reshape(n, many, o // many, length).transpose(2, 3)
-        frames = n // self.size
-        if frames > 1:
-            a = a.reshape(self.size, frames, *a.shape[1:]).transpose(1, 2).flatten(2, 3)
-            g = g.reshape(self.size, frames, *g.shape[1:]).transpose(1, 2).flatten(2, 3)
+        if n > self.size:  # several frames an example
+            both = (t.reshape(self.size, -1, *t.shape[1:]) for t in (a, g))
+            a, g = (t.transpose(1, 2).flatten(2, 3) for t in both)
         shape = (o // many, *layer.weight.shape[1:])
         return OuterGradient(a.flatten(0, 1), g.flatten(0, 1), shape)
 
@@ -113,12 +118,12 @@ class Convolution(GradientForm):
 
     def squares(self) -> Tensor:
         loops = self._loops
-        if loops is not None and loops.is_worth_keeping:
+        if loops is not None:
+            if not loops.is_worth_keeping:
+                return loops.squares()
             self.written.append(loops.dense())
             assert loops.lengths is not None
             return loops.lengths
-        if loops is not None:
-            return loops.squares()
         outer = self._outer()
         if outer.is_small() or outer.a.shape[1] == 1:
             return DenseGradient(self.dense(outer)).squares()
@@ -136,23 +141,11 @@ class Convolution(GradientForm):
         loops = self._loops
         if loops is not None and loops.is_small:
             return loops.total(factors)
-        layer, frames = self.layer, self.g.shape[0] // self.size
-        g = scaled(self.g, factors.repeat_interleave(frames))
-        no_padding = [0] * len(layer.kernel_size)
-        found: Tensor = torch.ops.aten.convolution_backward(
-            g,
-            self.full,
-            wide(layer.weight.detach()),
-            None,
-            layer.stride,
-            no_padding,
-            layer.dilation,
-            False,
-            no_padding,
-            layer.groups,
-            [False, True, False],
-        )[1]
-        return found
+        layer, g = self.layer, self._scaled(factors)
+        weight_of = _WEIGHT_GRADIENTS[len(layer.kernel_size) - 1]
+        return weight_of(
+            self.full, layer.weight.shape, g, layer.stride, 0, layer.dilation, layer.groups
+        )
 
     @cached_property
     def channels(self) -> Tensor:
@@ -171,8 +164,10 @@ class Convolution(GradientForm):
         return replace(self, x=zeroed(self.x, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
-        frames = self.g.shape[0] // self.size
-        return replace(self, g=scaled(self.g, factors.repeat_interleave(frames)), written=[])
+        return replace(self, g=self._scaled(factors), written=[])
+
+    def _scaled(self, factors: Tensor) -> Tensor:
+        return scaled(self.g, factors.repeat_interleave(self.g.shape[0] // self.size))
 
 
 class Channels(DenseGradient):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -110,8 +111,10 @@ class GradientTape:
                     name = names.get(id(parameter))
                     if name is not None:
                         found.setdefault(name, []).append(form)
-        finally:
-            self.clear()
+        finally:  # let go of the graph
+            for handle in self.handles:
+                handle.remove()
+            self.handles, self.sites = [], []
         return found
 
     def _backward(self, losses: Tensor) -> None:
@@ -125,20 +128,12 @@ class GradientTape:
             # Hooks are Python: to hand them to a GPU's own thread takes longer than it saves.
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
-        missing = 0
-        for site in self.sites:
-            missing += site.missing
+        missing = sum(map(attrgetter("missing"), self.sites))
         if is_known and missing:
             self.route.count = -1
             raise RouteIncomplete
         if not missing:
             self.route.count, self.route.picks = len(edges), tuple(picks)
-
-    def clear(self) -> None:
-        """Let go of the graph."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.sites = [], []
 
 
 def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:

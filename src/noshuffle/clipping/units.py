@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,6 @@ class Members:
     keep: Tensor | None = None
     units: Units | None = None
     examples: Tensor | None = None  # how many examples each unit has
-
-    @property
-    def count(self) -> int:
-        return self.size if self.units is None else self.units.count
 
     def rows(self, rows: slice) -> Members:
         """Those among some rows; units keep their numbers, and their means their divisors."""
@@ -80,12 +77,10 @@ def members(
     if size and int(of.min()) < 0:
         raise InvalidInput(f"units must be numbered from 0, got {int(of.min())}")
     counts = torch.bincount(of)
-    order = torch.argsort(of, stable=True)
-    slot = torch.empty_like(of)
-    first = torch.cumsum(counts, 0) - counts
-    slot[order] = torch.arange(size, device=device) - first[of[order]]
-    widest = int(counts.max()) if size else 0
     live = counts if keep is None else torch.bincount(of[keep], minlength=len(counts))
+    order, slot = torch.argsort(of, stable=True), torch.empty_like(of)
+    slot[order] = torch.arange(size, device=device) - (counts.cumsum(0) - counts)[of[order]]
+    widest = int(counts.max()) if size else 0
     return Members(size, keep, Units(of, slot, len(counts), widest), live)
 
 
@@ -120,14 +115,11 @@ class SumPart:
         "before"   the sum; bad units are replaced by zeros in it
         "after"    the sum was begun; a bad unit then raises `BadUnitFound`
         "never"    the caller asks about all parts together, and must: the sum may be worthless
-
-    `onto`: sums of earlier parts, to which these are added in place. `earlier_bad`: whether one of
-    those parts, which was not asked about, has a bad unit; raises `BadUnitFound`, too.
     """
 
     ask: str = "before"
-    onto: Mapping[str, Tensor] | None = None
-    earlier_bad: Tensor | None = None
+    onto: Mapping[str, Tensor] | None = None  # sums of earlier parts, to which these are added
+    earlier_bad: Tensor | None = None  # whether one of those has a bad unit: `BadUnitFound`, too
 
 
 WHOLE = SumPart()
@@ -189,7 +181,7 @@ def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor]:
     present = torch.ones_like(ok) if who.keep is None else who.keep
     if who.units is None or who.examples is None:
         return ok, present
-    broken = torch.zeros(who.count, dtype=torch.long, device=losses.device)
+    broken = torch.zeros(who.units.count, dtype=torch.long, device=losses.device)
     broken.index_add_(0, who.units.of, (~ok & present).long())
     return broken == 0, who.examples > 0
 
@@ -199,10 +191,8 @@ def _ask(bad: Tensor, part: SumPart, *, device: torch.device) -> tuple[bool, Dev
 
     While a graph is captured nobody can be asked: they are replaced in any case.
     """
-    if is_capturing(device):
-        return True, None
-    if part.ask == "never":
-        return False, None
+    if is_capturing(device) or part.ask == "never":
+        return is_capturing(device), None
     any_bad = bad.any() if part.earlier_bad is None else bad.any() | part.earlier_bad
     if part.ask == "after" and device.type == "cuda":
         return False, DeviceCopy(any_bad)
@@ -304,12 +294,11 @@ class _Gradients:
 def _are_many(forms: Mapping[str, Sequence[GradientForm]]) -> bool:
     """Whether the numbers of a step are so many that one call for all rows may be worth it."""
     numbers = 0
-    for own in forms.values():
-        for form in own:
-            if type(form) is DenseGradient:
-                numbers += form.grads.numel()
-            elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
-                numbers += form.a.numel() + form.g.numel()
-            else:
-                return True
+    for form in chain.from_iterable(forms.values()):
+        if type(form) is DenseGradient:
+            numbers += form.grads.numel()
+        elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
+            numbers += form.a.numel() + form.g.numel()
+        else:
+            return True
     return numbers >= native_rows.LEAST
