@@ -122,16 +122,21 @@ class FTRL(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            group["weight"] += float(group["lr"])
-            weight = float(group["weight"])
-            if group["momentum"]:
-                group["weight_velocity"], weight = filtered(group["weight_velocity"], weight, group)
+            weight = self._advance_weight(group)
             points = [self._unconstrained(p, group) for p in params]
             if constraint is not None or composite is not None:
                 points = solve(points, weight=weight, composite=composite, constraint=constraint)
             for p, point in zip(params, points, strict=True):
                 p.copy_(point)
         return loss
+
+    def _advance_weight(self, group: dict[str, Any]) -> float:
+        """Take the learning rate of this step in; a captured step calls it for each replay."""
+        group["weight"] += float(group["lr"])
+        weight = float(group["weight"])
+        if group["momentum"]:
+            group["weight_velocity"], weight = filtered(group["weight_velocity"], weight, group)
+        return weight
 
     def _unconstrained(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """θ₀ − ℓ after taking in p.grad."""
