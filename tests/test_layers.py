@@ -22,7 +22,6 @@ LAYERS = {
     "strategies": 1,
     "accounting": 1,
     "statement": 2,
-    "guarantee": 2,
     "plan": 2,
     "comparison": 2,
     "noise": 3,
@@ -43,7 +42,7 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "guarantee", "plan", "comparison"},
+    {"statement", "plan", "comparison"},
 )
 WITHOUT_TORCH = {"errors", "participation", "strategies", "accounting", "statement", "plan"}
 

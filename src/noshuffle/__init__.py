@@ -20,24 +20,23 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from noshuffle.budget import Budget, tune
-    from noshuffle.clipping import ModelLoss
-    from noshuffle.errors import NoshuffleError
-    from noshuffle.optim import FTRL
-    from noshuffle.participation import (
-        Epochs,
-        FixedSize,
-        MinSeparation,
-        Poisson,
-        Restarted,
-        SinglePass,
-    )
-    from noshuffle.plan import Plan
-    from noshuffle.release.private_sum import PrivateSum
-    from noshuffle.release.verify import verify
-    from noshuffle.statement import PrivacyStatement
-    from noshuffle.training import Private, privatize
-
+    from noshuffle.budget import Budget as Budget
+    from noshuffle.budget import tune as tune
+    from noshuffle.clipping import ModelLoss as ModelLoss
+    from noshuffle.errors import NoshuffleError as NoshuffleError
+    from noshuffle.optim import FTRL as FTRL
+    from noshuffle.participation import Epochs as Epochs
+    from noshuffle.participation import FixedSize as FixedSize
+    from noshuffle.participation import MinSeparation as MinSeparation
+    from noshuffle.participation import Poisson as Poisson
+    from noshuffle.participation import Restarted as Restarted
+    from noshuffle.participation import SinglePass as SinglePass
+    from noshuffle.plan import Plan as Plan
+    from noshuffle.release.private_sum import PrivateSum as PrivateSum
+    from noshuffle.release.verify import verify as verify
+    from noshuffle.statement import PrivacyStatement as PrivacyStatement
+    from noshuffle.training import Private as Private
+    from noshuffle.training import privatize as privatize
 
 _HOMES = {
     "Budget": "budget",
@@ -59,25 +58,7 @@ _HOMES = {
     "verify": "release.verify",
 }
 
-__all__ = [
-    "FTRL",
-    "Budget",
-    "Epochs",
-    "FixedSize",
-    "MinSeparation",
-    "ModelLoss",
-    "NoshuffleError",
-    "Plan",
-    "Poisson",
-    "PrivacyStatement",
-    "Private",
-    "PrivateSum",
-    "Restarted",
-    "SinglePass",
-    "privatize",
-    "tune",
-    "verify",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 #: The largest horizon that closed forms here are trusted for; more is surely a typing mistake.
@@ -66,45 +67,27 @@ class DataUnavailable(NoshuffleError):
     """A data set is neither on this machine nor to be had."""
 
 
-def _real(name: str, value: object, rule: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:  # a whole number beyond all floats
-        return math.inf
+def _number_check(rule: str, holds: Callable[[float], bool]) -> Callable[..., None]:
+    """A check of named values: each is a number for which `holds`, or refused by the rule."""
+
+    def check(**values: object) -> None:
+        for name, value in values.items():
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            try:
+                is_fine = is_number and holds(float(value))  # type: ignore[arg-type]
+            except OverflowError:  # a whole number beyond all floats
+                is_fine = False
+            if not is_fine:
+                raise InvalidInput(f"{name} must be {rule}, got {value!r}")
+
+    return check
 
 
-def positive(**values: object) -> None:
-    """Each value is a finite number above zero."""
-    for name, value in values.items():
-        rule = "a finite number > 0"
-        if not 0 < _real(name, value, rule) < math.inf:
-            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-
-
-def non_negative(**values: object) -> None:
-    """Each value is a finite number, zero allowed."""
-    for name, value in values.items():
-        rule = "a finite number >= 0"
-        if not 0 <= _real(name, value, rule) < math.inf:
-            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-
-
-def open_unit(**values: object) -> None:
-    """Each value lies strictly between 0 and 1 (a delta)."""
-    for name, value in values.items():
-        rule = "a number strictly between 0 and 1"
-        if not 0 < _real(name, value, rule) < 1:
-            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
-
-
-def unit_rate(**values: object) -> None:
-    """Each value is a probability above zero (1 allowed)."""
-    for name, value in values.items():
-        rule = "a probability in (0, 1]"
-        if not 0 < _real(name, value, rule) <= 1:
-            raise InvalidInput(f"{name} must be {rule}, got {value!r}")
+positive = _number_check("a finite number > 0", lambda x: 0 < x < math.inf)
+non_negative = _number_check("a finite number >= 0", lambda x: 0 <= x < math.inf)
+below_one = _number_check("a finite number in [0, 1)", lambda x: 0 <= x < 1)
+open_unit = _number_check("a number strictly between 0 and 1", lambda x: 0 < x < 1)
+unit_rate = _number_check("a probability in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def whole(at_least: int = 1, at_most: int = MAX_STEPS, **values: object) -> None:

@@ -3,10 +3,10 @@
     noise of step t = function of (key, t)
 
 Two objects that stand at the same step under the same key would put the same noise on different
-data, and the difference of what they release would be free of noise. A ledger on the disk refuses
-the second one; a ledger in memory is copied along and knows nothing of its twin. So the three ways
-by which an object becomes two are closed here: `copy`, `pickle` and `os.fork`. A forked process may
-hold such an object (workers of a DataLoader do), but not use it. State: the process it belongs to.
+data, and the difference of what they release would be free of noise. A ledger in memory is copied
+along and knows nothing of its twin. So the three ways by which an object becomes two are closed:
+`copy`, `pickle` and `os.fork`. A forked process may hold such an object (workers of a DataLoader
+do), but not use it.
 
 >>> import copy
 >>> class Noise(OneOwner):

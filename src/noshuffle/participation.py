@@ -23,7 +23,7 @@ noise (DP-SGD) is accounted under them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from noshuffle.errors import InvalidInput, instance_of, one_of, unit_rate, whole
@@ -40,14 +40,18 @@ class Participation:
         @property
         def steps(self) -> int: ...
 
+    def __post_init__(self) -> None:
+        counts = [field.name for field in fields(self) if field.type == "int"]  # type: ignore[arg-type]
+        whole(**{name: getattr(self, name) for name in counts})
+
     @property
     def most(self) -> int:
         """The largest number of steps one unit can take part in."""
         return self.most_within(self.steps)
 
     def most_within(self, steps: int) -> int:
-        """The same, of the first `steps` steps."""
-        raise NotImplementedError
+        """The same, of the first `steps` steps; any of them where the draw decides."""
+        return steps
 
     def words(self) -> str:
         """The promise as one plain sentence."""
@@ -65,9 +69,6 @@ class SinglePass(Participation):
     steps: int
     kind: ClassVar[str] = "single-pass"
 
-    def __post_init__(self) -> None:
-        whole(steps=self.steps)
-
     def most_within(self, steps: int) -> int:
         return min(1, steps)
 
@@ -84,7 +85,7 @@ class Epochs(Participation):
     kind: ClassVar[str] = "epochs"
 
     def __post_init__(self) -> None:
-        whole(epochs=self.epochs, steps_per_epoch=self.steps_per_epoch)
+        super().__post_init__()
         whole(steps=self.steps)
 
     @property
@@ -110,13 +111,6 @@ class MinSeparation(Participation):
     max_participations: int
     kind: ClassVar[str] = "min-separation"
 
-    def __post_init__(self) -> None:
-        whole(
-            steps=self.steps,
-            separation=self.separation,
-            max_participations=self.max_participations,
-        )
-
     def most_within(self, steps: int) -> int:
         return min(self.max_participations, math.ceil(steps / self.separation))
 
@@ -136,7 +130,7 @@ class Restarted(Participation):
     kind: ClassVar[str] = "restarted"
 
     def __post_init__(self) -> None:
-        whole(every=self.every)
+        super().__post_init__()
         if not isinstance(self.participation, SinglePass | Epochs | MinSeparation):
             raise InvalidInput(
                 "participation must be SinglePass, Epochs or MinSeparation inside Restarted, got "
@@ -150,21 +144,16 @@ class Restarted(Participation):
     @property
     def blocks(self) -> tuple[int, ...]:
         """Length of every block; only the last may be shorter."""
-        return self._blocks_of(self.steps)
-
-    def _blocks_of(self, steps: int) -> tuple[int, ...]:
-        full, rest = divmod(steps, self.every)
+        full, rest = divmod(self.steps, self.every)
         return (self.every,) * full + ((rest,) if rest else ())
 
     def most_within(self, steps: int) -> int:
         """The order may change between blocks, so no distance holds across their ends."""
-        base, lengths = self.participation, self._blocks_of(steps)
-        if isinstance(base, Epochs):
-            return sum(math.ceil(length / base.steps_per_epoch) for length in lengths)
-        if isinstance(base, MinSeparation):
-            fitting = sum(math.ceil(length / base.separation) for length in lengths)
-            return min(base.max_participations, fitting)
-        return min(1, steps)
+        base, (full, rest) = self.participation, divmod(steps, self.every)
+        if isinstance(base, SinglePass):
+            return min(1, steps)
+        most = full * base.most_within(self.every) + base.most_within(rest)
+        return min(most, base.max_participations) if isinstance(base, MinSeparation) else most
 
     def words(self) -> str:
         return f"{self.participation.words()}; the order may change after every {self.every} steps"
@@ -187,11 +176,8 @@ class Poisson(Participation):
     is_sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        whole(steps=self.steps)
+        super().__post_init__()
         unit_rate(rate=self.rate)
-
-    def most_within(self, steps: int) -> int:
-        return steps
 
     def words(self) -> str:
         return (
@@ -211,7 +197,7 @@ class FixedSize(Participation):
     is_sampled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        whole(steps=self.steps, batch=self.batch, population=self.population)
+        super().__post_init__()
         if self.batch > self.population:
             raise InvalidInput(
                 f"batch must be at most the population ({self.population}), got {self.batch}"
@@ -220,9 +206,6 @@ class FixedSize(Participation):
     @property
     def rate(self) -> float:
         return self.batch / self.population
-
-    def most_within(self, steps: int) -> int:
-        return steps
 
     def words(self) -> str:
         return (

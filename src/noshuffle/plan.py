@@ -6,10 +6,9 @@ S of the first t steps is that of the first t rows of noise that the whole run u
 run, a fork and one user are accounted by the same function (`strategies.prefix_sensitivity`).
 
 z is the noise multiplier: every entry of Z has standard deviation z·ζ, where ζ is the clip norm.
-Without sampling the whole run is exactly one Gaussian mechanism with parameter μ, so ε comes from
-the exact curve (Balle & Wang 2018). With Poisson or fixed-size sampling and independent noise it
-comes from the Fourier accountant or from Rényi divergences. Replacing one unit instead of zeroing
-it out doubles S.
+Without sampling the run is exactly one Gaussian mechanism with parameter μ (Balle & Wang 2018);
+sampled independent noise has the Fourier and the Rényi accountant. Replacing one unit instead of
+zeroing it out doubles S.
 
 >>> from noshuffle.participation import SinglePass
 >>> plan = Plan.fit(SinglePass(steps=1600), mechanism="tree", noise_multiplier=1.13, delta=1e-6)
@@ -26,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -43,9 +43,8 @@ from noshuffle.errors import (
     positive,
     whole,
 )
-from noshuffle.guarantee import sentences, so_far
 from noshuffle.participation import FixedSize, Participation, Poisson
-from noshuffle.statement import PrivacyStatement
+from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.own import check_own
@@ -58,6 +57,11 @@ FORMAT = "noshuffle-plan/1"
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 ACCOUNTANTS = ("exact", "rdp", "fourier")
 UNITS = ("example", "user")
+#: Neighbours and accountant of sampled participations, where nobody said.
+_DEFAULTS: dict[type[Participation], tuple[str, str]] = {
+    Poisson: ("add-remove", "fourier"),
+    FixedSize: ("replace-one", "rdp"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +93,9 @@ class Plan:
         open_unit(delta=self.delta)
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
         object.__setattr__(self, "delta", float(self.delta))
-        sampled = self.participation.is_sampled
-        if not self.neighbours:
-            default = "zero-out"
-            if isinstance(self.participation, Poisson):
-                default = "add-remove"
-            elif isinstance(self.participation, FixedSize):
-                default = "replace-one"
-            object.__setattr__(self, "neighbours", default)
-        if not self.accountant:
-            name = "exact"
-            if sampled:
-                name = "fourier" if isinstance(self.participation, Poisson) else "rdp"
-            object.__setattr__(self, "accountant", name)
+        neighbours, accountant = _DEFAULTS.get(type(self.participation), ("zero-out", "exact"))
+        object.__setattr__(self, "neighbours", self.neighbours or neighbours)
+        object.__setattr__(self, "accountant", self.accountant or accountant)
         one_of(NEIGHBOURS, neighbours=self.neighbours)
         one_of(ACCOUNTANTS, accountant=self.accountant)
         one_of(UNITS, unit=self.unit)
@@ -220,24 +214,16 @@ class Plan:
             return Sensitivity(0.0, 0.0, exact=True)
         if steps == self.steps and part == self.participation:
             return self.sensitivity
-        cache: dict[tuple[int, Participation], Sensitivity] = self.__dict__.setdefault(
-            "_prefixes", {}
-        )
+        cache: dict[Any, Sensitivity] = self.__dict__.setdefault("_prefixes", {})
         if (steps, part) not in cache:
-            cache[steps, part] = self._measured(steps, part)
+            why = "upper bound: the whole run's sensitivity"
+            found = covered = replace(self.sensitivity, exact=False, notes=why)
+            with suppress(Unsupported):  # nothing is proved for this part: the whole run covers it
+                found = prefix_sensitivity(
+                    self.strategy, part, steps, tree_accounting=self.tree_accounting
+                )
+            cache[steps, part] = found if found.squared <= covered.squared else covered
         return cache[steps, part]
-
-    def _measured(self, steps: int, part: Participation) -> Sensitivity:
-        covered = replace(
-            self.sensitivity, exact=False, notes="upper bound: the whole run's sensitivity"
-        )
-        try:
-            found = prefix_sensitivity(
-                self.strategy, part, steps, tree_accounting=self.tree_accounting
-            )
-        except Unsupported:  # nothing is proved for this part: the whole run covers it
-            return covered
-        return found if found.squared <= covered.squared else covered
 
     @property
     def multiplier_of_sensitivity(self) -> float:
@@ -374,7 +360,5 @@ def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
         while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # last-digit rounding
             z = z * (1 + 1e-13)
         return replace(plan, noise_multiplier=z)
-    z = calibrate.smallest(
-        lambda value: replace(plan, noise_multiplier=value).epsilon(), target=epsilon
-    )
+    z = calibrate.smallest(lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon)
     return replace(plan, noise_multiplier=z)

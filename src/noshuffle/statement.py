@@ -2,7 +2,9 @@
 
 (ε, δ)-differential privacy means: for every event E and every pair of neighbouring data sets,
 P[run(D) ∈ E] ≤ e^ε · P[run(D') ∈ E] + δ. Which pairs are neighbours, what one unit is, and what was
-assumed about the order of the data are part of the claim, so they are part of the record.
+assumed about the order of the data are part of the claim, so they are part of the record. Every
+assumption is one plain sentence (`sentences`): something that somebody outside the mathematics must
+make true; a run folder repeats them word for word.
 
 >>> statement = PrivacyStatement(
 ...     epsilon=1.0, delta=1e-5, mu=0.268, rho=0.0359, sensitivity=1.0, squared_sensitivity=1.0,
@@ -17,6 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from noshuffle.participation import FixedSize, Participation, Poisson, Restarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +88,68 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         return self.words()
+
+
+_NEIGHBOURS = {
+    "zero-out": "Neighbouring data sets differ in one {unit}, whose contributions become zero; "
+    "everybody else's steps stay as they are.",
+    "add-remove": "Neighbouring data sets differ by adding or removing one {unit}; "
+    "everybody else's steps stay as they are.",
+    "replace-one": "Neighbouring data sets differ in one {unit}, which is replaced by any other.",
+}
+
+
+def sentences(
+    participation: Participation,
+    *,
+    unit: str,
+    neighbours: str,
+    noise_multiplier: float,
+    is_exact: bool,
+    accountant: str,
+) -> tuple[str, ...]:
+    """Every assumption behind a plan's statement; `is_exact` is said of the sensitivity."""
+    out = [_NEIGHBOURS[neighbours].format(unit=unit)]
+    out.append(_order(participation))
+    out.append(
+        f"The contribution of one {unit} to one step is clipped to the clip norm before it is "
+        "summed, and the noisy sum is divided by a constant fixed beforehand."
+    )
+    out.append(
+        "The noise key is drawn from the operating system, stays secret, and no row of noise is "
+        "ever used for two different batches."
+    )
+    out.append(
+        "Every released value is a function of the noisy sums alone: all intermediate models are "
+        "covered; raw losses, raw norms and hyper-parameters tuned on the same data are not."
+    )
+    out.append("Noise is treated as real-valued; the rounding of floating point is not analysed.")
+    if isinstance(participation, Poisson) and neighbours == "replace-one":
+        out.append(
+            "Among all replacements under Poisson sampling, opposite gradients are taken to be the "
+            "worst; other libraries do the same, but no proof is known to us."
+        )
+    if noise_multiplier == 0:
+        out.append("There is no noise, hence no privacy.")
+    if not is_exact:
+        out.append("The sensitivity is an upper bound, so the true ε is at most the stated one.")
+    if accountant == "rdp":
+        out.append("ε comes from a Rényi-divergence bound, which is above the true value.")
+    if accountant == "fourier":
+        out.append("ε is a rigorous upper bound from a discretised privacy-loss distribution.")
+    return tuple(out)
+
+
+def so_far(released: int, steps: int) -> str:
+    """What a statement of an unfinished run adds."""
+    return f"So far {released} of {steps} planned steps were released."
+
+
+def _order(part: Participation) -> str:
+    words = part.words()
+    words = words[0].upper() + words[1:]
+    if isinstance(part, Poisson | FixedSize):
+        return f"{words}; the draw is uniform, kept secret, and made by nobody who knows the data."
+    if isinstance(part, Restarted):
+        return f"{words}; the order itself may be known to the attacker, and need not be random."
+    return f"{words}; the order may be chosen by anybody and known to the attacker."

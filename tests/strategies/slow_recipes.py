@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from noshuffle.strategies.recipe import (
     Array,
@@ -12,8 +13,9 @@ from noshuffle.strategies.recipe import (
     Recipe,
     Recursive,
     Rows,
+    forest_blocks,
+    forest_rows,
     rows,
-    stream,
 )
 
 
@@ -26,7 +28,9 @@ def materialize(recipe: Recipe, steps: int) -> Array:
     if isinstance(recipe, Rows):
         return np.array(recipe.matrix[:steps, :steps])
     if isinstance(recipe, Forest):
-        return stream(recipe, draws, steps=steps)
+        blocks = forest_blocks(recipe)
+        trees = [tree_matrix(real, full, recipe.variant) for _, real, full in blocks]
+        return np.asarray(block_diag(*trees)[:steps])
     if isinstance(recipe, Buffered) and recipe.draw_scale:
         draws *= np.asarray(recipe.draw_scale)[:m, None]
     past: list[Array] = []
@@ -44,3 +48,24 @@ def materialize(recipe: Recipe, steps: int) -> Array:
             state = np.asarray(recipe.decays)[:, None] * state + u
         out[t] = x * (recipe.scale[t] if recipe.scale else 1.0)
     return out
+
+
+def tree_matrix(real: int, full: int, variant: str) -> Array:
+    """Increments of the noise on the prefix, as weights of the nodes in order of completion.
+
+    The rows of a subtree follow each other, so the noise on t leaves is one weight vector per
+    set bit of t, laid end to end. Honaker: a node d levels below its stack entry of height h has
+    weight 2^{−d} / (2 − 2^{−h}).
+    """
+    subtree = np.ones(1)
+    weights = [subtree]
+    for height in range(1, full.bit_length()):
+        halves = subtree / 2 if variant == "honaker" else np.zeros_like(subtree)
+        subtree = np.concatenate([halves, halves, np.ones(1)])
+        weights.append(subtree * (1 / (2 - 2.0**-height) if variant == "honaker" else 1.0))
+    prefix = np.zeros((real, forest_rows(full)))
+    for t in range(1, real + 1):
+        leaves = t if t < real else full
+        stack = [weights[h] for h in reversed(range(leaves.bit_length())) if leaves >> h & 1]
+        prefix[t - 1, : forest_rows(leaves)] = np.concatenate(stack)
+    return np.diff(prefix, axis=0, prepend=0.0)

@@ -222,7 +222,7 @@ def test_error_with_gains_and_its_gradient(taps, k, b):
 
     def value(v):
         return total_squared_error(
-            v[:n], v[n : n + 2], v[n + 2 : n + 4], v[n + 4], v[n + 5 :], lag=b
+            v[:n], v[n : n + 2], v[n + 2 : n + 4], v[n + 4], v[n + 5 :], np.ones(n), lag=b
         )
 
     weights = np.asarray(strategy.taps)[: k - 1]
@@ -231,7 +231,8 @@ def test_error_with_gains_and_its_gradient(taps, k, b):
     )
     total, pull = value(v)
     assert total == pytest.approx(np.sum(rows**2), rel=1e-10)
-    gradient = np.concatenate([np.atleast_1d(part) for part in pull()])
+    *by_filter, _, by_taps = pull()
+    gradient = np.concatenate([np.atleast_1d(part) for part in (*by_filter, by_taps)])
     expected = numeric(lambda x: value(x)[0], v)
     assert gradient == pytest.approx(expected, abs=1e-6 * np.abs(expected).max())
 

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import noshuffle.strategies as st
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, SinglePass
-from noshuffle.strategies.error import normalized_error
 from noshuffle.strategies.workload import cooldown
+
+
+def normalized_error(strategy, participation, *, workload=None, tree_accounting="tight"):
+    """Error times sensitivity."""
+    reach = st.sensitivity(strategy, participation, tree_accounting=tree_accounting)
+    plain = st.error(strategy, participation.steps, workload=workload)
+    return SimpleNamespace(
+        max=plain.max * reach.value,
+        rms=plain.rms * reach.value,
+        sensitivity=reach.value,
+        exact=reach.exact,
+    )
+
 
 STRATEGIES = {
     "identity": st.identity(),

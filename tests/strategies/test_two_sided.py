@@ -12,21 +12,23 @@ import noshuffle.strategies as st
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
 from noshuffle.strategies.base import ToeplitzStrategy
-from noshuffle.strategies.blt_gains import gram_diagonals, tap_weights
+from noshuffle.strategies.blt_gains import classes_squared, gram_diagonals, tap_weights
 from noshuffle.strategies.blt_poles import spaced
 from noshuffle.strategies.fit import candidates, fit
 from noshuffle.strategies.fit_blt import fit_blt
-from noshuffle.strategies.fit_two_sided import STEPS_LIMIT, fit_two_sided, tight_objective
+from noshuffle.strategies.fit_gains import tight_error
+from noshuffle.strategies.fit_two_sided import STEPS_LIMIT, fit_two_sided
 from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.recipe import Buffered
 from noshuffle.strategies.sensitivity import SEARCH_STEPS
-from noshuffle.strategies.two_sided import TwoSidedBlt, from_one_sided, two_sided
-from noshuffle.strategies.two_sided_forms import classes_squared
-from noshuffle.strategies.two_sided_gram import (
+from noshuffle.strategies.two_sided import (
     MOST_STEPS,
+    TwoSidedBlt,
     class_sizes,
+    from_one_sided,
     lag_products,
     largest_column,
+    two_sided,
     worst_class,
 )
 from noshuffle.strategies.workload import cooldown, momentum, prefix
@@ -272,7 +274,8 @@ def test_the_gradient_is_that_of_differences(k, d, p):
     rates = np.linspace(1.0, 0.3, n)
 
     def value(x):
-        return tight_objective(x, buffers=d, epochs=k, rates=rates, smoothing=0.02)
+        gains = [x[:n], x[n : 2 * n]]
+        return tight_error(gains, x[2 * n :], d, epochs=k, rates=rates, smoothing=0.02)
 
     steps = 1e-6 * np.eye(len(point))
     numeric = [(value(point + e)[0] - value(point - e)[0]) / 2e-6 for e in steps]

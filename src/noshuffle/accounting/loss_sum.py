@@ -119,9 +119,8 @@ def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool, step: f
         scout = replace(scout, log_delta=scout.log_delta - 10)
         tail = _tail(blocks, scout, is_upper, step)
         value = tail.delta(epsilon)
-        if (
-            tail.rest <= 1e-5 * value or scout.log_delta < -650
-        ):  # else Chernoff's δ was far too large: cut the tails later
+        # else Chernoff's δ was far too large: cut the tails later
+        if tail.rest <= 1e-5 * value or scout.log_delta < -650:
             break
     return value
 
@@ -250,11 +249,8 @@ def _tail(blocks: Sequence[Block], scout: _Scout, is_upper: bool, step: float) -
     if is_upper:
         lost = math.exp(min(0.0, log_m + log_over - lam * top))
         rest = lost - math.expm1(sum(n * math.log1p(-part.infinity) for part, n in parts))
-        under = (
-            1.0
-            if lam >= down
-            else math.exp(min(0.0, log_m + log_down - (lam - down) * float(losses[0])))
-        )
+        log_below = log_m + log_down - (lam - down) * float(losses[0])
+        under = 1.0 if lam >= down else math.exp(min(0.0, log_below))
     else:  # wrapped mass counts at most where e^{−λs}(1 − e^{ε−s}) is largest
         outside = math.exp(min(0.0, log_over)) + math.exp(min(0.0, log_under))
         alias = outside * math.exp(xlogy(lam, lam) - xlogy(1 + lam, 1 + lam))

@@ -8,8 +8,6 @@
                         step t: ⌈n/b⌉ Poisson-sampled Gaussians of rate b·batch/population
                         (Choquette-Choo et al., 2023)
 
-Each is a frozen record with its numbers as properties or methods. No state.
-
 >>> Laplace(scale=2.0).epsilon
 0.5
 >>> CyclicPoisson(steps=2400, bands=4, batch=250, population=60000).rounds

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,11 @@ class Pair:
     lower: Mixture
     #: A loss that many outcomes share, put on the grid so that they need no rounding.
     anchor: float = 0.0
+
+    def mirrored(self) -> Pair:
+        """Q over P, mirrored, so that the loss still grows with x; for a Q centred at zero."""
+        upper = tuple((weight, -mean) for weight, mean in self.upper)
+        return Pair(self.sigma, self.lower, upper, -self.anchor)
 
     def loss(self, x: Array) -> Array:
         """log P(x)/Q(x)."""
@@ -120,16 +125,13 @@ def remove_pair(*, noise_multiplier: float, rate: float) -> Pair:
 
 def add_pair(*, noise_multiplier: float, rate: float) -> Pair:
     """Poisson sampling; the loss of a data set without the unit against the one with it."""
-    pair = remove_pair(noise_multiplier=noise_multiplier, rate=rate)
-    mirrored = tuple((w, -m) for w, m in pair.upper)
-    return Pair(pair.sigma, pair.lower, mirrored, -pair.anchor)
+    return remove_pair(noise_multiplier=noise_multiplier, rate=rate).mirrored()
 
 
 def replace_pair(*, noise_multiplier: float, rate: float) -> Pair:
     """Poisson sampling, one unit replaced; noise counted in the clip norm of one contribution."""
     pair = remove_pair(noise_multiplier=noise_multiplier, rate=rate)
-    mirrored = tuple((w, -m) for w, m in pair.upper)
-    return Pair(pair.sigma, pair.upper, mirrored, 0.0)
+    return replace(pair, lower=pair.mirrored().lower, anchor=0.0)
 
 
 def mixture_pairs(
@@ -151,5 +153,4 @@ def mixture_pairs(
         raise InvalidInput("at least one sensitivity with positive weight must be above 0")
     anchor = math.log(upper[0][0]) if upper[0][1] == 0 else 0.0
     remove = Pair(noise_multiplier, upper, ((1.0, 0.0),), anchor)
-    mirrored = tuple((w, -m) for w, m in upper)
-    return remove, Pair(noise_multiplier, ((1.0, 0.0),), mirrored, -anchor)
+    return remove, remove.mirrored()

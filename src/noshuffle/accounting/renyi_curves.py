@@ -9,10 +9,9 @@ The Poisson expectation is written with u = q(e^{(2x−1)/(2σ²)} − 1), whose
 
     E[(1 + u)^α] − 1 = E[(1 + u)^α − 1 − αu]
 
-has a positive integrand and nothing cancels when the divergence is tiny. At whole α the
-expectation is a finite sum of positive terms. At other α the trapezoidal rule is used: the
-integrand is analytic in a strip of half width πσ² and the rule converges exponentially there, to
-the last digits, where the alternating series of the paper cancels or fails to end. No state.
+has a positive integrand and nothing cancels when the divergence is tiny. At whole α it is a finite
+sum of positive terms; at other α the trapezoidal rule converges exponentially (the integrand is
+analytic in a strip of half width πσ²) where the alternating series of the paper cancels.
 
 >>> round(poisson(noise_multiplier=1.0, rate=0.01, order=2), 9)
 0.000171813
@@ -45,10 +44,6 @@ def _log_expm1(x: Array) -> Array:
     )
 
 
-def _log1p_exp(x: float) -> float:
-    return float(np.logaddexp(0.0, x))
-
-
 def poisson(*, noise_multiplier: float, rate: float, order: float) -> float:
     """D_α((1 − q) N(0, σ²) + q N(1, σ²) ‖ N(0, σ²)), the exact value at any real α > 1."""
     if rate == 1:
@@ -57,7 +52,7 @@ def poisson(*, noise_multiplier: float, rate: float, order: float) -> float:
         log_excess = _whole_order(noise_multiplier, rate, int(order))
     else:
         log_excess = _real_order(noise_multiplier, rate, order)
-    return _log1p_exp(log_excess) / (order - 1)
+    return float(np.logaddexp(0.0, log_excess)) / (order - 1)
 
 
 def _whole_order(sigma: float, q: float, order: int) -> float:
@@ -140,7 +135,8 @@ def _fixed_whole(sigma: float, q: float, order: int, moments: Array) -> float:
         bound = np.minimum(bound, mixed)
     else:
         bound[0] = min(bound[0], math.log(4) + float(_log_expm1(np.array(1 / sigma**2))))
-    return _log1p_exp(float(logsumexp(_log_binomial(order, i) + i * math.log(q) + bound)))
+    terms = _log_binomial(order, i) + i * math.log(q) + bound
+    return float(np.logaddexp(0.0, logsumexp(terms)))
 
 
 def _even_moments(sigma: float, order: int) -> Array:

@@ -20,9 +20,8 @@ from typing import Any
 
 from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput, whole
-from noshuffle.guarantee import so_far
 from noshuffle.plan import Plan
-from noshuffle.statement import PrivacyStatement
+from noshuffle.statement import PrivacyStatement, so_far
 
 ADAPTIVE_CLIP = (
     "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "

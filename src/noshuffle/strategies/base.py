@@ -8,9 +8,8 @@ C⁻¹Z to the gradient of step t (Denisov et al. 2022, arXiv 2202.08312). It is
     buffers(n)   how many model-sized tensors the stream keeps
 
 A Toeplitz strategy is  C = T(c)·diag(g):  one sequence of coefficients, c_i on the i-th diagonal,
-and optional per-step gains g. Its noise at step t is row t of T(1/c)·Z divided by g_t. Gains are
-given one by one, or as `normalized=n`: every column of the n × n matrix gets norm one
-(Henzinger–Upadhyay, arXiv 2509.14334), which is worth it for a single participation.
+and optional gains g, given one by one, or as `normalized=n`: every column of the n × n matrix gets
+norm one (Henzinger–Upadhyay, arXiv 2509.14334), which is worth it for a single participation.
 """
 
 from __future__ import annotations
@@ -83,18 +82,29 @@ class Strategy:
         return record
 
 
+def leading_gains(gains: Array | tuple[float, ...], n: int) -> Array:
+    """The first n of them, if there are so many."""
+    if n > len(gains):
+        raise HorizonExceeded(f"gains cover {len(gains)} steps, {n} were asked for; fit again")
+    return np.array(gains[:n], dtype=np.float64)
+
+
 def lower_toeplitz(c: Array) -> Array:
     """The lower-triangular matrix with c_i on its i-th diagonal."""
     return np.asarray(_toeplitz(c, np.zeros_like(c)), dtype=np.float64)
 
 
+def padded(values: Array, n: int) -> Array:
+    """The first n values, zeros after the last."""
+    out = np.zeros(n)
+    out[: min(n, len(values))] = values[:n]
+    return out
+
+
 def convolve(a: Array, b: Array, n: int) -> Array:
     """First n coefficients of the product of two power series."""
     a, b = a[:n], b[:n]
-    full = np.convolve(a, b) if min(len(a), len(b)) <= 64 else fftconvolve(a, b)
-    out = np.zeros(n)
-    out[: min(n, len(full))] = full[:n]
-    return out
+    return padded(np.convolve(a, b) if min(len(a), len(b)) <= 64 else fftconvolve(a, b), n)
 
 
 def reciprocal(c: Array, n: int) -> Array:
@@ -113,7 +123,7 @@ def reciprocal(c: Array, n: int) -> Array:
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToeplitzStrategy(Strategy):
     """C = T(c)·diag(g). Subclasses give `coefficients`, `noising_coefficients` and `recipe`."""
 
@@ -144,16 +154,11 @@ class ToeplitzStrategy(Strategy):
     def gain_values(self, n: int) -> Array:
         """g_0 … g_{n−1}; a run may be shorter than its gains were made for, never longer."""
         if self.gains:
-            horizon, values = len(self.gains), np.asarray(self.gains)
-        elif self.normalized:
-            horizon = self.normalized
-            norms = np.sqrt(np.cumsum(self.coefficients(horizon) ** 2))[::-1]
-            values = 1.0 / norms
-        else:
-            return np.ones(n)
-        if n > horizon:
-            raise HorizonExceeded(f"gains cover {horizon} steps, {n} were asked for; fit again")
-        return np.array(values[:n], dtype=np.float64)
+            return leading_gains(self.gains, n)
+        if self.normalized:
+            norms = np.sqrt(np.cumsum(self.coefficients(self.normalized) ** 2))[::-1]
+            return leading_gains(1.0 / norms, n)
+        return np.ones(n)
 
     def step_scale(self, n: int) -> tuple[float, ...]:
         """1 / g_t, or nothing when there are no gains: what recipes carry."""

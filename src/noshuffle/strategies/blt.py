@@ -9,8 +9,6 @@ The noise of a run is N_BLT(x)·S(x^b): one buffer per decay, fed with the draw 
 s_i times the draw of i epochs (b steps each) ago, which is drawn again and not stored. Taps make
 the columns that one unit touches in different epochs nearly orthogonal, at no memory.
 
-What a run keeps between steps: one tensor per decay.
-
 >>> strategy = blt(decays=(0.9, 0.4), scales=(0.2, 0.1))
 >>> strategy.coefficients(4).round(4)
 array([1.   , 0.3  , 0.22 , 0.178])
@@ -66,18 +64,18 @@ class Blt(ToeplitzStrategy):
                 f"{len(self.decays)} decays and {len(self.scales)} scales"
             )
         order = sorted(zip(self.decays, self.scales), reverse=True)
-        object.__setattr__(self, "decays", tuple(decay for decay, _ in order))
-        object.__setattr__(self, "scales", tuple(scale for _, scale in order))
+        for field, values in zip(("decays", "scales"), zip(*order)):
+            object.__setattr__(self, field, values)
         if not all(0 <= t < 1 for t in self.decays):
             raise InvalidInput(f"decays must lie in [0, 1), got {self.decays}")
         if len(set(self.decays)) < len(self.decays):
             raise InvalidInput(f"decays must all be different, got {self.decays}; merge equal ones")
         if not all(0 < w < np.inf for w in self.scales):
             raise InvalidInput(f"scales must be finite numbers > 0, got {self.scales}")
-        if not sum(w / (1 + t) for t, w in order) < 1:
+        if not (total := sum(w / (1 + t) for t, w in order)) < 1:
             raise InvalidInput(
                 "scales are too large: sum of scale / (1 + decay) must stay below 1, or the noise "
-                f"would grow without limit; got {sum(w / (1 + t) for t, w in order):.6g}"
+                f"would grow without limit; got {total:.6g}"
             )
         if self.taps:
             whole(lag=self.lag)
@@ -194,23 +192,8 @@ def scales_from_poles(decays: Numbers, inverse_decays: Numbers) -> Array:
     return np.asarray(products / np.prod(between, axis=1), dtype=np.float64)
 
 
-def blt(
-    decays: Numbers,
-    scales: Numbers,
-    taps: Numbers = (),
-    lag: int = 0,
-    gains: Numbers = (),
-    normalized: int = 0,
-) -> Blt:
-    """Buffered linear Toeplitz noise from the encoder's decays θ and scales ω."""
-    return Blt(
-        decays=number_tuple(decays=decays),
-        scales=number_tuple(scales=scales),
-        taps=number_tuple(taps=taps),
-        lag=lag,
-        gains=number_tuple(gains=gains),
-        normalized=normalized,
-    )
+#: Buffered linear Toeplitz noise from the encoder's decays θ and scales ω.
+blt = Blt
 
 
 def blt_from_poles(
@@ -231,5 +214,5 @@ def blt_from_poles(
             "poles must interlace, 1 > decay_1 > inverse_1 > decay_2 > inverse_2 > … >= 0; got "
             f"decays {theta} and inverse decays {hat}"
         )
-    scales = scales_from_poles(theta, hat)
-    return blt(theta, scales, taps, lag, gains, normalized)
+    scales = tuple(scales_from_poles(theta, hat))
+    return Blt(theta, scales, tuple(taps), lag, gains=tuple(gains), normalized=normalized)

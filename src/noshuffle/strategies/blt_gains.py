@@ -6,7 +6,7 @@ for k epochs of b steps in the same order and (scheduled) prefix sums. Every fun
 value and a function that pulls a derivative back to its arguments (reverse mode by hand).
 
 Error. With d = η/g, H = tril(1)·diag(d)·T(N_BLT), Γ = HᵀH and S(y) = Σ_l s_l y^l, s_0 = 1, where
-draw r is divided by a_r (by one here, by its own gain in `two_sided_forms`),
+draw r is divided by a_r (one, or its own gain where gains are two-sided),
 
     ‖H·T(S)·diag(1/a)‖² = Σ_q Σ_s ω_q(s) Γ(s, s+qb),
     ω_q(s) = (2 − [q=0]) Σ_{l: lb <= s} s_l s_{l+q} / a²_{s−lb}:
@@ -23,8 +23,6 @@ the first term is what column s gathered before step s', the second what both do
 
 Sensitivity. A unit at place j touches the columns j + lb; their inner products are partial sums
 of c_i c_{i+Db}, hence S_j² = Σ_D (2 − [D=0]) Σ_l g_{j+lb} g_{j+(l+D)b} |Σ_i c_i c_{i+Db}|.
-
-State kept: none; the arrays live for one evaluation.
 """
 
 from __future__ import annotations
@@ -32,9 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
 from scipy.signal import lfilter
 
 from noshuffle.strategies.recipe import Array
+
+#: Lags are transformed in about so many groups: the later ones are shorter.
+_GROUPS = 5
 
 
 def _forward(x: Array, decay: float) -> Array:
@@ -82,6 +84,64 @@ def sensitivity_classes(
         return c_bar, late_bar[::-1]
 
     return squared[::-1], pull
+
+
+def classes_squared(
+    c: Array, g: Array, weights: Array, *, epochs: int, smoothing: float = 0.0
+) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+    """The same for C = diag(a)·T(c)·diag(g), weights = a²; pulled back to (c, g, weights).
+
+    S_j² = Σ_m (2 − [m=0]) Σ_l g_{j+lb} g_{j+(l+m)b} |P_mb[j+(l+m)b]|, for the search only, with the
+    correlations P_L[i] = Σ_s a²_{i+s} c_s c_{s+L} by Fourier transforms, O(k·n·log n).
+    """
+    n = len(c)
+    b = n // epochs
+    squared = np.zeros(b)
+    together = -(-epochs // _GROUPS)
+    groups = [range(m, min(m + together, epochs)) for m in range(0, epochs, together)]
+    kept = []
+    for lags in groups:
+        # P_mb[i] is needed for i >= mb alone, so a group forgets the steps before its first lag.
+        begin = lags[0] * b
+        size = next_fast_len(2 * (n - begin), real=True)
+        products = np.zeros((len(lags), n - begin))
+        for row, m in zip(products, lags):
+            row[: n - m * b] = c[: n - m * b] * c[m * b :]
+        f_weights, f_products = rfft(weights[begin:], size), rfft(products, size)
+        inner = irfft(f_weights * np.conj(f_products), size)[:, : n - begin]
+        length = np.sqrt(inner**2 + smoothing**2)
+        if begin == 0:
+            length[0] = inner[0]
+        for m, row in zip(lags, length):
+            both = g[: n - m * b] * g[m * b :] * row[m * b - begin :]
+            squared += (2.0 if m else 1.0) * both.reshape(-1, b).sum(axis=0)
+        kept.append((size, f_weights, f_products, inner, length))
+
+    def pull(bar: Array) -> tuple[Array, Array, Array]:
+        c_bar, g_bar, weights_bar = np.zeros(n), np.zeros(n), np.zeros(n)
+        for lags, (size, f_weights, f_products, inner, length) in zip(groups, kept):
+            begin = lags[0] * b
+            inner_bar = np.zeros_like(inner)
+            for m, x, y, x_bar in zip(lags, inner, length, inner_bar):
+                early, late, own = slice(0, n - m * b), slice(m * b, n), slice(m * b - begin, None)
+                weight = np.tile((2.0 if m else 1.0) * bar, epochs - m)
+                by_length = weight * y[own]
+                g_bar[early] += by_length * g[late]
+                g_bar[late] += by_length * g[early]
+                x_bar[own] = weight * g[early] * g[late]
+                if m:  # the slope of |·|
+                    x_bar[own] *= np.divide(
+                        x[own], y[own], out=np.zeros(n - m * b), where=y[own] > 0
+                    )
+            f_bar = rfft(inner_bar, size)
+            weights_bar[begin:] += irfft((f_bar * f_products).sum(axis=0), size)[: n - begin]
+            products_bar = irfft(f_weights * np.conj(f_bar), size)
+            for m, row in zip(lags, products_bar):
+                c_bar[: n - m * b] += row[: n - m * b] * c[m * b :]
+                c_bar[m * b :] += row[: n - m * b] * c[: n - m * b]
+        return c_bar, g_bar, weights_bar
+
+    return squared, pull
 
 
 def tap_weights(
@@ -189,14 +249,14 @@ def gram_diagonals(
 
 
 def total_squared_error(
-    d: Array, decays: Array, nu: Array, kappa: float, taps: Array, *, lag: int
-) -> tuple[float, Callable[[], tuple[Array, Array, Array, float, Array]]]:
-    """‖tril(1)·diag(d)·T(N)‖²; pulled back to (d, decays, nu, kappa, taps)."""
-    omega, pull_omega = tap_weights(np.ones(len(d)), taps, lag=lag)
+    d: Array, decays: Array, nu: Array, kappa: float, taps: Array, inverse: Array, *, lag: int
+) -> tuple[float, Callable[[], tuple[Array, Array, Array, float, Array, Array]]]:
+    """‖tril(1)·diag(d)·T(N)·diag(1/a)‖²; pulled back to (d, decays, nu, kappa, 1/a², taps)."""
+    omega, pull_omega = tap_weights(inverse, taps, lag=lag)
     sums, pull_sums = gram_diagonals(d, decays, nu, kappa, lag=lag, count=len(omega))
 
-    def pull() -> tuple[Array, Array, Array, float, Array]:
-        return *pull_sums(omega), pull_omega(sums)[1]
+    def pull() -> tuple[Array, Array, Array, float, Array, Array]:
+        return *pull_sums(omega), *pull_omega(sums)
 
     return sum(float(w @ x) for w, x in zip(omega, sums)), pull
 

@@ -2,11 +2,11 @@
 
     per_step[t] = ‖B_t‖₂,   max = max_t ‖B_t‖₂,   rms = ‖B‖_F / √n
 
-Multiply by the sensitivity to compare mechanisms at equal privacy; `normalized_error` does.
+Multiply by the sensitivity to compare mechanisms at equal privacy (`fit_forms.cost` does).
 
 A Toeplitz strategy under a Toeplitz workload (no gains, no schedule) has B = T(a/c), so ‖B_t‖² is
 the running sum of squares of one sequence: O(n). Trees know the variance of their prefix sums, and
-carry a small covariance matrix along for other workloads (`tree_error`): O(n·log² n).
+carry a small covariance matrix along for other workloads: O(n·log² n).
 Everything else is computed from the rows of C⁻¹, one at a time: exact, in O(n²).
 
 >>> from noshuffle.strategies.identity import identity
@@ -25,17 +25,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from noshuffle.errors import Unsupported, instance_of, whole
-from noshuffle.participation import Participation
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
-from noshuffle.strategies.recipe import Array, Forest
-from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS, sensitivity
+from noshuffle.strategies.recipe import Array, Forest, forest_blocks
+from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
 from noshuffle.strategies.tree import Tree
-from noshuffle.strategies.tree_error import MOST_STEPS, workload_variance
 from noshuffle.strategies.two_sided import TwoSidedBlt
 from noshuffle.strategies.workload import Workload, checked_workload, prefix
 
-#: Longest run of a Toeplitz strategy whose error is computed row by row.
+#: Longest run of a Toeplitz strategy whose error is computed row by row, and of a tree.
 ROW_STEPS = 2**15
+TREE_STEPS = 2**17
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,6 @@ class Error:
     max: float
     rms: float
     per_step: Array = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class NormalizedError:
-    """Error times sensitivity; `exact` says whether the sensitivity is."""
-
-    max: float
-    rms: float
-    sensitivity: float
-    exact: bool
 
 
 def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -> Error:
@@ -77,24 +66,6 @@ def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -
     return Error(max=float(per_step.max()), rms=math.sqrt(float(squared.mean())), per_step=per_step)
 
 
-def normalized_error(
-    strategy: Strategy,
-    participation: Participation,
-    *,
-    workload: Workload | None = None,
-    tree_accounting: str = "tight",
-) -> NormalizedError:
-    """Error times sensitivity: the figure by which mechanisms compare at equal privacy."""
-    reach = sensitivity(strategy, participation, tree_accounting=tree_accounting)
-    plain = error(strategy, participation.steps, workload=workload)
-    return NormalizedError(
-        max=plain.max * reach.value,
-        rms=plain.rms * reach.value,
-        sensitivity=reach.value,
-        exact=reach.exact,
-    )
-
-
 def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
     """‖B_t‖² for every step, by the cheapest exact way there is."""
     if isinstance(strategy, ToeplitzStrategy | TwoSidedBlt):
@@ -113,7 +84,7 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
         return _by_rows(rows, n, workload, n)
     if isinstance(strategy, Tree) and workload == prefix():
         return np.asarray(strategy.prefix_variance(n), dtype=np.float64)
-    if isinstance(strategy, Tree) and strategy.variant != "full" and n <= MOST_STEPS:
+    if isinstance(strategy, Tree) and strategy.variant != "full" and n <= TREE_STEPS:
         forest = strategy.recipe(n)
         assert isinstance(forest, Forest)
         return workload_variance(forest, workload)
@@ -149,3 +120,71 @@ def _toeplitz_rows(strategy: ToeplitzStrategy, n: int) -> Iterator[Array]:
     backwards = np.ascontiguousarray(strategy.noising_coefficients(n)[::-1])
     for t, gain in enumerate(strategy.gain_values(n).tolist()):
         yield backwards[n - 1 - t :] / gain
+
+
+#: Places of B, m, P and of the node that is being merged; the stack lies behind them.
+_B, _M, _P, _NEW, _STACK = range(5)
+
+
+def workload_variance(forest: Forest, workload: Workload) -> Array:
+    """‖row t of A·C⁻¹‖² for every step of plain and Honaker trees, exactly, in O(n·log² n).
+
+        m_t = β·m_{t−1} + (P_t − P_{t−1}),      B_t = B_{t−1} + η_t·m_t
+
+    P_t, the noise on the prefix sum, is a weighted sum of the nodes on the stack, at most one of
+    every height. All is linear in independent draws, so the covariance of (B, m, P, nodes) follows
+    from step to step: two equal nodes become one, v = z + (left + right)/2 (Honaker) or v = z
+    (plain), and B, m, P take their new values. A tree that restarts starts P and the stack anew.
+    """
+    is_honaker = forest.variant == "honaker"
+    n = forest.steps
+    blocks = list(forest_blocks(forest))
+    heights = max(full for _, _, full in blocks).bit_length()
+    weights = np.array([1 / (2 - 2.0**-h) if is_honaker else 1.0 for h in range(heights)])
+    rates = workload.rates(n)
+    K = np.zeros((_STACK + heights, _STACK + heights))
+    out = np.zeros(n)
+    for first, real, full in blocks:
+        K[_P:], K[:, _P:] = 0.0, 0.0
+        for leaf in range(full):
+            _push(K, leaf, is_honaker=is_honaker)
+            step = leaf if leaf < real - 1 else real - 1
+            if leaf < real - 1 or leaf == full - 1:
+                _read(K, leaf + 1, weights, beta=workload.beta, rate=float(rates[first + step]))
+                out[first + step] = K[_B, _B]
+    return out
+
+
+def _push(K: Array, leaf: int, *, is_honaker: bool) -> None:
+    """One more leaf on a stack that holds `leaf` of them."""
+    K[_NEW], K[:, _NEW] = 0.0, 0.0
+    K[_NEW, _NEW] = 1.0
+    height = 0
+    while leaf >> height & 1:
+        left = _STACK + height
+        with_all = (K[left] + K[_NEW]) / 2 if is_honaker else np.zeros(len(K))
+        fresh = 1.0 + (with_all[left] + with_all[_NEW]) / 2
+        K[_NEW], K[:, _NEW] = with_all, with_all
+        K[_NEW, _NEW] = fresh
+        K[left], K[:, left] = 0.0, 0.0
+        height += 1
+    own, place = K[_NEW, _NEW], _STACK + height
+    K[place], K[:, place] = K[_NEW], K[_NEW]
+    K[place, place] = own
+    K[_NEW], K[:, _NEW] = 0.0, 0.0
+
+
+def _read(K: Array, leaves: int, weights: Array, *, beta: float, rate: float) -> None:
+    """Bring B, m and P to a stack of so many leaves."""
+    rows = np.zeros((3, len(K)))
+    heights = np.arange(len(weights))
+    rows[_P, _STACK:] = weights * (leaves >> heights & 1)
+    rows[_M] = rows[_P]
+    rows[_M, _P] -= 1.0
+    rows[_M, _M] += beta
+    rows[_B] = rate * rows[_M]
+    rows[_B, _B] += 1.0
+    new = rows @ K
+    K[:3, :3] = new @ rows.T
+    K[:3, _NEW:] = new[:, _NEW:]
+    K[_NEW:, :3] = new[:, _NEW:].T

@@ -2,10 +2,8 @@
 
 `fit` returns the strategy with its error × sensitivity, the figure by which mechanisms compare at
 equal privacy; `candidates` fits all that suit a memory limit, `best` takes the least rms error.
-
-For a single participation sqrt, blt, banded and banded_inverse get unit columns where that lowers
-the error. Sampled participations have
-a proof for independent noise alone, orders that change at restarts for trees and independent noise.
+Sampled participations have a proof for independent noise alone, orders that change at restarts for
+trees and independent noise.
 
 >>> from noshuffle.participation import Epochs, SinglePass
 >>> found = fit("sqrt", SinglePass(64))

@@ -33,6 +33,7 @@ from noshuffle.strategies.base import reciprocal
 from noshuffle.strategies.fit_forms import (
     WALL,
     Fit,
+    Goal,
     ValueAndGradient,
     better,
     coarser,
@@ -105,14 +106,9 @@ def fit_banded(
 
         x, converged, iterations = descend(tail, start[1:] / start[0])
         c = np.append(1.0, x)
+    found, begin = (banded((each / np.linalg.norm(each)).tolist()) for each in (c, start))
     return better(
-        banded((c / np.linalg.norm(c)).tolist()),
-        banded((start / np.linalg.norm(start)).tolist()),
-        participation,
-        workload=workload,
-        objective=objective,
-        converged=converged,
-        iterations=iterations,
+        found, begin, participation, converged, iterations, workload=workload, objective=objective
     )
 
 
@@ -141,39 +137,23 @@ def fit_banded_inverse(
 
     Guarantees: deterministic; never worse than the truncated inverse square root (BISR).
     """
-    workload = workload or prefix()
+    goal: Goal = {"workload": workload or prefix(), "objective": objective}
     one_of(("rms", "max"), objective=objective)
     whole(bands=bands)
     bands = min(bands, layout(participation).steps)
-    start = root_coefficients(bands, sign=1, momentum=workload.beta)
+    start = root_coefficients(bands, sign=1, momentum=goal["workload"].beta)
     fits = []
     # For patterns with free gaps both forms are searched: the running maximum is a bound there, the
     # equal gaps of epochs mostly the true worst case. The exact cost decides.
     for is_free in (False, True) if isinstance(participation, MinSeparation) else (False,):
-        d, converged, iterations = _search_inverse(
-            start, participation, is_free=is_free, workload=workload, objective=objective
-        )
-        fits.append(
-            better(
-                banded_inverse(coefficients=tuple(d.tolist())),
-                banded_inverse(coefficients=tuple(start.tolist())),
-                participation,
-                workload=workload,
-                objective=objective,
-                converged=converged,
-                iterations=iterations,
-            )
-        )
+        d, converged, iterations = _search_inverse(start, participation, is_free=is_free, **goal)
+        found, first = (banded_inverse(coefficients=c.tolist()) for c in (d, start))
+        fits.append(better(found, first, participation, converged, iterations, **goal))
     return min(fits, key=lambda fit: fit.objective)
 
 
 def _search_inverse(
-    start: Array,
-    participation: Participation,
-    *,
-    is_free: bool,
-    workload: Workload,
-    objective: str,
+    start: Array, participation: Participation, *, is_free: bool, workload: Workload, objective: str
 ) -> tuple[Array, bool, int]:
     """Coefficients of the inverse, whether the search converged, and its iterations."""
     n, separation, most = layout(participation)

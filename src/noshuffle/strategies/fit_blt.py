@@ -2,14 +2,12 @@
 
     minimize  sens(C) · error(A·C⁻¹)   over   1 > θ_1 > θ̂_1 > θ_2 > … > θ̂_d > 0,  taps s,  gains g
 
-The poles are 1 − t_i = Π_{l>=i} sigmoid(u_l), so every u is a valid BLT with c >= 0, non-increasing
-(Dvijotham et al., arXiv 2404.16706; McMahan et al., arXiv 2408.08868). Without taps the objective
-is a closed form, as quick for 10⁶ steps as for ten. Taps make co-participating columns nearly
-orthogonal, and the sensitivity sums |⟨c_j, c_{j+lb}⟩|, which has its kinks just there: the search
-smooths them, less and less, and the value reported is always that of the unsmoothed bound. Several
-fixed starts, no randomness: the same call gives the same strategy.
-
-A buffer whose pole cancels against a zero is dropped, so fewer buffers than asked may come back.
+over the free parameters of `blt_poles` (Dvijotham et al., arXiv 2404.16706; McMahan et al., arXiv
+2408.08868). Without taps the objective is a closed form, as quick for 10⁶ steps as for ten. Taps
+make co-participating columns nearly orthogonal, and the sensitivity sums |⟨c_j, c_{j+lb}⟩|, which
+has its kinks just there: the search smooths them, less and less, and the value reported is that of
+the unsmoothed bound. Several fixed starts, no randomness: the same call gives the same strategy. A
+buffer whose pole cancels against a zero is dropped, so fewer buffers than asked may come back.
 
 >>> from noshuffle.participation import SinglePass
 >>> found = fit_blt(SinglePass(1024), buffers=2)
@@ -24,10 +22,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
-from scipy.optimize import minimize
 
 from noshuffle.errors import Unsupported, one_of, whole
-from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass
+from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt_gains import sensitivity_classes
 from noshuffle.strategies.blt_poles import (
@@ -38,8 +35,8 @@ from noshuffle.strategies.blt_poles import (
     spaced,
     strategy_at,
 )
-from noshuffle.strategies.fit_forms import Fit
-from noshuffle.strategies.fit_gains import fit_gains, fit_normalized, scheduled_error
+from noshuffle.strategies.fit_forms import Fit, layout, lbfgs
+from noshuffle.strategies.fit_gains import TAP_BOUNDS, fit_gains, fit_normalized, scheduled_error
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.workload import Workload, prefix
 
@@ -50,7 +47,6 @@ SCHEDULE_LIMIT, GAINS_LIMIT = 200_000, 20_000
 TAPS_LIMIT = 256
 
 MAX_BUFFERS = 12
-_TAP_BOUNDS = (-0.95, 0.95)
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,8 @@ def fit_blt(
     whole(at_most=MAX_BUFFERS, buffers=buffers)
     whole(at_least=0, taps=taps)
     one_of(("rms", "max"), objective=objective)
-    task = _task(participation, workload or prefix(), is_max=objective == "max")
+    steps, separation, most = layout(participation)
+    task = Task(steps, most, separation, workload or prefix(), objective == "max")
     _check(task, participation, taps=taps, gains=gains)
     return _fitted(task, buffers, min(taps, task.participations - 1), gains)
 
@@ -104,21 +101,6 @@ def _fitted(task: Task, buffers: int, taps: int, gains: bool) -> Fit:
     if taps:
         return _fit_taps(task, _fitted(task, buffers, 0, False), buffers, taps)
     return _fit_poles(task, buffers)
-
-
-def _task(participation: Participation, workload: Workload, *, is_max: bool) -> Task:
-    n = participation.steps
-    if isinstance(participation, SinglePass):
-        return Task(n, 1, n, workload, is_max)
-    if isinstance(participation, Epochs):
-        k, b = participation.epochs, participation.steps_per_epoch
-        return Task(n, k, b, workload, is_max)
-    if isinstance(participation, MinSeparation):
-        return Task(n, participation.most, participation.separation, workload, is_max)
-    raise Unsupported(
-        "blt is fitted for SinglePass, Epochs or MinSeparation, got "
-        f"{type(participation).__name__}; use identity() under sampling, a tree under restarts"
-    )
 
 
 def _check(task: Task, participation: Participation, *, taps: int, gains: bool) -> None:
@@ -228,14 +210,8 @@ def _fit_poles(task: Task, d: int) -> Fit:
     begin = min(_objective(task, x, d)[0] for x in starts)
     best, value, converged, iterations = starts[0], np.inf, False, 0
     for x in starts:
-        found = minimize(
-            partial(_objective, task, d=d),
-            x,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=bounds(d),
-            options={"maxiter": 500, "maxcor": 40, "ftol": 1e-14, "gtol": 1e-7},
-        )
+        loss = partial(_objective, task, d=d)
+        found = lbfgs(loss, x, bounds(d), maxiter=500, maxcor=40, ftol=1e-14, gtol=1e-7)
         iterations += int(found.nit)
         if found.fun < value:
             best, value, converged = found.x, float(found.fun), bool(found.success)
@@ -250,21 +226,15 @@ def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:
 
 
 def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:
-    b = task.separation
+    b, limits = task.separation, bounds(d) + [TAP_BOUNDS] * p
     best_x, best, converged, iterations = None, np.log(plain.objective), False, plain.iterations
     for low, high in ((0.3 / b, 0.6), (1.0 / b, 0.9)):
         x = np.concatenate([spaced(d, low, high), 0.3 * 0.6 ** np.arange(p)])
         places = [0]
         for attempt in range(3):
             for smoothing in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)[3 * bool(attempt) :]:
-                found = minimize(
-                    partial(_objective, task, d=d, smoothing=smoothing, places=tuple(places)),
-                    x,
-                    jac=True,
-                    method="L-BFGS-B",
-                    bounds=bounds(d) + [_TAP_BOUNDS] * p,
-                    options={"maxiter": 300, "maxcor": 40, "ftol": 1e-13, "gtol": 1e-7},
-                )
+                loss = partial(_objective, task, d=d, smoothing=smoothing, places=tuple(places))
+                found = lbfgs(loss, x, limits, maxiter=300, maxcor=40, ftol=1e-13, gtol=1e-7)
                 x = found.x
                 iterations += int(found.nit)
             value, place = _tapped_value(task, x, d)

@@ -18,8 +18,6 @@ with the same mask: for U zero on the free off-diagonal entries and constant v_c
 each sum, rms² n >= ‖A U^{1/2}‖²_tr / Σ_c v_c; U is read off X⁻¹AᵀAX⁻¹, to which it is equal at the
 optimum.
 
-C is the reversed Cholesky factor of X, so it is lower-triangular and may be streamed.
-
 >>> from noshuffle.participation import SinglePass
 >>> found = fit_dense(SinglePass(16))
 >>> round(found.objective, 2), found.gap < 1e-3
@@ -35,19 +33,14 @@ from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, cholesky, eigh
 from scipy.linalg.lapack import dpotri
 
-from noshuffle.errors import Unsupported, positive
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.fit_banded import fit_banded
-from noshuffle.strategies.fit_forms import WALL, Fit, cost, descend, layout
-from noshuffle.strategies.lower_bound import check_workload, solve_single
+from noshuffle.strategies.fit_forms import WALL, Fit, cost, descend
+from noshuffle.strategies.lower_bound import checked_layout, solve_single
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.toeplitz import sqrt_toeplitz
 from noshuffle.strategies.workload import Workload, prefix
-
-#: Largest run for one participation, and for several.
-SINGLE_STEPS = 4096
-SEVERAL_STEPS = 512
 
 
 @dataclass(frozen=True)
@@ -78,15 +71,7 @@ def fit_dense(
     participations) of the workload. At most 4096 steps for one participation, 512 for several.
     """
     workload = workload or prefix()
-    positive(tolerance=tolerance)
-    n, separation, most = layout(participation)
-    limit = SINGLE_STEPS if most == 1 else SEVERAL_STEPS
-    if n > limit:
-        raise Unsupported(
-            f"a dense optimum is computed for at most {limit} steps here, got {n}; "
-            "use a BLT or a banded strategy"
-        )
-    check_workload(workload, n)
+    n, separation, most = checked_layout(participation, workload, tolerance=tolerance)
     root = sqrt_toeplitz(min(separation, n), momentum=workload.beta)
     start = cost(root, participation, workload=workload, objective="rms")
     if most == 1:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from scipy.optimize import minimize
@@ -57,6 +57,13 @@ class Fit:
     converged: bool
     iterations: int
     start: float
+
+
+class Goal(TypedDict):
+    """What the error is measured by."""
+
+    workload: Workload
+    objective: str
 
 
 class FitLayout(NamedTuple):
@@ -191,6 +198,18 @@ def through_reciprocal(c: Array, d: Array, slope: Array) -> Array:
     return -np.asarray(correlate(back, d, mode="full")[n - 1 : n - 1 + bands])
 
 
+def lbfgs(
+    fn: Callable[..., tuple[float, Array]],
+    x: Array,
+    limits: list[tuple[float, float]] | None,
+    *,
+    args: tuple[float, ...] = (),
+    **options: float,
+) -> Any:
+    """One run of L-BFGS within limits, for a function that returns its gradient too."""
+    return minimize(fn, x, args=args, jac=True, method="L-BFGS-B", bounds=limits, options=options)
+
+
 def descend(
     fn: ValueAndGradient,
     x: Array,
@@ -202,11 +221,10 @@ def descend(
 
     A search that gives up early is started afresh once: its memory of slopes may have misled it.
     """
-    options = {"maxiter": most, "maxcor": 30, "ftol": 1e-13, "gtol": 1e-7}
     low, high = np.array(bounds).T if bounds else (-np.inf, np.inf)
     taken = 0
     for _ in range(2):
-        found = minimize(fn, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+        found = lbfgs(fn, x, bounds, maxiter=most, maxcor=30, ftol=1e-13, gtol=1e-7)
         x, taken = np.asarray(found.x), taken + int(found.nit)
         residual = np.abs(np.clip(x - found.jac, low, high) - x).max(initial=0.0)
         if residual <= FLAT or taken >= most:
@@ -218,15 +236,12 @@ def better(
     found: Strategy,
     start: Strategy,
     participation: Participation,
-    *,
-    workload: Workload,
-    objective: str,
     converged: bool,
     iterations: int,
+    **goal: Unpack[Goal],
 ) -> Fit:
     """The fit, or its start where that is better; both judged by the library's own functions."""
-    begin = cost(start, participation, workload=workload, objective=objective)
-    reached = cost(found, participation, workload=workload, objective=objective)
+    begin, reached = cost(start, participation, **goal), cost(found, participation, **goal)
     if not reached <= begin:
-        return Fit(start, begin, converged, iterations, begin)
+        found, reached = start, begin
     return Fit(found, reached, converged, iterations, begin)

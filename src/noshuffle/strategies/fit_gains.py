@@ -7,7 +7,8 @@ epoch exactly as sensitive as allowed, so the constrained problem becomes the fr
 
 over log g, the poles and the taps at once, by L-BFGS with the exact gradient of `blt_gains`: O(n)
 per evaluation. |⟨·,·⟩| is smoothed for the search, less and less; the value that is reported is the
-unsmoothed one. The gains that come back are divided by S, so the sensitivity is 1.
+unsmoothed one. The gains that come back are divided by S, so the sensitivity is 1. Gains on both
+sides (`fit_two_sided`) are searched in the same way, with T(1/c)·diag(1/a) for T(1/c).
 
 One participation. Every column is its own place, hence unit columns (`normalized`) are forced and
 only the poles are searched (Henzinger–Upadhyay, arXiv 2509.14334).
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
 
 from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_gains import (
+    classes_squared,
     encoder_series,
     sensitivity_classes,
     total_squared_error,
@@ -38,7 +40,7 @@ from noshuffle.strategies.blt_poles import (
     strategy_at,
     unbounded,
 )
-from noshuffle.strategies.fit_forms import Fit
+from noshuffle.strategies.fit_forms import Fit, lbfgs
 from noshuffle.strategies.recipe import Array
 
 #: Horizon up to which the poles of a column-normalized BLT are searched; above, they are taken
@@ -50,44 +52,104 @@ NORMALIZED_SEARCH_LIMIT = 20_000
 _SMOOTHING = (1e-3, 1e-5)
 #: Iterations of a round: of short runs, which take no time, and of others.
 _SHORT, _ITERATIONS = 512, (1000, 150)
-_TAP_BOUNDS = (-0.95, 0.95)
+_GAIN_LIMIT = 12.0
+TAP_BOUNDS = (-0.95, 0.95)
 
 
 def scheduled_error(x: Array, d: int, rates: Array, *, lag: int) -> ValueGradient:
     """log rms² of (poles, taps) under learning rates without momentum, with its gradient."""
     parts = filter_from(x[: 2 * d])
     total, pull = total_squared_error(
-        rates, parts.hat_decays, parts.nu, parts.hat_kappa, x[2 * d :], lag=lag
+        rates, parts.hat_decays, parts.nu, parts.hat_kappa, x[2 * d :], np.ones(len(rates)), lag=lag
     )
-    _, by_decays, by_nu, by_kappa, by_taps = pull()
+    _, by_decays, by_nu, by_kappa, _, by_taps = pull()
     nothing = np.zeros(2 * d + 1)
     by_x = np.concatenate([parts.pull(nothing, by_decays, by_nu, by_kappa), by_taps])
     return float(np.log(total / len(rates))), by_x / total
 
 
 def tight_error(
-    log_gains: Array, x: Array, d: int, *, epochs: int, rates: Array, smoothing: float = 0.0
-) -> tuple[float, Array, Array, Array]:
-    """(log error, its gradient by log g, by (poles, taps), S_j) once every place is made tight."""
-    n = len(log_gains)
-    lag = n // epochs
-    g, taps, parts = np.exp(log_gains), x[2 * d :], filter_from(x[: 2 * d])
+    gains: list[Array], x: Array, d: int, *, epochs: int, rates: Array, smoothing: float = 0.0
+) -> ValueGradient:
+    """log rms once every place is tight, with its gradient by (gains, poles, taps).
+
+    `gains` is [log g], or [log g, log a²] for gains on both sides. Only a·g matters, so the mean of
+    log a² is taken out: smoothing must not depend on it.
+    """
+    n, taps, parts = len(rates), x[2 * d :], filter_from(x[: 2 * d])
+    lag, g = n // epochs, np.exp(gains[0])
+    weights = np.exp(gains[1] - gains[1].mean()) if len(gains) > 1 else np.ones(n)
     c, pull_c = encoder_series(parts.decays, parts.r, parts.kappa, taps, steps=n, lag=lag)
-    squared, pull_squared = sensitivity_classes(c, g, epochs=epochs, smoothing=smoothing)
+    pull_squared: Callable[[Array], tuple[Array, ...]]
+    if len(gains) > 1:
+        squared, pull_squared = classes_squared(c, g, weights, epochs=epochs, smoothing=smoothing)
+    else:
+        squared, pull_squared = sensitivity_classes(c, g, epochs=epochs, smoothing=smoothing)
     allowed = np.sqrt(squared)
     scale = rates * np.tile(allowed, epochs) / g
     total, pull_error = total_squared_error(
-        scale, parts.hat_decays, parts.nu, parts.hat_kappa, taps, lag=lag
+        scale, parts.hat_decays, parts.nu, parts.hat_kappa, taps, 1.0 / weights, lag=lag
     )
-    by_scale, by_hat, by_nu, by_hat_kappa, by_taps = pull_error()
+    by_scale, by_hat, by_nu, by_hat_kappa, by_inverse, by_taps = pull_error()
     by_allowed = (by_scale * scale).reshape(epochs, lag).sum(axis=0) / allowed
-    by_c, by_g = pull_squared(by_allowed / (2 * allowed))
+    by_c, by_g, *by_weights = pull_squared(by_allowed / (2 * allowed))
     by_decays, by_r, by_kappa, by_taps_too = pull_c(by_c)
-    by_poles = parts.pull(by_decays, by_r, by_kappa, by_hat, by_nu, by_hat_kappa)
-    by_x = np.concatenate([by_poles, by_taps + by_taps_too])
-    half = 0.5 / total
-    value = 0.5 * float(np.log(total / n))
-    return value, half * (by_g * g - by_scale * scale), half * by_x, allowed
+    gradient = [by_g * g - by_scale * scale]
+    for by_weight in by_weights:
+        by_log = by_weight * weights - by_inverse / weights
+        gradient.append(by_log - by_log.mean())
+    gradient.append(parts.pull(by_decays, by_r, by_kappa, by_hat, by_nu, by_hat_kappa))
+    gradient.append(by_taps + by_taps_too)
+    return 0.5 * float(np.log(total / n)), np.concatenate(gradient) * (0.5 / total)
+
+
+class GainSearch(NamedTuple):
+    """Where a search ended: log of the exact objective, gains as in `tight_error`, (u, taps)."""
+
+    value: float
+    gains: list[Array]
+    x: Array
+    converged: bool
+    iterations: int
+
+
+def search_gains(
+    gains: list[Array],
+    x: Array,
+    d: int,
+    *,
+    epochs: int,
+    rates: Array,
+    rounds: tuple[float, ...],
+    **options: float,
+) -> GainSearch:
+    """The best of one search per smoothing, each from where the one before it ended.
+
+    One gain of n matters about n times less to the error than a pole does, so gains are searched
+    in units of √n: all directions are then about equally curved.
+    """
+    n, size = len(rates), len(gains) * len(rates)
+    unit = np.concatenate([np.full(size, np.sqrt(n)), np.ones(len(x))])
+    limits = [(-_GAIN_LIMIT / unit[0], _GAIN_LIMIT / unit[0])] * size + bounds(d)
+    limits += [TAP_BOUNDS] * (len(x) - 2 * d)
+
+    def cut(v: Array) -> tuple[list[Array], Array]:
+        *parts, last = np.split(v * unit, range(n, size + 1, n))
+        return parts, last
+
+    def objective(v: Array, smoothing: float) -> ValueGradient:
+        parts, last = cut(v)
+        value, slope = tight_error(parts, last, d, epochs=epochs, rates=rates, smoothing=smoothing)
+        return value, slope * unit
+
+    point = np.concatenate([*gains, x]) / unit
+    best, least, converged, iterations = point, objective(point, 0.0)[0], len(gains) == 1, 0
+    for smoothing in rounds:
+        found = lbfgs(objective, point, limits, args=(smoothing,), **options)
+        point, iterations = found.x, iterations + int(found.nit)
+        if (exact := objective(point, 0.0)[0]) < least:
+            best, least, converged = point, exact, bool(found.success)
+    return GainSearch(least, *cut(best), converged, iterations)
 
 
 def fit_gains(plain: Fit, *, steps: int, epochs: int, rates: Array | None, buffers: int) -> Fit:
@@ -104,57 +166,28 @@ def fit_gains(plain: Fit, *, steps: int, epochs: int, rates: Array | None, buffe
     if len(strategy.decays) < buffers:
         starts.append(spaced(buffers, 0.3 / lag, 0.6))
     results = [
-        _search_gains(np.concatenate([u, strategy.taps]), len(u) // 2, epochs=epochs, rates=eta)
+        search_gains(
+            [np.zeros(steps)],
+            np.concatenate([u, strategy.taps]),
+            len(u) // 2,
+            epochs=epochs,
+            rates=eta,
+            rounds=_SMOOTHING,
+            maxiter=_ITERATIONS[steps > _SHORT],
+            maxcor=30,
+            ftol=1e-10,
+        )
         for u in starts
     ]
-    value, best, d, converged, _ = min(results, key=lambda result: result[0])
-    iterations = plain.iterations + sum(result[4] for result in results)
-    if np.exp(value) > plain.objective:  # cannot beat constant gains: keep what was given
+    best = min(results, key=lambda result: result.value)
+    iterations = plain.iterations + sum(result.iterations for result in results)
+    if np.exp(best.value) > plain.objective:  # cannot beat constant gains: keep what was given
         return replace(plain, iterations=iterations)
-    fitted = strategy_at(best[steps : steps + 2 * d], taps=best[steps + 2 * d :], lag=lag)
-    g = np.exp(best[:steps])
+    u, taps = np.split(best.x, [len(best.x) - len(strategy.taps)])
+    fitted, g = strategy_at(u, taps=taps, lag=lag), np.exp(best.gains[0])
     squared, _ = sensitivity_classes(fitted.coefficients(steps), g, epochs=epochs)
     fitted = replace(fitted, gains=tuple(g / np.tile(np.sqrt(squared), epochs)))
-    return Fit(fitted, float(np.exp(value)), converged, iterations, plain.start)
-
-
-def _search_gains(
-    x: Array, d: int, *, epochs: int, rates: Array
-) -> tuple[float, Array, int, bool, int]:
-    """(log objective, (log g, u, taps), d, converged, iterations) of one search from g = 1.
-
-    One gain of n matters about n times less to the error than a pole does, so gains are searched
-    in units of √n: all directions are then about equally curved.
-    """
-    steps = len(rates)
-    unit = np.concatenate([np.full(steps, np.sqrt(steps)), np.ones(len(x))])
-
-    def objective(v: Array, smoothing: float) -> ValueGradient:
-        v = v * unit
-        value, by_gains, by_x, _ = tight_error(
-            v[:steps], v[steps:], d, epochs=epochs, rates=rates, smoothing=smoothing
-        )
-        return value, np.concatenate([by_gains, by_x]) * unit
-
-    point = np.concatenate([np.zeros(steps), x])
-    most = 12.0 / np.sqrt(steps)
-    limits = [(-most, most)] * steps + bounds(d) + [_TAP_BOUNDS] * (len(x) - 2 * d)
-    best, value, converged, iterations = point, objective(point, 0.0)[0], True, 0
-    for smoothing in _SMOOTHING:
-        found = minimize(
-            objective,
-            point,
-            args=(smoothing,),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=limits,
-            options={"maxiter": _ITERATIONS[steps > _SHORT], "maxcor": 30, "ftol": 1e-10},
-        )
-        point, iterations = found.x, iterations + int(found.nit)
-        exact = objective(point, 0.0)[0]
-        if exact < value:
-            best, value, converged = point, exact, bool(found.success)
-    return value, best * unit, d, converged, iterations
+    return Fit(fitted, float(np.exp(best.value)), best.converged, iterations, plain.start)
 
 
 def _normalized_objective(
@@ -169,8 +202,8 @@ def _normalized_objective(
 
     def mean(u: Array) -> ValueGradient:
         d = len(u) // 2
-        value, _, by_u, _ = tight_error(np.zeros(steps), u, d, epochs=1, rates=rates)
-        return value, by_u
+        value, slope = tight_error([np.zeros(steps)], u, d, epochs=1, rates=rates)
+        return value, slope[steps:]
 
     return (lambda u: differentiate(largest, u)) if is_max else mean
 
@@ -183,20 +216,13 @@ def fit_normalized(plain: Fit, *, steps: int, rates: Array | None, is_max: bool)
     objective = _normalized_objective(steps, eta, is_max=is_max)
     start = unbounded(strategy)
     value, _ = objective(start)
-    best, converged, iterations = None, plain.converged, plain.iterations
+    converged, iterations = plain.converged, plain.iterations
     if steps <= NORMALIZED_SEARCH_LIMIT:
-        found = minimize(
-            objective,
-            start,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=bounds(len(strategy.decays)),
-            options={"maxiter": 300, "maxcor": 30, "ftol": 1e-12, "gtol": 1e-7},
-        )
+        limits = bounds(len(strategy.decays))
+        found = lbfgs(objective, start, limits, maxiter=300, maxcor=30, ftol=1e-12, gtol=1e-7)
         iterations += int(found.nit)
         if found.fun < value:
-            best, value, converged = found.x, float(found.fun), bool(found.success)
-    if best is not None:
-        strategy = strategy_at(best)
+            value, converged = float(found.fun), bool(found.success)
+            strategy = strategy_at(found.x)
     strategy = replace(strategy, normalized=steps)
     return Fit(strategy, float(np.exp(value)), converged, iterations, plain.start)

@@ -6,9 +6,8 @@ One unit that takes part at the steps π with contributions u_i, ‖u_i‖ ≤ 1
 
 so the largest right-hand side over the patterns bounds S². It is attained, and S² then equals it,
 when one sign per step makes all the products positive; `attained` looks for those signs, which
-exist whenever the entries are ≥ 0. Finding the worst pattern of min-separation participation is a
-search; what makes it short is a bound on whatever a partial pattern can still collect, related to
-the row-wise programs of Choquette-Choo et al. (arXiv 2306.08153).
+exist whenever the entries are ≥ 0. The worst min-separation pattern is searched for, with a bound
+on whatever a partial pattern can still collect (see Choquette-Choo et al., arXiv 2306.08153).
 
 >>> X = np.array([[2.0, -1.0], [-1.0, 2.0]])
 >>> attained(X)                                  # contributions (1, −1)
@@ -27,7 +26,6 @@ from noshuffle.strategies.recipe import Array
 
 #: Two squared sensitivities closer than this, relatively, are the same number.
 ROUNDING = 1e-12
-
 #: Rows of X that are worked on together.
 _BLOCK = 128
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.strategies.base import ToeplitzStrategy
+from noshuffle.strategies.base import ToeplitzStrategy, padded
 from noshuffle.strategies.recipe import Array, FeedForward, Recipe
 
 
@@ -29,9 +29,7 @@ class Identity(ToeplitzStrategy):
     name: ClassVar[str] = "identity"
 
     def coefficients(self, n: int) -> Array:
-        out = np.zeros(n)
-        out[0] = 1.0
-        return out
+        return padded(np.ones(1), n)
 
     def noising_coefficients(self, n: int) -> Array:
         return self.coefficients(n)
@@ -56,11 +54,7 @@ class ReleaseSums(ToeplitzStrategy):
         return np.ones(n)
 
     def noising_coefficients(self, n: int) -> Array:
-        out = np.zeros(n)
-        out[0] = 1.0
-        if n > 1:
-            out[1] = -1.0
-        return out
+        return padded(np.array([1.0, -1.0]), n)
 
     def recipe(self, n: int) -> Recipe:
         return FeedForward(weights=(1.0, -1.0), scale=self.step_scale(n))
@@ -72,16 +66,7 @@ class ReleaseSums(ToeplitzStrategy):
         return "independent Gaussian noise on every running sum"
 
 
-def identity() -> Identity:
-    """Independent noise: DP-SGD and DP-GD."""
-    return Identity()
-
-
-def release_each() -> Identity:
-    """Simple II of Chan–Shi–Song: the same matrix as `identity`."""
-    return Identity()
-
-
-def release_sums() -> ReleaseSums:
-    """Simple I of Chan–Shi–Song."""
-    return ReleaseSums()
+#: Independent noise: DP-SGD and DP-GD. Simple II of Chan–Shi–Song is the same matrix.
+identity = release_each = Identity
+#: Simple I of Chan–Shi–Song.
+release_sums = ReleaseSums

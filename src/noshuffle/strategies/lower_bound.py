@@ -31,7 +31,7 @@ from scipy.linalg import eigh
 
 from noshuffle.errors import InvalidInput, Unsupported, positive
 from noshuffle.participation import Participation
-from noshuffle.strategies.fit_forms import coarser, layout
+from noshuffle.strategies.fit_forms import FitLayout, coarser, layout
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.workload import Workload, prefix
 
@@ -104,10 +104,21 @@ def solve_single(
         weights = dual.weights * (dual.diagonal / dual.diagonal.max()) ** POWER
 
 
-def check_workload(workload: Workload, n: int) -> None:
-    """An explicit optimum exists only if every step counts: no learning rate may be zero."""
-    if not np.all(workload.rates(n) > 0):
+def checked_layout(
+    participation: Participation, workload: Workload, *, tolerance: float
+) -> FitLayout:
+    """The layout of a run that is short enough, in which every step counts."""
+    positive(tolerance=tolerance)
+    found = layout(participation)
+    limit = SINGLE_STEPS if found.most == 1 else SEVERAL_STEPS
+    if found.steps > limit:
+        raise Unsupported(
+            f"dense optima and bounds are computed for at most {limit} steps here, got "
+            f"{found.steps}; use a BLT or a banded strategy, or a shorter run of the same shape"
+        )
+    if not np.all(workload.rates(found.steps) > 0):
         raise InvalidInput("dense fits and bounds need learning rates > 0; got one that is zero")
+    return found
 
 
 def patterns(steps: int, *, separation: int, most: int) -> NDArray[np.intp]:
@@ -130,15 +141,7 @@ def rms_lower_bound(
     participation, 512 for several.
     """
     workload = workload or prefix()
-    positive(tolerance=tolerance)
-    n, separation, most = layout(participation)
-    limit = SINGLE_STEPS if most == 1 else SEVERAL_STEPS
-    if n > limit:
-        raise Unsupported(
-            f"the lower bound is computed for at most {limit} steps here, got {n}; "
-            "use a shorter run of the same shape"
-        )
-    check_workload(workload, n)
+    n, separation, most = checked_layout(participation, workload, tolerance=tolerance)
     if most == 1:
         return solve_single(n, workload=workload, tolerance=tolerance)[0].bound
     return _several(

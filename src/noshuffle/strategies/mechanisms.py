@@ -37,7 +37,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normali
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
-from noshuffle.strategies.fit_forms import Fit, FitLayout, cost, layout
+from noshuffle.strategies.fit_forms import Fit, FitLayout, Goal, cost, layout
 from noshuffle.strategies.fit_tree import fit_tree
 from noshuffle.strategies.fit_two_sided import fit_two_sided
 from noshuffle.strategies.identity import identity
@@ -67,7 +67,7 @@ class FitRequest:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def goal(self) -> dict[str, Any]:
+    def goal(self) -> Goal:
         """What the error is measured by."""
         return {"workload": self.workload, "objective": self.objective}
 
@@ -227,7 +227,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     taps = 0 if name == "blt" else min(request.options.get("taps", DEFAULT_TAPS), most - 1)
 
     def build(size: int, gains: bool = False) -> Fit:
-        sizes = {"buffers": size, "taps": taps, **request.goal}
+        sizes: dict[str, Any] = {"buffers": size, "taps": taps, **request.goal}
         with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
             if gains and name == "blt_two_sided":
                 return fit_two_sided(request.participation, **sizes)

@@ -15,7 +15,7 @@ its leading block; nothing here forms a matrix unless the strategy is one, or th
     min-separation, short run       branch and bound over |X| (see `gram`)
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           closed forms of Σ⁻¹ (see `tree_sensitivity`), or node counts
-    gains on both sides             no Toeplitz form, paths of its own (see `two_sided_gram`)
+    gains on both sides             no Toeplitz form, paths of its own (see `two_sided`)
     a mechanism of one's own        its noising matrix, inverted
 
 Guarantees. `value` is never below the truth (beyond 1e-12 relative, for rounding). `exact` is said
@@ -60,21 +60,16 @@ from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import tree_sensitivity
-from noshuffle.strategies.two_sided import TwoSidedBlt
-from noshuffle.strategies.two_sided_gram import largest_column, worst_class
+from noshuffle.strategies.two_sided import TwoSidedBlt, largest_column, worst_class
 
 #: Longest run whose coefficients are laid out in memory.
 MAX_COEFFICIENTS = 2**26
-
 #: Longest run whose worst min-separation pattern is searched for, if X is not a matrix already.
 SEARCH_STEPS = 1024
-
 #: Longest run for which the largest |X| is found at every lag: O(n²) time, O(n) memory.
 LAG_STEPS = 2**14
-
 #: Most work, n²·k, that the search over an explicit matrix may begin with.
 SEARCH_WORK = 2 * 10**8
-
 #: Longest run of a mechanism of one's own whose noising matrix is inverted.
 OWN_STEPS = 2048
 
@@ -98,17 +93,12 @@ def sensitivity(
     "nodes", every node that a unit touches, which is larger and gives the published figures.
     """
     instance_of(Participation, participation=participation)
-    return prefix_sensitivity(
-        strategy, participation, participation.steps, tree_accounting=tree_accounting
-    )
+    steps = participation.steps
+    return prefix_sensitivity(strategy, participation, steps, tree_accounting=tree_accounting)
 
 
 def prefix_sensitivity(
-    strategy: Strategy,
-    participation: Participation,
-    steps: int,
-    *,
-    tree_accounting: str = "tight",
+    strategy: Strategy, participation: Participation, steps: int, *, tree_accounting: str = "tight"
 ) -> Sensitivity:
     """S of the first `steps` steps of a run that was planned for all of the participation.
 
@@ -146,8 +136,7 @@ def prefix_sensitivity(
     if type(strategy) is TwoSidedBlt:
         return _two_sided(strategy, participation, steps)
     if type(strategy) is Dense:
-        C = strategy.encoder(steps)
-        return _explicit(C.T @ C, participation)
+        return _explicit(_gram(strategy.encoder(steps)), participation)
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
 
 
@@ -192,8 +181,7 @@ def _toeplitz(
         squared = gram.best_sum(columns, separation=b, most=k) if strategy.has_gains else early
         return _record(squared, squared)
     if n <= SEARCH_STEPS and n * n * k <= SEARCH_WORK:
-        C = ToeplitzStrategy.encoder(strategy, n)
-        return _explicit(C.T @ C, participation)
+        return _explicit(_gram(ToeplitzStrategy.encoder(strategy, n)), participation)
     upper = toeplitz.envelope_bound(c, g, separation=b, most=k)
     if n <= LAG_STEPS:
         sizes = toeplitz.lag_sizes(c, g, first=b)
@@ -201,13 +189,10 @@ def _toeplitz(
     return _record(upper, 0.0)
 
 
-def _spacing(participation: Epochs | MinSeparation, n: int) -> tuple[int, int]:
+def _spacing(part: Epochs | MinSeparation, n: int) -> tuple[int, int]:
     """Least distance, and most participations, within the first n steps."""
-    if isinstance(participation, Epochs):
-        gap = participation.steps_per_epoch
-    else:
-        gap = participation.separation
-    return min(gap, n), participation.most_within(n)
+    gap = part.steps_per_epoch if isinstance(part, Epochs) else part.separation
+    return min(gap, n), part.most_within(n)
 
 
 def _two_sided(
@@ -226,12 +211,15 @@ def _two_sided(
             upper, is_attained = worst_class(c, a, g, epochs=k)
             return _record(upper, upper if is_attained else 0.0)
     if n <= SEARCH_STEPS and n * n * k <= SEARCH_WORK:
-        C = strategy.encoder(n)
-        return _explicit(C.T @ C, participation)
+        return _explicit(_gram(strategy.encoder(n)), participation)
     raise Unsupported(
         f"two-sided gains under min-separation are searched for at most {SEARCH_STEPS} steps, got "
         f"{n:,}; use Epochs if the order is the same in every epoch, or a plain blt"
     )
+
+
+def _gram(C: Array) -> Array:
+    return np.asarray(C.T @ C)
 
 
 def _explicit(X: Array, participation: SinglePass | Epochs | MinSeparation) -> Sensitivity:

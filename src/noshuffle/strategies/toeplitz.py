@@ -27,8 +27,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, non_negative, unit_rate, whole
-from noshuffle.strategies.base import ToeplitzStrategy, reciprocal
+from noshuffle.errors import InvalidInput, below_one, number_tuple, unit_rate, whole
+from noshuffle.strategies.base import ToeplitzStrategy, padded, reciprocal
 from noshuffle.strategies.recipe import Array, FeedForward, Recipe, Recursive
 
 
@@ -59,17 +59,8 @@ def _recursive(c: Array, scale: tuple[float, ...]) -> Recursive:
     return Recursive(weights=tuple(weights.tolist()), scale=scale)
 
 
-def _padded(values: Array, n: int) -> Array:
-    out = np.zeros(n)
-    out[: min(n, len(values))] = values[:n]
-    return out
-
-
 def _checked(coefficients: Iterable[float]) -> tuple[float, ...]:
-    try:
-        values = tuple(float(c) for c in coefficients)
-    except (TypeError, ValueError):
-        raise InvalidInput(f"coefficients must be numbers, got {coefficients!r}") from None
+    values = number_tuple(coefficients=coefficients)
     if not values:
         raise InvalidInput("coefficients must hold at least one number, got none")
     if not np.all(np.isfinite(values)):
@@ -92,16 +83,14 @@ class SqrtToeplitz(ToeplitzStrategy):
         super().__post_init__()
         whole(at_least=0, bands=self.bands)
         unit_rate(decay=self.decay)
-        non_negative(momentum=self.momentum)
-        if not self.momentum < 1:
-            raise InvalidInput(f"momentum must lie in [0, 1), got {self.momentum!r}")
+        below_one(momentum=self.momentum)
 
     def _root(self, n: int, sign: int) -> Array:
         return root_coefficients(n, sign=sign, decay=self.decay, momentum=self.momentum)
 
     def coefficients(self, n: int) -> Array:
         kept = min(self.bands or n, n)
-        return _padded(self._root(kept, -1), n)
+        return padded(self._root(kept, -1), n)
 
     def noising_coefficients(self, n: int) -> Array:
         if self.bands == 0 or self.bands >= n:
@@ -123,18 +112,24 @@ class SqrtToeplitz(ToeplitzStrategy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Banded(ToeplitzStrategy):
-    """C = T(c) with the given coefficients: p bands, p−1 buffers."""
+class _FewBands(ToeplitzStrategy):
+    """p coefficients, of c or of 1/c: the first > 0, any sign after it."""
 
     bands: tuple[float, ...]
-    name: ClassVar[str] = "banded"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "bands", _checked(self.bands))
 
+
+@dataclass(frozen=True, kw_only=True)
+class Banded(_FewBands):
+    """C = T(c) with the given coefficients: p bands, p−1 buffers."""
+
+    name: ClassVar[str] = "banded"
+
     def coefficients(self, n: int) -> Array:
-        return _padded(np.array(self.bands), n)
+        return padded(np.array(self.bands), n)
 
     def noising_coefficients(self, n: int) -> Array:
         return reciprocal(np.array(self.bands[:n]), n)
@@ -150,21 +145,16 @@ class Banded(ToeplitzStrategy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandedInverse(ToeplitzStrategy):
+class BandedInverse(_FewBands):
     """C⁻¹ = T(d) with p coefficients: noise is a moving sum of draws that are made again."""
 
-    bands: tuple[float, ...]
     name: ClassVar[str] = "banded_inverse"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "bands", _checked(self.bands))
 
     def coefficients(self, n: int) -> Array:
         return reciprocal(np.array(self.bands[:n]), n)
 
     def noising_coefficients(self, n: int) -> Array:
-        return _padded(np.array(self.bands), n)
+        return padded(np.array(self.bands), n)
 
     def recipe(self, n: int) -> Recipe:
         return FeedForward(weights=self.bands[:n], scale=self.step_scale(n))
@@ -196,7 +186,7 @@ def banded(
     coefficients: Iterable[float], *, gains: tuple[float, ...] = (), normalized: int = 0
 ) -> Banded:
     """C = T(coefficients): first > 0, any sign after it."""
-    return Banded(bands=_checked(coefficients), gains=gains, normalized=normalized)
+    return Banded(bands=coefficients, gains=gains, normalized=normalized)  # type: ignore[arg-type]
 
 
 def banded_inverse(
@@ -213,4 +203,4 @@ def banded_inverse(
         whole(bands=bands)
         coefficients = root_coefficients(bands, sign=1).tolist()
     assert coefficients is not None
-    return BandedInverse(bands=_checked(coefficients), gains=gains, normalized=normalized)
+    return BandedInverse(bands=coefficients, gains=gains, normalized=normalized)  # type: ignore[arg-type]

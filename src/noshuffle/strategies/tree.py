@@ -29,11 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from scipy.linalg import solve_triangular
+from scipy.linalg import block_diag, solve_triangular
 
 from noshuffle.errors import InvalidInput, one_of, whole
 from noshuffle.strategies.base import Strategy, dense_size
@@ -44,6 +43,8 @@ from noshuffle.strategies.recipe import (
     Rows,
     forest_blocks,
     forest_rows,
+    rows,
+    stream,
 )
 
 _Part = Callable[[int, int], Array]
@@ -86,7 +87,9 @@ class Tree(Strategy):
         """The n × m matrix whose row t is the noise of step t; noising @ encoder = identity."""
         if self.variant == "full":
             return self._diagonal(n, _full_noising)
-        return self._diagonal(n, partial(_stack_noising, variant=self.variant))
+        dense_size(n)
+        forest = self._forest(n)
+        return stream(forest, np.eye(rows(forest, n)), steps=n)
 
     def recipe(self, n: int) -> Recipe:
         whole(steps=n)
@@ -115,8 +118,7 @@ class Tree(Strategy):
         """Variance of the noise on every prefix sum, for unit draws: ‖row t of A·noising‖².
 
         O(n log n) for plain and Honaker, which add the variances of the nodes on the stack; `full`
-        solves one dense block, so only its trees are limited in size. A
-        finished tree leaves the variance of its last step behind.
+        solves one dense block. A finished tree leaves the variance of its last step behind.
         """
         whole(steps=n)
         n = int(n)
@@ -152,19 +154,11 @@ class Tree(Strategy):
             if (real, full) not in known:
                 known[real, full] = part(real, full)
             parts.append(known[real, full])
-        shape = sum(p.shape[0] for p in parts), sum(p.shape[1] for p in parts)
-        out, row, column = np.zeros(shape), 0, 0
-        for p in parts:
-            out[row : row + p.shape[0], column : column + p.shape[1]] = p
-            row, column = row + p.shape[0], column + p.shape[1]
-        return out
+        return np.asarray(block_diag(*parts))
 
 
-def tree(
-    variant: str = "honaker", restart_every: int | None = None, completion: bool = False
-) -> Tree:
-    """Tree aggregation: variant "plain", "honaker" or "full" (least squares over all nodes)."""
-    return Tree(variant=variant, restart_every=restart_every, completion=completion)
+#: Tree aggregation: variant "plain", "honaker" or "full" (least squares over all nodes).
+tree = Tree
 
 
 def _node_variance(height: int, variant: str) -> float:
@@ -183,27 +177,6 @@ def _node_encoder(real: int, full: int) -> Array:
             row += 1
             height += 1
     return out
-
-
-def _stack_noising(real: int, full: int, variant: str) -> Array:
-    """Increments of the noise on the prefix, as weights of the nodes in order of completion.
-
-    The rows of a subtree follow each other, so the noise on t leaves is one weight vector per
-    set bit of t, laid end to end. Honaker: a node d levels below its stack entry of height h has
-    weight 2^{−d} / (2 − 2^{−h}).
-    """
-    subtree = np.ones(1)
-    weights = [subtree]
-    for height in range(1, full.bit_length()):
-        halves = subtree / 2 if variant == "honaker" else np.zeros_like(subtree)
-        subtree = np.concatenate([halves, halves, np.ones(1)])
-        weights.append(subtree * _node_variance(height, variant))
-    prefix = np.zeros((real, forest_rows(full)))
-    for t in range(1, real + 1):
-        leaves = t if t < real else full
-        stack = [weights[h] for h in reversed(range(leaves.bit_length())) if leaves >> h & 1]
-        prefix[t - 1, : forest_rows(leaves)] = np.concatenate(stack)
-    return np.diff(prefix, axis=0, prepend=0.0)
 
 
 def _full_encoder(real: int, full: int) -> Array:

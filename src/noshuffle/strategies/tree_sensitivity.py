@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -168,11 +168,11 @@ def _over(measure: _Nodes | _Released, part: Participation, trees: list[Part]) -
     return float(measure.by_count(trees, PatternLimits.of(part)).max())
 
 
+@dataclass(frozen=True)
 class _Nodes:
     """Every node that the steps in use read counts."""
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    variant: str
 
     def _shape(self, tree: Part) -> tuple[int, int]:
         """Real leaves and leaves of the nodes that were drawn: `full` reads later ones too."""
@@ -194,11 +194,11 @@ class _Nodes:
         return _search(limits, counts_all=True).best(parts)
 
 
+@dataclass(frozen=True)
 class _Released:
     """Only the noise of the steps in use counts."""
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    variant: str
 
     def by_class(self, trees: list[Part], b: int) -> float:
         total = np.zeros(b)

@@ -26,6 +26,7 @@ from scipy.signal import lfilter
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
+    below_one,
     instance_of,
     non_negative,
     number_tuple,
@@ -43,9 +44,7 @@ class Workload:
     learning_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        non_negative(momentum=self.beta)
-        if not self.beta < 1:
-            raise InvalidInput(f"momentum must lie in [0, 1), got {self.beta!r}")
+        below_one(momentum=self.beta)
         rates = number_tuple(learning_rates=self.learning_rates)
         object.__setattr__(self, "learning_rates", rates)
         if not all(0 <= r < np.inf for r in self.learning_rates):
