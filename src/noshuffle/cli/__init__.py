@@ -6,6 +6,8 @@ noshuffle train     train a model privately and keep the evidence
 noshuffle federated train over users that come when they like, each of them protected
 noshuffle fit       a private linear model from a table, in one pass
 noshuffle sum       private running totals of a table of numbers
+noshuffle tune      the best learning rate and clip norm, the search paid for
+noshuffle budget    what all runs on the same data cost together
 noshuffle verify    recompute the guarantee of a run from its folder
 noshuffle audit     check a guarantee without the formulas that made it
 noshuffle seal      destroy the keys of a run, and sign it

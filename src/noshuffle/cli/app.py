@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from noshuffle.cli.audit import audit
+from noshuffle.cli.budget import budget
 from noshuffle.cli.epsilon import epsilon
 from noshuffle.cli.evidence import report, seal, verify
 from noshuffle.cli.federated import federated
@@ -20,6 +21,7 @@ from noshuffle.cli.plan import plan
 from noshuffle.cli.reproduce import reproduce
 from noshuffle.cli.sum import sum_
 from noshuffle.cli.train import train
+from noshuffle.cli.tune import tune
 from noshuffle.cli.words import in_options, refuse
 from noshuffle.errors import NoshuffleError
 
@@ -78,9 +80,11 @@ def _one_line(command: Callable[..., Any]) -> Callable[..., Any]:
 
 for _command in (
     train,
+    tune,
     federated,
     fit,
     sum_,
+    budget,
     plan,
     epsilon,
     verify,

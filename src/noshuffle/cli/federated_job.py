@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from noshuffle.budget import Budget
+from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.federated_parts import Job, assemble
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.federated_view import FederatedResult
@@ -43,6 +45,7 @@ def run_job(
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    budget: Budget | None = None,
 ) -> FederatedResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
@@ -54,7 +57,7 @@ def run_job(
     if settings.engine == "flower":
         need_flower()
     say("fitting the mechanism")
-    job, skipped = assemble(settings, path)
+    job, skipped = assemble(settings, path, budget)
     if job.limits is not None:
         say(f"Limits: {job.limits.words()}; {job.limits.why}.")
     for number in skipped:
@@ -75,6 +78,7 @@ def run_job(
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")
+        note_baseline(budget, replace(job.server.plan, noise_multiplier=0.0).statement())
         baseline = _baseline(settings)
     return FederatedResult(
         path=path,

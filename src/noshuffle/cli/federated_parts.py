@@ -34,6 +34,7 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account
 from noshuffle.release.threshold import bit_noise_for, changes_every
 from noshuffle.strategies.workload import Workload, cooldown
 from noshuffle.training import RunFolder, models
@@ -197,7 +198,9 @@ def make_answers(
     return answers
 
 
-def assemble(settings: FederatedSettings, path: Path | None) -> tuple[Job, tuple[int, ...]]:
+def assemble(
+    settings: FederatedSettings, path: Path | None, budget: Account | None = None
+) -> tuple[Job, tuple[int, ...]]:
     """The job in that folder, begun or resumed, and the rounds that had to be passed over."""
     task = load(settings)
     model = make_model(settings, task)
@@ -216,6 +219,7 @@ def assemble(settings: FederatedSettings, path: Path | None) -> tuple[Job, tuple
         optimizer_fn=make_optimizer_fn(settings),
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
+        budget=budget,
     )
     if settings.amplified:
         server.sampler(len(task))

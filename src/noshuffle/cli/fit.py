@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import (
@@ -64,6 +65,7 @@ class FitSettings:
     )
     out: Path | None = setting(None, FOLDER_HELP)
     test_seed: str | None = setting(None, TEST_SEED_HELP)
+    budget: Path | None = setting(None, BUDGET_HELP)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -91,7 +93,7 @@ def fit(asked: FitSettings, output: Output) -> None:
             file=sys.stderr,
         )
     settings = _estimator_settings(asked, table)
-    model = _model(asked.task, settings)
+    model = _model(asked.task, {**settings, "budget": opened(asked.budget)})
     kept = {name: value for name, value in settings.items() if value is not None}
     scored = "mean absolute error" if asked.task == "linear" else "accuracy"
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}

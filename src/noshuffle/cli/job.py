@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from noshuffle import datasets
+from noshuffle.budget import Budget
+from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings
@@ -21,8 +24,10 @@ from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.account import Account
 from noshuffle.release.folder import take
 from noshuffle.report import write_report
+from noshuffle.strategies import Strategy
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
 from noshuffle.training.batches import TensorBatches, in_order
@@ -69,9 +74,13 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
     return MinSeparation(steps, max(separation, 1), int(counts.max()) * settings.epochs)
 
 
-def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
-    """The plan of a run; mechanisms by name are fitted here."""
+def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None = None) -> Plan:
+    """The plan of a run; mechanisms by name are fitted here, unless they were before."""
     participation = participation_of(settings, data)
+    if strategy is not None:
+        return Plan.fit(
+            participation, mechanism=strategy, epsilon=settings.epsilon, delta=settings.delta
+        )
     mechanism = "identity" if settings.sampling != "none" else mechanism_named(settings.mechanism)
     if mechanism == "blt_tapped" and (
         not isinstance(participation, Epochs) or participation.epochs == 1
@@ -132,19 +141,26 @@ def make_scheduler(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, steps - 1)])
 
 
-def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, chunk: int = 1000) -> float:
+def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     """Share of right answers on held-out data (of right characters for text)."""
+    return float(right_answers(model, x, y).mean())
+
+
+def right_answers(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, chunk: int = 1000
+) -> torch.Tensor:
+    """Of every held-out example, whether the answer is right (the share of its characters)."""
     device = next(model.parameters()).device
-    right = 0.0
+    right = []
     was_training = model.training
     model.eval()
     with torch.no_grad():
         for begin in range(0, len(x), chunk):
             scores = model(x[begin : begin + chunk].to(device))
             target = y[begin : begin + chunk].to(device)
-            right += float((scores.argmax(1) == target).float().mean()) * len(target)
+            right.append((scores.argmax(1) == target).double().reshape(len(target), -1).mean(1))
     model.train(was_training)
-    return right / len(x)
+    return torch.cat(right).cpu()
 
 
 def run_job(
@@ -155,6 +171,7 @@ def run_job(
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    budget: Budget | None = None,
 ) -> JobResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
@@ -180,6 +197,7 @@ def run_job(
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
         engine=PerExample() if data.kind == "image" else None,
+        budget=budget,
     )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
@@ -212,6 +230,7 @@ def run_job(
     baseline = None
     if settings.baseline:
         say("training once more without privacy, for comparison")
+        note_baseline(budget, replace(plan, noise_multiplier=0.0).statement())
         baseline = _baseline(settings, data, plan.steps)
     return JobResult(
         path=path,
@@ -222,6 +241,32 @@ def run_job(
         baseline=baseline,
         seconds=time.perf_counter() - began,
     )
+
+
+def train_quietly(
+    settings: TrainSettings, data: DataSet, plan: Plan, *, budget: Account
+) -> nn.Module:
+    """One run in memory, of which nothing but the model is left."""
+    model = make_model(settings, data)
+    optimizer = make_optimizer(settings, model)
+    private = privatize(
+        model,
+        optimizer,
+        plan,
+        clip_norm=settings.clip_norm,
+        batch_size=settings.batch_size,
+        engine=PerExample() if data.kind == "image" else None,
+        budget=budget,
+    )
+    fit_model(
+        private,
+        _batches(settings, data, private),
+        nn.CrossEntropyLoss(),
+        epochs=settings.epochs,
+        scheduler=make_scheduler(settings, optimizer, plan.steps),
+    )
+    private.close()
+    return model
 
 
 def _callback(watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
 from noshuffle.cli.run_settings import RunOptions, RunSettings, check_device
 from noshuffle.errors import InvalidInput
@@ -104,7 +105,7 @@ class JobResult:
 
 Watch = Callable[[JobProgress], None]
 Say = Callable[[str], None]
-#: job(settings, path, keep_keys=, watch=, say=, is_stopped=); raises `Stopped` when asked to stop.
+#: job(settings, path, keep_keys=, watch=, say=, is_stopped=, budget=); raises `Stopped` if asked.
 JobFn = Callable[..., JobResult]
 
 
@@ -115,6 +116,7 @@ def run_and_tell(
     check_device(settings.device)
     if run.sign is not None:
         private_key(run.sign)  # refused before the work, not after it
+    own = opened(run.budget, has_baseline=settings.baseline)
     console = Console(stderr=True, quiet=run.json)
     try:
         with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
@@ -125,11 +127,13 @@ def run_and_tell(
                 watch=watch,
                 say=say,
                 is_stopped=is_stopped,
+                budget=own,
             )
     except (Stopped, KeyboardInterrupt):
         if not (path / "plan.json").is_file():
             raise KeyboardInterrupt from None
-        line = f"noshuffle: stopped; go on with noshuffle {kind} --resume {path}"
+        again = f" --budget {run.budget}" if run.budget else ""
+        line = f"noshuffle: stopped; go on with noshuffle {kind} --resume {path}{again}"
         print(line, file=sys.stderr)
         return 130
     if run.sign is not None and result.steps == result.plan.steps:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+from noshuffle.cli.budget import BUDGET_HELP
 from noshuffle.cli.from_record import check_fields, setting
 from noshuffle.cli.promise import (
     DELTA_HELP,
@@ -106,6 +107,7 @@ class RunOptions:
         False, "do not destroy the keys when the run is finished", "--keep-keys"
     )
     sign: Path | None = folder(None, SIGN_HELP)
+    budget: Path | None = privacy(None, BUDGET_HELP)
 
     def __post_init__(self) -> None:
         if self.keep_keys and self.sign is not None:

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import argument, check_fields, given, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
@@ -24,6 +25,7 @@ from noshuffle.errors import InvalidInput, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, Participation, SinglePass
 
 if TYPE_CHECKING:
+    from noshuffle.budget import Budget
     from noshuffle.release.private_sum import PrivateSum
 
 _SCHEMA = "The columns of the table and the number of its rows are taken to be public knowledge."
@@ -78,6 +80,7 @@ class SumOptions:
         None, "go on with the run in this folder; give the whole input again, and no other option"
     )
     json: bool = setting(False, JSON_HELP, "--json")
+    budget: Path | None = setting(None, BUDGET_HELP)
 
 
 @takes(given(SumSettings), SumOptions)
@@ -92,7 +95,7 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     from noshuffle.cli.job_view import stop_on_signals
 
     settings, path = _settings_and_folder(stated, where)
-    run = _Run(settings, where.file, path, is_quiet=where.json)
+    run = _Run(settings, where.file, path, is_quiet=where.json, budget=opened(where.budget))
     with stop_on_signals(lambda: run.is_reading) as is_stopped:
         is_done = run.add_all(is_stopped)
         run.close()
@@ -126,7 +129,15 @@ def _settings_and_folder(stated: dict[str, Any], where: SumOptions) -> tuple[Sum
 class _Run:
     """One stream of rows into a run folder."""
 
-    def __init__(self, settings: SumSettings, file: Path, path: Path, *, is_quiet: bool) -> None:
+    def __init__(
+        self,
+        settings: SumSettings,
+        file: Path,
+        path: Path,
+        *,
+        is_quiet: bool,
+        budget: Budget | None = None,
+    ) -> None:
         from noshuffle.noise import test_source
         from noshuffle.plan import Plan
         from noshuffle.release.folder import RunFolder
@@ -161,6 +172,7 @@ class _Run:
             on_violation="drop" if settings.id is not None else "refuse",
             run=self.folder,
             source=None if seed is None else test_source(seed=seed),
+            budget=budget,
         )
         self.folder.forget_metrics_after(self.sums.step)
         self.rows = 0

@@ -1,0 +1,119 @@
+"""`noshuffle tune`: the best learning rate and clip norm of a training, the search paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.cli.budget import BUDGET_HELP, opened
+from noshuffle.cli.from_record import check_fields, given, setting, takes
+from noshuffle.cli.promise import FOLDER_HELP, Output, print_json
+from noshuffle.cli.run_settings import check_new_folder, dated
+from noshuffle.cli.settings import TrainSettings
+from noshuffle.errors import InvalidInput, positive
+
+if TYPE_CHECKING:
+    from noshuffle.budget import Budget, Trial, Tuned
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """What is searched, and how."""
+
+    learning_rates: str | None = setting(None, "learning rates to try, a,b,c (default: around lr)")
+    clip_norms: str | None = setting(None, "clip norms to try, a,b,c (default: that of train)")
+    repeats: float = setting(10.0, "how many runs on average", check=positive)
+    law: str = setting("geometric", "law of their number: geometric, logarithmic, poisson; or all")
+    budget: Path | None = setting(None, BUDGET_HELP)
+    out: Path | None = setting(None, FOLDER_HELP)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@takes(given(TrainSettings), TuneOptions, Output)
+def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
+    """Find learning rate and clip norm of noshuffle train within one ε, the search included.
+
+    A random number of runs is made, each with one of the settings at random; the best by its
+    accuracy on held-out examples (with noise, unless they are public) is kept, and nothing else.
+    ε is a bound on all of it (Papernot and Steinke 2022).
+    """
+    settings = TrainSettings.of(stated)
+    if settings.epsilon is None or settings.sampling != "none" or settings.unit != "example":
+        raise InvalidInput("tune takes --epsilon, --sampling none and --unit example")
+    if settings.baseline or settings.test_seed is not None:
+        raise InvalidInput("tune has neither --baseline nor --test-seed: give them to train")
+    out = search.out or dated(f"tune-{settings.folder_name()}")
+    check_new_folder(out)
+    choices = [
+        replace(settings, lr=rate, clip_norm=norm)
+        for rate in _numbers(search.learning_rates, [settings.lr * f for f in (0.25, 0.5, 1, 2, 4)])
+        for norm in _numbers(search.clip_norms, [settings.clip_norm])
+    ]
+    found = _search(settings, choices, search, opened(search.budget))
+    _keep(found, out)
+    record = {"run": str(out), "settings_tried": len(choices), "score": found.score}
+    best = {"lr": found.setting.lr, "clip_norm": found.setting.clip_norm} if found.setting else None
+    if output.json:
+        print_json({**record, "best": best, "statement": found.statement.to_dict()})
+        return
+    print(f"best of {len(choices)} settings: {best}; score {found.score:.4f}\n")
+    print(f"{found.statement.words()}\n\nmodel: {out / 'model.safetensors'}")
+
+
+def _numbers(text: str | None, default: list[float]) -> list[float]:
+    try:
+        found = default if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidInput(
+            f"learning rates and clip norms are numbers a,b,c; got {text!r}"
+        ) from None
+    for number in found:
+        positive(**{"every learning rate and clip norm": number})
+    return found
+
+
+def _search(
+    settings: TrainSettings, choices: list[TrainSettings], search: TuneOptions, own: Budget | None
+) -> Tuned:
+    from noshuffle import datasets
+    from noshuffle.budget import tune as best_of
+    from noshuffle.cli import job
+
+    data = datasets.load(settings.data)
+    strategy: list[Any] = []
+
+    def run(chosen: TrainSettings, trial: Trial) -> tuple[Any, Any]:
+        asked = replace(chosen, epsilon=trial.epsilon, delta=trial.delta)
+        plan = job.make_plan(asked, data, strategy[0] if strategy else None)
+        strategy.append(plan.strategy)  # fitted once: it depends on no setting that is tried
+        model = job.train_quietly(asked, data, plan, budget=trial)
+        right = job.right_answers(model, data.x_test, data.y_test)
+        return model.state_dict(), float(right.mean()) if data.is_test_public else right.numpy()
+
+    return best_of(
+        run,
+        choices,
+        epsilon=float(settings.epsilon or 0.0),
+        delta=None if own is not None else settings.delta,
+        repeats=search.repeats,
+        law=search.law,
+        score_share=0.0 if data.is_test_public else 0.1,
+        budget=own,
+    )
+
+
+def _keep(found: Tuned, out: Path) -> None:
+    """What a search releases: the model, its settings, the statement."""
+    from safetensors.torch import save_file
+
+    from noshuffle.release.files import write_json
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "statement.json", found.statement.to_dict())
+    if found.setting is not None:
+        write_json(out / "config.json", {"kind": "tune", **found.setting.to_dict()})
+        save_file({name: value.contiguous() for name, value in found.result.items()},
+                  out / "model.safetensors")  # fmt: skip

@@ -1,0 +1,96 @@
+"""`noshuffle budget` and `tune`, and --budget of the commands that release something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noshuffle import Budget
+from noshuffle.accounting import gaussian
+from noshuffle.cli import main
+
+DELTA = "1e-5"
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = str(tmp_path / "people")
+    assert main(["budget", path, "--epsilon", "2", "--delta", DELTA, "--json"]) == 0
+    assert said(capsys)["left_epsilon"] == pytest.approx(2.0, rel=1e-6)
+    return path
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    file = tmp_path / "t.csv"
+    file.write_text("a,y\n" + "".join(f"{i / 40},{i % 2}\n" for i in range(40)))
+    return str(file)
+
+
+def test_commands_draw_on_a_budget(
+    folder: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--delta", DELTA, "--epsilon", "1", "--budget", folder, "--mechanism", "tree"]
+    total = ["sum", table, "--clip", "1", "--columns", "a", "--json"]
+    assert main([*total, *common, "--out", str(tmp_path / "s")]) == 0
+    assert "This is run 1 of 1 on this data" in str(said(capsys)["statement"])
+    fit = ["fit", table, "--target", "y", "--bounds", "0,1", "--classes", "0,1", "--json"]
+    assert main([*fit, *common, "--out", str(tmp_path / "f")]) == 0
+    assert "This is run 2 of 2 on this data" in str(said(capsys)["statement"])
+    assert main(["verify", str(tmp_path / "f")]) == 0
+    assert main(["verify", str(tmp_path / "s")]) == 0
+    capsys.readouterr()
+    picture = tmp_path / "b.png"
+    assert main(["budget", folder, "--json", "--output", str(picture)]) == 0
+    record = said(capsys)
+    mu = gaussian.mu(epsilon=1.0, delta=1e-5)
+    wanted = gaussian.epsilon(mu=mu * 2**0.5, delta=1e-5)
+    assert record["spent_epsilon"] == pytest.approx(wanted, rel=1e-6)
+    assert [run["what"] for run in record["runs"]] == ["run s", "run f"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main([*fit, *common, "--out", str(tmp_path / "g"), "--epsilon", "1.9"]) == 2
+    assert "the limit is 2" in capsys.readouterr().err
+    assert main(["budget", folder]) == 0
+    out = capsys.readouterr().out
+    assert "2 run(s) on this data" in out
+    assert (tmp_path / "people" / "budget.svg").read_text().startswith("<svg")
+
+
+def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, words in [
+        (["budget", str(tmp_path / "none")], "holds no budget"),
+        (["budget", folder, "--epsilon", "3"], "fixed before the first run"),
+        (["budget", folder, "--output", "b.txt"], "must end with"),
+        (["train", "--budget", folder, "--baseline"], "--unprotected baseline"),
+        (["tune", "--budget", folder, "--sampling", "poisson"], "takes --epsilon"),
+        (["tune", "--test-seed", "1"], "neither --baseline nor --test-seed"),
+        (["tune", "--clip-norms", "1,x", "--epsilon", "1"], "are numbers"),
+    ]:
+        assert main(line) == 2, line
+        assert words in capsys.readouterr().err
+    assert main(["budget", folder, "--unprotected", "baseline", "--json"]) == 0
+    assert Budget(folder).declared() == ["baseline"]
+
+
+def test_tune_keeps_the_best_and_says_what_the_search_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = Budget(tmp_path / "b", epsilon=4.0, delta=1e-4, pure=3.0)
+    out = tmp_path / "best"
+    line = ["tune", "--model", "linear", "--mechanism", "tree", "--epochs", "1", "--epsilon", "3"]
+    line += ["--learning-rates", "0.1,1", "--clip-norms", "0.5,1", "--repeats", "2", "--json"]
+    assert main([*line, "--budget", str(budget.folder), "--out", str(out)]) == 0
+    record = said(capsys)
+    assert record["settings_tried"] == 4
+    assert record["best"]["lr"] in (0.1, 1.0)
+    assert record["statement"]["epsilon"] <= 3.0
+    assert "the search is inside" in str(record["statement"])
+    assert (out / "model.safetensors").is_file()
+    assert [entry.what for entry in budget.entries()] == ["search over 4 settings"]
+    assert budget.total().pure == pytest.approx(record["statement"]["epsilon"])
