@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from noshuffle.cli.fit import fit
-from noshuffle.convex.table_file import read_table
+from noshuffle.cli.table_file import read_table
 from noshuffle.errors import DataUnavailable, InvalidInput, NoshuffleError
 from noshuffle.release.verify import verify
 from noshuffle.report import write_report

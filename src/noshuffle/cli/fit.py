@@ -106,7 +106,7 @@ def fit(asked: FitSettings, output: Output) -> None:
 
 
 def _table(asked: FitSettings) -> Any:
-    from noshuffle.convex.table_file import read_table
+    from noshuffle.cli.table_file import read_table
 
     try:
         return read_table(asked.file, target=asked.target, ids=asked.ids, hash_text=asked.hash_text)

@@ -75,11 +75,6 @@ class Loss:
         return self.curvature_bound * self.feature_bound**2
 
     @property
-    def strong_convexity(self) -> float:
-        """Strong convexity in l2: the ridge."""
-        return self.ridge
-
-    @property
     def weak_convexity(self) -> float:
         """ϱ such that f + (ϱ/2)‖w‖² is convex; 0 for convex losses."""
         return max(0.0, self.weak_curvature * self.feature_bound**2 - self.ridge)
@@ -119,10 +114,6 @@ class Loss:
                 f"shape {found.shape}"
             )
         return np.asarray(found)
-
-    def gradients(self, w: Array, rows: Array, labels: Array) -> Array:
-        """∇f of every row, rows × dimension."""
-        return self.slopes(w, rows, labels)[:, None] * rows + self.ridge * w
 
     def data_gradient(self, w: Array, rows: Array, labels: Array) -> Array:
         """Sum over rows of the data part of ∇f (the ridge left out): what privacy is about."""

@@ -26,63 +26,71 @@ array([0.6931])
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 from scipy.special import expit
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.loss_record import SLACK, Loss, fit_into, require
+from noshuffle.convex.loss_record import Loss as Loss
+from noshuffle.convex.loss_record import fit_into as fit_into
 from noshuffle.errors import positive
-
-__all__ = [
-    "SLACK",
-    "Array",
-    "Loss",
-    "absolute",
-    "fit_into",
-    "hinge",
-    "huber",
-    "linear",
-    "logistic",
-    "phase",
-    "require",
-    "sigmoid",
-    "smoothed_hinge",
-    "squared",
-]
 
 
 def _zero(s: Array, y: Array) -> Array:
     return np.zeros(np.broadcast_shapes(np.shape(s), np.shape(y)))
 
 
-def logistic(**bounds: Any) -> Loss:
-    """log(1 + e^{−ys}) for labels ±1."""
-    return Loss(
-        name="logistic",
-        slope_bound=1.0,
-        curvature_bound=0.25,
-        is_classifier=True,
-        value_fn=lambda s, y: np.logaddexp(0.0, -y * s),
-        slope_fn=lambda s, y: -y * expit(-y * s),
-        curvature_fn=lambda s, y: expit(s) * expit(-s) + 0 * y,
-        **bounds,
-    )
-
-
-def hinge(**bounds: Any) -> Loss:
-    """(1 − ys)₊ for labels ±1."""
-    return Loss(
-        name="hinge",
-        slope_bound=1.0,
-        curvature_bound=math.inf,
-        is_classifier=True,
-        value_fn=lambda s, y: np.maximum(0.0, 1 - y * s),
-        slope_fn=lambda s, y: np.where(y * s < 1, -y, 0.0),
-        curvature_fn=_zero,
-        **bounds,
-    )
+logistic = partial(
+    Loss,
+    name="logistic",
+    slope_bound=1.0,
+    curvature_bound=0.25,
+    is_classifier=True,
+    value_fn=lambda s, y: np.logaddexp(0.0, -y * s),
+    slope_fn=lambda s, y: -y * expit(-y * s),
+    curvature_fn=lambda s, y: expit(s) * expit(-s) + 0 * y,
+)
+hinge = partial(
+    Loss,
+    name="hinge",
+    slope_bound=1.0,
+    curvature_bound=math.inf,
+    is_classifier=True,
+    value_fn=lambda s, y: np.maximum(0.0, 1 - y * s),
+    slope_fn=lambda s, y: np.where(y * s < 1, -y, 0.0),
+    curvature_fn=_zero,
+)
+absolute = partial(
+    Loss,
+    name="absolute",
+    slope_bound=1.0,
+    curvature_bound=math.inf,
+    value_fn=lambda s, y: np.abs(s - y),
+    slope_fn=lambda s, y: np.sign(s - y),
+    curvature_fn=_zero,
+)
+linear = partial(  # labels are not read
+    Loss,
+    name="linear",
+    slope_bound=1.0,
+    curvature_bound=0.0,
+    value_fn=lambda s, y: s + 0 * y,
+    slope_fn=lambda s, y: np.ones_like(s),
+    curvature_fn=_zero,
+)
+sigmoid = partial(
+    Loss,
+    name="sigmoid",
+    slope_bound=0.25,
+    curvature_bound=math.sqrt(3) / 18,
+    weak_curvature=math.sqrt(3) / 18,
+    is_classifier=True,
+    value_fn=lambda s, y: expit(-y * s),
+    slope_fn=lambda s, y: -y * expit(s) * expit(-s),
+    curvature_fn=lambda s, y: -y * expit(s) * expit(-s) * (1 - 2 * expit(s)),
+)
 
 
 def smoothed_hinge(*, width: float = 0.5, **bounds: Any) -> Loss:
@@ -137,47 +145,6 @@ def huber(*, width: float = 1.0, **bounds: Any) -> Loss:
         ),
         slope_fn=lambda s, y: np.clip(s - y, -h, h),
         curvature_fn=lambda s, y: (np.abs(s - y) <= h).astype(np.float64),
-        **bounds,
-    )
-
-
-def absolute(**bounds: Any) -> Loss:
-    """|s − y|."""
-    return Loss(
-        name="absolute",
-        slope_bound=1.0,
-        curvature_bound=math.inf,
-        value_fn=lambda s, y: np.abs(s - y),
-        slope_fn=lambda s, y: np.sign(s - y),
-        curvature_fn=_zero,
-        **bounds,
-    )
-
-
-def linear(**bounds: Any) -> Loss:
-    """⟨x, w⟩ itself; labels are not read."""
-    return Loss(
-        name="linear",
-        slope_bound=1.0,
-        curvature_bound=0.0,
-        value_fn=lambda s, y: s + 0 * y,
-        slope_fn=lambda s, y: np.ones_like(s),
-        curvature_fn=_zero,
-        **bounds,
-    )
-
-
-def sigmoid(**bounds: Any) -> Loss:
-    """1/(1 + e^{ys}) for labels ±1: smooth, bounded, not convex."""
-    return Loss(
-        name="sigmoid",
-        slope_bound=0.25,
-        curvature_bound=math.sqrt(3) / 18,
-        weak_curvature=math.sqrt(3) / 18,
-        is_classifier=True,
-        value_fn=lambda s, y: expit(-y * s),
-        slope_fn=lambda s, y: -y * expit(s) * expit(-s),
-        curvature_fn=lambda s, y: -y * expit(s) * expit(-s) * (1 - 2 * expit(s)),
         **bounds,
     )
 

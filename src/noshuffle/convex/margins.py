@@ -1,6 +1,6 @@
 """Losses of linear models with several margins, by what the engine asks: the residual of a row.
 
-A linear model has margins m = W x + b, and the gradient of a row's loss is the outer product
+Margins are m = W x + b, and the gradient of a row's loss is the outer product
 
     ∇_W ℓ = r(m, y) ⊗ x,      ∇_b ℓ = r(m, y),      r = ∂ℓ/∂m,
 

@@ -2,14 +2,11 @@
 
 A phase is a run of known length: a participation, a strategy fitted to it, noise calibrated to
 (ε, δ), a planned batch size. With a known horizon there is one. Otherwise the stream is cut into
-phases of n₀, n₀, 2n₀, 4n₀, … rows, each with its own strategy and independent noise.
-
-What the unknown horizon costs. As one matrix the mechanism is C = diag(C_1, C_2, …). A row of the
-table takes part in one step, hence in one block, so the sensitivity is the largest of the blocks'
-and not their sum: every phase may spend the whole (ε, δ), and no budget is split. The price is
-noise. The sum over a stream carries the noise of all finished phases, so its variance is
-Σ_j z_j² E(n_j)² instead of z² E(n)²: after m phases at most √m times the deviation. Several passes
-would meet several blocks, and are refused without a horizon.
+phases of n₀, n₀, 2n₀, 4n₀, … rows, each with its own strategy and independent noise: as one matrix,
+C = diag(C_1, C_2, …). A row takes part in one step, hence in one block, so the sensitivity is the
+largest of the blocks' and every phase may spend the whole (ε, δ). The price is noise: the variance
+of the running sum is Σ_j z_j² E(n_j)², after m phases at most √m times the deviation. Several
+passes would meet several blocks, and are refused without a horizon.
 
 >>> phase = make_phase(PhaseBudget(epsilon=1.0, delta=1e-6, mechanism="tree"), rows=100, passes=1,
 ...                    batch_size=10)

@@ -1,24 +1,15 @@
-"""The learning rate that theory suggests, from public numbers alone.
+"""The learning rate that theory suggests, from public numbers alone (docs/proofs-convex.md).
 
 FTRL with rate η reads θ_{t+1} = −η(g_1 + … + g_t + N_t), where g is the mean of B clipped rows and
 the noise N_t has standard deviation s in every coordinate (noise multiplier × clip norm × error of
-the mechanism / B). R is the norm of the weights worth finding, n the steps, c the clip norm.
+the mechanism / B). R is the norm of the weights worth finding, n the steps, c the clip norm, ρ the
+curvature of the loss.
 
-General convex losses (Kairouz et al. 2021, theorem C.1): a step moves by η‖g‖, and the noise
-displaces θ_t by η‖N_t‖ ≈ η s√p, each paid for at slope c:
+    any convex loss   R²/(2ηn) + η(c² + c s√p)    η = R / √(2n(c² + c s√p))
+    smooth losses     R²/(2ηn) + ½η²s²ρc²         η = (R² / (2n s²ρc²))^{1/3}, for the noise
+                      R²/(2ηn) + ½ηc²/B           η = R√(B/n)/c, for sampling; and at most 2/(ρc²)
 
-    regret/n ≤ R²/(2ηn) + η(c² + c s√p)            η = R / √(2n(c² + c s√p))
-
-Smooth losses. The noise has mean zero, so at curvature H it costs ½η² E NᵀHN = ½η²s² tr H rather
-than a multiple of η; a row has tr H = ρ‖x‖² with ρ the curvature of the loss, and where residuals
-are of order one ‖x‖ is of order c. The full gradient itself costs nothing while η stays below
-2/curvature; what is left of ‖g‖² is its sampling variance, at most c²/B. Minimising
-
-    R²/(2ηn) + ½η²s²ρc²      gives   η = (R² / (2n s²ρc²))^{1/3}
-    R²/(2ηn) + ½ηc²/B        gives   η = R√(B/n)/c
-
-and the smaller of the two, and of 2/(ρc²), keeps all terms in balance. Nothing here touches the
-guarantee: a wrong R costs accuracy, never privacy.
+Nothing here touches the guarantee: a wrong R costs accuracy, never privacy.
 
 >>> round(general(radius=1.0, steps=50, clip_norm=1.0, noise=0.0, dimension=10), 3)
 0.1

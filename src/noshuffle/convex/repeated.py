@@ -54,5 +54,5 @@ def warn_if_fitted_before(x: Any) -> None:
             "the ε of a statement is that of one fit; give every fit the same "
             "budget=noshuffle.Budget(folder, epsilon=…, delta=…) to have them counted",
             RepeatedFit,
-            stacklevel=4,
+            stacklevel=3,
         )

@@ -115,22 +115,16 @@ class LearningStream(OneOwner):
             raise Unsupported("a run folder is of one plan; use fit, or give a horizon")
         self.rule, self.budget = rule, budget
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
-        self._source, self._run = source, run
-        self._account = account
+        self._source, self._run, self._account = source, run, account
         self.charge: Charge | None = None
         self.folder: Path | None = None
         self.skips_replays = False
         self._pid = os.getpid()
         self.is_closed = False
         self.phases: list[Phase] = []
-        self.rows = 0
-        self.steps = 0
-        self._in_phase = 0
-        self._phase_steps = 0
-        self._held = 0
+        self.rows = self.steps = self._in_phase = self._phase_steps = self._held = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64)
         self._units, self._pending = UnitTable(), np.empty(0, dtype=np.int64)
-        self._order: list[Ids] = []
         self._secret = ""  # by which names of units become numbers, in every phase alike
         self.kind_of_ids = ""
         self.has_ids: bool | None = None
@@ -139,12 +133,10 @@ class LearningStream(OneOwner):
 
     @property
     def phase(self) -> Phase:
-        """The phase that the next row belongs to."""
         return self.phases[-1]
 
     @property
     def is_test(self) -> bool:
-        """Whether the noise comes from a named test seed."""
         return self.release.is_test
 
     @property
@@ -243,7 +235,7 @@ class LearningStream(OneOwner):
             self.kind_of_ids = kind
             self.release.ledger.bind("ids", kind)
         self._units.update(np.sort(units), step=0)
-        self._order.append(units)
+        self._pending = np.concatenate([self._pending, units])
 
     def feed(self, x: Any, y: Targets) -> None:
         """Learn from rows that were admitted, in order."""
@@ -322,25 +314,20 @@ class LearningStream(OneOwner):
         """Who the rows of the batch are: their ids, in a run folder else their places."""
         if not self.has_ids:
             return np.arange(first, first + self._held) if self.is_observed else None
-        if self._order:
-            self._pending = np.concatenate([self._pending, *self._order])
-            self._order = []
         if self.passes > 1:  # they come again, in the same order
             return self._pending[first : first + self._held]
         units, self._pending = self._pending[: self._held], self._pending[self._held :]
         return units
 
-    _COUNTS = ("horizon", "passes", "is_closed", "rows", "steps", "has_ids", "kind_of_ids")
-    _INNER_COUNTS = ("_in_phase", "_phase_steps", "_held", "_secret")
+    _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "rows", "steps")
+    _COUNTS += ("has_ids", "kind_of_ids", "_in_phase", "_phase_steps", "_held", "_secret")
 
     def state(self) -> dict[str, Any]:
         """All but the keys, as tensors and plain values; for the owner's eyes only."""
         if self._is_broken:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
-        self._pending = np.concatenate([self._pending, *self._order])
-        self._order = []
         return {
-            **{name: getattr(self, name) for name in (*self._COUNTS, *self._INNER_COUNTS)},
+            **{name: getattr(self, name) for name in self._COUNTS},
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
             "sum": self._sum.clone(),
             "units": torch.from_numpy(self._units.all()[0].copy()),
@@ -376,7 +363,7 @@ class LearningStream(OneOwner):
                 make_phase(self.budget, rows=rows, passes=passes, batch_size=self.batch_size)
             )
             self.rule.start(self.phases[-1])
-        for name in (*self._COUNTS, *self._INNER_COUNTS):
+        for name in self._COUNTS:
             setattr(self, name, state[name])
         self.folder = folder
         self._open(self._phase_folder())

@@ -7,20 +7,11 @@ acceleration, and continual counting. With T steps on disjoint batches of B = n/
     z_t = Π_K(z_{t−1} − η_t d̃_t),          η_t = t·η
     y_t = (1−τ_t)y_{t−1} + τ_t z_t
 
-Gradient. t·d_t = (t−1)(d_{t−1} + Δ_t) + g_t with Δ_t = mean[∇f(x_t) − ∇f(x_{t−1})], g_t = mean
-∇f(x_t) over the batch. Unrolled, t·d_t = Σ_{s≤t} m_s with m_s = g_s + (s−1)Δ_s: a plain prefix
-sum, released by any continual-counting strategy; d̃_t is the released sum over t.
-
-Sensitivity. y_{t−1} = x_{t−1} + τ_{t−1}(z_{t−1} − z_{t−2}), so x_t − x_{t−1} = τ_{t−1}(z_{t−1} −
-z_{t−2}) + τ_t(z_{t−1} − y_{t−1}), at most 2R(τ_{t−1} + τ_t) ≤ 8R/t in a ball of radius R, and
-(t−1) of it less than 8R. One row's share of m_t is at most (L + 8βR)/B; m_t uses one batch only,
-so replacing a row moves the stream of sums by c(L + 8βR)/B at one step: a single participation.
-Convexity is not used.
-
-Noise in d̃_t is S·E_t·c(L + 8βR)/(Bμ·t) per coordinate: √d polylog/(εn) at t = T. Excess: β R²/T² +
-R·(L + βR)/√n + R(L + βR)√d polylog/(εn) with T = √n; η = min(1/(4β), the step of the noise bound).
-
-State: x, y, z, the running sum, the noise stream. Two gradients per row.
+t·d_t = Σ_{s≤t} m_s, m_s = g_s + (s−1)Δ_s, Δ_s = mean[∇f(x_s) − ∇f(x_{s−1})], g_s = mean ∇f(x_s), is
+a plain prefix sum, released by any continual-counting strategy; d̃_t is the released sum over t.
+One row's share of m_t is at most (L + 8βR)/B in a ball of radius R, in one step only
+(docs/proofs-convex.md). η = min(1/(4β), the step of the noise bound). State: x, y, z, the running
+sum, the noise stream. Two gradients per row.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -37,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import Solution, split
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import Unsupported, positive, whole

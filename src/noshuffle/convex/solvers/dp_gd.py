@@ -3,16 +3,11 @@
     w_{t+1} = Π_K(w_t − α_t (∇F(w_t) + N_t)),     N_t ~ N(0, σ²I),  t = 1 … T
 
 Replacing one of n rows moves the mean gradient by at most Δ = 2L/n (zero-out: L/n). T adaptive
-Gaussian releases are exactly one with μ = √T Δ/σ (Dong, Roth, Su 2022), so
-
-    σ = √T Δ / μ(ε, δ):     nothing is lost to a composition theorem.
-
-Convergence, last iterate with α_t = c/√t (Shamir, Zhang 2013): 2RG(2 + ln T)/√T with
-G² = L² + dσ²; the average of constant steps α = R/(G√T) gives RG/√T. More steps mean more noise,
-but σ²/T is constant: from T ≈ (L/(√d Δ/μ))² = (μn)²/(4d) on nothing is gained, and the excess risk
-is R L√d·O(1/(εn)): slope −1 in n in the privacy regime. `steps` defaults to that T, at most n.
-
-State: the weights and their average.
+Gaussian releases are exactly one with μ = √T Δ/σ (Dong, Roth, Su 2022), so σ = √T Δ / μ(ε, δ):
+nothing is lost to a composition theorem. With G² = L² + dσ² the average of constant steps
+α = R/(G√T) is within RG/√T, the last iterate with α_t = c/√t within 2RG(2 + ln T)/√T (Shamir, Zhang
+2013). From T ≈ (μn)²/(4d) on more steps gain nothing (σ²/T is constant), and the excess risk is
+R L√d·O(1/(εn)). `steps` defaults to that T, at most n. State: the weights and their average.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball

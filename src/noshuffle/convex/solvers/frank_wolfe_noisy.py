@@ -2,23 +2,16 @@
 
     x_{t+1} = (1−η)x_t + η·argmin_{v∈K} ⟨d̃_t, v⟩,     d̃_t = the recursive estimate + noise
 
-(Bassily, Guzmán, Nandi 2021, arXiv 2103.01278; the estimate is `recursive`.) d_t is a decayed
-prefix sum of w_s, and there are two ways to release all of it, with Δ₀, Δ₁ its first and step
-reach:
+(Bassily, Guzmán, Nandi 2021, arXiv 2103.01278.) The estimate of `recursive` is a decayed prefix sum
+of w_s with first and step reach Δ₀, Δ₁, and there are two ways to release all of it:
 
-    naive   every d_t with fresh noise. One row of the first batch counts Σ(1−η)^{2t} ≤ 1/(2η−η²)
-            times in squares, a later row at most as often, so ρ = κ·max(Δ₀, Δ₁)²·Σ/(2σ²):
-            σ ~ √T/(nε), excess κ/√n + κ√d/(εn^{3/4}) with T = √n steps.
+    naive   every d_t with fresh noise: ρ = κ·max(Δ₀, Δ₁)²·Σ(1−η)^{2t}/(2σ²), excess n^{−3/4}
     tree    d_0 once, and nodes of a binary tree over w_1 … w_T: node [a, b] holds
-            Σ (1−η)^{b−s}w_s, in which a row counts at most once; it sits in ⌊lg T⌋ + 1 nodes.
-            Prefix t is the decayed sum of ≤ lg T + 1 node values: σ ~ log T/(nε) whatever T is,
-            excess √(κ/n) + κ√d/(εn): slope −1 instead of −3/4 in the privacy regime.
+            Σ (1−η)^{b−s}w_s, and a row sits in ⌊lg T⌋ + 1 of them: excess n^{−1}
 
-Rows of the first batch and later rows are disjoint, so ρ is the larger of the two, not the sum.
-Noise is generalized Gaussian for the l_p ball (Gaussian for p = 2), correlated only through node
-values.
-
-State: x, the estimate, and a stack of node values (lg T + 1 vectors).
+Rows of the first batch and later rows are disjoint, so ρ is the larger of the two, not the sum
+(docs/proofs-convex.md). Noise is generalized Gaussian for the l_p ball (Gaussian for p = 2),
+correlated only through node values. State: x, the estimate, a stack of lg T + 1 node values.
 
 >>> from noshuffle.convex.losses import linear
 >>> from noshuffle.convex.solvers.domains import Ball

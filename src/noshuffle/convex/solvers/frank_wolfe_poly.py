@@ -4,21 +4,12 @@
 
 (Bassily, Guzmán, Nandi 2021, arXiv 2103.01278, for l1 balls and other polytopes with J vertices;
 d_t is the recursive estimate of `recursive`.) Gradients are never released, only chosen vertices.
+A row moves the scores of step t by at most D·max(Δ₀, Δ₁)·(1−η)^{t−s} from its own step s on, so
+Gumbel noise of scale b composes to
 
-Sensitivity. K ⊆ {‖x‖ ≤ D}; scores ⟨v, d⟩ move by at most D times the move of d in the dual norm
-(‖·‖_∞ for the l1 ball). A row of the first batch moves ⟨v, d_t⟩ by (1−η)^t·D·Δ₀, a row of batch s
-by (1−η)^{t−s}·D·Δ₁, with Δ₀ = 2L₀/first and Δ₁ = 2η(2L₁D + L₀)/batch: for half of n rows first
-and single rows after it these are (4L₀D/n)(1−η)^t and 2ηD(2L₁D + L₀).
+    ρ = Σ_t (D·max(Δ₀, Δ₁)(1−η)^t)²/(2b²)      →      b = D·max(Δ₀, Δ₁)·√(Σ(1−η)^{2t}/(2ρ))
 
-Privacy. Gumbel noise of scale b makes a choice the exponential mechanism with ε_t = 2·move/b and
-ε_t²/8-zCDP; choices compose over t ≥ s, with geometric squares Σ(1−η)^{2t} ≤ 1/(2η − η²):
-
-    ρ = Σ_t (D·max(Δ₀, Δ₁)(1−η)^t)²/(2b²)      →      b = D·max(Δ₀, Δ₁)·√(Σ(1−η)^{2t}/(2ρ)).
-
-(Laplace noise costs ε_t²/2: b is twice as large.) Excess (L₁D² + L₀D)·ln J·ln n·√ln(1/δ)/(ε√n) with
-single-row steps; it grows with ln J only, so d may be far above n.
-
-State: x and d_t. Scores of all 2d vertices are one array.
+(docs/proofs-convex.md). The excess grows with ln J only, so d may be far above n. State: x and d_t.
 
 >>> from noshuffle.convex.losses import linear
 >>> from noshuffle.convex.solvers.domains import L1Ball

@@ -1,22 +1,15 @@
-"""Smooth constrained nonconvex optimization: Frank–Wolfe to a nearly stationary point, one pass.
+"""Nonconvex optimization: Frank–Wolfe to a nearly stationary point, one pass.
 
     p = 1 (l1 ball, simplex)     vertices by report-noisy-max        (`frank_wolfe_poly`)
     1 < p ≤ 2 (l_p balls)        noisy gradients from a decayed tree (`frank_wolfe_noisy`)
 
-Bassily, Guzmán, Menart 2021 (arXiv 2107.05585). One step lowers F by η·gap(x_t) − 2η²L₁D² −
-2ηD‖e_t‖, e_t the error of the estimate in the dual norm, so over T steps
+Bassily, Guzmán, Menart 2021 (arXiv 2107.05585). An iterate drawn uniformly has in expectation the
+mean gap of the path. Its length A = ηT balances progress with sampling and noise
+(docs/proofs-convex.md), over T = n^{2/3} steps:
 
-    mean gap ≤ (F(x_0) − min F)/(ηT) + 2ηL₁D² + 2D·mean‖e_t‖ (or the loss of the noisy choice),
+    A = min(n^{1/3}, (nμ/√d)^{1/2})  for 1 < p ≤ 2,    A = min(n^{1/3}, (nμ)^{1/3})  for p = 1.
 
-and an iterate drawn uniformly has that gap in expectation. The total length A = ηT decides:
-‖e_t‖ ~ √(A/n)·(L₀ + L₁D) from sampling, and A·√d·log T/(εn) from the noise of a tree. For p = 1
-the noisy choice loses b·ln J, b ~ √(AT)/(εn) (`frank_wolfe_poly`), which stays below 1/A for the
-lengths below. Balancing with 1/A gives
-
-    A = min(n^{1/3}, (nμ/√d)^{1/2})  for 1 < p ≤ 2,    A = min(n^{1/3}, (nμ)^{1/3})  for p = 1,
-
-with T = n^{2/3} steps, so that 2ηL₁D² ~ n^{−1/3} too. The index of the returned iterate is drawn
-without data; all iterates are covered by the statement anyway.
+The index of the returned iterate is drawn without data; the statement covers all iterates anyway.
 
 >>> from noshuffle.convex.losses import sigmoid
 >>> from noshuffle.convex.solvers.domains import Ball

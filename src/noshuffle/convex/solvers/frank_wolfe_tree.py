@@ -7,25 +7,15 @@
         leaf          x ← (1−η_k)x + η_k·(noisy argmin over vertices of ⟨v, value⟩), η_k = 2/(k+1)
 
 (arXiv 2103.01516, l1 setting; k counts leaves since the start.) The recursion is nested instead of
-serial: an estimate is a sum of at most t differences, and a row is seen by few leaves.
+serial: an estimate is a sum of at most t differences, and a row is seen by few leaves. In an l1
+ball of radius D a root row moves every score by cL₀D/b in 2^t leaves, a row of a right child at
+depth j by 4L₁D²η·2^t/b at most in 2^{t−j}; with Gumbel noise of scale s and fresh rows per phase
 
-Sensitivity, l1 ball of radius D, replaced row. A root row moves every score by 2L₀D/b, in 2^t
-leaves. A row of a right child at depth j: between x_parent and x lie at most 2^{t−j} leaves
-(those of the left sibling), each moving x by at most 2Dη, η the largest step of the phase, so
-scores move by
-
-    D·2·L₁·(2^{t−j}·2Dη)/(b·2^{−j}) = 4L₁D²η·2^t/b        (batches rounded: with the actual sizes),
-
-in 2^{t−j} leaves, j ≥ 1. With Gumbel noise of scale s in the phase, a leaf costs
-(2·move/s)²/8-zCDP; each row is used in one node: ρ = max over nodes of (leaves)·move²/(2s²), and
-phases use fresh rows:
-
-    s = √(max over nodes of leaves·move²/(2ρ)).
+    s = √(max over nodes of leaves·move²/(2ρ))                            (docs/proofs-convex.md).
 
 Rate √(ln d/n)·ln n + (ln d·ln²n·√ln(1/δ)/(εn))^{2/3} with the published amplification by shuffling,
-which is left out here (nothing is shuffled): composition by zCDP takes its place.
-
-State: x and one estimate per depth.
+which is left out here (nothing is shuffled): composition by zCDP takes its place. State: x and one
+estimate per depth.
 
 >>> import numpy as np
 >>> from noshuffle.convex.losses import linear
@@ -43,7 +33,7 @@ import math
 from dataclasses import dataclass
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import ONE_PASS, Solution, contribution
 from noshuffle.convex.solvers.noisy_max import choose
 from noshuffle.convex.solvers.problem import Problem, solver

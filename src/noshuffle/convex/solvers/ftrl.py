@@ -5,21 +5,12 @@
 g_t is the sum of B gradients at w_t (B = batch_size), noise_t is row t of C⁻¹Z times the Lipschitz
 bound L (Kairouz et al. 2021, arXiv 2103.00039; correlated noise: Denisov et al. 2022). r is l1, an
 elastic net or a group penalty per example, and the argmin is `optim.leader` with η = 1/λ. The whole
-run is one Gaussian mechanism.
+run is one Gaussian mechanism. With E the error of the strategy on prefix sums, per example
 
-Regret. Let u_t be the iterates without noise, b_t the noise in s_t. Be-the-leader and stability
-give Σ f_t(u_t) − f_t(v) ≤ Σ (BL)²/λ + (λ/2)‖v‖². The argmin is 1/λ-Lipschitz in the linear term,
-so ‖w_{t+1} − u_{t+1}‖ ≤ ‖b_t‖/λ with the gradients held fixed; linearisation at w_t makes the
-bound hold for them as played, and costs ⟨g_t, w_t − u_t⟩ ≤ BL‖b_t‖/λ. With z the noise
-multiplier, E_t the error of the strategy on prefix sums and d the dimension, E‖b_t‖ ≤ L z E_t √d,
-and per example
+    regret(v) ≤ a/λ + λ‖v‖²/(2n),    a = B L² + L² z E √d,    best λ = √(2na)/R: R√(2a/n),
 
-    regret(v) ≤ a/λ + λ‖v‖²/(2n),    a = B L² + L² z E √d,    best λ = √(2na)/R: R√(2a/n).
-
-That is O(1/√n + d^{1/4}/√(εn)): slope −1/2 in n, +1/4 in d, −1/2 in ε. The same bound holds for the
-excess risk of the average iterate on fresh data, up to R L √(log(1/β)/n) (online to batch).
-
-State: s, its sum of iterates, the noise stream. Kept on request: all iterates.
+slope −1/2 in n, +1/4 in d, −1/2 in ε (docs/proofs-convex.md). State: s, the sum of iterates, the
+noise stream; on request all iterates.
 
 >>> from noshuffle.convex.losses import hinge
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -37,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.shape import groups_of
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver

@@ -1,17 +1,11 @@
 """The generalized Gaussian mechanism: noise shaped like the norm ‖·‖_q of l_p geometry, 1 < p ≤ 2.
 
 Gradients live in the dual norm q = p/(p−1) ≥ 2. Noise in R^d with density ∝ exp(−‖z‖_r²/(2σ²)),
-r = min(q, max(2, 2 ln d)) (Bassily, Guzmán, Nandi 2021).
+r = min(q, max(2, 2 ln d)) (Bassily, Guzmán, Nandi 2021), is a length times the cone measure:
 
-Sampling. ‖z‖_r²/(2σ²) is Gamma(d/2) and the direction follows the cone measure, independent of it:
     z = ϱ·w/‖w‖_r,   ϱ = σ√(2·Gamma(d/2)),   w_i = ± Gamma(1/r)^{1/r},   so E‖z‖_r² = dσ² exactly.
 
-Privacy. f = ‖·‖_r² is 2κ₊-smooth with κ₊ = r − 1 (r ≥ 2). From the definition of smoothness along
-z → z − u → z − αu,   α f(z − u) ≥ (α−1) f(z) + f(z − αu) − κ₊ α(α−1)‖u‖_r²,  hence
-
-    ∫ p(z − u)^α p(z)^{1−α} dz ≤ e^{κ₊α(α−1)‖u‖_r²/(2σ²)} ∫ p(z − αu) dz:   D_α ≤ κ₊ α ‖u‖_r²/(2σ²).
-
-‖u‖_r ≤ d^{1/r−1/q}‖u‖_q for r ≤ q, so a query of sensitivity Δ in ‖·‖_q has ρ-zCDP with
+A query of sensitivity Δ in ‖·‖_q has ρ-zCDP with (docs/proofs-convex.md)
 
     ρ = κΔ²/(2σ²),   κ = (r−1)·d^{2(1/r−1/q)},      exact for p = 2, where this is the Gaussian.
 

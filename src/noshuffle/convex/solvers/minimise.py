@@ -20,7 +20,7 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.errors import Unsupported, positive
 
 #: Newton needs few steps; more mean that the loss is not what it says.

@@ -10,15 +10,9 @@ permute-and-flip (McKenna, Sheldon 2020; Ding et al. 2021), never worse in expec
 Gumbel at equal ε. If one unit can move all scores in one direction only, Δ/ε is enough
 (`is_monotone`). That is so for counts when a unit is added, removed or zeroed out, never when it is
 replaced: it takes one candidate's vote away and gives it to another, so replace-one neighbours are
-refused with `is_monotone`.
+refused with `is_monotone`. (Why 2Δ/ε: docs/proofs-convex.md.)
 
-Why Laplace with 2Δ/ε. Fix the noise of all others and let r be the least noise with which i wins
-on D. On D' score i is at most Δ lower and the best other at most Δ higher, so noise r + 2Δ wins
-there, and P[noise ≥ r + 2Δ] ≥ e^{−2Δ/b}·P[noise ≥ r]: ε = 2Δ/b (Δ/b if both move the same way).
-The same two lines hold for exponential noise, whose tail is e^{−r/b} from 0 on.
-
-The scores are ready arrays, so all candidates are drawn in one call. Only an index is published:
-scores and noise never leave, so there are no low bits to hide. No state.
+Only an index is published: scores and noise never leave, and there are no low bits to hide.
 
 >>> noisy_max(np.array([0.0, 50.0, 1.0]), epsilon=2.0, sensitivity=1.0, test_seed=0).index
 1

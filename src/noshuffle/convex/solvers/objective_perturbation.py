@@ -2,36 +2,16 @@
 
     ŵ = argmin (1/n)Σ φ(⟨x_i, w⟩, y_i) + (Λ/2)‖w‖² + ⟨b, w⟩/n,        Λ = ridge (+ extra)
 
-Chaudhuri, Monteleoni, Sarwate 2011 (pure ε) and Kifer, Smith, Thakurta 2012 ((ε, δ)). Write
-b(w) = −n·∇(the rest)(w): the tilt that makes w the minimiser, one to one because the rest is smooth
-and strongly convex. The density of ŵ at w is ν(b(w))·|det ∂b/∂w|. Compare D and D' there.
+Chaudhuri, Monteleoni, Sarwate 2011 (pure ε) and Kifer, Smith, Thakurta 2012 ((ε, δ)), with a
+sharper determinant: κ = log(1 + β/(nΛ)) of ε pays for it, and Λ grows until κ ≤ ε/2. The tilt has
 
-Determinant. −∂b/∂w = A₀ + φ''x xᵀ with A₀ ⪰ nΛ·I common to both and 0 ≤ φ''‖x‖² ≤ β. The matrix
-determinant lemma gives 1 ≤ det/det A₀ ≤ 1 + β/(nΛ), so the ratio is at most 1 + β/(nΛ), for
-replacing and for zeroing out alike (CMS print its square; this is sharper and all that is needed).
-With κ = log(1 + β/(nΛ)), where κ would exceed ε/2 the ridge grows to Λ = β/(n(e^{ε/2} − 1)).
-
-Density, with c = 2 gradients of norm L differing (1 for zero-out), Γ = b' − b, ‖Γ‖ ≤ cL:
-    pure    ν ∝ e^{−(ε−κ)‖b‖/(cL)}:  log ratio ≤ (ε−κ)‖Γ‖/(cL) ≤ ε − κ.
-    normal  ν = N(0, σ²I): log ratio = (2⟨b, Γ⟩ + ‖Γ‖²)/(2σ²). Γ is a sum of c multiples of fixed
-            rows, each at most L long, so ⟨b, Γ⟩ ≤ L Σ|⟨b, x/‖x‖⟩| although Γ depends on b; each
-            of the c normals exceeds tσ in size with probability 2Q(t) = δ/c for t = Q⁻¹(δ/(2c)).
-            Outside of that event the ratio is at most cLt/σ + c²L²/(2σ²) = ε − κ, solved for σ:
-            σ = cL(t + √(t² + 2(ε−κ)))/(2(ε−κ)). (KST, zero-out: L√(8 ln(2/δ) + 4ε)/ε, larger.)
+    pure    density ∝ e^{−(ε−κ)‖b‖/(cL)},     c = 2 gradients of norm L differing (1 for zero-out)
+    normal  N(0, σ²I), σ = cL(t + √(t² + 2(ε−κ)))/(2(ε−κ)), t = Q⁻¹(δ/(2c))
 
 Conditions: smooth convex loss, Lipschitz everywhere, linear model (rank-one Hessians), ridge > 0
-and the exact minimiser. With a kink it fails: for |w − a| + |w − a'| the minimiser of any small
-tilt is a data point itself (the tests show it for {0, 100} and {0, 101}).
-
-Nobody has the exact minimiser. What is found has ‖∇J‖ ≤ γ (checked), so it is ŵ + e with
-‖e‖ ≤ γ/Λ, and e is a function of the data and of ŵ (b follows from the two). Given ŵ, releasing
-ŵ + e + N is output perturbation of sensitivity 2γ/Λ; so a hundredth of (ε, δ) pays for noise N of
-that size, the tilt gets the rest, and the two compose (Iyengar et al. 2019, who call it AMP).
-
-Low bits. The tilt b is never published, but its minimiser is, and the digits of ŵ below b's own
-rounding would be those of the data. ŵ + e + N is rounded at random to a grid of 2⁻¹⁰ of N
-(`noise.grid`), a public number far below the noise of the tilt: what is published is a function of
-the real number ŵ + e + N. That b itself is drawn in 53 digits is not analysed further.
+and the exact minimiser. Nobody has that one: a point with ‖∇J‖ ≤ γ (checked) is within γ/Λ of it,
+so a hundredth of (ε, δ) pays for noise of sensitivity 2γ/Λ on what is released (Iyengar et al.
+2019), on a public grid of 2⁻¹⁰ of that noise. Proofs of all of it: docs/proofs-convex.md.
 
 >>> from noshuffle.convex.losses import logistic
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (2000, 1)), np.tile([1.0, -1.0], 2000)
@@ -48,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import norm
 
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.output_perturbation import spherical

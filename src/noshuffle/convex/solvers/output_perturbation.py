@@ -2,18 +2,17 @@
 
     ŵ = argmin F(w) + (ridge/2)‖w‖²,      release ŵ + noise
 
-Sensitivity. J and J' (one row replaced) are ridge-strongly convex and ∇J − ∇J' is at most 2L/n, so
-at the two minimisers  ridge·‖ŵ − ŵ'‖ ≤ ‖∇J'(ŵ)‖ = ‖∇J'(ŵ) − ∇J(ŵ)‖ ≤ 2L/n, hence ‖ŵ − ŵ'‖ ≤
-2L/(n·ridge) (Bousquet, Elisseeff 2002; Chaudhuri, Monteleoni, Sarwate 2011). The minimiser is found
-to ‖∇J‖ ≤ γ only, and every such point is within γ/ridge of the true one, on both data sets: the
-release is calibrated to 2L/(n·ridge) + 2γ/ridge. Zero-out: L/(n·ridge) + 2γ/ridge.
+J and J' (one row replaced) are ridge-strongly convex and ∇J − ∇J' is at most 2L/n, so
+ridge·‖ŵ − ŵ'‖ ≤ ‖∇J'(ŵ) − ∇J(ŵ)‖ ≤ 2L/n (Bousquet, Elisseeff 2002; Chaudhuri, Monteleoni, Sarwate
+2011). The minimiser is found to ‖∇J‖ ≤ γ only, within γ/ridge of the true one, on both data sets:
+the sensitivity is 2L/(n·ridge) + 2γ/ridge (zero-out: L/(n·ridge) + 2γ/ridge).
 
     Gaussian   std = sensitivity/μ(ε, δ)
     pure ε     density ∝ e^{−ε‖b‖/sensitivity}: uniform direction, length Gamma(d, sensitivity/ε)
 
-Excess risk of a convex loss: ridge·R²/2 + L·E‖noise‖ with ridge of its best size is
-L R·O((√d/(εn))^{1/2}): slope −1/2 in n; with strong convexity of its own −1. `best_ridge` gives
-it from public numbers. Projection onto the domain afterwards is post-processing.
+Excess risk of a convex loss at the best ridge (`best_ridge`, from public numbers) is
+L R·O((√d/(εn))^{1/2}): slope −1/2 in n; with strong convexity of its own −1. Projection onto the
+domain afterwards is post-processing.
 
 >>> from noshuffle.convex.losses import logistic
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (2000, 1)), np.tile([1.0, -1.0], 2000)
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.problem import Problem, solver

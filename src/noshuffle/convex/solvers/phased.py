@@ -3,13 +3,11 @@
     phase i = 1, 2, …:   n_i = n/2^i fresh rows,   η_i = η/4^i,   start from the last release
 
 Feldman, Koren, Talwar 2020 (phased SGD) and Asi, Feldman, Koren, Talwar 2021 (mirror descent, l_p).
-Rows of different phases are disjoint: nothing composes across phases.
+Rows of different phases are disjoint: nothing composes across phases (docs/proofs-convex.md).
 
-Phased SGD (smooth losses, η_i ≤ 2/(β + ridge)). A projected gradient step of a convex β-smooth
-loss is a non-expansive map, so two runs that differ in one row separate only where it is used, by
-at most η_i·2L/batch, and never further: every iterate, hence their average, moves by that much,
-and N(0, (2Lη_i/(batch·μ))² I) makes the phase μ-GDP. With η = (R/L)·min(1/√n, μ/√d) the excess
-risk is R L·O(1/√n + √d/(εn)): optimal, n gradients.
+Phased SGD (smooth losses, η_i ≤ 2/(β + ridge), where a step is non-expansive): one row moves every
+iterate of its phase by at most η_i·2L/batch, and N(0, (2Lη_i/(batch·μ))² I) on their average makes
+the phase μ-GDP.
 
 Phased mirror descent (any convex loss, 1 < p ≤ 2). Phase i minimises the regularised risk F_i(x)
 + λ_iψ(x − x_{i−1}), ψ = ‖·‖_p²/(2(p−1)) (1-strongly convex in ‖·‖_p), λ_i = 1/(η_i n_i), by T_i
@@ -17,8 +15,7 @@ steps of dual averaging on noisy full gradients of its n_i rows,
 
     x ← x_{i−1} + ∇ψ*(−ḡ/λ_i),   ḡ = mean of all noisy gradients so far,   ψ* = ((p−1)/2)‖·‖_q²,
 
-each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q. The noise in ḡ
-does not depend on T_i. η = (R/L)·min(1/√n, √(2ρ/(κd))): R L·O(1/√n + √(κd)/(εn)), κ of the noise.
+each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball

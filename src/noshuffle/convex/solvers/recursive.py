@@ -2,18 +2,16 @@
 
     d_0 = mean gradient of a first batch at x_0
     d_t = (1−η)(d_{t−1} + mean[∇f(x_t; z) − ∇f(x_{t−1}; z)]) + η·mean ∇f(x_t; z)    fresh batches
+        = (1−η)^t d_0 + Σ_{s≤t} (1−η)^{t−s} w_s,     w_s = (1−η)·Δ_s + η·g_s
 
-(Cutkosky, Orabona 2019; Bassily, Guzmán, Nandi 2021.) Unrolled it is a decayed prefix sum,
-
-    d_t = (1−η)^t d_0 + Σ_{s≤t} (1−η)^{t−s} w_s,     w_s = (1−η)·Δ_s + η·g_s.
-
-One row sits in one batch. In the dual norm, with x in a set of radius D, ‖x_t − x_{t−1}‖ = η‖v − x‖
-≤ 2ηD, so a row's share of w_s is at most η(2L₁D(1−η) + L₀)/batch, and replacing it moves w_s by
+(Cutkosky, Orabona 2019; Bassily, Guzmán, Nandi 2021.) One row sits in one batch. In the dual norm,
+with x in a set of radius D, ‖x_t − x_{t−1}‖ = η‖v − x‖ ≤ 2ηD, so a row's share of w_s is at most
+η(2L₁D(1−η) + L₀)/batch, and replacing it moves w_s by
 
     step_reach = c·η(2L₁D + L₀)/batch,          first_reach = c·L₀/first,      c = 2 (zero-out: 1)
 
 (`first` rows in the first batch). All later d_t inherit the move times (1−η)^{t−s}. The variance of
-d_t around the true gradient stays near η/batch·(…)², i.e. 1/n for η ≈ ln n/T: single-pass, optimal.
+d_t stays near η/batch·(…)², i.e. 1/n for η ≈ ln n/T: single-pass, optimal.
 
 >>> plan = Recursion.plan(rows=1000, steps=10)
 >>> plan.first, plan.batch, round(plan.rate, 3)

@@ -5,12 +5,10 @@
     moreau_gradient β‖w − prox(w)‖,                      ϱ-weakly convex, β > ϱ, kinks allowed
                     prox(w) = argmin_{x∈K} F(x) + (β/2)‖x − w‖²
 
-The last is the norm of the gradient of the Moreau envelope F_β (Davis, Drusvyatskiy 2019): small
-values mean that w is close to a point that is nearly stationary. The inner problem is
-(β−ϱ)-strongly convex; it is solved by projected subgradient steps 2/((β−ϱ)(k+2)) averaged with
-weights k, at which the error in F is O(G²/((β−ϱ)K)) (Lacoste-Julien et al. 2012).
-
-All of these read raw data: diagnostics of an experiment, not private. No state.
+The last is the norm of the gradient of the Moreau envelope F_β (Davis, Drusvyatskiy 2019). Its
+(β−ϱ)-strongly convex inner problem is solved by projected subgradient steps 2/((β−ϱ)(k+2)) averaged
+with weights k, to O(G²/((β−ϱ)K)) in F (Lacoste-Julien et al. 2012). All of these read raw data:
+diagnostics of an experiment, not private. No state.
 
 >>> from noshuffle.convex.losses import squared
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -24,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import Loss
+from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.domains import Domain
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 

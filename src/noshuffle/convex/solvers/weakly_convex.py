@@ -5,14 +5,9 @@
 f + (ϱ/2)‖·‖² is convex, so each inner problem is ϱ-strongly convex. It is solved by phased mirror
 descent (p = 2) on its own n/J rows with the whole budget: rows are disjoint, nothing composes
 (Bassily, Guzmán, Menart 2021, arXiv 2107.05585; Davis, Grimmer 2019). The gradient handed to the
-solver is ∇f + ϱ(x − x_j), the rest (β−ϱ)/2·‖x − x_j‖² is kept exactly in the dual step.
-
-Progress: F + (β/2)‖·−x_j‖² falls by (β/2)‖x_j − prox(x_j)‖² less the inner error e, so
-
-    mean_j ‖∇F_β(x_j)‖² ≤ 2β(F(x_0) − min F)/J + O(β·e),   e ~ G²/(ϱ·n/J) + (privacy term)²/ϱ
-
-and with J ~ min(√n, (εn/√d)^{2/3}) a uniformly drawn x_j has E‖∇F_β‖ of order n^{−1/4} +
-(√d/(εn))^{1/3}: slope −1/4 to −1/3 in n. State: x_j.
+solver is ∇f + ϱ(x − x_j), the rest (β−ϱ)/2·‖x − x_j‖² is kept exactly in the dual step. With
+J ~ min(√n, (εn/√d)^{2/3}) a uniformly drawn x_j has E‖∇F_β‖ of order n^{−1/4} + (√d/(εn))^{1/3}
+(docs/proofs-convex.md). State: x_j.
 
 >>> from noshuffle.convex.losses import phase
 >>> from noshuffle.convex.solvers.domains import Ball

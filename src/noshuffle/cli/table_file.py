@@ -1,4 +1,4 @@
-"""A table from a file: CSV by the standard library, Parquet where a reader is installed.
+"""A whole table from a file: CSV (`number_rows`), or Parquet where a reader is installed.
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
@@ -16,7 +16,6 @@ cells of features count as zero; an empty target is refused.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,8 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.convex.arrays import Array
+from noshuffle.cli.number_rows import CellRows, open_text
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,35 +77,22 @@ def read_table(
             f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "
             "give every row a target, or leave the row out"
         )
-    y = _numbers(cells[target])
-    return Table(
-        np.hstack(blocks),
-        np.asarray(cells[target], dtype=str) if y is None else _whole_numbers(y),
-        tuple(names),
-        None if ids is None else tuple(cells[ids]),
-    )
+    y: NDArray[Any] | None = _numbers(cells[target])
+    if y is None:
+        y = np.asarray(cells[target], dtype=str)
+    elif (y == np.rint(y)).all():  # classes 0, 1, 2 read better as integers
+        y = y.astype(np.int64)
+    return Table(np.hstack(blocks), y, tuple(names), None if ids is None else tuple(cells[ids]))
 
 
 def _csv(path: Path) -> dict[str, list[str]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.reader(file)
-        try:
-            names = [name.strip() for name in next(lines)]
-        except StopIteration:
-            raise InvalidInput(f"{path} is empty; its first line must name the columns") from None
-        if len(set(names)) < len(names):
-            raise InvalidInput(f"{path} names a column twice in its first line")
-        columns: list[list[str]] = [[] for _ in names]
-        for number, line in enumerate(lines, start=2):
-            if not line:
-                continue
-            if len(line) != len(names):
-                raise InvalidInput(
-                    f"{path}, line {number}: expected {len(names)} cells, got {len(line)}"
-                )
-            for column, cell in zip(columns, line):
-                column.append(cell.strip())
-    return dict(zip(names, columns))
+    with open_text(path) as file:
+        rows = CellRows(file, str(path), has_header=True)
+        columns: dict[str, list[str]] = {name: [] for name in rows.names}
+        for cells in rows:
+            for column, cell in zip(columns.values(), cells):
+                column.append(cell)
+    return columns
 
 
 def _parquet(path: Path) -> dict[str, list[str]]:
@@ -132,18 +120,12 @@ def _numbers(column: list[str]) -> Array | None:
     return values
 
 
-def _whole_numbers(y: Array) -> NDArray[Any]:
-    """Classes 0, 1, 2 read better as integers."""
-    return y.astype(np.int64) if (y == np.rint(y)).all() else y
-
-
 def _indicators(name: str, column: list[str], buckets: int) -> Array:
-    found = {value: _bucket(name, value, buckets) for value in set(column)}
+    def bucket(value: str) -> int:
+        digest = hashlib.blake2b(f"{name}={value}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % buckets
+
+    found = {value: bucket(value) for value in set(column)}
     out = np.zeros((len(column), buckets))
     out[np.arange(len(column)), [found[value] for value in column]] = 1.0
     return out
-
-
-def _bucket(name: str, value: str, buckets: int) -> int:
-    digest = hashlib.blake2b(f"{name}={value}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % buckets
