@@ -22,11 +22,10 @@ from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
-from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
+from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.saved import Saveable
-from noshuffle.convex.scored_rule import ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
@@ -74,7 +73,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     neighbours : "zero-out" or "replace-one". Not "add-remove": batches are cut by place, so rows
         behind one that is added or removed would move to other batches.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
-        deviation), covered by the same statement for 3 % more noise (see `scored_rule`).
+        deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
         survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
         same rows warns.

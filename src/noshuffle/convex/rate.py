@@ -27,13 +27,7 @@ def general(*, radius: float, steps: int, clip_norm: float, noise: float, dimens
 
 
 def smooth(
-    *,
-    radius: float,
-    steps: int,
-    clip_norm: float,
-    noise: float,
-    batch_size: int,
-    curvature: float,
+    *, radius: float, steps: int, clip_norm: float, noise: float, batch_size: int, curvature: float
 ) -> float:
     """η for a smooth loss of curvature ρ."""
     bend = curvature * clip_norm**2

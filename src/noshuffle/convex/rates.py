@@ -208,10 +208,7 @@ def measure(rate: Rate, *, quick: bool = False) -> Curve:
 
 
 def measure_all(
-    *,
-    quick: bool = False,
-    only: Sequence[str] = (),
-    progress: Callable[[str], None] | None = None,
+    *, quick: bool = False, only: Sequence[str] = (), progress: Callable[[str], None] | None = None
 ) -> list[Curve]:
     """Every experiment in order (or those whose name starts with one of `only`)."""
     chosen = [r for r in RATES if not only or any(r.name.startswith(o) for o in only)]

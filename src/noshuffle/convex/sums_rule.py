@@ -94,9 +94,5 @@ class SumsRule(Rule):
         gram, cross = unpack(self._total, self._q, ratio=self.tau)
         ridge = noise_norm(deviation, self._q) + self.alpha * self._rows
         self._theta = ball_least_squares(
-            gram,
-            cross,
-            ridge=ridge,
-            radius=self.radius,
-            least_curvature=max(ridge / 2.0, 1e-12),
+            gram, cross, ridge=ridge, radius=self.radius, least_curvature=max(ridge / 2.0, 1e-12)
         )

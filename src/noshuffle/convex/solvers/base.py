@@ -104,7 +104,6 @@ def table_sentences(rows: int) -> tuple[str, ...]:
 def guarantee(
     *,
     sensitivity: float,
-    mechanism: str,
     mu: float | None = None,
     rho: float | None = None,
     epsilon: float | None = None,
@@ -112,12 +111,13 @@ def guarantee(
     noise: float | None = None,
     rows: int | None = None,
     neighbours: str = "replace-one",
-    participation: str = EVERY_ROW,
-    accountant: str | None = None,
     is_test: bool = False,
     notes: tuple[str, ...] = (),
+    **words: str,
 ) -> PrivacyStatement:
     """The statement of a release with one of μ, ρ and ε (rows=None: the data is no table).
+
+    `words` are those of `PrivacyStatement`: mechanism, participation, accountant.
 
     Guarantees: ε at δ is exact for μ, an upper bound otherwise; a test seed is said.
     """
@@ -132,6 +132,7 @@ def guarantee(
         rho = epsilon**2 / 2
     assert epsilon is not None
     assert noise is not None
+    words = {"participation": EVERY_ROW, "accountant": kind, **words}
     return PrivacyStatement(
         epsilon=epsilon,
         delta=delta,
@@ -142,9 +143,6 @@ def guarantee(
         noise_multiplier=noise,
         unit="example",
         neighbours=neighbours,
-        participation=participation,
-        mechanism=mechanism,
-        accountant=accountant or kind,
         exact=exact,
         assumptions=(
             _SENTENCES[neighbours],
@@ -154,6 +152,7 @@ def guarantee(
             *notes,
             *((TEST_SEED,) if is_test else ()),
         ),
+        **words,
     )
 
 

@@ -43,10 +43,7 @@ def schedule(*, rows: int, dimension: int, mu: float, is_polytope: bool) -> tupl
 
 @solver()
 def frank_wolfe_stationary(
-    problem: Problem,
-    *,
-    steps: int | None = None,
-    rate: float | None = None,
+    problem: Problem, *, steps: int | None = None, rate: float | None = None
 ) -> Solution:
     """A uniformly drawn iterate; `iterates` holds all of them.
 

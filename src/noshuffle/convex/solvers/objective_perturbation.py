@@ -75,12 +75,7 @@ def tilt(
 
 
 @solver(delta=0.0)
-def objective_perturbation(
-    problem: Problem,
-    *,
-    ridge: float,
-    tolerance: float = 1e-12,
-) -> Solution:
+def objective_perturbation(problem: Problem, *, ridge: float, tolerance: float = 1e-12) -> Solution:
     """The minimiser of the tilted objective; δ = 0 asks for pure ε.
 
     Guarantees: as derived above. ‖∇J‖ ≤ tolerance is checked before anything is released, and the

@@ -60,12 +60,7 @@ def spherical(d: int, *, scale: float, draws: KeyedDraws) -> Array:
 
 
 @solver(delta=0.0)
-def output_perturbation(
-    problem: Problem,
-    *,
-    ridge: float,
-    tolerance: float = 1e-10,
-) -> Solution:
+def output_perturbation(problem: Problem, *, ridge: float, tolerance: float = 1e-10) -> Solution:
     """The ridge-regularised minimiser with noise; δ = 0 asks for pure ε.
 
     Guarantees: the gradient norm γ at the released point is checked before noise is added, and

@@ -54,10 +54,7 @@ def phase_slices(n: int) -> list[slice]:
 
 @solver()
 def phased_sgd(
-    problem: Problem,
-    *,
-    learning_rate: float | None = None,
-    batch_size: int = 1,
+    problem: Problem, *, learning_rate: float | None = None, batch_size: int = 1
 ) -> Solution:
     """Phased one-pass SGD; only the end of each phase is released, with noise.
 

@@ -66,9 +66,7 @@ def weakly_convex(
         # The regularised solution lies within G/β of the centre: that is how far phases search.
         reach = min(2 * domain.euclidean(d), 2 * loss.lipschitz / strength)
         run = phased_mirror_descent.on(
-            problem.part(part),
-            radius=reach,
-            prox=Prox(w, strength, loss.weak_convexity),
+            problem.part(part), radius=reach, prox=Prox(w, strength, loss.weak_convexity)
         )
         w = run.weights
         points.append(w)
