@@ -15,8 +15,8 @@ from scipy import sparse
 from scipy.optimize import check_grad
 from scipy.special import log_softmax
 
-from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, rate
-from noshuffle.convex.linear_rule import LinearRule
+from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
+from noshuffle.convex.linear_rule import LinearRule, general_rate, smooth_rate
 from noshuffle.convex.losses import hinge, logistic, smoothed_hinge, squared
 from noshuffle.convex.margins import PerMargin, Softmax
 from noshuffle.convex.moments import ball_least_squares, moments, unpack
@@ -252,13 +252,13 @@ def test_phases_spend_what_the_budget_allows() -> None:
 
 def test_rates_minimise_what_they_say() -> None:
     common = {"radius": 3.0, "steps": 400, "clip_norm": 0.5, "noise": 0.2}
-    eta = rate.smooth(**common, batch_size=10**9, curvature=0.25)  # type: ignore[arg-type]
+    eta = smooth_rate(**common, batch_size=10**9, curvature=0.25)  # type: ignore[arg-type]
 
     def bound(e: float) -> float:
         return 9 / (2 * e * 400) + 0.5 * e**2 * 0.2**2 * 0.25 * 0.5**2
 
     assert bound(eta) <= min(bound(eta * 0.9), bound(eta * 1.1))
-    eta = rate.general(**common, dimension=9)  # type: ignore[arg-type]
+    eta = general_rate(**common, dimension=9)  # type: ignore[arg-type]
 
     def regret(e: float) -> float:
         return 9 / (2 * e * 400) + e * (0.25 + 0.5 * 0.2 * 3)

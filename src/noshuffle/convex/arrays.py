@@ -57,15 +57,12 @@ def refuse_complex(**values: Any) -> None:
                 continue
         kinds = getattr(value, "dtypes", None)  # of a frame, one for each column
         dtypes = [getattr(value, "dtype", None)] if kinds is None else list(np.ravel(kinds))
-        for dtype in dtypes:
-            if getattr(dtype, "kind", "") == "c":
-                raise InvalidInput(
-                    f"{name} must hold real numbers, got {dtype}; Complex data not supported"
-                )
+        found = [str(dtype) for dtype in dtypes if getattr(dtype, "kind", "") == "c"]
         if any(getattr(dtype, "kind", "") == "O" for dtype in dtypes) and any(
             isinstance(one, complex | np.complexfloating) for one in np.ravel(np.asarray(value))
         ):
+            found.append("objects that are complex")
+        if found:
             raise InvalidInput(
-                f"{name} must hold real numbers, got objects that are complex; Complex data not "
-                "supported"
+                f"{name} must hold real numbers, got {found[0]}; Complex data not supported"
             )

@@ -69,7 +69,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     mechanism : a name that `Plan.fit` knows, or a Strategy.
     averaging : "linear", "uniform" or "last"; None takes "last" under a penalty that makes zeros
         (an average is zero only where every iterate was), "linear" otherwise.
-    learning_rate : None takes it from theory (see `rate`).
+    learning_rate : None takes it from theory (see `linear_rule`).
     neighbours : "zero-out" or "replace-one". Not "add-remove": batches are cut by place, so rows
         behind one that is added or removed would move to other batches.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,

@@ -7,14 +7,26 @@
 Kairouz et al. 2021 (arXiv 2103.00039), section 3; the last two lines are `optim.leader`. A row's
 gradient is residual ⊗ (x, 1), so its norm is ‖r‖·√(‖x‖²+1) and clipping is a factor on r: one
 product with X for the margins, one for the sum, and nothing per row is stored. The noise covers W
-and b as one flat vector.
+and b as one flat vector. Averages of the iterates are post-processing: "uniform" gives every
+iterate equal weight (online to batch conversion), "linear" weight t (forgets the start), "last"
+takes the newest.
 
-Averages of the iterates are post-processing: "uniform" gives every iterate equal weight (online to
-batch conversion), "linear" weight t (forgets the start), "last" takes the newest.
+The learning rate that theory suggests comes from public numbers alone: R the norm of the weights
+worth finding, n the steps, c the clip norm, s the deviation of the noise in a coordinate of the
+running mean gradient, ρ the curvature of the loss (docs/proofs-convex.md). A wrong R costs
+accuracy, never privacy.
+
+    any convex loss   R²/(2ηn) + η(c² + c s√p)    η = R / √(2n(c² + c s√p))
+    smooth losses     R²/(2ηn) + ½η²s²ρc²         η = (R² / (2n s²ρc²))^{1/3}, for the noise
+                      R²/(2ηn) + ½ηc²/B           η = R√(B/n)/c, for sampling; and at most 2/(ρc²)
+
+>>> round(general_rate(radius=1.0, steps=50, clip_norm=1.0, noise=0.0, dimension=10), 3)
+0.1
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +35,6 @@ import torch
 from numpy.typing import NDArray
 
 from noshuffle.clipping.factor import clip_factor
-from noshuffle.convex import rate
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
@@ -96,10 +107,10 @@ class LinearRule(Rule):
         }
         curvature = self.loss.curvature()
         if curvature is None:
-            self.learning_rate = rate.general(**public, dimension=self.size)
+            self.learning_rate = general_rate(**public, dimension=self.size)
         else:
             batch = phase.batch_size
-            self.learning_rate = rate.smooth(**public, batch_size=batch, curvature=curvature)
+            self.learning_rate = smooth_rate(**public, batch_size=batch, curvature=curvature)
 
     def clipped_sum(self, x: Any, y: Targets) -> Array:
         coef = self._theta[: self._bound].reshape(self.outputs, self.features)
@@ -135,3 +146,23 @@ class LinearRule(Rule):
         super().load(state)
         self._leader.total = state["total"].numpy().copy()
         self._leader.weight = state["weight"]
+
+
+def general_rate(
+    *, radius: float, steps: int, clip_norm: float, noise: float, dimension: int
+) -> float:
+    """η for any convex loss; `noise` is s, the deviation of one coordinate of the noisy sum."""
+    spread = clip_norm**2 + clip_norm * noise * math.sqrt(dimension)
+    return radius / math.sqrt(2.0 * steps * spread)
+
+
+def smooth_rate(
+    *, radius: float, steps: int, clip_norm: float, noise: float, batch_size: int, curvature: float
+) -> float:
+    """η for a smooth loss of curvature ρ."""
+    bend = curvature * clip_norm**2
+    sampling = radius * math.sqrt(batch_size / steps) / clip_norm
+    private = math.inf
+    if noise > 0:
+        private = (radius**2 / (2.0 * steps * noise**2 * bend)) ** (1.0 / 3.0)
+    return min(sampling, private, 2.0 / bend)

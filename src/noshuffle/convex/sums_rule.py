@@ -18,6 +18,7 @@ eigenvalues below half of it come from noise alone and are raised to that.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,29 +33,24 @@ from noshuffle.convex.stream import Rule, Watch
 from noshuffle.errors import non_negative, positive
 
 
+@dataclass(eq=False, kw_only=True)
 class SumsRule(Rule):
     """The two sums and the answer they give; targets are scaled to [−1, 1] beforehand."""
 
+    features: int
+    clip_norm: float
+    tau: float = 1.0
+    alpha: float = 0.0
+    radius: float = math.inf
+    fit_intercept: bool = True
+    watch: Watch | None = None
+
     _STATE: ClassVar[tuple[str, ...]] = ("_total", "_theta", "_rows", "_finished", "_noise")
 
-    def __init__(
-        self,
-        *,
-        features: int,
-        clip_norm: float,
-        tau: float = 1.0,
-        alpha: float = 0.0,
-        radius: float = math.inf,
-        fit_intercept: bool = True,
-        watch: Watch | None = None,
-    ) -> None:
-        positive(clip_norm=clip_norm, tau=tau)
-        non_negative(alpha=alpha)
-        self.clip_norm, self.tau, self.alpha, self.radius = clip_norm, tau, alpha, radius
-        self.watch = watch
-        self._intercept = fit_intercept
-        self._q = features + int(fit_intercept)
-        self._features = features
+    def __post_init__(self) -> None:
+        positive(clip_norm=self.clip_norm, tau=self.tau)
+        non_negative(alpha=self.alpha)
+        self._q = self.features + int(self.fit_intercept)
         self.size = self._q * (self._q + 1) // 2 + self._q
         self._total, self._theta = np.zeros(self.size), np.zeros(self._q)
         self._rows = self._finished = self._noise = 0.0
@@ -62,7 +58,7 @@ class SumsRule(Rule):
 
     @property
     def weights(self) -> Array:
-        out = np.zeros((1, self._features + 1))
+        out = np.zeros((1, self.features + 1))
         out[0, : self._q] = self._theta
         return out
 
@@ -75,9 +71,9 @@ class SumsRule(Rule):
         # The matrix is dense anyway, so rows are made dense batch by batch.
         rows = x.toarray() if sparse.issparse(x) else x
         if self.watch is not None:
-            margins = rows @ self._theta[: self._features, None]
-            self.watch(margins + (self._theta[-1] if self._intercept else 0.0), y)
-        if self._intercept:
+            margins = rows @ self._theta[: self.features, None]
+            self.watch(margins + (self._theta[-1] if self.fit_intercept else 0.0), y)
+        if self.fit_intercept:
             rows = np.hstack([rows, np.ones((len(rows), 1))])
         squared = squared_norms(rows)
         with np.errstate(over="ignore"):
