@@ -53,8 +53,7 @@ class ChunkStep:
         self._scratch = []
         for i, c in enumerate(self._chunks):
             y, u, coins = scratch[i % self._workers, :, : c.tiles].unbind()
-            cuts = [slice(s.at, s.at + s.end - s.begin) for s in c.spans]
-            parts = [(y.view(-1)[cut], coins.view(-1)[cut]) for cut in cuts]
+            parts = [(y.view(-1)[p.place], coins.view(-1)[p.place]) for p in c.pieces]
             self._scratch.append((y, u, coins, parts))
 
     def add_(self, targets: Mapping[str, Tensor], *, plan: StepPlan, scale: float) -> None:
@@ -87,8 +86,8 @@ class ChunkStep:
         if self._buffers:
             correlate_(y, u=u, plan=plan, state=self._views[index], scale=scale)
         self._drawer.jitters_(coins, step=step, worker=worker)
-        for span, (noise, jitters) in zip(self._chunks[index].spans, parts):
-            target = targets[span.name]
-            if span.end - span.begin != target.numel():
-                target = target[span.begin : span.end]
+        for piece, (noise, jitters) in zip(self._chunks[index].pieces, parts):
+            target = targets[piece.name]
+            if piece.end - piece.begin != target.numel():
+                target = target[piece.begin : piece.end]
             add_on_grid_(target, noise, jitters=jitters, step=step)

@@ -12,8 +12,8 @@ release the interpreter lock, so plain threads with their own chunks and scratch
 >>> layout = Layout.of({"w": (3, 500), "b": (3,)}, chunk_tiles=2)
 >>> [(piece.name, piece.tile, piece.tiles) for chunk in layout.chunks for piece in chunk.pieces]
 [('b', 0, 1), ('w', 0, 1), ('w', 1, 1)]
->>> [chunk.spans for chunk in layout.chunks][1]
-(Span(name='w', begin=1024, end=1500, at=0),)
+>>> layout.chunks[1].pieces[0].place, layout.chunks[1].pieces[0].begin
+(slice(0, 476, None), 1024)
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ from noshuffle.noise.gaussian import TILE
 
 @dataclass(frozen=True)
 class Piece:
-    """`tiles` tiles of the stream of `name` from `tile` on, at tile `at` of their chunk."""
+    """`tiles` tiles of the stream of `name` from `tile` on, at tile `at` of their chunk.
+
+    They hold elements [begin, end) of the (flattened) tensor, behind `lead` that are not of it.
+    """
 
     name: str
     tile: int
     tiles: int
     at: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements [begin, end) of the (flattened) tensor, at element `at` of their chunk."""
-
-    name: str
     begin: int
     end: int
-    at: int
+    lead: int
+
+    @property
+    def place(self) -> slice:
+        """Where those elements lie in the chunk."""
+        first = self.at * TILE + self.lead
+        return slice(first, first + self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Chunk:
     first: int
     tiles: int
     pieces: tuple[Piece, ...]
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,9 @@ class Layout:
         flat = state.flatten(1)
         found = {name: [flat[:, :0]] for name, shape in self.shapes.items() if not math.prod(shape)}
         for chunk in self.chunks:
-            for span in chunk.spans:
-                begin = chunk.first * TILE + span.at
-                view = flat[:, begin : begin + span.end - span.begin]
-                found.setdefault(span.name, []).append(view)
+            own = flat[:, chunk.first * TILE :]
+            for piece in chunk.pieces:
+                found.setdefault(piece.name, []).append(own[:, piece.place])
         return found
 
 
@@ -127,21 +127,19 @@ Region = tuple[str, int, int, int, int, int]
 def _cut(regions: Sequence[Region], total: int, chunk_tiles: int) -> list[Chunk]:
     """Chunks of at most `chunk_tiles` tiles; one walk over regions and chunks together."""
     pieces: list[list[Piece]] = [[] for _ in range(-(-total // chunk_tiles))]
-    spans: list[list[Span]] = [[] for _ in pieces]
     for name, flat, first, count, skip, numel in regions:
         done = 0
         while done < count:
             index, at = divmod(flat + done, chunk_tiles)
             take = min(count - done, chunk_tiles - at)
-            pieces[index].append(Piece(name, first + done, take, at))
             # Element e of the tensor is element skip + e of its region.
             begin, end = max(done * TILE, skip), min((done + take) * TILE, skip + numel)
-            where = at * TILE + begin - done * TILE
-            spans[index].append(Span(name, begin - skip, end - skip, where))
+            elements = (begin - skip, end - skip, begin - done * TILE)
+            pieces[index].append(Piece(name, first + done, take, at, *elements))
             done += take
     return [
-        Chunk(i * chunk_tiles, min(chunk_tiles, total - i * chunk_tiles), tuple(p), tuple(s))
-        for i, (p, s) in enumerate(zip(pieces, spans))
+        Chunk(i * chunk_tiles, min(chunk_tiles, total - i * chunk_tiles), tuple(own))
+        for i, own in enumerate(pieces)
     ]
 
 

@@ -13,8 +13,9 @@ rows are drawn together, in which order, and how many of their numbers, changes 
 
 >>> from noshuffle.noise.source import test_source
 >>> draws = RowDraws(test_source(seed=1), name="table", count=6, rows=100, device="cpu")
->>> both = draws.normals(torch.tensor([7, 3]), step=5)
->>> both.shape, bool((both[1:] == draws.normals(torch.tensor([3]), step=5)).all())
+>>> both, _ = draws.normals_and_coins(torch.tensor([7, 3]), step=5)
+>>> one, _ = draws.normals_and_coins(torch.tensor([3]), step=5)
+>>> both.shape, bool((both[1:] == one).all())
 (torch.Size([2, 6]), True)
 """
 
@@ -70,17 +71,14 @@ class RowDraws:
     def blocks(self) -> int:
         return self._blocks
 
-    def normals(self, rows: Tensor, *, step: int, first: int | None = None) -> Tensor:
-        """Float32 normals of shape (len(rows), count), or the `first` of them in each row.
-
-        `rows` are row numbers of the whole table.
-        """
-        return self.normals_and_coins(rows, step=step, first=first)[0]
-
     def normals_and_coins(
         self, rows: Tensor, *, step: int, first: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same, and as many coins between −½ and ½ that their words have to spare (`grid`)."""
+        """Float32 normals of shape (len(rows), count), or the `first` of them in each row.
+
+        `rows` are row numbers of the whole table. With as many coins between −½ and ½ that their
+        words have to spare (`grid`).
+        """
         count = self._count if first is None else first
         if not 0 <= step < self._field or not 0 <= count <= self._count:
             raise InvalidInput(

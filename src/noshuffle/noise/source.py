@@ -232,9 +232,8 @@ class Source:
         def fill(worker: int, index: int) -> None:
             drawn = scratch[worker, : chunks[index].tiles]
             drawer.draw_(drawn, chunk=index, row=row, weight=1.0, accumulate=False, worker=worker)
-            for span in chunks[index].spans:
-                part = drawn.view(-1)[span.at : span.at + span.end - span.begin]
-                flat[span.begin : span.end].copy_(part)
+            for piece in chunks[index].pieces:
+                flat[piece.begin : piece.end].copy_(drawn.view(-1)[piece.place])
 
         with torch.no_grad():
             share(fill, items=len(chunks), workers=workers)
@@ -251,10 +250,9 @@ class Source:
         shape = (2, chunks[0].tiles, TILE)
         noise, coins = torch.empty(shape, dtype=torch.float32, device=cpu).unbind()
         drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
-        step, at = grid_step(scale), chunks[0].spans[0].at
+        step, here = grid_step(scale), chunks[0].pieces[0].place
         drawer.jitters_(coins, step=step, worker=0)
         released = torch.tensor([value], dtype=torch.float64, device=cpu)
-        here = slice(at, at + 1)
         add_on_grid_(released, noise.view(-1)[here], jitters=coins.view(-1)[here], step=step)
         return float(released)
 

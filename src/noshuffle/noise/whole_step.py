@@ -62,10 +62,10 @@ class WholeStep:
             (
                 self._schedules[numbers[piece.name]].ctypes.data,
                 *(piece.tile, piece.tiles, chunk.first + piece.at, numbers[piece.name]),
-                *(span.begin, span.end, span.at - piece.at * TILE),
+                *(piece.begin, piece.end, piece.lead),
             )
             for chunk in layout.chunks
-            for piece, span in zip(chunk.pieces, chunk.spans)
+            for piece in chunk.pieces
         ]
         self._pieces = np.array(rows, dtype=np.int64).reshape(-1, 8)
         self._workers = workers if layout.tiles >= _ALONE else 1

@@ -49,6 +49,11 @@ class Admission:
     is_replay: bool = False
 
 
+def unless_all(keep: Mask) -> Mask | None:
+    """`Admission.keep`."""
+    return None if keep.all() else keep
+
+
 def starts_anew(participation: Participation, *, step: int, seen: Seen) -> Mask:
     """Whether a unit's first step is forgotten before this one (a new block, or never seen)."""
     never: Mask = seen.count == 0

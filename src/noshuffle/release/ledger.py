@@ -38,7 +38,6 @@ from noshuffle.errors import (
 from noshuffle.participation import Participation, Restarted
 from noshuffle.release import guard
 from noshuffle.release.guard import Admission as Admission
-from noshuffle.release.guard import Mask
 from noshuffle.release.ledger_file import LedgerFile, lacking
 from noshuffle.release.ledger_tables import Row, described
 from noshuffle.release.sampler import Sampler
@@ -149,7 +148,7 @@ class Ledger(LedgerFile):
         if len(ids) and keep.all():
             self._known.add(key, units)
             return Admission(step, batch, "ids", units)
-        return Admission(step, batch, "ids", units[mask], _unless_all(keep), not keep.any())
+        return Admission(step, batch, "ids", units[mask], guard.unless_all(keep), not keep.any())
 
     def _sampled(self, step: int, ids: Ids | None, batch: bytes, *, is_partial: bool) -> Admission:
         if self.sampler is None:
@@ -197,7 +196,9 @@ class Ledger(LedgerFile):
             return Admission(step, batch, "fingerprints", row.units, None, is_empty, True)
         _, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
         keep = (rows >= 0) & np.isin(ids, row.units)
-        return Admission(step, batch, "ids", row.units, _unless_all(keep), not keep.any(), True)
+        return Admission(
+            step, batch, "ids", row.units, guard.unless_all(keep), not keep.any(), True
+        )
 
     def record(self, admission: Admission, digest: bytes = b"") -> None:
         """Write the row of a step; durable when this returns.
@@ -299,7 +300,3 @@ class Ledger(LedgerFile):
     def copy_to(self, path: Path) -> None:
         self.summarise()
         super().copy_to(path)
-
-
-def _unless_all(keep: Mask) -> Mask | None:
-    return None if keep.all() else keep

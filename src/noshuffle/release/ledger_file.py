@@ -288,8 +288,7 @@ class LedgerFile(tables.LedgerTables, OneOwner):
     def copy_to(self, path: Path) -> None:
         """The same tables in a file, on the disk when this returns."""
         self.flush()
-        target = sqlite3.connect(path, isolation_level=None)
-        with closing(target):
+        with closing(sqlite3.connect(path, isolation_level=None)) as target:
             self.db.backup(target)
         sync_file(path)
 
