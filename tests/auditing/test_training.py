@@ -65,7 +65,7 @@ def test_half_the_noise_is_refuted_by_every_white_box_finding(
     def weak(*given: Any, scale: float, **more: Any) -> NoiseStream:
         return NoiseStream(*given, scale=scale / 2, **more)
 
-    monkeypatch.setattr("noshuffle.release.release.NoiseStream", weak)
+    monkeypatch.setattr("noshuffle.release.run_state.NoiseStream", weak)
     found = audited(Plan.fit(Epochs(3, 8), mechanism="sqrt", epsilon=4.0))
     assert found["iterates"].answer == found["noise"].answer == REFUTED
     assert found["iterates"].estimate.mu == pytest.approx(2 * found["iterates"].claimed_mu, rel=0.1)

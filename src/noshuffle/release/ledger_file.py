@@ -9,6 +9,7 @@ that come later than their row wait in memory for the next write, which takes th
 
 State: the connection, the newest link, digests that wait, and how units are identified.
 
+>>> import numpy as np
 >>> file = LedgerFile(None)
 >>> file.add_step(0, batch=b"batch", digest=b"", units=np.array([5, 6]), identified_by="ids")
 >>> [(row.step, row.units.tolist()) for row in file.rows()], file.identified_by
