@@ -136,7 +136,7 @@ def test_train_and_page_by_command(tmp_path: Path, capsys: pytest.CaptureFixture
     parts = json.loads(capsys.readouterr().out)["parts"]
     kinds = ["plan", "canaries", "canaries", "noise", "membership"]
     assert [part["kind"] for part in parts] == kinds
-    assert page.read_text().count("<svg") == 6
+    assert page.read_text().count("<svg") == 4
     assert main(["audit"]) == 2
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Part = dict[str, Any]
+#: Cards (number, what it is) and pictures.
+Told = tuple[list[tuple[str, str]], list[Figure]]
 
 
 def section(record: dict[str, Any]) -> str:
@@ -29,6 +31,14 @@ def section(record: dict[str, Any]) -> str:
         own_cards, own_figures = _TELLERS[part["kind"]](part)
         cards += own_cards
         figures += own_figures
+    if measured := [part for part in record["parts"] if part["kind"] in ("noise", "canaries")]:
+        figures.append(
+            (
+                _intervals(measured),
+                "μ of the worst unit as each attacker sees it, with 95 % intervals: the wide line "
+                "is the claim, a short one the most that this attacker can reach.",
+            )
+        )
     shown = "".join(
         f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
         for value, label in cards
@@ -39,7 +49,7 @@ def section(record: dict[str, Any]) -> str:
     return f"<div class='cards'>{shown}</div><div class='grid'>{pictures}</div>"
 
 
-def _plan(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+def _plan(part: Part) -> Told:
     stops = [stop for stop in part["stops"] if stop["low"] is not None]
     if not stops:
         return [(part["answer"], part["left_out"] or "no stopping point")], []
@@ -83,31 +93,16 @@ def _ratios(axes: Axes, stops: list[Part]) -> None:
     axes.set(xlabel="run stopped after … steps", ylabel="ε emitted / ε stated")
 
 
-def _noise(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
-    return [
-        (_number(part["estimate"]["mu"]), "μ̂ of the worst unit, from the covariance of the noise")
-    ], [
-        (
-            _intervals([part], ["noise"]),
-            f"μ of the worst unit under the noise of {part['steps']} steps, from "
-            f"{part['coordinates']:,} coordinates, with 95 % intervals; the line is the claim.",
-        )
-    ]
+def _noise(part: Part) -> Told:
+    return [(_number(part["estimate"]["mu"]), "μ̂ of the worst unit, from the noise itself")], []
 
 
-def _canaries(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
-    seen = part["attacker"]
-    cards = [
-        (_number(part["estimate"]["mu"]), f"μ̂ from the {seen}; claimed {part['claimed_mu']:.4g}")
-    ]
-    caption = (
-        f"{part['canaries']:,} canaries, attacker sees the {seen}: μ̂ with its 95 % interval, "
-        "beside the claim (line) and what this attacker can reach at best (cross)."
-    )
-    return cards, [(_intervals([part], [seen]), caption)]
+def _canaries(part: Part) -> Told:
+    label = f"μ̂ from the {part['attacker']}; claimed {part['claimed_mu']:.4g}"
+    return [(_number(part["estimate"]["mu"]), label)], []
 
 
-def _membership(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+def _membership(part: Part) -> Told:
     caption = (
         f"Loss-threshold attack on the final model ({part['members']:,} members, "
         f"{part['others']:,} others): the share of members that it finds, and the most that any "
@@ -116,7 +111,7 @@ def _membership(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
     return [(f"{part['area']:.3f}", "area under the attack's curve")], [(_roc(part), caption)]
 
 
-def _claim(part: Part) -> tuple[list[tuple[str, str]], list[Figure]]:
+def _claim(part: Part) -> Told:
     claimed, found = part["claimed_epsilon"], part["epsilon"]
     cards = [
         (f"{claimed:.4g}", f"ε claimed: {part['name']}"),
@@ -152,20 +147,22 @@ def _roc(axes: Axes, part: Part) -> None:
 
 
 @as_svg
-def _intervals(axes: Axes, parts: list[Part], labels: list[str]) -> None:
+def _intervals(axes: Axes, parts: list[Part]) -> None:
+    claim = parts[0]["claimed_mu"]
+    axes.axvline(claim, color=MUTED, lw=2, label="claimed")
     for at, part in enumerate(parts):
-        own = part["estimate"]
+        own, colour = part["estimate"], WARM if part["answer"] == "REFUTED" else ACCENT
         if own["mu"] is None:  # infinite
-            axes.annotate("∞", (part["claimed_mu"], at), color=WARM, fontsize=16)
+            axes.annotate("∞", (claim, at), color=WARM, fontsize=16)
             continue
         ends = [[own["mu"] - own["low"]], [own["high"] - own["mu"]]]
-        colour = WARM if part["answer"] == "REFUTED" else ACCENT
-        axes.errorbar([own["mu"]], [at], xerr=ends, fmt="o", capsize=4, color=colour)
+        axes.errorbar([own["mu"]], [at], xerr=ends, fmt="o", ms=4, capsize=4, color=colour)
         if "reachable_mu" in part:
-            axes.plot([part["reachable_mu"]], [at], "x", color=MUTED)
-    axes.axvline(parts[0]["claimed_mu"], color=MUTED, lw=2)
+            axes.plot([part["reachable_mu"]], [at], "|", color=WARM, ms=18)
+    labels = [part.get("attacker", "noise alone") for part in parts]
     axes.set(xlabel="μ", yticks=range(len(parts)), yticklabels=labels, ylim=(-1, len(parts)))
-    axes.set_xlim(0, None)
+    axes.set_xlim(0, 1.1 * max(claim, *(part["estimate"]["high"] or claim for part in parts)))
+    axes.legend(frameon=False)
 
 
 def _number(value: float | None) -> str:
@@ -173,7 +170,7 @@ def _number(value: float | None) -> str:
 
 
 #: Cards and pictures of every kind of finding.
-_TELLERS: dict[str, Callable[[Part], tuple[list[tuple[str, str]], list[Figure]]]] = {
+_TELLERS: dict[str, Callable[[Part], Told]] = {
     "plan": _plan,
     "noise": _noise,
     "canaries": _canaries,
