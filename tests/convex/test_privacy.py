@@ -32,8 +32,7 @@ from noshuffle.convex.solvers.noisy_max import noise_scale
 from noshuffle.convex.solvers.objective_perturbation import tilt
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise.grid import grid_of
-from noshuffle.noise.step_plan import StepPlans
+from noshuffle.noise.step_plan import StepPlans, grid_of
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

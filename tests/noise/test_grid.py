@@ -16,10 +16,10 @@ from torch import Tensor
 
 from noshuffle.noise import NoiseStream, grid, native, test_source
 from noshuffle.noise.gaussian import HALF, TILE
-from noshuffle.noise.grid import add_on_grid_, grid_of, grid_step, jitters_
+from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.native import normals_
-from noshuffle.noise.step_plan import StepPlans
+from noshuffle.noise.step_plan import StepPlans, grid_of
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
 GAINS = tuple(1.0 / (1 + 0.3 * t) for t in range(12))

@@ -15,7 +15,7 @@ from torch import Tensor
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream, Source, grid, test_source
 from noshuffle.noise.fused import Fused
-from noshuffle.noise.step_plan import StepPlans, fingerprint
+from noshuffle.noise.step_plan import StepPlans, fingerprint, grid_of
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.noise.words import AesWords
 from noshuffle.strategies.recipe import (
@@ -102,7 +102,7 @@ def test_stream_equals_the_matrix_times_the_draws(name: str, kind: str, has_grid
             patch.setattr(grid, "grid_step", lambda _: 0.0)
         released = run(stream_of(name, source=source, scale=scale), N)
     plans = StepPlans.of(recipe)
-    steps = np.array([[grid.grid_of(plans.at(t), scale=scale)] for t in range(N)]) * has_grid
+    steps = np.array([[grid_of(plans.at(t), scale=scale)] for t in range(N)]) * has_grid
     matrix = materialize(recipe, N)
     for tensor, shape in SHAPES.items():
         draws = []

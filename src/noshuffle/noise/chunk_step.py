@@ -25,11 +25,11 @@ import torch  # noqa: F401  (the doctest uses it)
 from torch import Tensor
 
 from noshuffle.noise.gaussian import TILE
-from noshuffle.noise.grid import add_on_grid_, grid_of
+from noshuffle.noise.grid import add_on_grid_
 from noshuffle.noise.layout import Layout, share
 from noshuffle.noise.native import Buffers, correlate_
 from noshuffle.noise.source import AnySource
-from noshuffle.noise.step_plan import StepPlan
+from noshuffle.noise.step_plan import StepPlan, grid_of
 
 
 class ChunkStep:

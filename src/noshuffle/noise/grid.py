@@ -37,13 +37,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from noshuffle.noise.gaussian import ANGLE_DIGITS, HALF, MIDDLE_DIGIT, RADIUS_DIGITS
-from noshuffle.noise.step_plan import StepPlan
 
 #: The grid as a power of two below the noise.
 BITS = 10
@@ -51,16 +51,12 @@ BITS = 10
 _LOWEST, _HIGHEST = -126, 100
 
 
+@lru_cache(maxsize=256)
 def grid_step(spread: float) -> float:
     """g for fresh noise of this standard deviation; zero without noise."""
     if not spread > 0.0:
         return 0.0
     return 2.0 ** min(max(math.frexp(spread)[1] - 1 - BITS, _LOWEST), _HIGHEST)
-
-
-def grid_of(plan: StepPlan, *, scale: float) -> float:
-    """g of one step, from the weight of its newest draw."""
-    return grid_step(abs(scale * plan.gain * plan.draws[-1][1]))
 
 
 def grids_so_far(spreads: Iterable[float]) -> list[float]:

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.errors import InvalidInput, one_of
+from noshuffle.noise import grid
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
@@ -87,6 +88,11 @@ class StepPlans:
             block = min(recipe.block or recipe.steps, recipe.steps)
             return StepPlans(recipe.steps, (block - 1).bit_length(), lambda t: _forest(recipe, t))
         raise InvalidInput(f"expected a recipe of noshuffle.strategies.recipe, got {recipe!r}")
+
+
+def grid_of(plan: StepPlan, *, scale: float) -> float:
+    """The step of the grid (`grid`) of one step, from the weight of its newest draw."""
+    return grid.grid_step(abs(scale * plan.gain * plan.draws[-1][1]))
 
 
 def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:

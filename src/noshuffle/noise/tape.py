@@ -27,9 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.noise.grid import grid_of
 from noshuffle.noise.philox import address
-from noshuffle.noise.step_plan import StepPlan, StepPlans
+from noshuffle.noise.step_plan import StepPlan, StepPlans, grid_of
 
 #: Most steps on one tape, and the words that it should not exceed (a single record may).
 STEPS, WORDS = 1024, 2**18

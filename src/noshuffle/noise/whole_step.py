@@ -29,10 +29,9 @@ from noshuffle.c_library import together
 from noshuffle.noise import native
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.gaussian import CPU_CHUNK, TILE
-from noshuffle.noise.grid import grid_of
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import Source, test_source
-from noshuffle.noise.step_plan import StepPlan, StepPlans, dense
+from noshuffle.noise.step_plan import StepPlan, StepPlans, dense, grid_of
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe
 
 #: Bytes of the round keys of AES-256.

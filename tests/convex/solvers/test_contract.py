@@ -23,8 +23,9 @@ from noshuffle.convex.solvers import noisy_max
 from noshuffle.convex.solvers.domains import Ball, Everywhere, L1Ball, LpBall, Simplex
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise import NoiseStream
-from noshuffle.noise.grid import grid_of, grid_step
+from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.noise.step_plan import grid_of
 
 N, D = 96, 3
 BALL = {"epsilon": 2.0, "delta": 1e-5, "domain": Ball(1.0)}
