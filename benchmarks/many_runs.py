@@ -112,11 +112,11 @@ def plain_vmap(name: str, runs: int, batch: tuple, device: torch.device) -> Step
         return keep
 
     graph = StudyGraph(batch, capacity=BATCH, device=device)
-    graph.stage(batch, None, size=BATCH)
+    graph.put(batch, None, size=BATCH)
     graph.capture(work, work)
 
     def step() -> None:
-        graph.stage(batch, None, size=BATCH)
+        graph.put(batch, None, size=BATCH)
         graph.replay()
 
     return step

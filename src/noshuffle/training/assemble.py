@@ -16,7 +16,9 @@ add it, or freeze it with requires_grad_(False)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,11 +83,81 @@ def privatize(
         moved: no longer needed; a copied folder goes on under keys of its own.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
     """
-    whole(batch_size=batch_size)
-    one_of(("refuse", "drop"), on_violation=on_violation)
-    one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
+    chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
+    check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
+    inner = original(model)
+    parameters = trainable(inner)
+    # A distributed tensor, known by its mesh: the class itself takes seconds to import.
+    if sharded := [name for name, p in parameters.items() if hasattr(p, "device_mesh")]:
+        raise Unsupported(
+            f"privatize trains whole parameters in one process, {sharded[0]!r} is sharded "
+            "(fully_shard); use noshuffle.training.privatize_distributed"
+        )
+    device = one_device(parameters)
+    release = Release.begin(
+        plan,
+        {name: tuple(p.shape) for name, p in parameters.items()},
+        clip=clip if clip is not None else Flat(float(clip_norm)),  # type: ignore[arg-type]
+        divisor=batch_size,
+        device=device,
+        run=run,
+        source=source,
+        facts={"initial": initial, "isolation": "tried"},
+        budget=budget,
+    )
+    parts = Parts(
+        model=inner,
+        parameters=parameters,
+        optimizer=optimizer,
+        engine=engine if engine is not None else auto(inner),
+        release=release,
+        **chosen.of_steps(plan, device),
+    )
+    private = Private(model, plan, parts, loss_reduction=loss_reduction)
+    private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
+    private.write_statement()
+    return private
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a run was told by name."""
+
+    reduce: str
+    on_violation: str
+    loss_reduction: str
+    on_replay: str
+
+    def __post_init__(self) -> None:
+        one_of(("refuse", "drop"), on_violation=self.on_violation)
+        one_of(("mean", "sum"), reduce=self.reduce, loss_reduction=self.loss_reduction)
+        one_of(("auto", "refuse", "skip"), on_replay=self.on_replay)
+
+    def of_steps(self, plan: Plan, device: torch.device) -> dict[str, Any]:
+        """What they mean for the steps of a plan on a device."""
+        is_inexact = self.on_replay == "auto" and device.type == "cuda"
+        return {
+            "groups_users": plan.unit == "user",
+            "reduce": self.reduce,
+            "drop": self.on_violation == "drop",
+            "skips_replays": self.on_replay == "skip" or is_inexact,
+        }
+
+
+def check_arguments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    engine: Engine | None,
+    clip_norm: float | None,
+    clip: Clip | QuantileClip | None,
+    batch_size: int,
+    unit: str | None,
+) -> None:
+    """Refuse what no private run can be made of."""
+    whole(batch_size=batch_size)
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")
     if clip_norm is not None:
@@ -108,39 +180,4 @@ def privatize(
         )
     inner = original(model)
     validate(inner)
-    parameters = trainable(inner)
-    # A distributed tensor, known by its mesh: the class itself takes seconds to import.
-    if sharded := [name for name, p in parameters.items() if hasattr(p, "device_mesh")]:
-        raise Unsupported(
-            f"privatize trains whole parameters in one process, {sharded[0]!r} is sharded "
-            "(fully_shard); use noshuffle.training.privatize_distributed"
-        )
-    check_optimizer(optimizer, parameters)
-    device = one_device(parameters)
-    one_of(("auto", "refuse", "skip"), on_replay=on_replay)
-    release = Release.begin(
-        plan,
-        {name: tuple(p.shape) for name, p in parameters.items()},
-        clip=clip if clip is not None else Flat(float(clip_norm)),  # type: ignore[arg-type]
-        divisor=batch_size,
-        device=device,
-        run=run,
-        source=source,
-        facts={"initial": initial, "isolation": "tried"},
-        budget=budget,
-    )
-    parts = Parts(
-        model=inner,
-        parameters=parameters,
-        optimizer=optimizer,
-        engine=engine if engine is not None else auto(inner),
-        release=release,
-        groups_users=plan.unit == "user",
-        reduce=reduce,
-        drop=on_violation == "drop",
-        skips_replays=on_replay == "skip" or (on_replay == "auto" and device.type == "cuda"),
-    )
-    private = Private(model, plan, parts, loss_reduction=loss_reduction)
-    private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
-    private.write_statement()
-    return private
+    check_optimizer(optimizer, trainable(inner))

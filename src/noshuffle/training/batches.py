@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from noshuffle.clipping.objective import take
-from noshuffle.release.sampler import Sampler, in_order
+from noshuffle.release.sampler import Sampler
+from noshuffle.release.sampler import in_order as in_order
 from noshuffle.release.units import Ids
-
-__all__ = ["Batch", "TensorBatches", "as_batch", "in_order", "starting_at", "with_ids"]
 
 
 @dataclass(frozen=True)

@@ -38,20 +38,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from noshuffle.clipping import Clip, Flat, auto, validate
+from noshuffle.clipping import Clip, Flat, auto
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
-from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
+from noshuffle.errors import whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.account import Account
-from noshuffle.release.facts import INITIAL, check_optimizer, one_device
+from noshuffle.release.facts import INITIAL, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.opening import Opened, Run, open_run
 from noshuffle.release.release import Release
 from noshuffle.release.spending import Ancestor
+from noshuffle.training.assemble import Choices, check_arguments
 from noshuffle.training.group import shards
 from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.private import Elsewhere, GroupPrivate
@@ -104,26 +105,11 @@ def privatize_distributed(
     inner = original(model)
 
     def described() -> dict[str, Any]:
-        whole(batch_size=batch_size)
-        one_of(("refuse", "drop"), on_violation=on_violation)
-        one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
-        one_of(("auto", "refuse", "skip"), on_replay=on_replay)
+        chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
+        check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
         if block is not None:
             whole(block=block)
-        if (clip_norm is None) == (clip is None):
-            raise InvalidInput("give exactly one of clip_norm and clip")
-        if unit not in (None, plan.unit):
-            raise InvalidInput(
-                f"the plan protects one {plan.unit}, got unit={unit!r}; fit it again"
-            )
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise Unsupported(
-                "DataParallel and DistributedDataParallel would add up raw gradients; privatize "
-                "the module inside"
-            )
-        validate(inner)
         parameters = trainable(inner)
-        check_optimizer(optimizer, parameters)
         shards.places(parameters, team)
         return {
             "plan": plan.hash,
@@ -131,13 +117,10 @@ def privatize_distributed(
             "clip": repr(clip_norm if clip is None else clip),
             "batch_size": batch_size,
             "block": block,
-            "reduce": reduce,
-            "on_violation": on_violation,
-            "loss_reduction": loss_reduction,
+            **vars(chosen),
             "engine": type(engine).__name__,
             "run": run is not None,
             "budget": budget is not None,
-            "on_replay": on_replay,
             "initial": initial,
             "device": one_device(parameters).type,
             "optimizer": type(optimizer).__name__,
@@ -182,10 +165,7 @@ def privatize_distributed(
         optimizer=optimizer,
         engine=engine,
         release=made[0],
-        groups_users=plan.unit == "user",
-        reduce=reduce,
-        drop=on_violation == "drop",
-        skips_replays=on_replay == "skip" or (on_replay == "auto" and device.type == "cuda"),
+        **Choices(reduce, on_violation, loss_reduction, on_replay).of_steps(plan, device),
         team=team,
         places=places,
         block=block or -(-batch_size // BLOCKS),

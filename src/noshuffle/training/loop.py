@@ -4,16 +4,14 @@
 
 Batches come from a DataLoader, a generator, a list or `TensorBatches`; several epochs need
 something that can be iterated again. With a run folder the loop first loads the newest checkpoint
-and goes on behind it: steps that were already released are replayed from the same batches, and
-leave again only with the same sums. The random state that a loader started its epoch with is put
-back, so that order and augmentations come out the same. Steps that were not released yet get noise
-under fresh keys (with a test source, the noise they would have had).
+and goes on behind it: steps that were already released are replayed from the same batches, in the
+order and with the augmentations they had, and leave again only with the same sums. Steps that were
+not released yet get noise under fresh keys (with a test source, the noise they would have had).
 
 `metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
 gradient, and what `evaluate` makes of the released model. ε protects the training data; for the
 people in the data that `evaluate` reads, its figures are covered only if that data is public. The
-loss of a batch is raw: it goes to the callbacks alone, and is not shown when
-`StepProgress` is printed.
+loss of a batch is raw: it goes to the callbacks alone.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import nn
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, instance_of, whole
-from noshuffle.participation import Epochs, Participation, Restarted
+from noshuffle.participation import Epochs, Restarted
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.batches import TensorBatches, as_batch, starting_at
 from noshuffle.training.private import Private
@@ -84,7 +82,7 @@ def fit_model(
     """
     instance_of(Private, private=private)
     instance_of(Iterable, batches=batches)
-    total = _epochs_of(private) if epochs is None else epochs
+    total = _planned(private)[0] if epochs is None else epochs
     whole(epochs=total)
     if scheduler is not None:
         private.attach(scheduler=scheduler)
@@ -135,22 +133,18 @@ def fit_model(
     return private.statement()
 
 
-def _epochs_of(private: Private) -> int:
-    rule = _base(private)
-    return rule.epochs if isinstance(rule, Epochs) else 1
-
-
-def _base(private: Private) -> Participation:
+def _planned(private: Private) -> tuple[int, int]:
+    """Epochs and steps per epoch, as far as the plan says: once, and 0."""
     rule = private.plan.participation
-    return rule.participation if isinstance(rule, Restarted) else rule
+    rule = rule.participation if isinstance(rule, Restarted) else rule
+    return (rule.epochs, rule.steps_per_epoch) if isinstance(rule, Epochs) else (1, 0)
 
 
 def _length(private: Private, batches: Iterable[Any], given: int | None) -> int:
     """Steps per epoch as far as they can be known, else 0."""
     if private.plan.participation.is_sampled:
         return private.plan.steps
-    rule = _base(private)
-    planned = rule.steps_per_epoch if isinstance(rule, Epochs) else 0
+    planned = _planned(private)[1]
     if given is not None:
         whole(steps_per_epoch=given)
     try:
@@ -183,20 +177,15 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
         private.model.train(was_training)
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     if private.run is not None:
-        private.run.append_metrics({**_released(private, epoch), **metrics})
+        grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
+        norm = float(torch.stack([g.double().norm() for g in grads]).norm()) if grads else None
+        epsilon = private.epsilon_after(private.steps_done)
+        released = {
+            "step": private.steps_done,
+            "epoch": epoch,
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "learning_rate": float(private._parts.optimizer.param_groups[0]["lr"]),
+            "private_gradient_norm": norm,
+        }
+        private.run.append_metrics({**released, **metrics})
     return metrics
-
-
-def _released(private: Private, epoch: int) -> dict[str, Any]:
-    """Values that are functions of released ones."""
-    optimizer = private._parts.optimizer
-    grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
-    norm = float(torch.stack([g.double().norm() for g in grads]).norm()) if grads else None
-    epsilon = private.epsilon_after(private.steps_done)
-    return {
-        "step": private.steps_done,
-        "epoch": epoch,
-        "epsilon": epsilon if math.isfinite(epsilon) else None,
-        "learning_rate": float(optimizer.param_groups[0]["lr"]),
-        "private_gradient_norm": norm,
-    }

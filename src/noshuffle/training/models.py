@@ -45,6 +45,7 @@ def default_for(kind: str, shape: Shape) -> str:
 
 
 def _tanh_cnn(shape: Shape, classes: int) -> nn.Module:
+    height, width = (((size - 3) // 2 + 1 - 4) // 2 for size in shape[1:])
     return nn.Sequential(
         nn.Conv2d(shape[0], 16, 8, stride=2, padding=3),
         nn.Tanh(),
@@ -53,44 +54,33 @@ def _tanh_cnn(shape: Shape, classes: int) -> nn.Module:
         nn.Tanh(),
         nn.MaxPool2d(2, 1),
         nn.Flatten(),
-        nn.Linear(_flat_size(shape), 32),
+        nn.Linear(32 * height * width, 32),
         nn.Tanh(),
         nn.Linear(32, classes),
     )
 
 
-def _flat_size(shape: Shape) -> int:
-    def convolved(size: int) -> int:
-        first = (size + 6 - 8) // 2 + 1 - 1
-        return (first - 4) // 2 + 1 - 1
-
-    return 32 * convolved(shape[1]) * convolved(shape[2])
-
-
-def _vgg(shape: Shape, classes: int) -> nn.Module:
+def _convolutions(shape: Shape, widths: tuple[int, ...], *, each: int) -> list[nn.Module]:
+    """Blocks of `each` 3 × 3 convolutions with tanh, which halve the sides; then flat."""
     layers: list[nn.Module] = []
     channels = shape[0]
-    for width in (32, 64, 128):
-        for _ in range(2):
+    for width in widths:
+        for _ in range(each):
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.Tanh()]
             channels = width
         layers.append(nn.MaxPool2d(2))
+    return [*layers, nn.Flatten()]
+
+
+def _vgg(shape: Shape, classes: int) -> nn.Module:
     flat = 128 * (shape[1] // 8) * (shape[2] // 8)
-    layers += [nn.Flatten(), nn.Linear(flat, 128), nn.Tanh(), nn.Linear(128, classes)]
-    return nn.Sequential(*layers)
+    head = (nn.Linear(flat, 128), nn.Tanh(), nn.Linear(128, classes))
+    return nn.Sequential(*_convolutions(shape, (32, 64, 128), each=2), *head)
 
 
 def _small_cnn(shape: Shape, classes: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(shape[0], 16, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (shape[1] // 4) * (shape[2] // 4), classes),
-    )
+    flat = 32 * (shape[1] // 4) * (shape[2] // 4)
+    return nn.Sequential(*_convolutions(shape, (16, 32), each=1), nn.Linear(flat, classes))
 
 
 def _linear(shape: Shape, classes: int) -> nn.Module:
@@ -98,10 +88,8 @@ def _linear(shape: Shape, classes: int) -> nn.Module:
 
 
 def _mlp(shape: Shape, classes: int) -> nn.Module:
-    width = 128
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Tanh(), nn.Linear(width, classes)
-    )
+    first, last = nn.Linear(math.prod(shape), 128), nn.Linear(128, classes)
+    return nn.Sequential(nn.Flatten(), first, nn.Tanh(), last)
 
 
 class CharLSTM(nn.Module):
@@ -119,17 +107,13 @@ class CharLSTM(nn.Module):
         return scores.transpose(1, 2)
 
 
-def _char_lstm(shape: Shape, classes: int) -> nn.Module:
-    return CharLSTM(classes)
-
-
 _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "tanh_cnn": _tanh_cnn,
     "vgg": _vgg,
     "small_cnn": _small_cnn,
     "linear": _linear,
     "mlp": _mlp,
-    "char_lstm": _char_lstm,
+    "char_lstm": lambda shape, classes: CharLSTM(classes),
 }
 NAMES = tuple(_MODELS)
 

@@ -5,8 +5,8 @@
     print(private.statement())                    # ε so far, with all its assumptions
 
 Kairouz et al. 2021 (arXiv 2103.00039), Algorithm 1, for any correlated noise and any optimizer;
-DP-SGD is the same call with `identity()` and a sampled participation. The model stays the user's
-own object with its own names. State: model, optimizer, noise buffers, step, random state.
+DP-SGD is the same call with `identity()` and a sampled participation. State: model, optimizer,
+noise buffers, step, random state.
 
 >>> import torch
 >>> from noshuffle import Plan, SinglePass
@@ -42,8 +42,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled.result import Pending
+from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.hooks import Listener, at_work, guard
 from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import PrivateOptimizer
@@ -52,27 +51,16 @@ from noshuffle.training.unchanged import PrivateOptimizer
 class Private(OneOwner):
     """A model in private training. Build it with `privatize`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        parts: Parts,
-        *,
-        loss_reduction: str,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self.run = parts.release.folder
+    def __init__(self, model: nn.Module, plan: Plan, parts: Parts, *, loss_reduction: str) -> None:
+        self.model, self.plan, self.run = model, plan, parts.release.folder
+        self.compiled: Compiled | None = None
+        self.not_compiled = ""
+        self._parts, self._loss_reduction, self._index = parts, loss_reduction, 0
         self._outcome: Outcome | Pending | None = None
-        self._parts = parts
-        self._loss_reduction = loss_reduction
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
         self._let_go = guard(parts.optimizer, self)
-        self._index = 0
-        self.compiled: Compiled | None = None
-        self.not_compiled = ""
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = False
         self._statement: PrivacyStatement | None = None

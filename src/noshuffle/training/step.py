@@ -11,11 +11,10 @@ raw sum never leaves this file. Random layers of the model draw from generators 
 for every step and part (`seeded`), so that masks do not depend on what else has drawn, and an
 honest replay has the same. State: the sum in the making, gone after `release`.
 
-A GPU works behind the host. So the fingerprint of a batch that lies there is begun in `add` and
-waited for in `release`. Units with ids are admitted before their gradient is computed, as ever; a
-batch without ids is its own unit, known by its content only, so its sum is begun meanwhile and
-thrown away if the ledger refuses. The order stays strict for a replay, for a batch in parts, and
-for on_violation="drop" without ids.
+A GPU works behind the host, so the fingerprint of a batch there is begun in `add` and waited for in
+`release`. Units with ids are admitted before their gradient is computed; a batch without ids is its
+own unit, known by its content only, so its sum is begun meanwhile and thrown away if the ledger
+refuses. The order is strict for a replay, a batch in parts, and on_violation="drop" without ids.
 
 >>> with seeded(7, torch.device("cpu")):
 ...     first = torch.rand(2)
@@ -90,10 +89,7 @@ class Parts:
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """What a step saw: raw figures of the data, for the eyes of whoever holds it anyway.
-
-    Printed, it shows how many examples there were and no figure: logs are passed on.
-    """
+    """What a step saw: raw figures, for whoever holds the data anyway; logs do not show them."""
 
     losses: Tensor
     norms: Tensor
@@ -158,22 +154,22 @@ class Step:
     ) -> None:
         """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole.
 
-        `data` is the part of the batch that is the same in every epoch, where not all of it is
-        (gradients that come along): epochs are compared by it.
+        `data` is what epochs are compared by, where not all of a batch is the same in each.
         """
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
         self._settle()  # the part before was not the last one, whatever it said
-        is_behind = is_last and data is None and own is None and self._may_be_known_later(batch)
+        parts, admission = self.parts, None
+        is_whole = is_last and data is None and own is None and not self._ids
+        is_fresh = self.index >= parts.ledger.released
         self._ids.append(own)
-        if own is None and is_behind:
-            self._coming = fingerprint.begin(batch, None, secret=self.parts.secret)
-        elif own is None:
-            named = batch if data is None else data
-            self._prints.append(fingerprint.of_batch(named, None, secret=self.parts.secret))
-        admission = None
-        if not is_behind:
+        if is_whole and is_fresh and not parts.drop and fingerprint.is_elsewhere(batch):
+            self._coming = fingerprint.begin(batch, None, secret=parts.secret)
+        else:
+            if own is None:
+                named = batch if data is None else data
+                self._prints.append(fingerprint.of_batch(named, None, secret=parts.secret))
             admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
         keep = None if admission is None else rows_kept(admission, size)
@@ -181,22 +177,18 @@ class Step:
             self._dropped += size - int(keep.sum())
             batch = take(batch, torch.from_numpy(keep))
         units = None
-        if self.parts.groups_users:
+        if parts.groups_users:
             assert own is not None
             own = own if keep is None else own[keep]
             units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
-        for parameter in self.parts.parameters.values():
+        for parameter in parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
-        with seeded(self.parts.release.seed(self.index, len(self._sums)), self.parts.device):
-            part = self.parts.engine.clipped_sum(
-                self.parts.model,
-                loss_fn,
-                batch,
-                clip=self.parts.threshold.clip,
-                units=units,
-                reduce=self.parts.reduce,
+        clip, reduce = parts.threshold.clip, parts.reduce
+        with seeded(parts.release.seed(self.index, len(self._sums)), parts.device):
+            part = parts.engine.clipped_sum(
+                parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
             )
-        self.parts.guard.check_names(part.values)
+        parts.guard.check_names(part.values)
         if self._sums:
             for name, value in self._sums[0].values.items():
                 value.add_(part.values[name])
@@ -215,8 +207,11 @@ class Step:
         values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
-        if not self._commit(admission, values):
-            return self._pass_over()
+        if not self._commit(admission, values):  # a released step whose sum came out otherwise
+            if not parts.skips_replays:
+                raise parts.release.refusal(self.index)
+            parts.release.skip()
+            return replace(self._outcome(), is_skipped=True)
         parts.release.add_noise_(values)
         self._give(values)
         parts.release.learn(self._sums, step=self.index)
@@ -226,13 +221,6 @@ class Step:
     def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
         release = self.parts.release
         return release.commit(admission, release.digest(values, release.counted(self._sums)))
-
-    def _pass_over(self) -> Outcome:
-        """A released step whose sum came out otherwise: nothing of it may leave."""
-        if not self.parts.skips_replays:
-            raise self.parts.release.refusal(self.index)
-        self.parts.release.skip()
-        return replace(self._outcome(), is_skipped=True)
 
     def _leave_out_(self, values: dict[str, Tensor]) -> None:
         """Nothing of the batch may be used: noise alone is released, and nothing is learned."""
@@ -280,12 +268,6 @@ class Step:
                 "count as several contributions; group them"
             )
         return own
-
-    def _may_be_known_later(self, batch: tuple[Any, ...]) -> bool:
-        """Whether the sum of a batch without ids may be begun before its fingerprint is there."""
-        is_fresh = self.index >= self.parts.ledger.released
-        is_whole = not self._ids and not self.parts.drop
-        return is_whole and is_fresh and fingerprint.is_elsewhere(batch)
 
     def _settle(self) -> None:
         """Wait for a fingerprint that is on its way, and have leave for the batch with it."""

@@ -53,7 +53,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         listener: Listener,
         accumulate: Callable[[], AbstractContextManager[Step]],
     ) -> None:
-        # Not calling Optimizer.__init__: groups and state are those of the optimizer inside.
+        # Not calling Optimizer.__init__, which would give it groups of its own.
         self._parts = parts
         self._listener = listener
         self._accumulate = accumulate
@@ -62,17 +62,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._inner.defaults
+    def __getattr__(self, name: str) -> Any:
+        """Groups, state and defaults are those of the optimizer inside."""
+        return getattr(self.__dict__["_inner"], name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Unsupported("parameters cannot join a private run; add them before privatize")

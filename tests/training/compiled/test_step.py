@@ -304,7 +304,7 @@ def test_what_cannot_be_compiled_says_why():
 
 
 def test_reasons_against_a_graph():
-    from noshuffle.training.compiled.reason import why_not
+    from noshuffle.training.compiled.programs import why_not
 
     class Elsewhere:
         device = torch.device("cuda")
@@ -390,7 +390,7 @@ def test_the_last_program_is_taken_again_only_where_all_is_as_it_was(change):
 
 NEWER_NAMES = """
 import torch
-from noshuffle.training.compiled.program import repeatable
+from noshuffle.training.compiled.graphs import repeatable
 from noshuffle.training.compiled.programs import _numerics
 cudnn, seen = torch.backends.cudnn, [_numerics()]
 for place, precision in ((torch.backends.cuda.matmul, "tf32"), (cudnn.conv, "ieee")):
@@ -568,7 +568,7 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
     list(walk(never, 1, start=2, has_ids=has_ids))
     (program,) = private.compiled._programs.values()
     patches = {
-        "start": ("noshuffle.training.compiled.program.Captured.__call__", interrupted),
+        "start": ("noshuffle.training.compiled.graphs.Captured.__call__", interrupted),
         "prints": ("noshuffle.training.compiled.step.fingerprint.of_batch", interrupted),
         "record": ("noshuffle.release.ledger_file.time.time", interrupted),
         "release": ("noshuffle.training.compiled.update.FusedSGD.before", interrupted),
@@ -668,7 +668,7 @@ def test_a_batch_that_wants_gradients_is_a_batch(size):
     for own, other in zip(runs[0].model.parameters(), runs[1].model.parameters()):
         torch.testing.assert_close(own, other, **CLOSE)
     (program,) = runs[0].compiled._programs.values()
-    assert not any(buffer.requires_grad for buffer in program._buffers)
+    assert not any(buffer.requires_grad for buffer in program.tensors)
 
 
 def in_lanes(row):

@@ -14,9 +14,8 @@ from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
-from noshuffle.training.many.single import products
 from noshuffle.training.many.stacked import Stacked, _patches
-from noshuffle.training.many.sum import clipped_sums, network_for
+from noshuffle.training.many.sum import clipped_sums, network_for, products
 from noshuffle.training.many.vmapped import Vmapped
 from noshuffle.training.models import build
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from noshuffle.training.compiled.step import Compiled, compiled_step
+from noshuffle.training.compiled.step import Compiled, Pending, compiled_step
 
-__all__ = ["Compiled", "compiled_step"]
+__all__ = ["Compiled", "Pending", "compiled_step"]

@@ -5,10 +5,9 @@
     agree     same rows marked as bad, and ‖sum − truth‖ ≤ 10⁻⁴·max(‖truth‖, c), with TF32 10⁻²
     exact     four replays with the same bits
 
-The order is that of speed on small models, last to first in `sum`; nothing is timed, so
-that two runs of one model choose alike and end with the same bits. The answer depends on data only
-in which of several equal computations is run. It is written into the ledger, so that a resumed run
-repeats the same arithmetic. No state.
+The order is that of speed on small models, last to first in `sum`; nothing is timed, so that two
+runs of one model choose alike and end with the same bits. The answer is written into the ledger, so
+that a resumed run repeats the same arithmetic. No state.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.factor import SLACK, slack
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput
+from noshuffle.training.compiled.flat import Sums
 from noshuffle.training.compiled.program import Program
-from noshuffle.training.compiled.result import Sums, TotalFn
 from noshuffle.training.compiled.sum import candidates
 
 #: The fact of a ledger that names the form, and whether it is exact.
 FACT = "program"
-Say = Callable[[str], None]
 
 
 def choose(
@@ -36,10 +34,10 @@ def choose(
     loss_fn: Criterion | ModelLoss,
     *,
     fuse: bool,
-    say: Say,
+    say: Callable[[str], None],
     only: str = "",
-) -> tuple[str, bool] | None:
-    """Capture the best form that agrees; its name, and whether replays repeat it to the bit.
+) -> str | None:
+    """Capture the best form that agrees, and name it.
 
     With `only`, that form or none, and the ledger is not told.
     """
@@ -58,8 +56,7 @@ def choose(
         say("two runs on the same batch differ, so the model draws from elsewhere: eager")
         return None
     fact = "" if only else parts.ledger.meta(FACT) or ""
-    wanted, was_exact = fact.rpartition("; ")[::2]
-    wanted = wanted or only
+    wanted = fact.rpartition("; ")[0] or only
     builders = candidates(
         parts.engine,
         parts.model,
@@ -74,18 +71,20 @@ def choose(
         if wanted and name != wanted:
             continue
         try:
-            _take(program, builders[name](), truth, bound=bound)
+            program.capture_sum(builders[name]())
+            reseed(program)
+            program.sum()
+            program.report()
+            assert program.sums is not None
+            if not agree(program.sums, truth, bound=bound):
+                raise InvalidInput("it differs from the eager sum")
         except Exception as error:
             line = " ".join(str(error).split())[:160]
             say(f"the sum by {name} was not taken ({type(error).__name__}: {line})")
             continue
-        if fact:
-            return name, was_exact == "exact"
-        is_exact = _repeats(program)
-        if only:
-            return name, is_exact
-        parts.ledger.bind(FACT, f"{name}; {'exact' if is_exact else 'inexact'}")
-        return name, is_exact
+        if not fact and not only:
+            parts.ledger.bind(FACT, f"{name}; {'exact' if _repeats(program) else 'inexact'}")
+        return name
     return None
 
 
@@ -109,23 +108,11 @@ def reseed(program: Program) -> None:
         torch.cuda.manual_seed(0)
 
 
-def _take(program: Program, total: TotalFn, truth: Sums, *, bound: float) -> None:
-    """Capture one form of the sum; raises if it does not agree."""
-    program.capture_sum(total)
-    reseed(program)
-    program.sum()
-    program.report()
-    assert program.sums is not None
-    if not agree(program.sums, truth, bound=bound):
-        raise InvalidInput("it differs from the eager sum")
-
-
 def _repeats(program: Program) -> bool:
     """Whether replays give the same bits (random layers: from the same random state)."""
     seen: list[list[Tensor]] = []
     for _ in range(4):
         reseed(program)
         program.sum()
-        assert program.sums is not None
-        seen.append([value.clone() for value in program.sums.values.values()])
+        seen.append([value.clone() for value in program.values.values()])
     return all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))

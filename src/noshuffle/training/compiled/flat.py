@@ -7,7 +7,7 @@
 A captured step is as fast as its kernels are few: the ordinary way takes about fifteen small ones a
 parameter. Forms that fit neither kind (long sequences, embeddings) stay as they are: their squared
 norms come in as `extra`, and their sums are taken beside. With one bound for the whole gradient
-only (`Flat`). `plain` is the twin by torch operations, which a CPU runs. No state but the tables.
+only (`Flat`). `_plain` is the twin of the kernels, which a CPU runs. No state but the tables.
 
 >>> import torch
 >>> from noshuffle.clipping.forms import OuterGradient
@@ -21,10 +21,10 @@ only (`Flat`). `plain` is the twin by torch operations, which a CPU runs. No sta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +38,6 @@ from noshuffle.clipping.forms import (
 )
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled import kernels
-from noshuffle.training.compiled.result import Sums
 
 #: A gradient is written out up to this many numbers of one example; a whole matrix up to so many.
 MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
@@ -46,11 +45,26 @@ ROWS, COLUMNS, OUTPUTS, INPUTS, BLOCK = 32, 64, 16, 64, 1024
 #: What the square of a float32 may lose by underflow; the factor beside it may be large.
 HIDDEN = 1.2e-38
 
-_Forms = Mapping[str, Sequence[GradientForm]]
+Forms = Mapping[str, Sequence[GradientForm]]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Values by name, and per row loss, norm, is-bad; `report` has the three rows in one tensor."""
+
+    values: dict[str, Tensor]
+    losses: Tensor
+    norms: Tensor
+    bad: Tensor
+    report: Tensor | None = None
+
+
+#: The clipped sum of the rows of a batch that a mask keeps.
+TotalFn = Callable[[tuple[Any, ...], Tensor], Sums]
 
 
 def _kind(forms: Sequence[GradientForm], size: int) -> str:
-    """How a parameter is kept: "pair", "dense", or "other"."""
+    """How a parameter is kept: "pair", "dense", "other", or "none"."""
     if len(forms) != 1:
         return "other" if forms else "none"
     form = forms[0]
@@ -69,67 +83,63 @@ class Flattened:
     """
 
     def __init__(
-        self, forms: _Forms, like: Mapping[str, Tensor], *, aim: float, rows: int = 1
+        self, forms: Forms, like: Mapping[str, Tensor], *, aim: float, rows: int = 1
     ) -> None:
-        self._like = dict(like)
-        first = next(iter(like.values()))
-        self._device = first.device
-        kinds = {name: _kind(forms.get(name, ()), like[name].numel()) for name in like}
         if any(value.dtype == torch.float64 for value in like.values()):
             raise Unsupported("the matrix is in single precision")
-        self._dense = [name for name in like if kinds[name] == "dense"]
-        self._pairs = [name for name in like if kinds[name] == "pair"]
-        self._others = [name for name in like if kinds[name] == "other"]
+        self._like = dict(like)
+        device = next(iter(like.values())).device
+        kinds = {name: _kind(forms.get(name, ()), like[name].numel()) for name in like}
+        self._dense, self._pairs, self._others = (
+            [name for name in like if kinds[name] == kind] for kind in ("dense", "pair", "other")
+        )
         if not self._dense and not self._pairs:
             raise Unsupported("no parameter fits into the matrix")
         self.columns = sum(like[name].numel() for name in self._dense)
-        table: list[tuple[int, int, int, int, int]] = []
-        inputs = [forms[name][0].a.shape[2] for name in self._pairs]  # type: ignore[attr-defined]
-        outputs = [forms[name][0].g.shape[2] for name in self._pairs]  # type: ignore[attr-defined]
-        at, place = self.columns, self.columns
-        behind = self.columns + sum(inputs)
+        pairs: list[Any] = [forms[name][0] for name in self._pairs]
+        inputs, outputs = [f.a.shape[2] for f in pairs], [f.g.shape[2] for f in pairs]
+        at, behind, self._length = self.columns, self.columns + sum(inputs), self.columns
+        #: Per linear layer: first input column, inputs, first output column, outputs, where its
+        #: product begins in the sum.
+        self._table: list[tuple[int, int, int, int, int]] = []
         for i, o in zip(inputs, outputs):
-            table.append((at, i, behind, o, place))
-            at, behind, place = at + i, behind + o, place + i * o
+            self._table.append((at, i, behind, o, self._length))
+            at, behind, self._length = at + i, behind + o, self._length + i * o
         if rows * behind > MOST_NUMBERS:
             raise Unsupported(f"a matrix of {rows} × {behind:,} is too large")
-        self._table = table
         # A lane of the kernel loses at most one rounding for every square that it adds up.
-        longest = max([self.columns, *inputs, *outputs])
-        aim *= 1.0 - 2.0**-24 * ((longest - 1) // BLOCK)
-        self._aim = torch.full((1,), aim, dtype=torch.float64, device=self._device)
-        self._zeros = torch.zeros(0, dtype=torch.float64, device=self._device)
-        self._tables()
-
-    def _tables(self) -> None:
+        aim *= 1.0 - 2.0**-24 * ((max([self.columns, *inputs, *outputs]) - 1) // BLOCK)
+        self._aim = torch.full((1,), aim, dtype=torch.float64, device=device)
+        self._zeros = torch.zeros(0, dtype=torch.float64, device=device)
         tiles = [
             (r, p, q)
             for r, (_, i, _, o, _) in enumerate(self._table)
             for p in range(-(-o // OUTPUTS))
             for q in range(-(-i // INPUTS))
         ]
-        shaped = np.array(self._table or [(0,) * 5], dtype=np.int64)
-        self._where = torch.from_numpy(shaped).to(self._device)
-        self._tiles = torch.from_numpy(np.array(tiles or [(0,) * 3], dtype=np.int32)).to(
-            self._device
-        )
         self._programs = len(tiles)
+        self._where = torch.tensor(self._table or [(0,) * 5], dtype=torch.int64, device=device)
+        self._tiles = torch.tensor(tiles or [(0,) * 3], dtype=torch.int32, device=device)
 
-    def __call__(self, forms: _Forms, losses: Tensor, keep: Tensor) -> Sums:
+    def __call__(self, forms: Forms, losses: Tensor, keep: Tensor) -> Sums:
         """Clip every row and sum."""
         size = len(losses)
-        written = [forms[n][0].dense().reshape(size, -1) for n in self._dense]
         pairs: list[Any] = [forms[n][0] for n in self._pairs]
-        parts = [*written, *(f.a.reshape(size, -1) for f in pairs)]
-        parts += [f.g.reshape(size, -1) for f in pairs]
-        matrix = torch.cat([part.float() for part in parts], dim=1)
-        extra = self._nothing(size)
+        parts = [*(forms[n][0].dense() for n in self._dense), *(f.a for f in pairs)]
+        parts += [f.g for f in pairs]
+        matrix = torch.cat([part.reshape(size, -1).float() for part in parts], dim=1)
+        if len(self._zeros) != size:
+            self._zeros = self._zeros.new_zeros(size)
+        extra = self._zeros
         if self._others:
             extra = torch.stack([squares(forms[n]).double() for n in self._others]).sum(0)
         run = self._by_kernels if matrix.is_cuda and kernels.HAS_TRITON else self._plain
         factor, report, flat = run(matrix, losses.float(), keep, extra)
-        values = self._cut(flat)
-        good = factor != 0
+        values, at, good = {}, 0, factor != 0
+        for name in (*self._dense, *self._pairs):
+            shape = self._like[name].shape
+            values[name] = flat[at : at + math.prod(shape)].view(shape)
+            at += math.prod(shape)
         for name in self._others:
             totals = [form.kept(good).total(factor) for form in forms[name]]
             values[name] = sum(totals[1:], start=totals[0]).float().reshape(self._like[name].shape)
@@ -138,63 +148,24 @@ class Flattened:
         ordered = {name: values[name] for name in self._like}
         return Sums(ordered, losses, report[1], report[2] != 0, report)
 
-    def _nothing(self, size: int) -> Tensor:
-        """Zeros, made once."""
-        if len(self._zeros) != size:
-            self._zeros = torch.zeros(size, dtype=torch.float64, device=self._device)
-        return self._zeros
-
-    def _cut(self, flat: Tensor) -> dict[str, Tensor]:
-        """The sum of every parameter, as a view in its own shape."""
-        values, at = {}, 0
-        for name in [*self._dense, *self._pairs]:
-            shape = self._like[name].shape
-            values[name] = flat[at : at + math.prod(shape)].view(shape)
-            at += math.prod(shape)
-        return values
-
-    def _length(self) -> int:
-        return self.columns + sum(int(i) * int(o) for _, i, _, o, _ in self._table)
-
     def _by_kernels(
         self, matrix: Tensor, losses: Tensor, keep: Tensor, extra: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, width = matrix.shape
         factor, report = matrix.new_empty(rows), matrix.new_empty((3, rows))
-        out = matrix.new_empty(self._length())
+        out = matrix.new_empty(self._length)
         launch: Any = kernels
-        launch.row_factors[(rows,)](
-            matrix,
-            width,
-            self.columns,
-            self._where,
-            len(self._table),
-            losses,
-            keep.view(torch.uint8),
-            extra,
-            self._aim,
-            factor,
-            report,
-            rows,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        given = (losses, keep.view(torch.uint8), extra, self._aim, factor, report, rows)
+        shape = (self.columns, self._where, len(self._table))
+        launch.row_factors[(rows,)](matrix, width, *shape, *given, BLOCK=BLOCK, num_warps=4)
         if self.columns:
             launch.dense_sum[(-(-self.columns // COLUMNS),)](
                 matrix, width, self.columns, factor, rows, out, ROWS=ROWS, COLUMNS=COLUMNS
             )
         if self._programs:
+            sizes = {"ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS}
             launch.pair_sum[(self._programs,)](
-                matrix,
-                width,
-                self._tiles,
-                self._where,
-                factor,
-                rows,
-                out,
-                ROWS=ROWS,
-                OUTPUTS=OUTPUTS,
-                INPUTS=INPUTS,
+                matrix, width, self._tiles, self._where, factor, rows, out, **sizes
             )
         return factor, report, out
 

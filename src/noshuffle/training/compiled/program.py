@@ -7,46 +7,31 @@
 The host stages a batch (rows beyond it stay zero, with weight zero), replays `digest` where the
 batch has no ids, replays `sum`, writes the ledger while the device is at work on it, and replays
 `release`. The digest of the sum is read some time during the next step; a replay asks for it before
-it is released. Nothing here decides anything: order and guard are `compiled`'s.
-
-Without capture (`captures=False`, on any device) the same three functions are simply called; the
-tests hold everything but the capture itself that way.
+it is released. Nothing here decides anything: order and guard are those of `step`.
 
 State: the buffers, and what the last step left in them until the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.errors import Unsupported
 from noshuffle.release import tags
 from noshuffle.release.digest import DigestRing, Keys, Printer
-from noshuffle.release.guard import Mask
-from noshuffle.training.compiled.result import Rows, Sums, TotalFn
+from noshuffle.training.compiled.flat import Sums, TotalFn
+from noshuffle.training.compiled.graphs import Buffers, Captured, repeatable, warmed
 from noshuffle.training.compiled.signal import Signal
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step import Parts
 
-
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Convolutions by algorithms that give the same bits every time."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
+Rows = NDArray[np.float32]
 
 
 def in_memory(value: Tensor) -> Tensor:
@@ -60,26 +45,7 @@ def in_memory(value: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,))
 
 
-class Captured:
-    """A function without arguments, captured once and replayed, or simply called."""
-
-    def __init__(self, do: Callable[[], None], *, captures: bool, pool: Any = None) -> None:
-        self.do = do
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if captures:
-            self._graph = torch.cuda.CUDAGraph()
-            # Other threads (a loader that pins memory) may go on using the device meanwhile.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                do()
-
-    def __call__(self) -> None:
-        if self._graph is None:
-            self.do()
-        else:
-            self._graph.replay()
-
-
-class Program:
+class Program(Buffers):
     """The graphs of one kind of batch, up to `capacity` rows.
 
     Guarantees: rows that are not kept contribute exactly zero, whatever a buffer holds; `release`
@@ -95,25 +61,12 @@ class Program:
         keys: Keys,
         captures: bool,
     ) -> None:
-        self.parts, self.capacity, self.captures = parts, capacity, captures
-        self.device = keys.device
-        leaves, self._spec = tree_flatten(batch)
-        self.structure = repr(self._spec).encode()
-        self._leaves = [
-            torch.zeros((capacity, *v.shape[1:]), dtype=v.dtype, device=self.device)
-            if isinstance(v, Tensor)
-            else v
-            for v in leaves
-        ]
-        self._buffers = [v for v in self._leaves if isinstance(v, Tensor)]
-        self.keep = torch.zeros(capacity, dtype=torch.bool, device=self.device)
-        self._kept: tuple[int, bytes] = (0, b"")
-        self._filled = 0
-        self._keys = keys
-        groups = [[buffer] for buffer in self._buffers]
-        self._printer = Printer(keys, groups)
+        super().__init__(batch, capacity=capacity, device=keys.device)
+        self.parts, self.captures, self._keys = parts, captures, keys
+        self.structure = repr(self.spec).encode()
+        self._printer = Printer(keys, [[buffer] for buffer in self.tensors])
         self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._prints = self._host((len(groups), 4), torch.int64)
+        self._prints = self._host((len(self.tensors), 4), torch.int64)
         self._report = self._host((3, capacity), torch.float32)
         self._losses = self._host((capacity,), torch.float32)
         # The same memory as NumPy sees it; to ask for such a view takes longer than to read it.
@@ -129,13 +82,11 @@ class Program:
         self._is_shown = False
         self.sums: Sums | None = None
         self._grads: dict[nn.Parameter, Tensor] = {}
-        self._digest = Captured(self._do_digest, captures=False)
-        self._sum = Captured(lambda: None, captures=False)
+        nothing = Captured(lambda: None, captures=False)
+        self._digest = self._sum = self._hash = self._release = nothing
         self._sum_printer: Printer | None = None
-        self._hash = Captured(lambda: None, captures=False)
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
-        self._release = Captured(lambda: None, captures=False)
         self.update: Update | None = None
         self._held: list[Held] = []
 
@@ -143,44 +94,34 @@ class Program:
         return torch.zeros(shape, dtype=dtype, pin_memory=self.captures)
 
     @property
-    def batch(self) -> tuple[Any, ...]:
-        """The buffers in the structure of a batch."""
-        whole: tuple[Any, ...] = tree_unflatten(self._leaves, self._spec)
-        return whole
+    def values(self) -> dict[str, Tensor]:
+        """The clipped sum, which must be ready."""
+        assert self.sums is not None
+        return self.sums.values
 
     # -- building ------------------------------------------------------------------------------
 
+    def _captured(self, do: Callable[[], None]) -> Captured:
+        return Captured(do, captures=self.captures, pool=self._pool)
+
     def capture_digest(self) -> None:
         """Ready the fingerprints of the batch, and the digest of the sum, which must be ready."""
-        assert self.sums is not None
         self._do_digest()
-        self._digest = Captured(self._do_digest, captures=self.captures, pool=self._pool)
-        values = [self.sums.values[name] for name in sorted(self.sums.values)]
+        self._digest = self._captured(self._do_digest)
         if self._ring is not None:
             # Its tables are sent to the device here: inside a capture they would be sent again
             # with every replay, from memory that is somebody else's by then.
-            self._sum_printer = Printer(self._keys, [[in_memory(value) for value in values]])
+            values = [in_memory(self.values[name]) for name in sorted(self.values)]
+            self._sum_printer = Printer(self._keys, [values])
             torch.cuda.synchronize(self.device)
             self._hash_sum()
-            self._hash = Captured(self._hash_sum, captures=True, pool=self._pool)
+            self._hash = self._captured(self._hash_sum)
             generator = torch.cuda.default_generators[self.device.index or 0]
             before = generator.get_state()
             self._sum()
             torch.cuda.synchronize(self.device)
             self.is_random = not torch.equal(generator.get_state(), before)
         self._reset()
-
-    def _hash_sum(self) -> None:
-        assert self._ring is not None
-        assert self._sum_printer is not None
-        self._ring.publish_(self._sum_printer)
-
-    def _reset(self) -> None:
-        """Expect nothing that is on its way."""
-        for signal in (self._digested, self._shown, self._summed):
-            signal.reset()
-        if self._ring is not None:
-            self._ring.reset()
 
     def capture_sum(self, total: TotalFn) -> None:
         """Ready the clipped sum by one of its forms; a former one is forgotten."""
@@ -197,15 +138,8 @@ class Program:
 
         with repeatable():
             if self.captures:
-                # Libraries make plans and workspaces when first used, which a capture must not.
-                side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-                side.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(side):
-                    for _ in range(2):
-                        do()
-                torch.cuda.current_stream(self.device).wait_stream(side)
-                torch.cuda.synchronize(self.device)
-            self._sum = Captured(do, captures=self.captures, pool=self._pool)
+                warmed(do, self.device)
+            self._sum = self._captured(do)
         self._shown.reset()
         self._summed.reset()
 
@@ -214,9 +148,8 @@ class Program:
         self.update = update
         update.prepare()
         if self.captures:
-            assert self.sums is not None
-            self.parts.noise.prepare(self.sums.values, counts_itself=True)
-        self._release = Captured(self._do_release, captures=self.captures, pool=self._pool)
+            self.parts.noise.prepare(self.values, counts_itself=True)
+        self._release = self._captured(self._do_release)
         self._held = update.held()
 
     def show(self, losses: Tensor) -> None:
@@ -231,11 +164,15 @@ class Program:
         self._prints.copy_(self._printer.run_(), non_blocking=True)
         self._digested.raise_()
 
+    def _hash_sum(self) -> None:
+        assert self._ring is not None
+        assert self._sum_printer is not None
+        self._ring.publish_(self._sum_printer)
+
     @torch.no_grad()
     def _do_release(self) -> None:
-        assert self.sums is not None
         assert self.update is not None
-        values = self.sums.values
+        values = self.values
         if self._ring is not None:
             self._hash_sum()
         self.parts.noise.add_(values)
@@ -251,34 +188,6 @@ class Program:
                 parameter.grad = grad
 
     # -- one step ------------------------------------------------------------------------------
-
-    def stage(self, leaves: Sequence[Any], size: int) -> None:
-        """Put a batch of `size` rows (its leaves) into the buffers, zeros behind it."""
-        given = [
-            leaf.detach() if leaf.requires_grad else leaf  # or the buffers would belong to its pass
-            for leaf in leaves
-            if isinstance(leaf, Tensor)
-        ]
-        if size == self.capacity:
-            torch._foreach_copy_(self._buffers, given)
-        else:
-            for buffer, leaf in zip(self._buffers, given):
-                buffer[:size].copy_(leaf)
-                if size < self._filled:
-                    buffer[size : self._filled].zero_()
-        self._filled = size
-
-    def weigh(self, size: int, keep: Mask | None) -> None:
-        """Say which of the `size` rows count (None: all). The others are made zero."""
-        key = (size, b"" if keep is None else keep.tobytes())
-        if key != self._kept:
-            mask = np.zeros(self.capacity, dtype=bool)
-            mask[:size] = True if keep is None else keep
-            self.keep.copy_(torch.from_numpy(mask))
-            self._kept = key
-        if keep is not None:
-            for buffer in self._buffers:
-                buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)
 
     def digest(self) -> None:
         """Start the fingerprints of what is staged."""
@@ -303,8 +212,7 @@ class Program:
         """
         ring = self._ring
         if ring is None:
-            assert self.sums is not None
-            values = [self.sums.values[name] for name in sorted(self.sums.values)]
+            values = [self.values[name] for name in sorted(self.values)]
             here = tags.of_group(values, self.parts.secret)
             return lambda: here
         if is_now:
@@ -326,6 +234,13 @@ class Program:
         """
         self.forget()
         self._reset()
+
+    def _reset(self) -> None:
+        """Expect nothing that is on its way."""
+        for signal in (self._digested, self._shown, self._summed):
+            signal.reset()
+        if self._ring is not None:
+            self._ring.reset()
 
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""

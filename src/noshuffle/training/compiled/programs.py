@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten
 
-from noshuffle.clipping import ModelLoss
+from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.digest import Keys
@@ -28,10 +28,38 @@ from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step import Parts
 
-#: Kinds of batches that get a program of their own.
-MOST_PROGRAMS = 4
+#: Models beyond this are bound by arithmetic, not by launches, and want their memory.
+LARGEST = 2**25
 #: Kinds of values in a batch that a program may freeze: their text says all about them.
 _PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def why_not(parts: Parts, *, wanted: bool | str) -> str:
+    """Why a run cannot have a compiled step; empty if it can."""
+    device = next(iter(parts.parameters.values())).device
+    if wanted is False:
+        return "compile=False"
+    if device.type != "cuda":
+        return f"graphs need a CUDA device, the parameters are on {device.type}"
+    if parts.groups_users:
+        return "a plan with unit='user' groups rows by who they belong to, which changes by step"
+    if any(p.dtype == torch.float64 for p in parts.parameters.values()):
+        return "the compiled step is written for float32, the parameters are float64"
+    if parts.threshold.is_adaptive:
+        return "the clip norm follows a quantile, which is read after every step"
+    if not isinstance(parts.engine, Ghost | PerExample):
+        return f"the engine {type(parts.engine).__name__} is not known to run without waiting"
+    if parts.engine.microbatch is not None:
+        return "the engine takes microbatches"
+    if parts.noise._fused is None:
+        return "the noise is not fused: install triton and use philox"
+    count = sum(p.numel() for p in parts.parameters.values())
+    if wanted == "auto" and count > LARGEST:
+        return (
+            f"{count:,} parameters are bound by arithmetic, not by launches; compile=True captures "
+            "nevertheless"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -53,10 +81,13 @@ class Programs:
     batch has to be worked on without one, and `fallbacks` says why.
     """
 
+    #: Kinds of batches that get a program of their own.
+    most = 4
+
     def __init__(self, parts: Parts, *, capacity: int, captures: bool) -> None:
         self.parts, self.capacity, self.captures = parts, capacity, captures
         self.fallbacks: list[str] = []
-        self.device = next(iter(parts.parameters.values())).device
+        self.device = parts.device
         self._keys = Keys(parts.secret, device=self.device)
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
@@ -113,13 +144,13 @@ class Programs:
         )
         modes = [module.training for module in self._modules]
         numerics = _numerics()
-        key = (id(loss_fn), spec, kinds, tuple(modes), numerics)
+        key = (id(loss_fn), spec, kinds, tuple(modes), numerics, self.capacity)
         if key not in self._programs:
             if not size:
                 return None  # nothing can be tried on nobody
-            if len(self._programs) >= MOST_PROGRAMS:
+            if len(self._programs) >= self.most:
                 self.say(
-                    f"more than {MOST_PROGRAMS} kinds of batches, losses or modes; the others are "
+                    f"more than {self.most} kinds of batches, losses or modes; the others are "
                     "eager (is loss_fn made anew in every step?)"
                 )
                 return None
@@ -150,17 +181,21 @@ class Programs:
         fuse: bool = False,
         only: str = "",
         finish: Callable[[Program], None] | None = None,
-    ) -> tuple[Program, str, bool] | None:
-        """A program with the best form of the clipped sum, its name, whether replays are exact.
+    ) -> tuple[Program, str] | None:
+        """A program with the best form of the clipped sum (with `only`, that one), and its name.
 
-        With `only`, that form. `finish` captures the rest. None where anything fails: `fallbacks`
-        has the reason.
+        `finish` captures the rest. None where anything fails: `fallbacks` has the reason.
         """
         devices = [self.device] if self.device.type == "cuda" else []
-        options: dict[str, Any] = {"capacity": self.capacity, "keys": self._keys}
         with self.at_home(), torch.random.fork_rng(devices=devices):
             try:
-                program = Program(self.parts, batch, captures=self.captures, **options)
+                program = Program(
+                    self.parts,
+                    batch,
+                    capacity=self.capacity,
+                    keys=self._keys,
+                    captures=self.captures,
+                )
                 program.stage(tree_flatten(batch)[0], size)
                 program.weigh(size, None)
                 with put_back_after(self.parts.model):  # its runs are trials, not steps
@@ -173,7 +208,7 @@ class Programs:
                 line = " ".join(str(error).split())[:200]
                 self.say(f"not captured ({type(error).__name__}: {line}): eager")
                 return None
-        return program, *chosen
+        return program, chosen
 
     def at_home(self) -> AbstractContextManager[Any]:
         """With the device of the run as the current one."""

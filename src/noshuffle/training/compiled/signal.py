@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,12 +24,8 @@ from noshuffle.errors import NoshuffleError
 _TURN, _PATIENCE = 256, 2**18
 
 
-def _nobody() -> None:
-    """There is no such call on this system."""
-
-
 #: Lets others run, for a third of a microsecond if there are none; time.sleep(0) takes 57 of them.
-_turn: Callable[[], None] = getattr(os, "sched_yield", _nobody)
+_turn: Callable[[], Any] = getattr(os, "sched_yield", bool)
 
 
 class Signal:

@@ -27,9 +27,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
@@ -38,12 +40,11 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
+from noshuffle.release.units import Ids
 from noshuffle.training.compiled.program import Program
-from noshuffle.training.compiled.programs import Programs, flat
-from noshuffle.training.compiled.reason import why_not
-from noshuffle.training.compiled.result import Pending
+from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.step import Parts, check_in_step, rows_kept, seeded
+from noshuffle.training.step import Outcome, Parts, check_in_step, rows_kept, seeded
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
@@ -85,7 +86,7 @@ class Compiled(Programs):
         ids: Any,
         *,
         index: int,
-    ) -> Pending | None:
+    ) -> Pending | Outcome | None:
         """One step, or None where it has to be an eager one."""
         parts, release = self.parts, self.parts.release
         check_in_step(parts, index)
@@ -138,12 +139,13 @@ class Compiled(Programs):
                 program.give_up()
                 raise
         rows = slice(size) if keep is None else np.flatnonzero(keep)
-        seen = Pending(program, rows, 0 if keep is None else size - len(rows), not is_released)  # type: ignore[arg-type]
-        if not is_released:
-            seen = seen.kept()
-            program.forget()
-            release.skip()
-        return seen
+        seen = Pending(program, rows, 0 if keep is None else size - int(keep.sum()))
+        if is_released:
+            return seen
+        kept = seen.read(is_skipped=True)
+        program.forget()
+        release.skip()
+        return kept
 
     def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
         """Start the clipped sum of the rows that count."""
@@ -173,7 +175,7 @@ class Compiled(Programs):
         made = self.capture(loss_fn, batch, size, fuse=self._fuse, finish=finish)
         if made is None:
             return None
-        program, name, _ = made
+        program, name = made
         assert self._update is not None
         seconds = time.perf_counter() - began
         self.why = (
@@ -198,6 +200,30 @@ class Compiled(Programs):
                 update = Update(self.parts.optimizer, name="update not captured")
                 program.capture_release(update)
         self._update = update
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What a step saw, still on its way from the device; good until the next step."""
+
+    program: Program
+    rows: Ids | slice
+    dropped: int
+
+    def read(self, *, is_skipped: bool = False) -> Outcome:
+        """Wait for it."""
+        losses, norms, bad = torch.from_numpy(self.program.report()[:, self.rows].copy())
+        return Outcome(losses, norms, bad != 0, self.dropped, is_skipped=is_skipped)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the finite examples (NaN if there are none); waits for it."""
+        losses = self.program.losses()[self.rows]
+        mean = float(losses.sum(dtype=np.float64)) / len(losses) if len(losses) else math.nan
+        if math.isfinite(mean):
+            return mean
+        losses = losses[np.isfinite(losses)]
+        return float(losses.mean(dtype=np.float64)) if len(losses) else math.nan
 
 
 def _size(batch: tuple[Any, ...], leaves: Sequence[Any]) -> int:

@@ -23,7 +23,7 @@ out or not finite is replaced by zeros before it is multiplied, since 0·∞ is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,14 +33,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.factor import clip_factor, slack
+from noshuffle.clipping.factor import clip_factors, slack
 from noshuffle.clipping.forms import DenseGradient, GradientForm, merge, squares
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import no_autocast, wide
-from noshuffle.training.compiled.flat import Flattened
-from noshuffle.training.compiled.result import Sums, TotalFn
+from noshuffle.training.compiled.flat import Flattened, Forms, Sums, TotalFn
 
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27
@@ -49,12 +48,7 @@ FormsFn = Callable[[tuple[Any, ...]], tuple[dict[str, list[GradientForm]], Tenso
 
 
 def short(
-    forms: Mapping[str, Sequence[GradientForm]],
-    like: Mapping[str, Tensor],
-    losses: Tensor,
-    keep: Tensor,
-    *,
-    clip: Clip,
+    forms: Forms, like: Mapping[str, Tensor], losses: Tensor, keep: Tensor, *, clip: Clip
 ) -> Sums:
     """Clip every row and sum the kept ones, without waiting for the device.
 
@@ -62,38 +56,32 @@ def short(
     bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
     a NaN or infinite loss or norm contributes exactly zero and is marked.
     """
-    aim = slack(*like.values())
     kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
     zeros = torch.zeros_like(losses, dtype=kind)
-    norms2 = {n: squares(forms[n]) if forms.get(n) else zeros for n in like}
-    total = _added(list(norms2.values()))
-    is_fine = torch.isfinite(total) & torch.isfinite(losses)
-    good = is_fine & keep
+    factors, norms, bad = clip_factors(
+        {name: squares(forms[name]) if forms.get(name) else zeros for name in like},
+        torch.isfinite(losses),
+        keep,
+        clip=clip,
+        slack=slack(*like.values()),
+    )
+    good = keep & ~bad
     values: dict[str, Tensor] = {}
-    for names, c in clip.groups(tuple(like)):
-        square = total if len(names) == len(like) else _added([norms2[n] for n in names])
-        factor = clip_factor(square.sqrt(), c, slack=aim, keep=good).to(zeros.dtype)
+    for names, factor in factors:
         for name in names:
-            totals = [_usable(form).kept(good).total(factor) for form in forms.get(name, ())]
+            totals = [
+                _usable(form).kept(good).total(factor.to(kind)) for form in forms.get(name, ())
+            ]
             value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
             wide_type = torch.promote_types(like[name].dtype, torch.float32)
             values[name] = value.to(wide_type).reshape(like[name].shape)
-    norms = torch.where(keep, total.sqrt(), 0.0)
-    return Sums({name: values[name] for name in like}, losses, norms, keep & ~is_fine)
+    return Sums({name: values[name] for name in like}, losses, norms, bad)
 
 
 def _usable(form: GradientForm) -> GradientForm:
     """What was written out for its norm is not computed a second time for the sum."""
     held = getattr(form, "written", ())
     return DenseGradient(held[0]) if held else form
-
-
-def _added(parts: list[Tensor]) -> Tensor:
-    """Squared norms added in double precision, which no sum of finite float32 numbers overflows."""
-    if len({part.dtype for part in parts}) > 1:
-        parts = [part.double() for part in parts]
-    added: Tensor = torch.stack(parts).sum(0, dtype=torch.float64)
-    return added
 
 
 def by_engine(
@@ -152,26 +140,19 @@ def written(model: nn.Module, loss_fn: Criterion | ModelLoss) -> FormsFn:
 
 
 def clipped(
-    forms: FormsFn,
-    model: nn.Module,
-    batch: tuple[Any, ...],
-    *,
-    clip: Clip,
-    by_matrix: bool,
+    forms: FormsFn, model: nn.Module, batch: tuple[Any, ...], *, clip: Clip, by_matrix: bool
 ) -> TotalFn:
     """The clipped sum of such gradients, by operations of torch or by way of one matrix."""
     like = trainable(model)
     flat: Flattened | None = None
-    device = next(iter(like.values())).device.type
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
-        aim = c * (1.0 - slack(*like.values()))
         first, losses = forms(batch)
-        flat = Flattened(first, like, aim=aim, rows=len(losses))
+        flat = Flattened(first, like, aim=c * (1.0 - slack(*like.values())), rows=len(losses))
 
     def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
         found, losses = forms(batch)
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             if flat is not None:
                 return flat(found, losses, keep)
             return short(found, like, losses, keep, clip=clip)
@@ -184,25 +165,25 @@ def fused(total: TotalFn, batch: tuple[Any, ...], keep: Tensor) -> TotalFn:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     leaves, spec = tree_flatten(batch)
-    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
     names: list[str] = []
+
+    def tensors_of(batch: tuple[Any, ...]) -> list[Tensor]:
+        return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
 
     def flat(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
         given = iter(tensors)
-        own = [next(given) if t else leaf for t, leaf in zip(is_tensor, leaves)]
+        own = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         sums = total(tree_unflatten(own, spec), keep)
         names[:] = list(sums.values)
         return [sums.losses, sums.norms, sums.bad, *sums.values.values()]
 
-    tensors = [leaf for leaf, t in zip(leaves, is_tensor) if t]
     with torch.no_grad():
-        traced = make_fx(flat)(keep, *tensors)
+        traced = make_fx(flat)(keep, *tensors_of(batch))
         compiled = torch.compile(traced, fullgraph=True, dynamic=False)
 
     def run(batch: tuple[Any, ...], keep: Tensor) -> Sums:
-        tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         with torch.no_grad():
-            losses, norms, bad, *values = compiled(keep, *tensors)
+            losses, norms, bad, *values = compiled(keep, *tensors_of(batch))
         return Sums(dict(zip(names, values)), losses, norms, bad)
 
     return run
@@ -231,11 +212,9 @@ def candidates(
             return found
         name, forms = "written", written(model, loss_fn)
 
-    def way(*, by_matrix: bool) -> TotalFn:
-        return clipped(forms, model, batch, clip=clip, by_matrix=by_matrix)
-
-    found[name] = partial(way, by_matrix=False)
     like = trainable(model)
+    way = partial(clipped, forms, model, batch, clip=clip)
+    found[name] = partial(way, by_matrix=False)
     if len(clip.groups(tuple(like))) == 1 and all(p.dtype != torch.float64 for p in like.values()):
         found[f"{name} in a matrix"] = partial(way, by_matrix=True)
     if fuse:

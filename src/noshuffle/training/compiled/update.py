@@ -32,7 +32,8 @@ from noshuffle.training.hooks import has_hooks
 
 #: The fused kernel takes its rate in single precision.
 _FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
+#: Of a fused kernel: neither loss scaling nor a flag for infinities.
+_NO_SCALER: dict[str, Any] = {"grad_scale": None, "found_inf": None}
 
 #: A dictionary, a key, and the value that a graph was captured with.
 Held = tuple[dict[Any, Any], Any, Any]
@@ -43,6 +44,8 @@ class Update:
 
     #: Whether `run` belongs into the graph.
     is_captured = False
+    #: Settings that a graph does not freeze.
+    free: tuple[str, ...] = ("params",)
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, name: str, is_for_now: bool = False
@@ -55,9 +58,6 @@ class Update:
 
     def prepare(self) -> None:
         """Bring about the state that `run` works on."""
-
-    #: Settings that a graph does not freeze.
-    free: tuple[str, ...] = ("params",)
 
     def held(self) -> list[Held]:
         """What a graph freezes: settings of the groups, and the optimizer's tensors."""
@@ -88,10 +88,18 @@ class Update:
         """What the host does before each replay."""
 
 
-class _Rated(Update):
-    """An update whose learning rates lie on the device, one per group."""
+class Capturable(Update):
+    """A torch optimizer that says it can be captured; its settings are frozen with it."""
 
     is_captured = True
+
+    def before(self) -> None:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+
+
+class _Rated(Capturable):
+    """An update whose learning rates lie on the device, one per group."""
+
     free = ("params", "lr", "initial_lr", "weight", "weight_velocity")
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, name: str) -> None:
@@ -109,6 +117,13 @@ class _Rated(Update):
             device = group["params"][0].device
             self._rates.append(torch.zeros((), dtype=torch.float32, device=device))
             self._known.append(0.0)
+        for group in self._groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._begin(p, group, self.optimizer.state[p])
+
+    def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Make the state of one parameter, if it is not there."""
 
     def before(self) -> None:
         for i, group in enumerate(self._groups):
@@ -117,49 +132,44 @@ class _Rated(Update):
                 # The number travels in the launch itself, so no buffer of the host is read late.
                 self._rates[i].fill_(rate)
                 self._known[i] = rate
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        super().before()
+
+    @torch.no_grad()
+    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        for i, group in enumerate(self._groups):
+            self._move(i, group, [p for p in group["params"] if p in grads], grads)
+
+    def _move(self, i: int, group: Any, params: list[Any], grads: Mapping[Any, Tensor]) -> None:
+        raise NotImplementedError
 
 
 class FusedSGD(_Rated):
     """torch.optim.SGD without dampening: velocity ← γ·velocity + g, θ ← θ − η·velocity."""
 
-    def prepare(self) -> None:
-        super().prepare()
-        for group in self._groups:
-            for p in (p for p in group["params"] if p.requires_grad):
-                state = self.optimizer.state[p]
-                if group["momentum"] and state.get("momentum_buffer") is None:
-                    # γ·0 + g is what SGD takes as the first velocity.
-                    state["momentum_buffer"] = torch.zeros_like(
-                        p, memory_format=torch.preserve_format
-                    )
+    def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if group["momentum"] and state.get("momentum_buffer") is None:
+            # γ·0 + g is what SGD takes as the first velocity.
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
-    @torch.no_grad()
-    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        for group, rate in zip(self._groups, self._rates):
-            params = [p for p in group["params"] if p in grads]
-            own = [grads[p] for p in params]
-            moved = bool(group["momentum"])
-            buffers = [self.optimizer.state[p]["momentum_buffer"] for p in params] if moved else []
-            if not params:
-                continue
-            if not params[0].is_cuda:
-                _plain_sgd(params, own, buffers, group, rate)
-                continue
-            torch._fused_sgd_(
-                params,
-                own,
-                buffers,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=rate,
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                is_first_step=False,
-                grad_scale=None,
-                found_inf=None,
-            )
+    def _move(self, i: int, group: Any, params: list[Any], grads: Mapping[Any, Tensor]) -> None:
+        if not params:
+            return
+        own = [grads[p] for p in params]
+        moved = params if group["momentum"] else []
+        buffers = [self.optimizer.state[p]["momentum_buffer"] for p in moved]
+        if not params[0].is_cuda:
+            _plain_sgd(params, own, buffers, group, self._rates[i])
+            return
+        names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+        torch._fused_sgd_(
+            params,
+            own,
+            buffers,
+            lr=self._rates[i],
+            is_first_step=False,
+            **{name: group[name] for name in names},
+            **_NO_SCALER,
+        )
 
 
 def _plain_sgd(
@@ -186,16 +196,15 @@ class FusedAdam(_Rated):
 
     def prepare(self) -> None:
         super().prepare()
-        for group in self._groups[len(self._counts) :]:
-            self._counts.append(torch.zeros((), device=group["params"][0].device))
+        for rate in self._rates[len(self._counts) :]:
+            self._counts.append(torch.zeros_like(rate))
             self._counted.append(0.0)
-        for group in self._groups:
-            for p in (p for p in group["params"] if p.requires_grad):
-                state = self.optimizer.state[p]
-                if not state:  # as torch makes it in the first step
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:  # as torch makes it in the first step
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def before(self) -> None:
         super().before()
@@ -209,35 +218,58 @@ class FusedAdam(_Rated):
             torch._foreach_add_(steps, 1.0)
             self._counted[i] = count + 1.0
 
-    @torch.no_grad()
-    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        for group, rate, count in zip(self._groups, self._rates, self._counts):
-            params = [p for p in group["params"] if p in grads]
-            count.add_(1.0)
-            if not params:
-                continue
-            states = [self.optimizer.state[p] for p in params]
-            decoupled = group.get(
-                "decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)
-            )
-            fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-            fused(
-                params,
-                [grads[p] for p in params],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [count] * len(params),
-                lr=rate,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=group["maximize"],
-                grad_scale=None,
-                found_inf=None,
-            )
+    def _move(self, i: int, group: Any, params: list[Any], grads: Mapping[Any, Tensor]) -> None:
+        count = self._counts[i].add_(1.0)
+        if not params:
+            return
+        states = [self.optimizer.state[p] for p in params]
+        is_adamw = isinstance(self.optimizer, torch.optim.AdamW)
+        decoupled = group.get("decoupled_weight_decay", is_adamw)
+        fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused(
+            params,
+            [grads[p] for p in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [count] * len(params),
+            lr=self._rates[i],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            amsgrad=False,
+            **{name: group[name] for name in ("weight_decay", "eps", "maximize")},
+            **_NO_SCALER,
+        )
+
+
+class CapturedFTRL(_Rated):
+    """noshuffle's FTRL without sets and regularizers: θ ← θ₀ − ℓ."""
+
+    optimizer: FTRL
+
+    def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            self.optimizer._anchor(p, group)
+
+    def _move(self, i: int, group: Any, params: list[Any], grads: Mapping[Any, Tensor]) -> None:
+        for p in params:
+            p.copy_(self.optimizer._unconstrained(p, {**group, "lr": self._rates[i]}))
+
+    def before(self) -> None:
+        super().before()
+        for group in self._groups:
+            self.optimizer._advance_weight(group)
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an SGD has a plain rate, no dampening, and parameters that the kernel takes."""
+    return all(
+        not group["dampening"]
+        and not group["differentiable"]
+        and not isinstance(group["lr"], Tensor)
+        and all(p.dtype in _FUSED_TYPES for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -257,63 +289,22 @@ def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-class CapturedFTRL(_Rated):
-    """noshuffle's FTRL without sets and regularizers: θ ← θ₀ − ℓ."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        for group in self._groups:
-            for p in (p for p in group["params"] if p.requires_grad):
-                if not self.optimizer.state[p]:
-                    self.optimizer._anchor(p, group)  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def run(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        for group, rate in zip(self._groups, self._rates):
-            for p in group["params"]:
-                if p in grads:
-                    own = {**group, "lr": rate}
-                    p.copy_(self.optimizer._unconstrained(p, own))  # type: ignore[attr-defined]
-
-    def before(self) -> None:
-        super().before()
-        for group in self._groups:
-            self.optimizer._advance_weight(group)  # type: ignore[attr-defined]
-
-
-class Capturable(Update):
-    """A torch optimizer that says it can be captured; its settings are frozen with it."""
-
-    is_captured = True
-
-    def before(self) -> None:
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
 def update_for(optimizer: torch.optim.Optimizer) -> Update:
     """The best form of an optimizer's update; `.name` says which, and why."""
     kind = type(optimizer)
-    groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
     if has_hooks(optimizer):
         return Update(optimizer, name=f"{kind.__name__} with hooks, not captured")
-    if kind is torch.optim.SGD:
-        plain = all(
-            not group["dampening"]
-            and not group["differentiable"]
-            and not isinstance(group["lr"], Tensor)
-            for group in groups
-        )
-        if plain and all(p.dtype in _FUSED_TYPES for p in params):
-            return FusedSGD(optimizer, name="fused SGD")
+    if kind is torch.optim.SGD and _is_plain_sgd(optimizer):
+        return FusedSGD(optimizer, name="fused SGD")
     if kind in (torch.optim.Adam, torch.optim.AdamW) and _is_plain_adam(optimizer):
         return FusedAdam(optimizer, name=f"fused {kind.__name__}")
     if isinstance(optimizer, FTRL) and all(rule == (None, None) for rule in optimizer._rules):
         return CapturedFTRL(optimizer, name="captured FTRL")
+    groups = optimizer.param_groups
     if all(group.get("capturable") for group in groups):
         # Such optimizers make their state in the first step, which must lie before the capture.
-        has_state = all(p in optimizer.state for p in params if p.requires_grad)
-        if has_state:
+        params = [p for group in groups for p in group["params"]]
+        if all(p in optimizer.state for p in params if p.requires_grad):
             return Capturable(optimizer, name=f"captured {kind.__name__}")
         return Update(optimizer, name=f"{kind.__name__}, captured from now on", is_for_now=True)
     return Update(optimizer, name=f"{kind.__name__}, not captured")

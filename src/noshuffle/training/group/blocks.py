@@ -13,7 +13,7 @@ State: the programs, and in them the last block's sum, until `forget`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.training.compiled.choice import reseed
 from noshuffle.training.compiled.program import Program
-from noshuffle.training.compiled.programs import Programs, flat
-from noshuffle.training.compiled.reason import why_not
+from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.step import Parts
 
 #: Sizes of blocks that are captured: the usual one, and that of the last block of a batch.
@@ -38,27 +37,26 @@ def block_sums(parts: Parts, *, is_sharded: bool) -> tuple[BlockSums | None, str
     return (None, reason) if reason else (BlockSums(parts, captures=True), "")
 
 
-class BlockSums:
-    """The clipped sums of blocks, for the sizes that come first.
+class BlockSums(Programs):
+    """The clipped sums of blocks, for the sizes that come first; no row of a program is spare.
 
     Guarantees: as the engine's own `clipped_sum`; one row moves the sum by at most the bound of the
     clip, and a row that is not finite contributes exactly zero.
     """
 
+    most = 4 * MOST_SIZES
+
     def __init__(self, parts: Parts, *, captures: bool) -> None:
-        self._parts, self._captures = parts, captures
-        self._sizes: dict[int, Sized] = {}
+        super().__init__(parts, capacity=0, captures=captures)
+        self._sizes: set[int] = set()
+        #: By program, whether it draws random numbers.
+        self._draws: dict[int, bool] = {}
 
     @property
     def why(self) -> str:
         """Which blocks are replays."""
-        ready = sorted(size for size, sums in self._sizes.items() if sums.draws)
+        ready = sorted({p.capacity for p in self._programs.values() if p is not None})
         return f"blocks of {' or '.join(map(str, ready))} rows are replays" if ready else ""
-
-    @property
-    def fallbacks(self) -> list[str]:
-        """What could not be captured, each said once."""
-        return list(dict.fromkeys(note for s in self._sizes.values() for note in s.fallbacks))
 
     def clipped_sum(
         self,
@@ -73,62 +71,29 @@ class BlockSums:
         random numbers do so inside `luck`.
         """
         size = batch_size(batch)
-        if size not in self._sizes:
-            if len(self._sizes) >= MOST_SIZES:
-                return None
-            self._sizes[size] = Sized(self._parts, capacity=size, captures=self._captures)
-        return self._sizes[size].clipped_sum(loss_fn, batch, luck=luck)
+        if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
+            return None
+        self._sizes.add(size)
+        self.capacity = size
+        leaves, spec = flat(batch)
+        program = self.find(loss_fn, batch, leaves, spec, size=size)
+        if program is None:
+            return None
+        with self.at_home(), luck() if self._draws[id(program)] else nullcontext():
+            program.stage(leaves, size)
+            program.weigh(size, None)
+            program.sum()
+            assert program.sums is not None
+            own = program.sums.losses, program.sums.norms, program.sums.bad
+            losses, norms, bad = (t.clone() for t in own)
+        bound = self.parts.threshold.clip.bound(tuple(self.parts.parameters))
+        return ClippedSum(program.values, bound, norms, losses, bad, torch.ones_like(bad))
 
     def forget(self) -> None:
         """Make the last sums zero: raw sums do not stay behind."""
-        for sums in self._sizes.values():
-            sums.forget()
-
-
-class Sized(Programs):
-    """The clipped sums of blocks of exactly `capacity` rows."""
-
-    def __init__(self, parts: Parts, *, capacity: int, captures: bool) -> None:
-        super().__init__(parts, capacity=capacity, captures=captures)
-        #: By program, whether it draws random numbers.
-        self.draws: dict[int, bool] = {}
-
-    def clipped_sum(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        *,
-        luck: Callable[[], AbstractContextManager[None]],
-    ) -> ClippedSum | None:
-        """See `BlockSums`."""
-        leaves, spec = flat(batch)
-        program = self.find(loss_fn, batch, leaves, spec, size=self.capacity)
-        if program is None:
-            return None
-        with self.at_home():
-            program.stage(leaves, self.capacity)
-            program.weigh(self.capacity, None)
-            if self.draws[id(program)]:
-                with luck():
-                    program.sum()
-            else:
-                program.sum()
-            sums = program.sums
-            assert sums is not None
-            losses, norms, bad = (t.clone() for t in (sums.losses, sums.norms, sums.bad))
-        bound = self.parts.threshold.clip.bound(tuple(self.parts.parameters))
-        return ClippedSum(sums.values, bound, norms, losses, bad, torch.ones_like(bad))
-
-    def forget(self) -> None:
-        """Make the last sums zero."""
         for program in self._programs.values():
             if program is not None:
                 program.forget()
-
-    def reset(self) -> None:
-        """Forget everything that was captured."""
-        super().reset()
-        self.draws.clear()
 
     def _build(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
@@ -139,7 +104,7 @@ class Sized(Programs):
         )
         if made is None:
             return None
-        self.draws[id(made[0])] = drawn[0]
+        self._draws[id(made[0])] = drawn[0]
         return made[0]
 
 

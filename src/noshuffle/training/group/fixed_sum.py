@@ -64,9 +64,9 @@ class FixedSum:
     """A sum of clipped sums, by name, as 64-bit integers.
 
     Guarantees: rounding changes what one unit can add by at most √d·2^−40 of the clip norm for d
-    parameters, which stays inside the room of 2^−20 that clipping leaves below its bound up to
-    2^40 parameters. A value beyond what its units can add (infinite, or out of range) is
-    cut to it, and NaN counts as zero, so that no integer ever wraps.
+    parameters, inside the 2^−20 that clipping leaves below its bound up to d = 2^40. A value beyond
+    what its units can add (infinite, or out of range) is cut to it, and NaN counts as zero, so that
+    no integer ever wraps.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class GroupLedger(Ledger):
         drop: bool = False,
         is_partial: bool = False,
     ) -> Admission:
-        """The same leave on every rank, or the same refusal; see `Ledger.admit`."""
+        """The same leave on every rank, or the same refusal."""
         ask = super().admit
         return self._team.lead(
             f"admission of step {step}",

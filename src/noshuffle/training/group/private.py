@@ -10,7 +10,7 @@ state for a moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,9 @@ class Elsewhere(RunFolder):
         found: tuple[Ancestor, ...] = self._ancestors  # type: ignore[attr-defined]
         return found
 
-    def write_statement(self, record: Mapping[str, Any]) -> None:
-        """Rank 0 does."""
+    def _rank_0_does(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def write_config(self, record: Mapping[str, Any]) -> None:
-        """Rank 0 does."""
-
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Rank 0 does."""
-
-    def forget_metrics_after(self, step: int) -> None:
-        """Rank 0 does."""
+    write_statement = write_config = append_metrics = forget_metrics_after = _rank_0_does
 
 
 class GroupPrivate(Private):

@@ -58,10 +58,9 @@ def places(parameters: Mapping[str, nn.Parameter], team: Team) -> dict[str, Plac
 
 
 def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
-    shape = parameter.shape
-    value = parameter.data
+    shape, value = tuple(parameter.shape), parameter.data
     if not isinstance(value, DTensor):
-        return Place(tuple(shape), tuple(shape), 0, False)
+        return Place(shape, shape, 0, False)
     layout = value.placements
     if len(layout) != 1 or layout[0] not in (Shard(0), Replicate()):
         raise Unsupported(
@@ -74,12 +73,12 @@ def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
             f"parameter {name!r} is sharded over the ranks {ranks}, which are not those of the "
             "group that trains it; shard over the same ranks in the same order"
         )
-    local = value.to_local().shape
+    local = tuple(value.to_local().shape)
     if layout[0] == Replicate():
-        return Place(tuple(shape), tuple(local), 0, False)
+        return Place(shape, local, 0, False)
     rows = -(-shape[0] // team.size)
     first = min(team.rank * rows, shape[0])
-    return Place(tuple(shape), tuple(local), first * math.prod(shape[1:]), True)
+    return Place(shape, local, first * math.prod(shape[1:]), True)
 
 
 def add_up(total: Tensor, team: Team) -> None:
@@ -99,11 +98,6 @@ def reduce(total: Tensor, place: Place, team: Team) -> Tensor:
     out = total.new_empty((rows, *place.shape[1:]))
     _reduce_scatter(out, padded, group=team.group)
     return out[: place.local[0]]
-
-
-def local_of(value: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -126,7 +120,7 @@ def cut(value: Tensor, parameter: Tensor, place: Place) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     mine = value[place.rows] if place.is_sharded else value
-    return like(mine.to(local_of(parameter).device).clone(), parameter)
+    return like(mine.to(parameter.to_local().device).clone(), parameter)
 
 
 def whole(state: Any) -> Any:
@@ -174,7 +168,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
             kept.append((module, type(module), module._forward_pre_hooks, module._forward_hooks))
             module._forward_pre_hooks = _foreign(module._forward_pre_hooks)
             module._forward_hooks = _foreign(module._forward_hooks)
-            module.__class__ = _plain_class(type(module))
+            bases: Any = type(module).__mro__  # `fully_shard` derived the class from one of them
+            module.__class__ = next(c for c in bases if not issubclass(c, FSDPModule))
         yield
     finally:
         for module, kind, before, after in kept:
@@ -182,11 +177,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
         for module in managed:
             module.reshard()
-
-
-def _plain_class(kind: type) -> Any:
-    """The class that `fully_shard` derived this one from."""
-    return next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
 
 
 def _foreign(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:

@@ -57,25 +57,12 @@ class GroupParts(Parts):
 
 @dataclass(frozen=True)
 class Brought:
-    """What a rank brings to a step: the examples' ids, in block order, and their fingerprints.
-
-    `settings` are those of its optimizer (learning rates and the like).
-    """
+    """What a rank brings: ids and fingerprints in block order, settings of its optimizer."""
 
     size: int
     ids: Ids | None
     prints: list[bytes]
     settings: str
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Raw figures of a rank's units, on the way to the ranks that hold the data's team."""
-
-    losses: Tensor
-    norms: Tensor
-    bad: Tensor
-    present: Tensor
 
 
 class GroupStep(Step):
@@ -138,12 +125,13 @@ class GroupStep(Step):
         mine = keep[(at := sum(b.size for b in before)) : at + told[team.rank].size]
         number = sum(len(b.prints) for b in before)
 
-        def clip() -> Figures:
+        def clip() -> ClippedSum:
             own = told[team.rank].ids
             with shards.gathered(self.parts.model) if self.parts.is_sharded else nullcontext():
                 return self._clip_blocks(loss_fn, batch, blocks, mine, own, first=number)
 
-        self._collect(team.meet(f"clipped {tag}", clip))
+        self._sums.append(_joined(team.meet(f"clipped {tag}", clip)))
+        check_units(sum(len(s.norms) for s in self._sums))
         self._part += 1
 
     def _check(self, told: list[Brought]) -> None:
@@ -182,16 +170,19 @@ class GroupStep(Step):
         ids: Ids | None,
         *,
         first: int,
-    ) -> Figures:
-        """Clip and add up this rank's blocks; `keep` and `ids` are in block order."""
+    ) -> ClippedSum:
+        """Clip and add up this rank's blocks; `keep` and `ids` are in block order.
+
+        Returns the raw figures of its units: the sums themselves are in fixed point.
+        """
         parts, at = self.parts, 0
-        clip, device = parts.threshold.clip, next(iter(parts.parameters.values())).device
+        clip, device = parts.threshold.clip, parts.device
         shapes = {name: place.shape for name, place in parts.places.items()}
+        bound = clip.bound(tuple(shapes))
         if self._fixed is None:
-            self._fixed = FixedSum(shapes, bound=clip.bound(tuple(shapes)), device=device)
+            self._fixed = FixedSum(shapes, bound=bound, device=device)
         none = torch.zeros(0, device=device)
-        nobody = none.bool()
-        figures = [Figures(none, none, nobody, nobody)]
+        figures = [ClippedSum({}, bound, none, none, none.bool(), none.bool())]
         for number, rows in enumerate(blocks, start=first):
             used = keep[at : at + len(rows)]
             whose = None if ids is None else ids[at : at + len(rows)][used]
@@ -212,11 +203,10 @@ class GroupStep(Step):
                         parts.model, loss_fn, part, clip=clip, units=units, reduce=parts.reduce
                     )
             self._fixed.add(got.values, units=len(got.norms))
-            figures.append(Figures(got.losses, got.norms, got.bad, got.present))
+            figures.append(got)
         if isinstance(parts.sums, BlockSums):
             parts.sums.forget()
-        every = _joined(figures)
-        return Figures(every.losses.cpu(), every.norms.cpu(), every.bad.cpu(), every.present.cpu())
+        return _joined(figures)
 
     def _captured(
         self, loss_fn: Criterion | ModelLoss, part: tuple[Any, ...], luck: Any
@@ -229,22 +219,6 @@ class GroupStep(Step):
         if isinstance(parts.sums, str):
             return None
         return parts.sums.clipped_sum(loss_fn, part, luck=luck)
-
-    def _collect(self, told: list[Figures]) -> None:
-        every = _joined(told)
-        assert self._fixed is not None
-        clip = self.parts.threshold.clip
-        self._sums.append(
-            ClippedSum(
-                {},
-                clip.bound(tuple(self.parts.places)),
-                every.norms,
-                every.losses,
-                every.bad,
-                every.present,
-            )
-        )
-        check_units(sum(len(s.norms) for s in self._sums))
 
     def release(self) -> Outcome:
         """Reduce over the ranks, record, add noise, divide by the planned batch size, update."""
@@ -307,6 +281,8 @@ class GroupStep(Step):
         return hasher.digest()
 
 
-def _joined(figures: list[Figures]) -> Figures:
-    names = ("losses", "norms", "bad", "present")
-    return Figures(*(torch.cat([getattr(f, name) for f in figures]) for name in names))
+def _joined(figures: list[ClippedSum]) -> ClippedSum:
+    """The raw figures of all units, in ordinary memory."""
+    names = ("norms", "losses", "bad", "present")
+    every = [torch.cat([getattr(f, name) for f in figures]).cpu() for name in names]
+    return ClippedSum({}, figures[0].bound, *every)

@@ -4,8 +4,8 @@
     lead(tag, work)   rank 0 alone works (files, ledger), all learn its result or its failure
 
 A rank that raised alone would leave the others waiting in the next collective call. So every
-meeting carries either a value or an error, and a tag: ranks that stand at different places (one
-took another step, another added a further part of its batch) refuse by name instead of mixing.
+meeting carries a value or an error, and a tag: ranks that stand at different places (one took
+another step, or added a further part of its batch) refuse by name instead of mixing.
 
 Values travel pickled over the process group, raw figures and the noise key among them: the network
 between the ranks must be as trusted as the machines. State: none.
@@ -39,12 +39,6 @@ class Failure:
         if isinstance(error, NoshuffleError):
             return Failure(type(error).__name__, str(error))
         return Failure("NoshuffleError", f"{type(error).__name__}: {error}")
-
-    def error(self, rank: int) -> NoshuffleError:
-        """The same error, to be raised on another rank."""
-        kind = getattr(errors, self.kind, NoshuffleError)
-        made: NoshuffleError = kind(f"{self.message} (on rank {rank})")
-        return made
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,9 @@ class Team:
 
 def _what_is_wrong(told: Sequence[tuple[str, Any]]) -> NoshuffleError | None:
     for rank, (_, value) in enumerate(told):
-        if isinstance(value, Failure):
-            return value.error(rank)
+        if isinstance(value, Failure):  # the same error, of the same class if it is ours
+            kind: type[NoshuffleError] = getattr(errors, value.kind, NoshuffleError)
+            return kind(f"{value.message} (on rank {rank})")
     for rank, (tag, _) in enumerate(told):
         if tag != told[0][0]:
             return InvalidInput(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from noshuffle.training.many.setting import Setting
-from noshuffle.training.many.study import Batch, Study, accuracies, joint_mu, train_many
+from noshuffle.training.many.setting import Setting, joint_mu
+from noshuffle.training.many.study import Batch, Study, accuracies, train_many
 
 __all__ = ["Batch", "Setting", "Study", "accuracies", "joint_mu", "train_many"]

@@ -9,9 +9,8 @@ or participations have a `Release` of their own, and their μ² add up, which is
 that is worst for one need not be worst for the other.
 
 Noise of one element depends on its key, run, name and place alone (a tensor is called "k/name"), so
-under a test source run k is, up to the rounding of noisy values, the run of `privatize` that has
-tensors of these names. That rounding lies on a grid of 2⁻¹⁰ of the noise; here it is u_k times the
-grid of noise of size one (the same where u_k is a power of two). A run without noise is left as it
+under a test source run k is, up to the rounding of noisy values (to u_k times the grid of noise of
+size one), the run of `privatize` that has tensors of these names. A run without noise is left as it
 is. State: the releases, in memory; a study cannot be resumed.
 
 >>> [round(joint_multiplier(z), 12) for z in ([2.0], [2.0] * 4)]

@@ -7,6 +7,7 @@ showing several runs on the same data is √Σ μ_k² (Dong, Roth and Su 2022, a
 each is one Gaussian mechanism and their noise is independent. No state.
 
 >>> from noshuffle.participation import SinglePass
+>>> from noshuffle.strategies import identity
 >>> plans = [Plan(participation=SinglePass(8), strategy=identity(), noise_multiplier=2.0)] * 4
 >>> joint_mu(plans[:1]), joint_mu(plans)
 (0.5, 1.0)
@@ -24,18 +25,13 @@ from torch import Tensor, nn
 from noshuffle.clipping import Flat
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, non_negative, positive, whole
-from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
-from noshuffle.strategies import Strategy, identity
+from noshuffle.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one of the runs has for itself: a plan, or a noise multiplier.
-
-    A plan brings its own strategy; a noise multiplier goes with the strategy of the study. A noise
-    multiplier of 0 is not private.
-    """
+    """What one of the runs has for itself; a noise multiplier of 0 is not private."""
 
     noise_multiplier: float | None = None
     plan: Plan | None = None
@@ -111,19 +107,9 @@ def check_schedule(learning_rates: Sequence[float], *, steps: int) -> None:
         raise InvalidInput(f"the schedule has {len(learning_rates)} factors for {steps} steps")
 
 
-def plans_of(settings: Sequence[Setting], strategy: Strategy | None, *, steps: int) -> list[Plan]:
-    """What the noise of every run is laid out by; without a plan of its own, a single pass."""
-    plain = Plan(
-        participation=SinglePass(steps), strategy=strategy or identity(), noise_multiplier=1.0
-    )
-    return [setting.plan or plain for setting in settings]
-
-
-def columns(settings: Sequence[Setting], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Clip norms, learning rates and momenta, in double precision."""
-    rows = [[s.clip_norm, s.learning_rate, s.momentum] for s in settings]
-    clip, rate, inertia = torch.tensor(rows, dtype=torch.float64, device=device).unbind(1)
-    return clip.clone(), rate.clone(), inertia.clone()
+def column(values: Iterable[float], device: torch.device) -> Tensor:
+    """One value a run, in double precision."""
+    return torch.tensor(list(values), dtype=torch.float64, device=device)
 
 
 def wide(column: Tensor, like: Tensor) -> Tensor:
@@ -168,8 +154,7 @@ def stack(models: Sequence[nn.Module], device: torch.device) -> dict[str, Tensor
         raise Unsupported(
             f"a study trains models of float32 or float64, got {sorted(map(str, kinds))}"
         )
-    found = {}
-    for name in shapes[0]:
-        own_values = [model.get_parameter(name).detach() for model in models]
-        found[name] = torch.stack(own_values).to(device)
-    return found
+    return {
+        name: torch.stack([model.get_parameter(name).detach() for model in models]).to(device)
+        for name in shapes[0]
+    }

@@ -99,19 +99,13 @@ class Stacked:
         self._layers = list(_layers(model))
         for name, layer in self._layers:
             _check(name, layer)
-        held = [
-            f"{name}.{own}"
-            for name, layer in self._layers
-            for own, value in layer.named_parameters()
-            if value.requires_grad
-        ]
-        if not held or sorted(held) != sorted(name for name, _ in model.named_parameters()):
+        own = [(f"{n}.{key}", l, p) for n, l in self._layers for key, p in l.named_parameters()]
+        held = sorted(name for name, _, p in own if p.requires_grad)
+        if not held or held != sorted(name for name, _ in model.named_parameters()):
             raise Unsupported("weights that are frozen or used twice have no stacked form")
+        #: Numbers of gradients that are written out for one example of one run.
         self.written = sum(
-            p.numel()
-            for _, layer in self._layers
-            for name, p in layer.named_parameters()
-            if name == "bias" or isinstance(layer, nn.Conv2d)
+            p.numel() for n, l, p in own if n.endswith(".bias") or isinstance(l, nn.Conv2d)
         )
 
     def scores(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -137,9 +131,8 @@ class Stacked:
                 if layer.bias is not None:
                     found[f"{name}.bias"] = DenseByRun(g.sum(3))
             else:
-                found[f"{name}.weight"] = OuterByRun(
-                    g, given if given.dim() == 3 else given[:, None]
-                )
+                a = given if given.dim() == 3 else given[:, None]
+                found[f"{name}.weight"] = OuterByRun(g, a)
                 if layer.bias is not None:
                     found[f"{name}.bias"] = DenseByRun(g)
         return found, losses.detach().reshape(-1, self.runs)
@@ -167,15 +160,13 @@ class Stacked:
             if isinstance(layer, nn.Conv2d):
                 weight = params[f"{name}.weight"].flatten(0, 1)
                 bias = params[f"{name}.bias"].flatten() if layer.bias is not None else None
-                x = f.conv2d(
-                    x,
-                    weight,
-                    bias,
+                how: Any = (
                     layer.stride,
                     layer.padding,
                     layer.dilation,
-                    groups=1 if is_shared else self.runs,
+                    1 if is_shared else self.runs,
                 )
+                x = f.conv2d(x, weight, bias, *how)
             elif isinstance(layer, nn.Linear):
                 if x.dim() != (2 if is_shared else 3):
                     raise Unsupported(f"linear layer {name} over several axes has no stacked form")

@@ -4,9 +4,8 @@
     θ_k ← momentum step on (Σ_i clip(g[k, i], ζ_k) + z_k ζ_k · row t of C_k⁻¹Z_k) / B
 
 All runs share the data order, the loss and the batch size; plan (or noise multiplier), clip norm,
-learning rate, momentum and initial weights are their own, and so is every element of their noise.
-The K models run side by side: `vmapped` for any model that vmap accepts, `stacked` where the layers
-allow the quicker form. On CUDA a step of all runs is one graph.
+learning rate, momentum, initial weights and every element of their noise are their own. The models
+run side by side in the form that suits them (`sum`); on CUDA a step of all runs is one graph.
 
 Each run is private by itself with the noise of its own setting, if the rows come as its plan says:
 `ids` let the study check that. A study as a whole shows many models of the same data, which costs
@@ -51,25 +50,23 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.noise import Source
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.ledger import Admission
 from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies import Strategy
+from noshuffle.strategies import Strategy, identity
 from noshuffle.training.many.graph import StudyGraph, kind_of
 from noshuffle.training.many.release import StudyRelease
 from noshuffle.training.many.setting import (
     Setting,
     check_settings,
-    columns,
-    joint_mu,
+    column,
     momentum_step,
-    plans_of,
     seeded,
     stack,
 )
 from noshuffle.training.many.sum import Network, clipped_sums, network_for
-
-__all__ = ["Batch", "Setting", "Study", "accuracies", "joint_mu", "train_many"]
 
 Batch = tuple[Tensor, Tensor, Tensor | None]
 
@@ -129,10 +126,15 @@ class Study:
             validate(model)
         self.params = stack(self._models, self._device)
         self._velocity = {name: torch.zeros_like(value) for name, value in self.params.items()}
-        self._clip, self._rate, self._inertia = columns(self.settings, self._device)
+        self._clip = column((s.clip_norm for s in settings), self._device)
+        self._rate = column((s.learning_rate for s in settings), self._device)
+        self._inertia = column((s.momentum for s in settings), self._device)
         self._factor = torch.ones((), device=self._device)
+        single = Plan(
+            participation=SinglePass(steps), strategy=strategy or identity(), noise_multiplier=1.0
+        )
         self._release = StudyRelease(
-            plans_of(settings, strategy, steps=steps),
+            [setting.plan or single for setting in settings],
             {name: tuple(value.shape[1:]) for name, value in self.params.items()},
             multipliers=[s.noise for s in settings],
             clip_norms=[s.clip_norm for s in settings],
@@ -144,7 +146,13 @@ class Study:
         self._network: Network | None = None
         self._form = ""
         self._graph: StudyGraph | None = None
-        self._not_captured = self._why_not(capture)
+        self._not_captured = ""
+        if not capture:
+            self._not_captured = "capture=False, eager"
+        elif self._device.type != "cuda":
+            self._not_captured = f"on {self._device.type}, eager"
+        elif not self._release.can_be_captured:
+            self._not_captured = "the noise is not fused (install triton and use philox), eager"
 
     @property
     def runs(self) -> int:
@@ -194,7 +202,7 @@ class Study:
             losses = self._work(batch, keep.to(self._device), admissions)
         else:
             with self._at_home():
-                graph.stage(batch, keep, size=size)
+                graph.put(batch, keep, size=size)
                 self._release.open(admissions)
                 self._release.announce()
                 losses = graph.replay()
@@ -268,39 +276,27 @@ class Study:
             )
         self._network, self._form = self._networks[kind]
 
-    def _why_not(self, wanted: bool) -> str:
-        """Why steps are not captured; empty if they can be."""
-        if not wanted:
-            return "capture=False, eager"
-        if self._device.type != "cuda":
-            return f"on {self._device.type}, eager"
-        if not self._release.can_be_captured:
-            return "the noise is not fused (install triton and use philox), eager"
-        return ""
-
     def _ready(self, batch: tuple[Any, ...], size: int, kind: Any) -> StudyGraph | None:
         """The graph if this batch can take it; captured at the first step."""
-        if self._not_captured:
-            return None
-        with self._at_home():
-            if self._graph is None:
+        if not self._not_captured and self._graph is None:
+            with self._at_home():
                 self._capture(batch, size)
         graph = self._graph
-        if graph is None:
-            return None
-        if size > graph.capacity:
-            self._say(f"a batch of {size} rows is larger than the captured {graph.capacity}: eager")
-            return None
+        if graph is None or (size <= graph.capacity and kind == graph.kind):
+            return graph
+        note = f"a batch of {size} rows is larger than the captured {graph.capacity}: eager"
         if kind != graph.kind:
-            self._say("a batch was of another kind than the captured one: eager")
-            return None
-        return graph
+            note = "a batch was of another kind than the captured one: eager"
+        if note not in self.fallbacks:
+            self.fallbacks.append(note)
+        return None
 
     def _capture(self, batch: tuple[Any, ...], size: int) -> None:
         capacity = max(size, self._batch_size)
         try:
             graph = StudyGraph(batch, capacity=capacity, device=self._device)
-            graph.stage(batch, None, size=size)
+            graph.kind = kind_of(*tree_flatten(batch))
+            graph.put(batch, None, size=size)
             keep = torch.ones(capacity, dtype=torch.bool, device=self._device)
             self._release.prepare(self._sum(graph.batch, keep)[0])
             graph.capture(lambda b, k: self._sum(b, k)[1], self._work)
@@ -313,10 +309,6 @@ class Study:
     def _at_home(self) -> AbstractContextManager[Any]:
         on_cuda = self._device.type == "cuda"
         return torch.cuda.device(self._device) if on_cuda else nullcontext()
-
-    def _say(self, note: str) -> None:
-        if note not in self.fallbacks:
-            self.fallbacks.append(note)
 
     def _here(self, leaf: Any) -> Any:
         return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf

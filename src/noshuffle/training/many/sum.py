@@ -3,51 +3,108 @@
     sums_k = Σ_i f[i, k]·G[i, k],      f[i, k] = min(1, c_k/‖G[i, k]‖),  0 for rows left out
 
 `Stacked` is taken where it knows every layer, otherwise `Vmapped` with outer products for linear
-layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do,
-and large convolutions on a CPU, are done one run after the other (`single`). Rows are worked
-on as many at a time as keep the gradients written out within `MOST_NUMBERS`. Nothing waits for the
-device (but `single`) and nothing branches on data. No state.
+layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do
+(a model that branches on its data) is done one run after the other (`OneByOne`), and so are large
+convolutions on a CPU: grouped ones and gradients written out take longer there than the engine's
+own loops. Rows are worked on as many at a time as keep the gradients written out within
+`MOST_NUMBERS`. Nothing waits for the device (but `OneByOne`), nothing branches on data. No state.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from noshuffle.clipping import ModelLoss
+from noshuffle.clipping import Flat, ModelLoss, auto, validate
+from noshuffle.clipping.check import trainable
 from noshuffle.clipping.factor import SLACK, clip_factor, slack
-from noshuffle.clipping.objective import Criterion, batch_size, take
+from noshuffle.clipping.objective import Criterion, batch_size, single_loss, take
 from noshuffle.clipping.products import exactly
+from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
-from noshuffle.training.many.single import MANY_PRODUCTS, OneByOne, products
 from noshuffle.training.many.stacked import Gradients, Stacked
-from noshuffle.training.many.vmapped import Vmapped
+from noshuffle.training.many.vmapped import Vmapped, evaluated
 
 #: Numbers of gradients that are written out together: by the cache of a CPU, by memory on a GPU.
 MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}
+#: Products in convolutions of a whole batch from which a CPU is busy with them alone; measured.
+MANY_PRODUCTS = 2**24
 
 
-class SideBySide(Protocol):
-    """K networks of one shape, run side by side with stacked parameters."""
+class OneByOne:
+    """K networks one after the other by the engine of a single run: every model, no gain from K.
 
-    runs: int
-    #: Numbers of gradients that are written out for one example of one run.
-    written: int
+    The models are views of the stacked parameters, so an update in place moves both.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        params: Mapping[str, Tensor],
+        *,
+        loss_fn: Criterion | ModelLoss,
+    ) -> None:
+        device = next(iter(params.values())).device
+        self.runs = len(models)
+        self._loss_fn = loss_fn
+        self._names = tuple(params)
+        self._models = [copy.deepcopy(model).to(device) for model in models]
+        for run, model in enumerate(self._models):
+            validate(model)
+            for name, parameter in trainable(model).items():
+                parameter.data = params[name][run]
+        self._engines = [auto(model) for model in self._models]
 
     def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
-        """Outputs of every network: (batch, runs, …)."""
-        ...
+        """Outputs of every network in eval mode: (batch, runs, …)."""
+        found = []
+        for run, model in enumerate(self._models):
+            own = {name: value[run] for name, value in params.items()}
+            with evaluated(model):
+                found.append(call_with(model, own, (x,)))
+        return torch.stack(found, 1)
 
-    def example_gradients(
-        self, params: Mapping[str, Tensor], batch: tuple[Any, ...]
-    ) -> tuple[Gradients, Tensor]:
-        """Gradient of each example's loss by parameter name, and the losses (batch, runs)."""
-        ...
+    def clipped_sums(
+        self, batch: tuple[Any, ...], *, keep: Tensor, clip: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Per run, the sum of clipped gradients of the rows in `keep`, and losses (batch, runs)."""
+        weights = None if bool(keep.all()) else keep
+        found = [
+            engine.clipped_sum(model, self._loss_fn, batch, clip=Flat(norm), weights=weights)
+            for engine, model, norm in zip(self._engines, self._models, clip.tolist())
+        ]
+        sums = {name: torch.stack([own.values[name] for own in found]) for name in self._names}
+        return sums, torch.stack([own.losses.detach() for own in found], 1)
 
 
+def products(model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]) -> int:
+    """Products in the convolutions of a forward pass over one example."""
+    counts: list[int] = []
+
+    def count(layer: Any, given: Any, out: Tensor) -> None:
+        counts.append(out.numel() * layer.weight[0].numel())
+
+    hooks = [
+        layer.register_forward_hook(count)
+        for layer in model.modules()
+        if isinstance(layer, _ConvNd)
+    ]
+    try:
+        if hooks:
+            with torch.no_grad(), torch.random.fork_rng():
+                single_loss(model, loss_fn, take(batch, slice(0, 1)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(counts)
+
+
+SideBySide = Stacked | Vmapped
 Network = SideBySide | OneByOne
 
 

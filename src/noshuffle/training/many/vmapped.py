@@ -2,10 +2,10 @@
 
     G[i, k] = ∇ loss(θ_k; x_i)          vmap over runs of vmap over examples of the gradient
 
-Every layer that `torch.func.vmap` knows may occur, nested as the model likes; attention and
-recurrent layers run by the same rewrites as in `clipping.per_example`. Dropout draws a mask of its
-own for every example of every run. Buffers and frozen parameters are those of each run (a random
-projection, say); layers that mix examples or write statistics are refused, as for a single run.
+Every layer that `torch.func.vmap` knows may occur; attention and recurrent layers run by the same
+rewrites as in `clipping.per_example`. Dropout draws a mask of its own for every example of every
+run. Buffers and frozen parameters are those of each run; layers that mix examples or write
+statistics are refused, as for a single run.
 
 The gradient of a linear layer is an outer product of what goes in and the gradient of what comes
 out. Layers that are called once, with one vector an example, are found on a first example (their
@@ -78,14 +78,8 @@ class Vmapped:
             out: Tensor = call_with(self._model, {**theta, **fixed}, (x,))
             return out
 
-        modes = [(module, module.training) for module in self._model.modules()]
-        try:
-            self._model.eval()
-            with self._vmap():
-                found: Tensor = vmap(call, randomness="different")(dict(params), self._fixed)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with evaluated(self._model), self._vmap():
+            found: Tensor = vmap(call, randomness="different")(dict(params), self._fixed)
         return found.transpose(0, 1)
 
     def example_gradients(
@@ -201,3 +195,15 @@ def _forwards(
     finally:
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """With the model in eval mode; then every module as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

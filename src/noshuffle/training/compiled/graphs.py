@@ -1,0 +1,120 @@
+"""What a CUDA graph needs: buffers that stay where they are, and a capture to be replayed.
+
+    Buffers    batches of one kind, up to `capacity` rows; which rows count
+    Captured   a function without arguments, captured once and replayed, or simply called
+
+Without capture, on any device, the same functions are simply called; the tests hold everything but
+the capture itself that way. State: what was staged last.
+
+>>> held = Buffers((torch.ones(2, 3), 0.5), capacity=4, device=torch.device("cpu"))
+>>> held.stage([torch.ones(2, 3), 0.5], 2); held.weigh(2, None)
+>>> held.batch[0].sum(1).tolist(), held.keep.tolist()
+([3.0, 3.0, 0.0, 0.0], [True, True, False, False])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from noshuffle.release.guard import Mask
+
+
+class Buffers:
+    """Batches like this one, in tensors that stay where they are."""
+
+    def __init__(self, batch: tuple[Any, ...], *, capacity: int, device: torch.device) -> None:
+        self.capacity, self.device = capacity, device
+        leaves, self.spec = tree_flatten(batch)
+        self._leaves = [
+            torch.zeros((capacity, *v.shape[1:]), dtype=v.dtype, device=device)
+            if isinstance(v, Tensor)
+            else v
+            for v in leaves
+        ]
+        self.tensors = [v for v in self._leaves if isinstance(v, Tensor)]
+        self.keep = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self._kept: tuple[int, bytes] = (0, b"")
+        self._filled = 0
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The buffers in the structure of a batch."""
+        whole: tuple[Any, ...] = tree_unflatten(self._leaves, self.spec)
+        return whole
+
+    def stage(self, leaves: Sequence[Any], size: int) -> None:
+        """Put a batch of `size` rows (its leaves) into the buffers, zeros behind it."""
+        given = [
+            leaf.detach() if leaf.requires_grad else leaf  # or the buffers would belong to its pass
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        ]
+        if size == self.capacity:
+            torch._foreach_copy_(self.tensors, given, non_blocking=True)
+        else:
+            for buffer, leaf in zip(self.tensors, given):
+                buffer[:size].copy_(leaf, non_blocking=True)
+                if size < self._filled:
+                    buffer[size : self._filled].zero_()
+        self._filled = size
+
+    def weigh(self, size: int, keep: Mask | None) -> None:
+        """Say which of the `size` rows count (None: all). The others are made zero."""
+        key = (size, b"" if keep is None else keep.tobytes())
+        if key != self._kept:
+            mask = np.zeros(self.capacity, dtype=bool)
+            mask[:size] = True if keep is None else keep
+            self.keep.copy_(torch.from_numpy(mask))
+            self._kept = key
+        if keep is not None:
+            for buffer in self.tensors:
+                buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Convolutions by algorithms that give the same bits every time."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+def warmed(do: Callable[[], Any], device: torch.device) -> None:
+    """Run twice aside: libraries make plans and workspaces when first used, a capture must not."""
+    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        do()
+        do()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+
+
+class Captured:
+    """A function without arguments, captured once and replayed, or simply called."""
+
+    def __init__(self, do: Callable[[], None], *, captures: bool, pool: Any = None) -> None:
+        self.do = do
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if captures:
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads (a loader that pins memory) may go on using the device meanwhile.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                do()
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self.do()
+        else:
+            self._graph.replay()
