@@ -8,7 +8,8 @@
 written out and are named in `fallbacks`. Before a model is trusted it is tried on two examples
 against plain autograd, once per kind of input; one that fails (parameters used outside their
 layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why. `mode` says
-how much of a batch is done at once (`microbatches`), and `why` tells the choice.
+how much of a batch is done at once (`microbatches`), and `why` tells the choice. That examples do
+not mix is looked at again at calls 8, 16, 32, …, for models that begin to do so later.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -36,7 +37,7 @@ from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
+from noshuffle.clipping.isolation_check import alone_still, probe, tried, with_same_rng
 from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, find_layout, read
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
@@ -59,6 +60,8 @@ from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturi
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
+#: The first call at which examples are looked at again; then at twice as many calls, and so on.
+AGAIN = 8
 SHOTS = 16
 
 
@@ -72,6 +75,7 @@ class _Known:
     findings: Findings = field(default_factory=Findings)  # what its runs may change
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     route: Route = field(default_factory=Route)
+    calls: int = 1  # with the trial's own batch
 
 
 @dataclass
@@ -219,7 +223,12 @@ class Ghost:
         key = (shape.kinds, shot, (type(loss_fn), False) if is_module else identity_of(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
-            return seen[key]
+            known = seen[key]
+            known.calls += 1
+            is_due = known.calls >= AGAIN and known.calls & (known.calls - 1) == 0
+            if is_due and known.layers is not None and shape.size > 1:
+                self._look_again(model, loss_fn, batch, known)
+            return known
         if shape.size == 1:  # one example cannot show whether examples mix
             return _Known()
         in_batches = is_rowwise(loss_fn)
@@ -239,6 +248,19 @@ class Ghost:
         known.findings = findings
         seen[key] = known
         return known
+
+    def _look_again(self, model: nn.Module, loss_fn: Loss, batch: Batch, known: _Known) -> None:
+        """A model may begin to mix examples after its trial."""
+        if is_capturing(next(model.parameters()).device):
+            return
+        try:
+            with put_back_after(model):
+                alone_still(model, loss_fn, batch)
+        except NotNow:
+            return
+        except NotByLayer as reason:
+            known.layers, known.reason = None, f"from call {known.calls} on: {reason}"
+            self._say(f"whole model written out per example, {known.reason}")
 
     def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""

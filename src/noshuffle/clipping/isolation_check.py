@@ -253,6 +253,24 @@ def tried(
     return LOOSE if is_loose else ""
 
 
+def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
+    """Raise NotByLayer if examples have come to mix since the trial: its look at losses alone."""
+    pair = unlike_pair(batch)
+
+    def run(rows: Batch, seed: int = 0) -> Tensor:
+        with with_same_rng(model, seed), torch.no_grad():
+            return batch_losses(model, loss_fn, rows)
+
+    with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
+        losses = run(pair)
+        if not bool(torch.isfinite(losses).all()):
+            raise NotNow("the loss of the first two examples is not finite")
+        low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
+        low = low or torch.is_autocast_enabled(losses.device.type)
+        _alone(run, pair, losses, (), [], low=low)
+        _counted(model, run, pair, _beside(pair, batch), low=low)
+
+
 def _exact(
     name: str,
     forms: Sequence[GradientForm],

@@ -1,0 +1,46 @@
+"""A model that keeps examples apart when it is tried, and mixes them later, is found out."""
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import Flat, Ghost
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Late(nn.Module):
+    """Adds the batch's mean once it was told to, which nothing in the module shows."""
+
+    def __init__(self, mixes: list[bool]) -> None:
+        super().__init__()
+        self.layer, self.said = nn.Linear(4, 3), lambda: mixes[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + x.mean(0) if self.said() else x)
+
+
+def test_examples_that_begin_to_mix_are_found_at_the_next_power_of_two() -> None:
+    torch.manual_seed(0)
+    mixes = [False]
+    model, engine = Late(mixes), Ghost()
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    for call in range(1, 33):
+        mixes[0] = call > 26
+        engine.clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
+        assert bool(engine.fallbacks) == (call == 32), call
+    assert "from call 32 on: the loss of an example changes" in engine.fallbacks[0]
+    # From here on every example is by itself: a changed row moves the sum by its own part only.
+    other = x.clone()
+    other[0] = 100.0
+    sums = [
+        engine.clipped_sum(model, LOSS, (rows, y), clip=Flat(1.0)).values for rows in (x, other)
+    ]
+    gap = torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm()
+    assert float(gap) <= 2.0
+
+
+def test_a_model_that_stays_as_it_is_is_tried_again_and_kept() -> None:
+    model, engine = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), Ghost()
+    for _ in range(9):
+        engine.clipped_sum(model, LOSS, (torch.randn(6, 4), torch.randint(3, (6,))), clip=Flat(1.0))
+    assert not engine.fallbacks
