@@ -2,11 +2,11 @@
 
     clipped sums of all ranks  →  added up  →  one noise  →  ÷ planned batch  →  update
 
-The model is either whole on every rank (data parallel, as DDP does) or sharded by FSDP2
-(`torch.distributed.fsdp.fully_shard`). Sums are reduced before noise; the noise of an element is a
-function of (key, step, name, index), so a rank draws that of its own shard and the result is the
-same for any number of ranks, bit for bit (see `group.step` for what that takes). Participation,
-ledger, divisor and checkpoints are those of the run as a whole; rank 0 holds the files.
+The model is either whole on every rank (as with DDP) or sharded by FSDP2 (`fully_shard`). Sums are
+reduced before noise; the noise of an element is a function of (key, step, name, index), so a rank
+draws that of its own shard and the result is the same for any number of ranks, bit for bit (see
+`group.step`). Participation, ledger, divisor and checkpoints are those of the run as a whole; rank
+0 holds the files.
 
     torchrun --nproc-per-node 4 train.py
 

@@ -2,8 +2,7 @@
 
 A model can change under a run: a layer exchanged, `load_state_dict(assign=True)`, parameters frozen
 or unfrozen. Steps would then train objects that are not in the model any more, or release sums of
-others. `ParameterGuard` knows every parameter by its place in the model and is asked before each
-step.
+others. `ParameterGuard` knows the place of every parameter, and is asked before each step.
 
 An optimizer can be stepped by somebody else: an old loop with `loss.backward(); optimizer.step()`
 trains on raw gradients, and the statement would know nothing of it. `guard` refuses that for as

@@ -3,23 +3,18 @@
     host      admit ids ─ stage ─ start sum ─ ledger, digest of the last sum ─ release
     device                        sum, its digest  ──────────────────────────►  noise, update
 
-The host writes the ledger while the device computes, and waits for nothing of the step itself.
-What stays as it is in `Step`: units are admitted before their gradient is computed, the row is
-durable before noise and update run, a replay needs the same sum to the bit.
+The host writes the ledger while the device computes, and waits for nothing of the step itself. As
+in `Step`, units are admitted before their gradient is computed, the row is durable before noise and
+update run, and a replay needs the same sum to the bit.
 
 Two differences. The digest of a sum is read when the next one is under way, and reaches the disk
-with its row: after a crash the last step is passed over, not repeated. And a batch without ids is
-its own unit, known by its content only, so its sum is begun while the fingerprint is on its way; if
-the ledger then refuses, the sum is made zero and nothing was released (with on_violation="drop" the
-order is the strict one).
+with its row: after a crash the last step is passed over, not repeated. And the sum of a batch
+without ids is begun while its fingerprint is on its way; if the ledger then refuses, it is made
+zero and nothing was released (with on_violation="drop" the order is the strict one).
 
 A smaller batch is padded with rows of weight zero; a larger one, or one of another kind than the
-few that were captured, takes the eager way and `fallbacks` says so. The sum has several forms
-(`sum`): the best that agrees with the eager engine on the first batch is taken, and named
-in the ledger, so that a resumed run takes the same. Python code of model and loss runs at capture
-only.
-
-State: programs by kind of batch (`programs`), and the log `fallbacks`.
+few that were captured, takes the eager way and `fallbacks` says so. Python code of model and loss
+runs at capture only. State: programs by kind of batch (`programs`), and the log `fallbacks`.
 """
 
 from __future__ import annotations
@@ -177,10 +172,9 @@ class Compiled(Programs):
             return None
         program, name = made
         assert self._update is not None
-        seconds = time.perf_counter() - began
         self.why = (
             f"compiled for up to {self.capacity} rows: sum by {name}, {self._update.name}; "
-            f"made in {seconds:.1f} s"
+            f"made in {time.perf_counter() - began:.1f} s"
         )
         return program
 

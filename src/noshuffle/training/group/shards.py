@@ -1,9 +1,8 @@
 """Which part of every parameter lies on this rank, and how sums and states get there.
 
 A replicated parameter lies on every rank as a whole. `fully_shard` (FSDP2) leaves rank r with the
-rows [r·⌈m/R⌉, …) of a parameter with m rows; in the flattened parameter these are the elements
-[start, start + numel), so a noise stream with that `start` draws exactly the part of the noise that
-the whole parameter would get.
+rows [r·⌈m/R⌉, …) of a parameter with m rows: the elements [start, start + numel) of the flattened
+one, so a noise stream with that `start` draws exactly its part of the whole parameter's noise.
 
     reduce     all_reduce (replicated) or reduce_scatter (sharded) of 64-bit integers: exact
     gathered   the model with its whole parameters and without FSDP's hooks, for clipping
@@ -104,14 +103,9 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
     """A local part as the same kind of tensor as `parameter`."""
     if not isinstance(parameter, DTensor):
         return value
-    made: Tensor = DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    mesh, places = parameter.device_mesh, parameter.placements
+    made: Tensor = DTensor.from_local(value, mesh, places, run_check=False, **layout)
     return made
 
 
@@ -158,17 +152,16 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Clipping engines choose rules by the class of a layer and run the model several times, under
     vmap too; FSDP's own classes and hooks would get in the way, so they are taken off meanwhile.
     """
-    managed = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    managed: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     kept = []
     for module in managed:
         module.unshard()
     try:
         for module in managed:
-            assert isinstance(module, nn.Module)
             kept.append((module, type(module), module._forward_pre_hooks, module._forward_hooks))
             module._forward_pre_hooks = _foreign(module._forward_pre_hooks)
             module._forward_hooks = _foreign(module._forward_hooks)
-            bases: Any = type(module).__mro__  # `fully_shard` derived the class from one of them
+            bases = type(module).__mro__  # `fully_shard` derived the class from one of them
             module.__class__ = next(c for c in bases if not issubclass(c, FSDPModule))
         yield
     finally:

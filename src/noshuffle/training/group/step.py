@@ -8,11 +8,9 @@
     noise    every rank for its own shard, or all the same for what is replicated
 
 A batch is cut into blocks of `block` units (`batch_blocks`). A block is clipped in one piece by
-whoever has it; everything that follows is exact integer addition. On a GPU blocks are replays of
-one captured sum (`blocks`). So two runs agree bit for bit if their batches have the same
-blocks, whoever computed them, as far as the same block gives the same bits on both machines.
-
-State: the sum in the making, gone after `release`.
+whoever has it (on a GPU by replaying one captured sum, `blocks`); everything that follows is exact
+integer addition. So two runs agree bit for bit if their batches have the same blocks, as far as the
+same block gives the same bits on both machines. State: the sum in the making, until `release`.
 """
 
 from __future__ import annotations
@@ -76,10 +74,8 @@ class GroupStep(Step):
     parts: GroupParts
 
     def __init__(self, parts: GroupParts, *, index: int) -> None:
-        self.parts = parts
-        self.index = index
+        self.parts, self.index, self._part = parts, index, 0
         self._fixed: FixedSum | None = None
-        self._part = 0
         # A rank whose noise fell out of step says so at the next meeting: the others are waiting.
         self._late: NoshuffleError | None = None
         try:

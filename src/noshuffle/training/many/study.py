@@ -10,8 +10,7 @@ run side by side in the form that suits them (`sum`); on CUDA a step of all runs
 Each run is private by itself with the noise of its own setting, if the rows come as its plan says:
 `ids` let the study check that. A study as a whole shows many models of the same data, which costs
 `joint_mu`; with ids, `statement()` says so in full. It cannot be resumed: what is to be kept is
-trained with `privatize`. That is also the slow twin: under a test source run k of a study equals
-the run of `privatize` whose tensors are called "k/name", to rounding (`release`).
+trained with `privatize`, also the slow twin (`release`).
 
 >>> from noshuffle.strategies import identity
 >>> x = torch.randn(64, 5); y = (x[:, 0] > 0).long()
