@@ -60,9 +60,9 @@ from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturi
 from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
+SHOTS = 16
 #: The first call at which examples are looked at again; then at twice as many calls, and so on.
 AGAIN = 8
-SHOTS = 16
 
 
 @dataclass
