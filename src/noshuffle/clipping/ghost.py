@@ -74,6 +74,7 @@ class _Known:
     reason: str | None = None
     findings: Findings = field(default_factory=Findings)  # what its runs may change
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
+    whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
     calls: int = 1  # with the trial's own batch
 
@@ -176,15 +177,21 @@ class Ghost:
 
         device, findings = shot.device, known.findings
         trial = partial(put_back_after, model)
-        chosen = choose_parts(
-            known.parts, self.mode, shape, device=device, run=small, trial=trial, say=self._tell
-        )
+        kind, chosen = (shape.size, shape.entries), None
+        if known.whole != kind:
+            chosen = choose_parts(
+                known.parts, self.mode, shape, device=device, run=small, trial=trial, say=self._tell
+            )
+            is_whole = chosen.parts == 1 and chosen.need is None and device.type == "cpu"
+            known.whole = kind if is_whole else (0, 0)
         watch: Any = nullcontext()
         if not is_capturing(device):
             reconsider = partial(self._written_out.reconsider, model, loss_fn, batch)
             watch = shot.watch.around(findings, partial(reconsider, in_batches=True))
         may_repeat = not findings.may_change
         with watch:
+            if chosen is None:
+                return one(batch, units, weights)
             return in_parts(
                 one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
             )

@@ -154,7 +154,7 @@ class NoiseStream(OneOwner):
         protected first: noise that was added to zeros would leave what is added to it later bare
         below the grid. While a CUDA graph is captured nothing is added or counted; see `prepare`.
         """
-        is_captured = fused.is_captured(self._device)
+        is_captured = self._device.type == "cuda" and fused.is_captured(self._device)
         if is_captured and self._fused is None:
             # A graph would freeze the row and add the same noise at every replay.
             raise Unsupported(_NOT_FUSED)

@@ -186,12 +186,12 @@ class Release(RunState):
 
     def _check_turn(self, admission: Admission) -> None:
         """Leave for one step must not use the noise of another, which lies under another sum."""
-        if not admission.is_replay and self.step < self._fresh:
+        if not admission.is_replay and self.noise.step < self._fresh:
             raise ReplayRefused(
                 f"the noise of step {self.step} was used before this run was put back, without a "
                 "row that says for which sum; begin a new run"
             )
-        if admission.step != self.step:
+        if admission.step != self.noise.step:
             raise InvalidInput(
                 f"leave was given for step {admission.step}, and the noise is that of step "
                 f"{self.step}; ask for leave once a step: admit(release.step, ids)"
@@ -228,7 +228,8 @@ class Release(RunState):
         Guarantees: raises where the row of this step was not written, or its noise was used. (A
         run in memory, which nobody else can repeat, may do without rows until it is put back.)
         """
-        if not is_captured(self._device):  # a graph that is captured adds and counts nothing
+        # A graph that is captured adds and counts nothing.
+        if self._device.type != "cuda" or not is_captured(self._device):
             self._check_leave()
             self._leave = -1
         norm = 1.0
@@ -239,10 +240,11 @@ class Release(RunState):
         self.noise.add_(values, times=norm / self.divisor)
 
     def _check_leave(self) -> None:
-        is_new = self.folder is None and self.step >= max(self._fresh, self.released)
-        if self._leave != self.step and not is_new:
+        step = self.noise.step
+        is_new = self.folder is None and step >= max(self._fresh, self.ledger.released)
+        if self._leave != step and not is_new:
             raise InvalidInput(
-                f"the row of step {self.step} is not written by this process, so its noise may not "
+                f"the row of step {step} is not written by this process, so its noise may not "
                 "be used; commit (or open) a step first, once for each use of noise"
             )
 

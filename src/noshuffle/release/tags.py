@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -64,7 +65,7 @@ def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
     held = [value.detach().contiguous() for value in values]
     sizes = [value.numel() * value.element_size() for value in held]
     # The sizes go in too, or bytes could move between tensors.
-    end = b"".join(size.to_bytes(8, "little") for size in sizes)
+    end = struct.pack(f"<{len(sizes)}q", *sizes)
     loops, key = library(), _key(secret)
     if loops is None:
         views = [value.reshape(-1).view(torch.uint8).numpy().data for value in held]
@@ -105,7 +106,8 @@ def tag_in_c(loops: ctypes.CDLL, parts: Sequence[Part], key: bytes, threads: int
         loops.ghash(here, place, size)
     end = bytes(-total % 16) + (8 * total).to_bytes(8, "big") + bytes(8)
     loops.ghash(here, end, len(end))
-    return bytes(a ^ b for a, b in zip(state.sum, mask))
+    tag = int.from_bytes(bytes(state.sum), "little") ^ int.from_bytes(mask, "little")
+    return tag.to_bytes(16, "little")
 
 
 @lru_cache(maxsize=1)
