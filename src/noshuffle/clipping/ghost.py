@@ -267,7 +267,7 @@ class Ghost:
             return
         except NotByLayer as reason:
             known.layers, known.reason = None, f"from call {known.calls} on: {reason}"
-            self._say(f"whole model written out per example, {known.reason}")
+            self._written_out.say(f"whole model written out per example, {known.reason}")
 
     def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""

@@ -268,7 +268,7 @@ def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
         low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
         low = low or torch.is_autocast_enabled(losses.device.type)
         _alone(run, pair, losses, (), [], low=low)
-        _counted(model, run, pair, _beside(pair, batch), low=low)
+        _counted(model, run, pair, batch, low=low)
 
 
 def _exact(
