@@ -1,12 +1,12 @@
 """What a CUDA graph needs: buffers that stay where they are, and a capture to be replayed.
 
-    Buffers    batches of one kind, up to `capacity` rows; which rows count
+    BatchBuffers    batches of one kind, up to `capacity` rows; which rows count
     Captured   a function without arguments, captured once and replayed, or simply called
 
 Without capture, on any device, the same functions are simply called; the tests hold everything but
 the capture itself that way. State: what was staged last.
 
->>> held = Buffers((torch.ones(2, 3), 0.5), capacity=4, device=torch.device("cpu"))
+>>> held = BatchBuffers((torch.ones(2, 3), 0.5), capacity=4, device=torch.device("cpu"))
 >>> held.stage([torch.ones(2, 3), 0.5], 2); held.weigh(2, None)
 >>> held.batch[0].sum(1).tolist(), held.keep.tolist()
 ([3.0, 3.0, 0.0, 0.0], [True, True, False, False])
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from noshuffle.release.guard import Mask
 
 
-class Buffers:
+class BatchBuffers:
     """Batches like this one, in tensors that stay where they are."""
 
     def __init__(self, batch: tuple[Any, ...], *, capacity: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from noshuffle.errors import Unsupported
 from noshuffle.release import tags
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.training.compiled.flat import Sums, TotalFn
-from noshuffle.training.compiled.graphs import Buffers, Captured, repeatable, warmed
+from noshuffle.training.compiled.graphs import BatchBuffers, Captured, repeatable, warmed
 from noshuffle.training.compiled.signal import Signal
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step import Parts
@@ -45,7 +45,7 @@ def in_memory(value: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,))
 
 
-class Program(Buffers):
+class Program(BatchBuffers):
     """The graphs of one kind of batch, up to `capacity` rows.
 
     Guarantees: rows that are not kept contribute exactly zero, whatever a buffer holds; `release`

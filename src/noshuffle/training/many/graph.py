@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from noshuffle.training.compiled.graphs import Buffers, Captured, warmed
+from noshuffle.training.compiled.graphs import BatchBuffers, Captured, warmed
 
 Work = Callable[[tuple[Any, ...], Tensor], Tensor]
 
 
-class StudyGraph(Buffers):
+class StudyGraph(BatchBuffers):
     """One kind of batch, up to `capacity` rows.
 
     Guarantees: rows that are not kept have weight zero in the captured work, whatever lies there.
