@@ -249,7 +249,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
 
 
 def _dense(request: FitRequest) -> Fit:
-    if request.objective == "max" and request.layout:
+    if request.objective == "max":
         raise Unsupported('a dense strategy is fitted for objective="rms", got "max"')
     return fit_dense(request.participation, workload=request.workload)
 
@@ -260,7 +260,9 @@ _TREE = ("variant", "restart_every", "completion", "tree_accounting")
 MECHANISMS: dict[str, Mechanism] = {
     entry.name: entry
     for entry in (
-        Mechanism("identity", "independent noise (DP-SGD)", _identity, (), False, True, True),
+        Mechanism(
+            "identity", "independent noise (DP-SGD)", _identity, is_restarted=True, is_sampled=True
+        ),
         Mechanism("tree", "binary tree aggregation", _tree, _TREE, is_restarted=True),
         Mechanism("sqrt", "square root of the workload", _sqrt),
         Mechanism("bsr", "first bands of the square root", _bsr, _BANDS),
