@@ -18,6 +18,7 @@ import argparse
 import json
 from pathlib import Path
 
+import drama_data
 import numpy as np
 import torch
 from drama_figure import ALIKE, curve, epsilon, limits, scales, tolerated
@@ -36,7 +37,7 @@ from drama_table import (
 
 from noshuffle.federated import many
 from noshuffle.federated.simulate import in_random_order
-from noshuffle.federated.tasks import FederatedTask, german_drama
+from noshuffle.federated.tasks import FederatedTask
 from noshuffle.participation import Poisson
 from noshuffle.strategies import Strategy
 
@@ -86,7 +87,7 @@ def prepare(options: argparse.Namespace) -> None:
     strategies, _, _ = load_cache(options.cache)
     table = json.loads(options.table.read_text())
     scale = scales(strategies)
-    task = german_drama(file=options.data)
+    task = drama_data.load(options.data)
     record, arrays = [], {}
     for text in options.points:
         name, size = text.split("/")[0], int(text.split("/")[1])
@@ -148,7 +149,7 @@ def train(options: argparse.Namespace) -> None:
         for name, point in zip(names, record)
         for seed in range(options.seeds)
     ]
-    task = german_drama(file=options.data)
+    task = drama_data.load(options.data)
     found, _ = run(options, task, settings, strategies, cohorts)
     for i, point in enumerate(record):
         point["accuracy"] = found[i * options.seeds : (i + 1) * options.seeds]

@@ -31,6 +31,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import drama_data
 import numpy as np
 import torch
 from scipy.signal import lfilter
@@ -39,7 +40,7 @@ from noshuffle.federated import many
 from noshuffle.federated.char_models import build
 from noshuffle.federated.clients import LocalTraining
 from noshuffle.federated.simulate import in_random_order
-from noshuffle.federated.tasks import FederatedTask, drifting, german_drama
+from noshuffle.federated.tasks import FederatedTask
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, from_dict, identity, sensitivity, tree
@@ -153,7 +154,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Strategies, noise multipliers and cohorts: everything that needs no GPU."""
     from noshuffle.release.sampler import PoissonSampler, new_sampling_key
 
-    task = german_drama(file=options.data)
+    task = drama_data.load(options.data)
     strategies = fitted()
     noise = {}
     for name, strategy in strategies.items():
@@ -169,7 +170,7 @@ def prepare(options: argparse.Namespace) -> None:
         order = in_random_order(task.users, seed=seed)
         orders[f"final/{seed}"] = many.admitted_cohorts(LIMITS, task, size=CLIENTS, check_ins=order)
     for seed in range(options.seeds):
-        order = drifting(task, rounds=ROUNDS, present=PRESENT, seed=seed)
+        order = drama_data.drifting(task, rounds=ROUNDS, present=PRESENT, seed=seed)
         orders[f"drift/{seed}"] = many.admitted_cohorts(DRIFT, task, size=CLIENTS, check_ins=order)
     populations = {"search": len(small), **{f"final/{s}": len(task) for s in range(options.seeds)}}
     for name, population in populations.items():
@@ -271,7 +272,7 @@ def run(options, task, settings, strategies, cohorts) -> tuple[list[float], list
 def search(options: argparse.Namespace) -> None:
     """The best server rate of every cell on the validation roles."""
     strategies, noise, cohorts = load_cache(options.cache)
-    task = without_validation(german_drama(file=options.data))
+    task = without_validation(drama_data.load(options.data))
     known = json.loads(options.known.read_text()) if options.known else {}
     result: dict[str, dict[str, float]] = {cell: known.get(cell, {}) for cell in options.cells}
     grid = [(cell, r) for cell in result for r in RATES[cell] if f"{r:g}" not in result[cell]]
@@ -289,7 +290,7 @@ def search(options: argparse.Namespace) -> None:
 def table(options: argparse.Namespace) -> None:
     """Test accuracy at the rates that `search` chose."""
     strategies, noise, cohorts = load_cache(options.cache)
-    task = german_drama(file=options.data)
+    task = drama_data.load(options.data)
     searched = json.loads(options.search.read_text())
     best = {cell: float(max(tried, key=tried.get)) for cell, tried in searched.items()}
     best["poisson/inf"] = best["drift/inf"] = best["identity/inf"]

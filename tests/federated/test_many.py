@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from noshuffle import MinSeparation, Plan
+from noshuffle.datasets.text import encode
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, stacked_lstm
 from noshuffle.federated.char_models import CharTransformer, build
@@ -28,7 +29,7 @@ from noshuffle.federated.many import (
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.simulate import evaluate, in_random_order, in_stream_order
 from noshuffle.federated.stack import FlatRows, Stack, UserRows, gradient_fn
-from noshuffle.federated.tasks import FederatedTask, encode, windows
+from noshuffle.federated.tasks import FederatedTask, windows
 from noshuffle.federated.vectorised import can_vectorise
 from noshuffle.noise import grid
 from noshuffle.noise import test_source as a_source

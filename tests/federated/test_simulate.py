@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from noshuffle import MinSeparation, Plan
+from noshuffle.datasets.text import ENGLISH, GERMAN, encode
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated import tasks as tasks_module
 from noshuffle.federated.clients import NO_TARGET
 from noshuffle.federated.many import FederatedSetting, admitted_cohorts, train_many
 from noshuffle.federated.simulate import RoundProgress, evaluate, in_random_order, in_stream_order
-from noshuffle.federated.tasks import GERMAN, FederatedTask, encode, load_task, windows
+from noshuffle.federated.tasks import FederatedTask, load_task, windows
 from noshuffle.noise import test_source as a_source
 from noshuffle.release.verify import verify
 from noshuffle.training.models import CharLSTM
@@ -181,7 +182,7 @@ def test_roles_and_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert x.shape == (2, 40)
     assert torch.equal(x[:, 1:], y[:, :-1])
     text = "So shaken as we are, so wan with care,\nFind we a time"
-    assert x[0].tolist() == encode(text, alphabet=tasks_module.ENGLISH)[:40].tolist()
+    assert x[0].tolist() == encode(text, alphabet=ENGLISH)[:40].tolist()
     digits = load_task("mnist_writers")
     assert len(digits) == 539
     assert digits.shape == (1, 28, 28)

@@ -66,31 +66,27 @@ def fashion_mnist() -> DataSet:
 
 def cifar10() -> DataSet:
     """50,000 + 10,000 colour photographs in ten classes."""
-    parts = [local(f"cifar10_{part}.npz") for part in ("train_a", "train_b", "test")]
-    if all(parts):
-        loaded = [_decode(path) for path in parts if path is not None]
-        x = np.concatenate([loaded[0][0], loaded[1][0]])
-        y = np.concatenate([loaded[0][1], loaded[1][1]])
-        return _images("cifar10", x, y, *loaded[2], units=None)
-    return _images("cifar10", *_cifar_archive(fetch(_CIFAR)), units=None)
+    paths = [local(f"cifar10_{part}.npz") for part in ("train_a", "train_b", "test")]
+    parts = [_decode(path) for path in paths if path is not None]
+    if len(parts) < len(paths):
+        parts = _cifar_archive(fetch(_CIFAR))
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts[:-1]))
+    return _images("cifar10", x, y, *parts[-1])
 
 
 def _images(
-    name: str, x: Bytes, y: Bytes, x_test: Bytes, y_test: Bytes, *, units: Bytes | None
+    name: str, x: Bytes, y: Bytes, x_test: Bytes, y_test: Bytes, *, units: Bytes | None = None
 ) -> DataSet:
     def scaled(pixels: Bytes) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
-        if tensor.ndim == 3:
-            tensor = tensor.unsqueeze(1)
-        return tensor / 127.5 - 1
+        return (tensor if tensor.ndim == 4 else tensor.unsqueeze(1)) / 127.5 - 1
 
     def labels(values: Bytes) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64))
 
     ids = None if units is None else labels(units)
-    return DataSet(
-        name, "image", scaled(x), labels(y), scaled(x_test), labels(y_test), 10, units=ids
-    )
+    arrays = scaled(x), labels(y), scaled(x_test), labels(y_test)
+    return DataSet(name, "image", *arrays, 10, units=ids)
 
 
 def _idx_set(name: str, base: str) -> DataSet:
@@ -104,7 +100,7 @@ def _idx_set(name: str, base: str) -> DataSet:
     for stem, md5 in zip(_IDX, _SUMS[name]):
         remote = Remote(f"{name}-{stem}-ubyte.gz", f"{base}{stem}-ubyte.gz", md5)
         files.append(_read_idx(fetch(remote)))
-    return _images(name, *files, units=None)
+    return _images(name, *files)
 
 
 def _read_idx(path: Path) -> Bytes:
@@ -124,8 +120,10 @@ def _decode(path: Path) -> tuple[Bytes, Bytes]:
         return planes.transpose(1, 0, 2, 3), file["y"]
 
 
-def _cifar_archive(path: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """The publisher's archive of pickled dictionaries (its checksum has been verified)."""
+def _cifar_archive(path: Path) -> list[tuple[Bytes, Bytes]]:
+    """Parts of the publisher's archive, the held-out one last. Its checksum has been verified,
+    so that its pickled dictionaries may be loaded.
+    """
     parts: dict[str, tuple[Bytes, Bytes]] = {}
     with tarfile.open(path) as archive:
         for member in archive.getmembers():
@@ -136,7 +134,4 @@ def _cifar_archive(path: Path) -> tuple[Bytes, Bytes, Bytes, Bytes]:
                 record = pickle.load(file, encoding="bytes")
                 pixels = np.asarray(record[b"data"], np.uint8).reshape(-1, 3, 32, 32)
                 parts[stem] = pixels, np.asarray(record[b"labels"], np.uint8)
-    train = [parts[f"data_batch_{i}"] for i in range(1, 6)]
-    x = np.concatenate([part[0] for part in train])
-    y = np.concatenate([part[1] for part in train])
-    return x, y, *parts["test_batch"]
+    return [*(parts[f"data_batch_{i}"] for i in range(1, 6)), parts["test_batch"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
@@ -30,11 +29,9 @@ class DataSet:
     is_test_public: bool = False
 
     def __post_init__(self) -> None:
-        for part, x, y in (
-            ("train", self.x_train, self.y_train),
-            ("test", self.x_test, self.y_test),
-        ):
-            if not isinstance(x, torch.Tensor) or len(x) != len(y):
+        train, test = (self.x_train, self.y_train), (self.x_test, self.y_test)
+        for part, (x, y) in (("train", train), ("test", test)):
+            if not isinstance(x, Tensor) or len(x) != len(y):
                 raise InvalidInput(f"{self.name}: x and y of the {part} part differ in length")
         if self.units is not None and len(self.units) != len(self.x_train):
             raise InvalidInput(f"{self.name}: units must have one id for each training row")

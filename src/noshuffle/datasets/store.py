@@ -17,8 +17,6 @@ from pathlib import Path
 
 from noshuffle.errors import DataUnavailable
 
-_CHUNK = 1 << 16
-
 
 @dataclass(frozen=True)
 class Remote:
@@ -32,10 +30,8 @@ class Remote:
 def local(name: str) -> Path | None:
     """The file of that name in $NOSHUFFLE_DATA, if it is there."""
     folder = os.environ.get("NOSHUFFLE_DATA")
-    if not folder:
-        return None
-    path = Path(folder).expanduser() / name
-    return path if path.is_file() else None
+    path = Path(folder or "").expanduser() / name
+    return path if folder and path.is_file() else None
 
 
 def needed(name: str) -> Path:
@@ -49,15 +45,10 @@ def needed(name: str) -> Path:
     return path
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: $XDG_CACHE_HOME/noshuffle or ~/.cache/noshuffle."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "noshuffle"
-
-
 def fetch(remote: Remote, *, folder: Path | None = None) -> Path:
-    """The file from the cache, else downloaded and checked."""
-    folder = folder or cache_folder()
+    """The file from the cache ($XDG_CACHE_HOME or ~/.cache), else downloaded and checked."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = folder or base / "noshuffle"
     path = folder / remote.name
     if path.is_file() and _md5(path) == remote.md5:
         return path
@@ -89,7 +80,7 @@ def _download(remote: Remote, descriptor: int) -> None:
         ):
             size = int(response.headers.get("Content-Length") or 0) or None
             task = bar.add_task(remote.name, total=size)
-            while chunk := response.read(_CHUNK):
+            while chunk := response.read(1 << 16):
                 os.write(descriptor, chunk)
                 bar.advance(task, len(chunk))
     except (urllib.error.URLError, OSError) as error:
@@ -101,8 +92,5 @@ def _download(remote: Remote, descriptor: int) -> None:
 
 
 def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -7,7 +7,7 @@ each row is scaled to norm at most one: no statistic of the data enters the feat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,79 +17,58 @@ from numpy.typing import NDArray
 from noshuffle.datasets.record import DataSet
 from noshuffle.datasets.store import needed
 
-Array = NDArray[np.float64]
-
-# age, final weight, years of education, capital gain, capital loss, hours a week
-_ADULT_BOUNDS = ((17, 90), (0, 1_500_000), (1, 16), (0, 99_999), (0, 4_356), (1, 99))
+_ADULT = {
+    "age": (17, 90),
+    "final weight": (0, 1_500_000),
+    "years of education": (1, 16),
+    "capital gain": (0, 99_999),
+    "capital loss": (0, 4_356),
+    "hours a week": (1, 99),
+}
+_BANK = {
+    "age": (17, 98),
+    "duration": None,  # left out: the length of a call is known only afterwards
+    "campaign": (1, 56),
+    "days since": (0, 999),
+    "previous": (0, 7),
+    "employment variation": (-4, 2),
+    "price index": (92, 95),
+    "confidence": (-51, -26),
+    "euribor": (0, 6),
+    "employees": (4900, 5300),
+}
 
 
 def adult() -> DataSet:
     """48,842 people of the 1994 census; the official split; does income exceed 50,000?"""
-    with np.load(needed("adult.npz")) as file:
-        num, cat, y, is_test = file["num"], file["cat"], file["y"], file["is_test"] == 1
-        sizes = _sizes(file)
-    scaled = [_scale(num[:, i], *bounds) for i, bounds in enumerate(_ADULT_BOUNDS)]
-    features = _assemble(scaled, cat, sizes)
-    return _table("adult", features, y, ~is_test, is_test)
+    return _read("adult", _ADULT, lambda file: file["is_test"] == 1)
 
 
 def bank_marketing() -> DataSet:
-    """41,188 calls in time order; the last fifth is held out; was a deposit sold?
-
-    The length of the call is left out: it is known only afterwards.
-    """
-    with np.load(needed("bank_marketing.npz")) as file:
-        num, cat, y = file["num"], file["cat"], file["y"]
-        sizes = _sizes(file)
-    # age, duration, campaign, days since, previous, employment variation, price index,
-    # confidence, euribor, employees
-    bounds = (
-        (17, 98),
-        None,
-        (1, 56),
-        (0, 999),
-        (0, 7),
-        (-4, 2),
-        (92, 95),
-        (-51, -26),
-        (0, 6),
-        (4900, 5300),
+    """41,188 calls in time order; the last fifth is held out; was a deposit sold?"""
+    return _read(
+        "bank_marketing", _BANK, lambda file: np.arange(n := len(file["y"])) >= int(0.8 * n)
     )
-    scaled = [
-        _scale(num[:, i], *limits)
-        for i, limits in enumerate(bounds[: num.shape[1]])
+
+
+def _read(
+    name: str,
+    bounds: Mapping[str, tuple[int, int] | None],
+    is_test_fn: Callable[[Any], NDArray[np.bool_]],
+) -> DataSet:
+    with np.load(needed(f"{name}.npz")) as file:
+        numbers, categories, y, is_test = file["num"], file["cat"], file["y"], is_test_fn(file)
+        book = json.loads(str(file["cat_values"]))
+    columns = [
+        np.clip((column - limits[0]) / (limits[1] - limits[0]), 0.0, 1.0)[:, None]
+        for column, limits in zip(numbers.T, bounds.values())
         if limits is not None
     ]
-    features = _assemble(scaled, cat, sizes)
-    late = np.arange(len(y)) >= int(0.8 * len(y))
-    return _table("bank_marketing", features, y, ~late, late)
-
-
-def _scale(column: Array, low: float, high: float) -> Array:
-    return np.clip((column - low) / (high - low), 0.0, 1.0)
-
-
-def _sizes(file: Mapping[str, Any]) -> list[int]:
-    """How many values each category has: the published code book, not what occurs in the rows."""
-    book = json.loads(str(file["cat_values"]))
-    return [len(values) for values in (book.values() if isinstance(book, dict) else book)]
-
-
-def _assemble(numeric: list[Array], categories: NDArray[np.int64], sizes: list[int]) -> Array:
-    columns = list(numeric)
-    for column, size in zip(np.asarray(categories).T, sizes):
-        for value in range(size):
-            columns.append((column == value).astype(np.float64))
-    columns.append(np.ones(len(categories)))
-    features = np.stack(columns, axis=1)
-    norms = np.linalg.norm(features, axis=1, keepdims=True)
-    return np.asarray(features / np.maximum(norms, 1.0), dtype=np.float64)
-
-
-def _table(
-    name: str, x: Array, y: NDArray[np.int64], train: NDArray[np.bool_], test: NDArray[np.bool_]
-) -> DataSet:
-    features = torch.tensor(x, dtype=torch.float32)
-    labels = torch.tensor(np.asarray(y, dtype=np.int64))
-    keep, held = torch.from_numpy(train), torch.from_numpy(test)
-    return DataSet(name, "table", features[keep], labels[keep], features[held], labels[held], 2)
+    # Every value of the published code book has a column, whether it occurs in the rows or not.
+    for column, values in zip(categories.T, book.values() if isinstance(book, dict) else book):
+        columns.append((column[:, None] == np.arange(len(values))).astype(np.float64))
+    table = np.concatenate([*columns, np.ones((len(y), 1))], axis=1)
+    table = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1.0)
+    x, labels = torch.tensor(table, dtype=torch.float32), torch.tensor(y.astype(np.int64))
+    held = torch.from_numpy(is_test)
+    return DataSet(name, "table", x[~held], labels[~held], x[held], labels[held], 2)

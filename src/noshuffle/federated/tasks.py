@@ -6,13 +6,9 @@
     digits          479 made-up users of three digits each, from inside scikit-learn: no download
 
 The rows of a user lie together: user i owns starts[i] … starts[i + 1] − 1. Every tenth user is held
-out whole for testing (MNIST has test writers of its own). Alphabets are fixed beforehand and not
-read off the data; other characters share one symbol. A text is cut into windows of `length` + 1
-characters, at most `most_windows` of a user; the end of the last one has no targets. `compact`
-writes the roles of a file as symbols (an npz of a few megabytes), which the same functions read.
+out whole for testing (MNIST has test writers of its own). A text is cut into windows of `length` +
+1 characters, at most `most_windows` of a user; the end of the last one has no targets.
 
->>> encode("Äa\\n", alphabet=GERMAN).tolist() == [GERMAN.index(c) for c in "Äa\\n"]
-True
 >>> x, y = windows(np.arange(5), length=3, most=9, filler=7)
 >>> x.tolist(), y.tolist()
 ([[0, 1, 2], [4, 7, 7]], [[1, 2, 3], [-100, -100, -100]])
@@ -20,12 +16,9 @@ True
 
 from __future__ import annotations
 
-import gzip
-import json
-import unicodedata
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,20 +28,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.datasets.images import digits as central_digits
-from noshuffle.datasets.store import local
+from noshuffle.datasets.store import needed
+from noshuffle.datasets.text import ENGLISH, GERMAN, Symbols, read_roles
 from noshuffle.errors import DataUnavailable, InvalidInput, one_of, whole
 from noshuffle.federated.clients import NO_TARGET
 
 if TYPE_CHECKING:
     from noshuffle.federated.cohort import UserId
 
-Symbols = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
-
-#: Printable ASCII and the line break.
-ENGLISH = "\n" + "".join(chr(code) for code in range(32, 127))
-#: The same with umlauts, sharp and long s, the accents of loan words, and German quotation marks.
-GERMAN = ENGLISH + "ÄÖÜäöüßẞſůàáâæçèéêëíîïñóôœúûÀÉ–—’‘‚“”„«»‹›…§"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +55,24 @@ class FederatedTask:
     y_test: Tensor
     classes: int
     years: NDArray[np.int64] | None = None
-    _place: dict[UserId, int] = field(init=False, repr=False)
-    _has_labels: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.users) + 1 or self.starts[-1] != len(self.x):
             raise InvalidInput(f"{self.name}: starts must give each user's first row, and the end")
-        object.__setattr__(self, "_place", {user: i for i, user in enumerate(self.users)})
-        is_whole = not self.y.is_floating_point() or (
-            self.classes > 1 and bool((self.y == self.y.round()).all())
-        )
-        object.__setattr__(self, "_has_labels", is_whole)
 
     def __len__(self) -> int:
         return len(self.users)
+
+    @cached_property
+    def _place(self) -> dict[UserId, int]:
+        return {user: i for i, user in enumerate(self.users)}
+
+    @cached_property
+    def _has_labels(self) -> bool:
+        """Whether targets are whole numbers that stand for classes."""
+        if not self.y.is_floating_point():
+            return True
+        return self.classes > 1 and bool((self.y == self.y.round()).all())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,162 +105,69 @@ class FederatedTask:
         return x, y.to(torch.int64) if self._has_labels else y
 
 
-def encode(text: str, *, alphabet: str) -> Symbols:
-    """Characters as symbols 0 … len(alphabet), the last for everything else."""
-    composed = unicodedata.normalize("NFC", text)
-    codes = np.frombuffer(composed.encode("utf-32-le", "replace"), "<u4")
-    table = _table(alphabet)
-    found: Symbols = np.take(table, np.minimum(codes, len(table) - 1))
-    return found
-
-
-@lru_cache
-def _table(alphabet: str) -> Symbols:
-    table = np.full(max(map(ord, alphabet)) + 2, len(alphabet), dtype=np.int64)
-    table[[ord(c) for c in alphabet]] = np.arange(len(alphabet))
-    return table
-
-
 def windows(symbols: Symbols, *, length: int, most: int, filler: int) -> tuple[Symbols, Symbols]:
     """Inputs and next characters, row by row; the rest of the last row has no targets."""
     rows = min(-(-len(symbols) // (length + 1)), most)
-    room = np.full(rows * (length + 1), -1, dtype=np.int64)
-    used = symbols[: len(room)]
-    room[: len(used)] = used
-    cut = room.reshape(rows, length + 1)
+    used = symbols[: rows * (length + 1)]
+    padded = np.pad(used, (0, rows * (length + 1) - len(used)), constant_values=-1)
+    cut = padded.reshape(rows, length + 1)
     x, y = cut[:, :-1], cut[:, 1:]
     return np.where(x < 0, filler, x), np.where(y < 0, NO_TARGET, y)
 
 
 def shakespeare(
-    *,
-    length: int = 80,
-    most_windows: int = 16,
-    min_chars: int = 2,
-    file: str | Path | None = None,
+    *, length: int = 80, most_windows: int = 16, min_chars: int = 2, file: str | Path | None = None
 ) -> FederatedTask:
-    """Shakespeare's roles; one with fewer than `min_chars` characters is left out."""
-    path = file or _file("shakespeare_roles.jsonl.gz")
-    return _roles("shakespeare", path, ENGLISH, length, most_windows, min_chars)
+    """Shakespeare's roles; one with fewer than `min_chars` characters is left out.
+
+    `file` holds the roles (see `datasets.text`), by default that of $NOSHUFFLE_DATA.
+    """
+    path = file or needed("shakespeare_roles.jsonl.gz")
+    roles = read_roles(path, alphabet=ENGLISH, longest=most_windows * (length + 1))
+    return roles_task("shakespeare", roles, ENGLISH, length, most_windows, min_chars)
 
 
 def german_drama(
-    *,
-    length: int = 80,
-    most_windows: int = 16,
-    min_chars: int = 2,
-    file: str | Path | None = None,
+    *, length: int = 80, most_windows: int = 16, min_chars: int = 2, file: str | Path | None = None
 ) -> FederatedTask:
-    """German roles in order of year: streamed in that order, a population that drifts.
-
-    `file` is the roles as text (.jsonl.gz) or compact (.npz); by default what $NOSHUFFLE_DATA has.
-    """
-    path = file or _file("gerdracor_roles.jsonl.gz")
-    return _roles("gerdracor", path, GERMAN, length, most_windows, min_chars)
+    """German roles in order of year: streamed in that order, a population that drifts."""
+    path = file or needed("gerdracor_roles.jsonl.gz")
+    roles = read_roles(path, alphabet=GERMAN, longest=most_windows * (length + 1))
+    return roles_task("gerdracor", roles, GERMAN, length, most_windows, min_chars)
 
 
-def read_roles(
-    path: str | Path, *, alphabet: str, longest: int
-) -> Iterator[tuple[str, int, Symbols]]:
-    """User, year (0 if unknown) and the first `longest` symbols of every role of a file."""
-    if str(path).endswith(".npz"):
-        with np.load(path) as file:
-            if str(file["alphabet"]) != alphabet or int(file["longest"]) < longest:
-                raise InvalidInput(
-                    f"{path} was written for another alphabet, or cut to {int(file['longest'])} "
-                    f"characters where {longest} are wanted; write it again"
-                )
-            symbols, starts = file["symbols"], file["starts"]
-            for i, (user, year) in enumerate(zip(file["users"].tolist(), file["years"].tolist())):
-                own = symbols[starts[i] : starts[i + 1]][:longest]
-                yield user, year, own.astype(np.int64)
-        return
-    with gzip.open(path, "rt", encoding="utf8") as lines:
-        for line in lines:
-            role = json.loads(line)
-            text = "\n".join(role["speeches"])[: longest + 1]
-            yield role["user"], int(role.get("year", 0)), encode(text, alphabet=alphabet)[:longest]
-
-
-def compact(
-    source: str | Path, target: str | Path, *, alphabet: str = GERMAN, longest: int = 16 * 81
-) -> None:
-    """Write the roles of a file as symbols, each cut to `longest` characters."""
-    if len(alphabet) > 255:
-        raise InvalidInput(f"compact roles take at most 255 symbols, got {len(alphabet) + 1}")
-    users, years, symbols = zip(*read_roles(source, alphabet=alphabet, longest=longest))
-    np.savez_compressed(
-        target,
-        users=np.array(users),
-        years=np.array(years, dtype=np.int16),
-        starts=np.cumsum([0, *(len(own) for own in symbols)]),
-        symbols=np.concatenate(symbols).astype(np.uint8),
-        alphabet=np.array(alphabet),
-        longest=np.array(longest),
-    )
-
-
-def drifting(
-    task: FederatedTask, *, rounds: int, present: int, seed: int = 0
-) -> Callable[[int], list[UserId]]:
-    """Check-ins of a population that drifts: only `present` users are there in a round.
-
-    They are neighbours in the task's order (the year of a drama); the first ones are there in round
-    0, the last ones in the last round, and they come in an order of its own every round.
-    """
-    whole(rounds=rounds)
-    whole(at_most=len(task), present=present)
-
-    def order(step: int) -> list[UserId]:
-        at = (len(task) - present) * min(step, rounds - 1) // max(1, rounds - 1)
-        places = at + np.random.default_rng((seed, step)).permutation(present)
-        return [task.users[i] for i in places]
-
-    return order
-
-
-def _roles(
+def roles_task(
     name: str,
-    path: str | Path,
+    roles: Iterable[tuple[str, int, Symbols]],
     alphabet: str,
     length: int,
     most_windows: int,
     min_chars: int,
 ) -> FederatedTask:
+    """A task from user, year (0 if unknown) and symbols of every role."""
     whole(length=length, most_windows=most_windows)
     whole(at_least=2, min_chars=min_chars)
-    users: list[UserId] = []
-    years: list[int] = []
-    kept: list[tuple[Symbols, Symbols]] = []
-    held: list[tuple[Symbols, Symbols]] = []
-    longest = most_windows * (length + 1)
-    roles = read_roles(path, alphabet=alphabet, longest=longest)
+    kept: list[tuple[str, int, Symbols, Symbols]] = []
+    held: list[tuple[str, int, Symbols, Symbols]] = []
     for number, (user, year, symbols) in enumerate(roles):
-        if len(symbols) < min_chars:
-            continue
-        cut = windows(symbols, length=length, most=most_windows, filler=len(alphabet))
-        if number % 10 == 9:
-            held.append(cut)
-            continue
-        kept.append(cut)
-        users.append(user)
-        years.append(year)
+        if len(symbols) >= min_chars:
+            cut = windows(symbols, length=length, most=most_windows, filler=len(alphabet))
+            (held if number % 10 == 9 else kept).append((user, year, *cut))
     x, y, x_test, y_test = (
-        torch.from_numpy(np.concatenate([cut[i] for cut in part]).astype(np.int16))
-        for part in (kept, held)
-        for i in (0, 1)
+        torch.from_numpy(np.concatenate(part).astype(np.int16))
+        for roles_of in (kept, held)
+        for part in list(zip(*roles_of))[2:]
     )
-    starts = np.cumsum([0, *(len(cut[0]) for cut in kept)])
+    users, years, rows, _ = zip(*kept)
+    starts = np.cumsum([0, *map(len, rows)])
     when = np.array(years) if any(years) else None
     classes = len(alphabet) + 1
-    return FederatedTask(
-        name, "text", tuple(users), starts, x, y, x_test, y_test, classes, years=when
-    )
+    return FederatedTask(name, "text", users, starts, x, y, x_test, y_test, classes, years=when)
 
 
 def mnist_writers() -> FederatedTask:
     """MNIST by the person who wrote the digits."""
-    with np.load(_file("mnist.npz")) as file:
+    with np.load(needed("mnist.npz")) as file:
         if "writer_train" not in file:
             raise DataUnavailable(
                 "this mnist.npz does not say who wrote what; it needs writer_train, one number for "
@@ -280,17 +179,8 @@ def mnist_writers() -> FederatedTask:
     x, y, x_test, y_test = (torch.from_numpy(array) for array in arrays)
     users, first = np.unique(writers[order], return_index=True)
     starts = np.append(first, len(writers)).astype(np.int64)
-    return FederatedTask(
-        "mnist_writers",
-        "image",
-        tuple(users.tolist()),
-        starts,
-        x.unsqueeze(1),
-        y,
-        x_test.unsqueeze(1),
-        y_test,
-        10,
-    )
+    images = x.unsqueeze(1), y, x_test.unsqueeze(1), y_test
+    return FederatedTask("mnist_writers", "image", tuple(users.tolist()), starts, *images, 10)
 
 
 def digits(*, rows: int = 3) -> FederatedTask:
@@ -300,30 +190,14 @@ def digits(*, rows: int = 3) -> FederatedTask:
     """
     whole(at_most=1437, rows=rows)
     found = central_digits()
-    users = len(found) // rows
+    users = tuple(range(len(found) // rows))
+    used = len(users) * rows
     x, x_test = (
         ((part + 1) * 127.5).round().to(torch.uint8) for part in (found.x_train, found.x_test)
     )
-    return FederatedTask(
-        "digits",
-        "image",
-        tuple(range(users)),
-        np.arange(users + 1, dtype=np.int64) * rows,
-        x[: users * rows],
-        found.y_train[: users * rows],
-        x_test,
-        found.y_test,
-        10,
-    )
-
-
-def _file(name: str) -> str:
-    path = local(name)
-    if path is None:
-        raise DataUnavailable(
-            f"{name} is not in $NOSHUFFLE_DATA; set NOSHUFFLE_DATA to the folder that holds it"
-        )
-    return str(path)
+    images = x[:used], found.y_train[:used], x_test, found.y_test
+    starts = np.arange(0, used + 1, rows, dtype=np.int64)
+    return FederatedTask("digits", "image", users, starts, *images, 10)
 
 
 TASKS: dict[str, Callable[[], FederatedTask]] = {
