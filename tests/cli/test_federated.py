@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from noshuffle.cli import main
-from noshuffle.cli.federated import federated
 from noshuffle.cli.federated_job import run_job
 from noshuffle.cli.federated_parts import (
     assemble,
@@ -27,6 +26,7 @@ from noshuffle.cli.federated_parts import (
 )
 from noshuffle.cli.federated_settings import PRESETS, FederatedSettings, clip_of, limits_of
 from noshuffle.cli.job_view import Stopped, stop_on_signals
+from noshuffle.cli.train import federated
 from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
 from noshuffle.federated.simulate import simulate

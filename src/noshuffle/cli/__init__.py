@@ -61,5 +61,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Console entry point."""
     raise SystemExit(main())

@@ -14,13 +14,12 @@ from noshuffle.cli.audit import audit
 from noshuffle.cli.budget import budget
 from noshuffle.cli.epsilon import epsilon
 from noshuffle.cli.evidence import report, seal, verify
-from noshuffle.cli.federated import federated
 from noshuffle.cli.fit import fit
 from noshuffle.cli.mechanisms import PLACEHOLDER, mechanism_names
 from noshuffle.cli.plan import plan
 from noshuffle.cli.reproduce import reproduce
 from noshuffle.cli.sum import sum_
-from noshuffle.cli.train import train
+from noshuffle.cli.train import federated, train
 from noshuffle.cli.tune import tune
 from noshuffle.cli.words import in_options, refuse
 from noshuffle.errors import NoshuffleError

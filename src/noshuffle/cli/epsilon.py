@@ -14,8 +14,6 @@ from noshuffle.participation import Epochs, Participation, Restarted
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonSettings(Promise):
-    """What `noshuffle epsilon` can be asked."""
-
     variant: str = setting("honaker", "tree: plain, honaker or full")
     restart_every: str | None = setting(
         None, "tree: steps per tree, or epochs with the suffix e (2000, 20e)"
@@ -40,8 +38,7 @@ def epsilon(asked: EpsilonSettings, output: Output) -> None:
     plan = _plan(asked)
     statement = plan.statement()
     if output.json:
-        record = {"strategy": plan.strategy.name, "plan_hash": plan.hash}
-        print_json({**statement.to_dict(), **record})
+        print_json({**statement.to_dict(), "strategy": plan.strategy.name, "plan_hash": plan.hash})
     else:
         print(statement.words())
 
@@ -73,7 +70,9 @@ def _plan(asked: EpsilonSettings) -> Any:
     if mechanism == "tree":
         chosen = tree(asked.variant, restart_every=every, completion=asked.completion)
         options = {"tree_accounting": asked.tree_accounting}
-        participation = _with_restarts(participation, every)
+        if every is not None and isinstance(participation, Epochs) and every < participation.steps:
+            # The order of an epoch may change when the tree restarts, which is the safe reading.
+            participation = Restarted(participation, every)
     else:
         options = {name: value for name, value in sizes.items() if value is not None}
         gap = getattr(participation, "separation", getattr(participation, "steps_per_epoch", None))
@@ -100,20 +99,13 @@ def _restart_steps(text: str | None, participation: Participation) -> int | None
     """`--restart-every` in steps: a number of steps, or a number of epochs with the suffix e."""
     if text is None:
         return None
-    digits, in_epochs = (text[:-1], True) if text.endswith("e") else (text, False)
+    digits = text.removesuffix("e")
     if not digits.isdigit() or int(digits) == 0:
         raise InvalidInput(
             f"--restart-every must be a number of steps (2000) or of epochs (20e), got {text!r}"
         )
-    if not in_epochs:
+    if digits == text:
         return int(digits)
     if not isinstance(participation, Epochs):
         raise InvalidInput("--restart-every in epochs needs --epochs and --steps-per-epoch")
     return int(digits) * participation.steps_per_epoch
-
-
-def _with_restarts(participation: Participation, every: int | None) -> Participation:
-    """Epochs whose order may change when the tree restarts, which is the safe reading."""
-    if every is None or not isinstance(participation, Epochs) or every >= participation.steps:
-        return participation
-    return Restarted(participation, every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,24 +16,20 @@ if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
 
 
+_RUN = "a run folder, as train, federated, fit and sum make"
+
+
 @dataclass(frozen=True, kw_only=True)
 class FolderArgument:
-    """The folder that a command is about."""
-
-    run: Path = argument("a run folder, as train, federated, fit and sum make")
+    run: Path = argument(_RUN)
 
     def __post_init__(self) -> None:
         if not self.run.is_dir():
-            raise InvalidInput(
-                f"{self.run} is not a folder; give a run folder, as train, federated, fit and sum "
-                "make"
-            )
+            raise InvalidInput(f"{self.run} is not a folder; give {_RUN}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(FolderArgument):
-    """What `noshuffle verify` can be asked."""
-
     public_key: str | None = setting(
         None, "PEM file (or 64 hex digits) of the Ed25519 key that must have signed the run"
     )
@@ -58,8 +55,6 @@ def verify(asked: VerifySettings, output: Output) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SealSettings(FolderArgument):
-    """What `noshuffle seal` can be asked."""
-
     sign: Path | None = setting(None, SIGN_HELP)
 
 
@@ -72,23 +67,20 @@ def seal(asked: SealSettings, output: Output) -> None:
     """
     from noshuffle.release.seal import seal as close
 
-    checked = close(asked.run, sign=asked.sign)
+    checked, is_signed = close(asked.run, sign=asked.sign), asked.sign is not None
     if output.json:
-        record = {"sealed": str(asked.run), "checked": list(checked)}
-        print_json({**record, "signed": asked.sign is not None})
+        print_json({"sealed": str(asked.run), "checked": list(checked), "signed": is_signed})
         return
     print(f"sealed: the keys of {asked.run} are destroyed")
     for line in checked:
         print(f"  (checked before: {line})")
-    if asked.sign is not None:
+    if is_signed:
         print(f"signed: {asked.run / 'signature.json'}")
     print(f"check the evidence: noshuffle verify {asked.run}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(FolderArgument):
-    """What `noshuffle report` can be asked."""
-
     output: Path | None = setting(None, "the page (default: report.html in the run folder)")
 
 
@@ -101,17 +93,16 @@ def report(asked: ReportSettings, output: Output) -> None:
     from noshuffle.release.folder import RunFolder
     from noshuffle.report import page, read_run, write_report
 
-    folder = RunFolder(asked.run)
-    own = asked.run / "report.html"
-    if asked.output is not None and asked.output.resolve() != own.resolve():
-        path = asked.output
+    folder, own = RunFolder(asked.run), asked.run / "report.html"
+    path = asked.output or own
+    if path.resolve() != own.resolve():
         path.write_text(page(read_run(asked.run)), encoding="utf8")
+    elif folder.signature_file.exists():
+        raise InvalidInput(
+            f"{asked.run} is signed, its report.html included; draw the page elsewhere with "
+            "--output FILE"
+        )
     else:
-        if folder.signature_file.exists():
-            raise InvalidInput(
-                f"{asked.run} is signed, its report.html included; draw the page elsewhere with "
-                "--output FILE"
-            )
         path = write_report(asked.run)
         note_page(folder, path)
     if output.json:
@@ -132,13 +123,10 @@ def note_page(folder: RunFolder, page: Path) -> None:
     except NoshuffleError:
         return
     plan = folder.plan()
-    ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
-    try:
+    with closing(Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)) as ledger:
         told = ledger.notes("files")
         files = dict(told[-1]["files"]) if told else {}
         new = folder.published()[page.name]
         if files.get(page.name) != new:
             ledger.note("files", files={**files, page.name: new})
-    finally:
-        ledger.close()
-        del lock
+    del lock

@@ -13,28 +13,91 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.federated_parts import Job, assemble
-from noshuffle.cli.federated_settings import FederatedSettings
-from noshuffle.cli.federated_view import FederatedResult
-from noshuffle.cli.job_view import JobProgress, Say, Stopped, Watch
+from noshuffle.cli.federated_settings import FederatedSettings, Limits
+from noshuffle.cli.job_view import JobProgress, JobResult, JobWords, Say, Stopped, Watch
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
-from noshuffle.federated.per_user import spending
+from noshuffle.federated.per_user import Spending
 from noshuffle.federated.rounds import RoundReport
-from noshuffle.federated.simulate import RoundProgress, evaluate
+from noshuffle.federated.simulate import RoundProgress, Simulation, evaluate
 from noshuffle.federated.telemetry import need_flower
 from noshuffle.report import write_report
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
 _GLANCE = 1000
-#: Raw counts: which of them a data set shows is not covered by ε, so they get a file of their own.
-OPERATOR_FILE = "operator.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedResult(JobResult):
+    """A run of rounds; `skipped` are rounds lost to a crash before this start."""
+
+    limits: Limits | None
+    rounds_now: int
+    training_seconds: float
+    is_complete: bool
+    skipped: tuple[int, ...]
+    loss: float
+    users: tuple[Spending, ...]
+
+    @property
+    def rate(self) -> float:
+        return self.rounds_now / max(self.training_seconds, 1e-9)
+
+    def rows(self, words: JobWords) -> list[tuple[str, str]]:
+        limits = "none: cohorts are drawn by secret coin flips, which a network cannot promise"
+        if self.limits is not None:
+            is_derived = self.limits.is_separation_derived or self.limits.is_max_derived
+            limits = self.limits.words() + (f" from {self.limits.why}" if is_derived else "")
+        done = f"{self.steps} of {self.plan.steps} ({self.rate:.1f} a second)"
+        rows = [*super().rows(words), ("limits", limits), ("rounds", done)]
+        if self.skipped:
+            numbers = ", ".join(map(str, self.skipped))
+            rows.append(("rounds passed over", f"{numbers} (open when the run died; charged)"))
+        return rows
+
+    def tell(self, console: Console) -> None:
+        """Who paid what, and what the limits left unused."""
+        if self.users:
+            table = Table(title="ε by how often a user was asked", title_justify="left")
+            for heading in ("times asked", "users", "ε"):
+                table.add_column(heading, justify="right")
+            for row in self.users:
+                table.add_row(str(row.participations), f"{row.users:,}", f"{row.epsilon:.3f}")
+            console.print(table)
+        if not self.is_complete:
+            console.print("ended early: no user was free any more; the rest of the plan is unused")
+        elif self.limits is not None and self.limits.shortage:
+            console.print(
+                f"the limits left at least {self.limits.shortage:,} invitations unfilled; ask "
+                "fewer clients a round, or allow more participations"
+            )
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            **super().to_record(),
+            "test_loss": _finite(self.loss),
+            "rounds": self.steps,
+            "is_complete": self.is_complete,
+            "skipped_rounds": list(self.skipped),
+            "rounds_per_second": self.rate,
+            "limits": None if self.limits is None else self.limits.to_record(),
+            "users": [{**vars(row), "epsilon": _finite(row.epsilon)} for row in self.users],
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def run_job(
@@ -62,15 +125,11 @@ def run_job(
         say(f"Limits: {job.limits.words()}; {job.limits.why}.")
     for number in skipped:
         say(f"Round {number} was open when the run died: no update, its users stay charged.")
-    first = job.server.round
-    training = time.perf_counter()
     try:
         say("training")
-        is_complete = _train(job, watch, is_stopped)
-        training = time.perf_counter() - training
-        loss, accuracy = evaluate(job.model, job.server.parameters(), job.task)
+        result = _train(job, watch, is_stopped)
+        loss, accuracy = evaluate(job.model, result.parameters, job.task)
         _note(job, loss, accuracy, kind="summary")
-        users, statement = spending(job.server), job.server.statement()
         job.rounds.save()
         write_report(path)  # before the ledger is closed, which then knows of the page
     finally:
@@ -84,22 +143,21 @@ def run_job(
         path=path,
         plan=job.server.plan,
         limits=job.limits,
-        statement=statement,
+        statement=result.statement,
         steps=job.server.round,
-        rounds_now=job.server.round - first,
-        training_seconds=training,
-        is_complete=is_complete,
+        rounds_now=result.rounds,
+        training_seconds=result.seconds,
+        is_complete=result.is_complete,
         skipped=skipped,
         accuracy=accuracy,
         loss=loss,
         baseline=baseline,
         seconds=time.perf_counter() - began,
-        users=users,
+        users=result.users,
     )
 
 
-def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> bool:
-    """All rounds that are left; whether the plan was used to its end."""
+def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> Simulation:
     settings, server = job.settings, job.server
     every = settings.evaluate_every or max(1, settings.rounds // 20)
     stride = -(-len(job.task.x_test) // _GLANCE)
@@ -120,22 +178,16 @@ def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> boo
             raise Stopped
 
     job.set_rate()
-    if settings.engine == "flower":
-        return _on_flower(job, after)
-    result = simulate(
-        job.rounds,
-        job.model,
-        job.task,
-        local=job.local,
-        check_ins=job.check_ins,
-        answers=job.answers,
-        vectorise=settings.vectorise,
-        progress=after,
-    )
-    return result.is_complete
+    is_flower = settings.engine == "flower"  # whose clients all answer
+    engine: Any = _on_flower if is_flower else partial(simulate, answers=job.answers)
+    options = {"check_ins": job.check_ins, "vectorise": settings.vectorise, "progress": after}
+    result: Simulation = engine(job.rounds, job.model, job.task, local=job.local, **options)
+    return result
 
 
-def _on_flower(job: Job, after: Callable[[RoundProgress], None]) -> bool:
+def _on_flower(
+    *parts: Any, progress: Callable[[RoundProgress], None], **options: Any
+) -> Simulation:
     """The same rounds on Flower's simulation, whose server runs in a thread of its own."""
     from noshuffle.federated.flower_simulation import run_flower_simulation
 
@@ -144,28 +196,19 @@ def _on_flower(job: Job, after: Callable[[RoundProgress], None]) -> bool:
 
     def kept(where: RoundProgress) -> None:
         try:
-            after(where)
+            progress(where)
         except Exception as error:  # Flower would log it and raise one of its own
             broken.append(error)
             raise
 
     try:
-        result = run_flower_simulation(
-            job.rounds,
-            job.model,
-            job.task,
-            local=job.local,
-            check_ins=job.check_ins,
-            vectorise=job.settings.vectorise,
-            progress=kept,
-        )
+        result = run_flower_simulation(*parts, progress=kept, **options)
     except Exception:
-        if broken:
-            raise broken[0] from None
-        raise
+        if not broken:
+            raise
     if broken:
         raise broken[0]
-    return result.is_complete
+    return result
 
 
 def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -> None:
@@ -173,38 +216,31 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
     server = job.server
     if server.run is None:
         return
-    row: dict[str, Any] = {
-        "kind": kind,
-        "step": server.round,
-        "test_loss": loss,
-        "test_accuracy": accuracy,
-        "epsilon": server.statement().epsilon,
-        "clip_norm": server.clip_norm,
-        "learning_rate": float(server.optimizer.param_groups[0]["lr"]),
+    row = {
+        "test_loss": _finite(loss),
+        "test_accuracy": _finite(accuracy),
+        "epsilon": _finite(server.statement().epsilon),
+        "clip_norm": _finite(server.clip_norm),
+        "learning_rate": _finite(float(server.optimizer.param_groups[0]["lr"])),
     }
+    test = {}
     if kind == "summary":  # every task that can be asked for by name is a published data set
         words = f"examples of users of {job.settings.task} who took no part"
-        row["test_data"] = {"words": words, "rows": len(job.task.x_test), "is_public": True}
-    server.run.append_metrics(
-        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    )
+        about = {"words": words, "rows": len(job.task.x_test), "is_public": True}
+        test = {"test_data": about}
+    server.run.append_metrics({"kind": kind, "step": server.round, **row, **test})
 
 
 def _tell_operator(job: Job, report: RoundReport) -> None:
-    """Raw counts of a round, readable by the owner of the folder only."""
+    """Raw counts of a round, which ε does not cover: a file for the owner of the folder only."""
     folder = job.server.run
     if folder is None:
         return
-    row = {
-        "step": report.step,
-        "asked": report.asked,
-        "answered": report.answered,
-        "nonfinite": report.nonfinite,
-        "refused": len(report.refused),
-    }
-    handle = os.open(folder.path / OPERATOR_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(json.dumps(row).encode() + b"\n")
+    row = {name: getattr(report, name) for name in ("step", "asked", "answered", "nonfinite")}
+    line = json.dumps({**row, "refused": len(report.refused)}) + "\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with os.fdopen(os.open(folder.path / "operator.jsonl", flags, 0o600), "wb") as file:
+        file.write(line.encode())
 
 
 def _let_go(job: Job, *, keep_keys: bool) -> None:
@@ -224,5 +260,5 @@ def _baseline(settings: FederatedSettings) -> float:
     if not settings.amplified:
         without["mechanism"] = "identity"
     job, _ = assemble(replace(settings, **without), None)
-    _train(job, None, lambda: False)
-    return evaluate(job.model, job.server.parameters(), job.task)[1]
+    result = _train(job, None, lambda: False)
+    return evaluate(job.model, result.parameters, job.task)[1]

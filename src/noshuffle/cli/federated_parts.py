@@ -46,8 +46,6 @@ _COUNT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run consists of."""
-
     settings: FederatedSettings
     task: FederatedTask
     model: nn.Module
@@ -71,16 +69,7 @@ class Job:
                 group["lr"] = rate
 
 
-def load(settings: FederatedSettings) -> FederatedTask:
-    """The task; users that a secret sampler draws are numbered."""
-    task = load_task(_TASKS.get(settings.task, settings.task))
-    if settings.amplified:
-        task = replace(task, users=tuple(range(len(task))))
-    return task
-
-
 def make_model(settings: FederatedSettings, task: FederatedTask) -> nn.Module:
-    """The model with public initial weights."""
     torch.manual_seed(settings.seed)
     if task.kind == "text":
         name, length = f"char_{settings.model}", task.shape[0]
@@ -89,25 +78,11 @@ def make_model(settings: FederatedSettings, task: FederatedTask) -> nn.Module:
     return models.build(name, task.shape, task.classes).to(settings.device)
 
 
-def make_limits(settings: FederatedSettings, task: FederatedTask) -> Limits | None:
-    """How often a user may be asked; None where cohorts are sampled."""
-    return None if settings.amplified else limits_of(settings, users=len(task))
-
-
 def make_plan(settings: FederatedSettings, task: FederatedTask) -> Plan:
-    """The plan of a run; the mechanism is fitted here."""
-    limits = make_limits(settings, task)
+    limits = limits_of(settings, users=len(task))
+    participation: Participation = Poisson(settings.rounds, settings.clients_per_round / len(task))
     if limits is not None:
-        participation: Participation = MinSeparation(
-            settings.rounds, limits.separation, limits.max_participations
-        )
-    elif settings.clients_per_round <= len(task):
-        participation = Poisson(settings.rounds, settings.clients_per_round / len(task))
-    else:
-        raise InvalidInput(
-            f"clients_per_round must be at most the {len(task):,} users of {settings.task}, "
-            f"got {settings.clients_per_round}"
-        )
+        participation = MinSeparation(settings.rounds, limits.separation, limits.max_participations)
     name = "identity" if settings.mechanism in INDEPENDENT else settings.mechanism
     has_momentum = settings.server_optimizer in ("ftrl", "momentum")
     return Plan.fit(
@@ -139,7 +114,6 @@ def make_clip(settings: FederatedSettings, plan: Plan) -> float | QuantileClip:
 
 
 def make_optimizer_fn(settings: FederatedSettings) -> OptimizerFn:
-    """The server's update rule on released values."""
     lr, beta = settings.server_lr, settings.server_momentum
     kinds: dict[str, OptimizerFn] = {
         "ftrl": lambda params: FTRL(params, lr=lr, momentum=beta),
@@ -148,17 +122,6 @@ def make_optimizer_fn(settings: FederatedSettings) -> OptimizerFn:
         "adam": lambda params: torch.optim.Adam(params, lr=lr),
     }
     return kinds[settings.server_optimizer]
-
-
-def make_local(settings: FederatedSettings) -> LocalTraining:
-    """What a client does in a round."""
-    return LocalTraining(
-        learning_rate=settings.client_lr,
-        steps=settings.local_steps or 10**6,
-        batch_size=settings.local_batch,
-        epochs=settings.local_epochs,
-        proximal=settings.proximal,
-    )
 
 
 def make_check_ins(settings: FederatedSettings, task: FederatedTask) -> CheckIns:
@@ -202,10 +165,12 @@ def assemble(
     settings: FederatedSettings, path: Path | None, budget: Account | None = None
 ) -> tuple[Job, tuple[int, ...]]:
     """The job in that folder, begun or resumed, and the rounds that had to be passed over."""
-    task = load(settings)
+    task = load_task(_TASKS.get(settings.task, settings.task))
+    if settings.amplified:  # a secret sampler draws numbers
+        task = replace(task, users=tuple(range(len(task))))
     model = make_model(settings, task)
     folder = None if path is None else RunFolder(path)
-    limits = make_limits(settings, task)
+    limits = limits_of(settings, users=len(task))
     is_begun = folder is not None and folder.is_started
     plan = folder.plan() if folder is not None and is_begun else make_plan(settings, task)
     clip = make_clip(settings, plan)
@@ -224,14 +189,13 @@ def assemble(
     if settings.amplified:
         server.sampler(len(task))
     rounds = Rounds(server, save_every=settings.checkpoint_every)
-    job = Job(
-        settings=settings,
-        task=task,
-        model=model,
-        limits=limits,
-        rounds=rounds,
-        local=make_local(settings),
-        check_ins=make_check_ins(settings, task),
-        answers=make_answers(settings, task),
+    local = LocalTraining(
+        learning_rate=settings.client_lr,
+        steps=settings.local_steps or 10**6,
+        batch_size=settings.local_batch,
+        epochs=settings.local_epochs,
+        proximal=settings.proximal,
     )
+    check_ins, answers = make_check_ins(settings, task), make_answers(settings, task)
+    job = Job(settings, task, model, limits, rounds, local, check_ins, answers)
     return job, rounds.resume() if is_begun else ()

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from noshuffle.cli.from_record import setting
-from noshuffle.cli.run_settings import RunSettings, folder, how, privacy
+from noshuffle.cli.settings import RunSettings, folder, how, privacy
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
 
 TASKS = ("digits", "shakespeare", "drama", "writers")
@@ -45,6 +45,7 @@ users = partial(setting, heading="Rounds and users")
 server = partial(setting, heading="Server")
 clients = partial(setting, heading="Clients")
 
+_TEXT = {"model": "lstm", "local_batch": 4, "local_steps": 4}
 #: Starting points at ε = 8; digits come from a small search, the others want one of their own.
 PRESETS: dict[str, dict[str, Any]] = {
     "digits": {
@@ -53,28 +54,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clients_per_round": 95,
         "delta": 1e-4,
         "clip": "0.5",
-        "server_lr": 0.5,
-        "client_lr": 0.5,
         "local_epochs": 2,
     },
-    "shakespeare": {
-        "model": "lstm",
-        "rounds": 200,
-        "clients_per_round": 50,
-        "delta": 1e-4,
-        "local_batch": 4,
-        "local_steps": 4,
-    },
-    "drama": {
-        "model": "lstm",
-        "rounds": 1000,
-        "clients_per_round": 100,
-        "local_batch": 4,
-        "local_steps": 4,
-    },
+    "shakespeare": {**_TEXT, "rounds": 200, "delta": 1e-4},
+    "drama": {**_TEXT, "rounds": 1000, "clients_per_round": 100},
     "writers": {
         "model": "cnn",
-        "rounds": 100,
         "clients_per_round": 100,
         "delta": 1e-4,
         "client_lr": 0.1,
@@ -85,8 +70,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedSettings(RunSettings):
-    """Every decision of a federated run that is not in its plan."""
-
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     preset_by: ClassVar[str] = "task"
 
@@ -166,9 +149,6 @@ class FederatedSettings(RunSettings):
         if self.engine == "flower" and self.drop_out:
             raise InvalidInput("engine flower waits for all clients; leave out drop_out")
         clip_of(self.clip)
-        self._check_privacy()
-
-    def _check_privacy(self) -> None:
         if self.order == "year" and self.task != "drama":
             raise InvalidInput(f"order year needs a task with years (drama), got {self.task!r}")
         if not self.amplified:
@@ -195,27 +175,34 @@ class Limits:
     max_participations: int
     is_separation_derived: bool
     is_max_derived: bool
-    shortage: int
+    shortage: int  # invitations that they leave unfilled over the whole run, at least
     why: str
 
     def words(self) -> str:
-        """Both limits, and which were derived."""
         b = f"separation {self.separation}{' (derived)' if self.is_separation_derived else ''}"
         k = f"at most {self.max_participations} participation"
         k += "s" if self.max_participations > 1 else ""
         return f"{b}, {k}{' (derived)' if self.is_max_derived else ''}"
 
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "separation": self.separation,
+            "max_participations": self.max_participations,
+            "separation_is_derived": self.is_separation_derived,
+            "max_participations_is_derived": self.is_max_derived,
+            "unfilled_invitations": self.shortage,
+        }
 
-def limits_of(settings: FederatedSettings, *, users: int) -> Limits:
-    """The limits of a run without sampling; see the module for the derivation.
 
-    `shortage` counts the invitations that the limits leave unfilled over the whole run at least.
-    """
+def limits_of(settings: FederatedSettings, *, users: int) -> Limits | None:
+    """The limits of a run, derived as the module says; None where cohorts are sampled."""
     asked, rounds = settings.clients_per_round, settings.rounds
     if asked > users:
         raise InvalidInput(
             f"clients_per_round must be at most the {users:,} users of {settings.task}, got {asked}"
         )
+    if settings.amplified:
+        return None
     b, k = settings.separation, settings.max_participations
     is_drift = settings.order == "year"
     if b is None:
@@ -250,19 +237,17 @@ def clip_of(text: str) -> tuple[float | None, float]:
     name, *numbers = text.split(":")
     try:
         if name != "adaptive":
-            positive(clip=float(text))
-            return None, float(text)
-        if len(numbers) > 2:
-            raise ValueError
-        quantile = float(numbers[0]) if numbers else 0.5
-        start = float(numbers[1]) if len(numbers) > 1 else 1.0
-    except InvalidInput:
-        raise
+            quantile, start = None, float(text)
+        else:
+            quantile, start = (*map(float, numbers), *(0.5, 1.0)[len(numbers) :])
     except ValueError:
         raise InvalidInput(
             "clip must be a number > 0, or adaptive, adaptive:QUANTILE, adaptive:QUANTILE:START; "
             f"got {text!r}"
         ) from None
+    if quantile is None:
+        positive(clip=start)
+        return None, start
     open_unit(**{"quantile of clip": quantile})
     positive(**{"start of clip": start})
     return quantile, start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ from typing import Any
 from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
-from noshuffle.cli.promise import (
-    DELTA_HELP,
-    FOLDER_HELP,
-    TEST_SEED_HELP,
-    Output,
-    print_json,
-)
+from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
+from noshuffle.cli.settings import dated
 from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of
 
-TASKS = ("logistic", "svc", "linear")
+_ESTIMATORS = {
+    "logistic": "PrivateLogisticRegression",
+    "svc": "PrivateSVC",
+    "linear": "PrivateLinearRegression",
+}
+TASKS = tuple(_ESTIMATORS)
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
     "are taken to be public knowledge."
@@ -32,8 +31,6 @@ _PASSED_ON = ("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty"
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    """What `noshuffle fit` can be asked."""
-
     file: Path = argument("a .csv or .parquet table, learned in its order")
     target: str = setting(..., "the column to predict")
     task: str = setting("logistic", "logistic, svc or linear", check=partial(one_of, TASKS))
@@ -78,11 +75,14 @@ def fit(asked: FitSettings, output: Output) -> None:
     FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
     what is known of the data beforehand costs no privacy.
     """
+    from noshuffle import convex
     from noshuffle.release.folder import RunFolder
     from noshuffle.release.seal import note_files
     from noshuffle.report import write_report
 
-    path = _folder(asked.out, asked.file)
+    path = asked.out or dated(asked.file.stem)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidInput(f"{path} is not an empty folder; use another --out")
     table = _table(asked)
     if not asked.bounds and any("#" not in name for name in table.columns):
         print(
@@ -93,16 +93,21 @@ def fit(asked: FitSettings, output: Output) -> None:
             file=sys.stderr,
         )
     settings = _estimator_settings(asked, table)
-    model = _model(asked.task, {**settings, "budget": opened(asked.budget)})
-    kept = {name: value for name, value in settings.items() if value is not None}
-    scored = "mean absolute error" if asked.task == "linear" else "accuracy"
-    how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
-    how |= {"task": asked.task, **kept, "rows": len(table.y), "score": scored}
+    own = {**settings, "budget": opened(asked.budget)}
+    model = getattr(convex, _ESTIMATORS[asked.task])(**own)
     model.fit(table.x, table.y, ids=table.ids, run=path)
+    kept = {name: value for name, value in settings.items() if value is not None}
+    how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
+    how |= {"task": asked.task, **kept, "rows": len(table.y), "score": _scored(model)}
     statement = _write_results(RunFolder(path), model, table.columns, how)
-    page = write_report(path)
+    write_report(path)
     note_files(path)
-    _print(model, statement, path, page, as_json=output.json)
+    _print(model, statement, path, as_json=output.json)
+
+
+def _scored(model: Any) -> str:
+    """What the progressive score of a model is."""
+    return "accuracy" if hasattr(model, "classes_") else "mean absolute error"
 
 
 def _table(asked: FitSettings) -> Any:
@@ -146,17 +151,18 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
 
 def _write_results(run: Any, model: Any, columns: tuple[str, ...], how: dict[str, Any]) -> Any:
     """Metrics, the model as JSON, and what the statement rests on beyond the ledger's facts."""
+    import numpy as np
+
     from noshuffle.release.files import read_json, write_json
 
     _write_metrics(run, model)
-    weights = {"coef": model.coef_.tolist(), "intercept": _plain(model.intercept_)}
+    weights = {"coef": model.coef_.tolist(), "intercept": np.asarray(model.intercept_).tolist()}
     if hasattr(model, "classes_"):
         weights["classes"] = model.classes_.tolist()
     record = {"kind": type(model).__name__, "columns": list(columns), **weights}
     write_json(run.path / "model.json", record)
     known = read_json(run.statement_file)["assumptions"]
-    further = [s for s in model.privacy_.assumptions if s not in known]
-    further.append(_SCHEMA)
+    further = [*(s for s in model.privacy_.assumptions if s not in known), _SCHEMA]
     run.write_config({**how, "batch_size": model.batch_size_, "further_assumptions": further})
     return model.privacy_.with_assumptions(*known, _SCHEMA)
 
@@ -178,24 +184,6 @@ def _write_metrics(run: Any, model: Any) -> None:
         run.append_metrics(row)
 
 
-def _model(task: str, settings: dict[str, Any]) -> Any:
-    from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
-
-    kinds = {
-        "logistic": PrivateLogisticRegression,
-        "svc": PrivateSVC,
-        "linear": PrivateLinearRegression,
-    }
-    return kinds[task](**settings)
-
-
-def _folder(out: Path | None, file: Path) -> Path:
-    path = out or Path("runs") / f"{file.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InvalidInput(f"{path} is not an empty folder; use another --out")
-    return path
-
-
 def _pair(text: str, option: str) -> tuple[float, float]:
     try:
         low, high = (float(part) for part in text.split(","))
@@ -210,22 +198,18 @@ def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, flo
         return None
     own = dict(text.rsplit("=", 1) for text in given if "=" in text)
     common = [_pair(text, "--bounds") for text in given if "=" not in text]
-    pairs = {name: _pair(text, "--bounds") for name, text in own.items()}
+    pairs = {name: (0.0, 1.0) for name in columns if "#" in name}
+    pairs |= {name: _pair(text, "--bounds") for name, text in own.items()}
     unknown = sorted(set(pairs) - set(columns))
     if unknown:
         raise InvalidInput(f"--bounds names {unknown[0]!r}, which is no feature of the table")
-    found = []
-    for name in columns:
-        if name in pairs or "#" in name:
-            found.append(pairs.get(name, (0.0, 1.0)))
-        elif len(common) == 1:
-            found.append(common[0])
-        else:
-            raise InvalidInput(
-                f"--bounds must cover column {name!r}: give {name}=low,high, or one low,high for "
-                "all that have none of their own"
-            )
-    return found
+    missing = [name for name in columns if name not in pairs]
+    if missing and len(common) != 1:
+        raise InvalidInput(
+            f"--bounds must cover column {missing[0]!r}: give {missing[0]}=low,high, or one "
+            "low,high for all that have none of their own"
+        )
+    return [pairs[name] if name in pairs else common[0] for name in columns]
 
 
 def _classes(text: str, y: Any) -> list[Any]:
@@ -240,11 +224,8 @@ def _classes(text: str, y: Any) -> list[Any]:
     return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _print(model: Any, statement: Any, path: Path, page: Path, *, as_json: bool) -> None:
+def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
+    page = path / "report.html"
     score = "accuracy" if hasattr(model, "classes_") else "R²"
     if as_json:
         record = {
@@ -265,6 +246,6 @@ def _print(model: Any, statement: Any, path: Path, page: Path, *, as_json: bool)
     )
     if hasattr(model, "progress_"):
         _, value, deviation = model.progress_[-1]
-        name = "accuracy" if hasattr(model, "classes_") else "mean absolute error"
-        print(f"released progressive {name} {value:.4f} ± {2 * deviation:.4f} (covered by ε)")
+        shown = f"{_scored(model)} {value:.4f} ± {2 * deviation:.4f}"
+        print(f"released progressive {shown} (covered by ε)")
     print(f"report: {page}\ncheck the evidence: noshuffle verify {path}")

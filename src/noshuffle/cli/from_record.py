@@ -29,7 +29,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
@@ -49,16 +49,16 @@ def setting(
     `heading` is that of the help; `check` is one of the named checks of `noshuffle.errors`, which
     `check_fields` calls with the field as keyword unless it is None.
     """
-    option = lambda words: typer.Option(*names, help=words, rich_help_panel=heading)  # noqa: E731
-    return _field(default, {"text": text, "option": option, "check": check})
+    option = partial(typer.Option, *names, rich_help_panel=heading)
+    return _field(default, text=text, option=option, check=check)
 
 
 def argument(text: str, default: Any = ...) -> Any:
     """A field that is an argument of the command, without a flag."""
-    return _field(default, {"text": text, "option": lambda words: typer.Argument(help=words)})
+    return _field(default, text=text, option=typer.Argument)
 
 
-def _field(default: Any, metadata: dict[str, Any]) -> Any:
+def _field(default: Any, **metadata: Any) -> Any:
     return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
@@ -92,11 +92,10 @@ class Options:
                 one.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=inspect.Parameter.empty if default is MISSING else default,
-                annotation=Annotated[kind, one.metadata["option"](text)],
+                annotation=Annotated[kind, one.metadata["option"](help=text)],
             )
 
     def made(self, options: Mapping[str, Any]) -> Any:
-        """The record, or what was given of it."""
         own = {one.name: options[one.name] for one in self.fields()}
         if self.only_given:
             return {name: value for name, value in own.items() if value is not None}
@@ -105,11 +104,8 @@ class Options:
     def _common_default(self, one: dataclasses.Field[Any]) -> Any:
         """The default if every preset leaves it alone, else None."""
         presets = getattr(self.record, "presets", {}).values()
-        return (
-            one.default
-            if all(p.get(one.name, one.default) == one.default for p in presets)
-            else None
-        )
+        values = {p.get(one.name, one.default) for p in presets}
+        return one.default if values <= {one.default} else None
 
 
 def given(record: type[Any]) -> Options:
@@ -139,12 +135,10 @@ def _with_default(text: str, default: Any) -> str:
     if default is None or default is MISSING or isinstance(default, bool) or default == "":
         return text
     word = f"{default:g}" if isinstance(default, float) else str(default)
-    if isinstance(default, str):
-        marked = rf"\b{re.escape(word)}\b(?![-\w])"
-        if re.search(marked + r" \(", text):
-            return re.sub(marked + r" \(", f"{word} (default; ", text, count=1)
-        if re.search(marked, text):
-            return re.sub(marked, f"{word} (default)", text, count=1)
+    marked = rf"\b{re.escape(word)}\b(?![-\w])"
+    for ending, said in ((r" \(", " (default; "), ("", " (default)")):
+        if isinstance(default, str) and re.search(marked + ending, text):
+            return re.sub(marked + ending, word + said, text, count=1)
     if text.endswith(")"):
         return f"{text[:-1]}; default {word})"
     return f"{text} (default {word})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,6 @@ from noshuffle.training.loop import Callback, StepProgress
 
 
 def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
-    """What one unit may do under these settings."""
     rows, batch = len(data), settings.batch_size
     if batch > rows:
         raise InvalidInput(f"batch_size must be at most the {rows} training rows, got {batch}")
@@ -59,18 +60,15 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
     batch = settings.batch_size
     per_epoch = len(data) // batch
     step = torch.arange(per_epoch * batch) // batch
+    # Distinct (user, step), sorted: the steps of a user stand together, in order.
     pairs = torch.unique(torch.stack([data.units[: per_epoch * batch], step], dim=1), dim=0)
+    _, counts = torch.unique_consecutive(pairs[:, 0], return_counts=True)
+    end = counts.cumsum(0)
     gaps = pairs[1:, 1] - pairs[:-1, 1]
-    same = pairs[1:, 0] == pairs[:-1, 0]
-    inside = int(gaps[same].min()) if bool(same.any()) else per_epoch
-    counts = torch.unique(pairs[:, 0], return_counts=True)[1]
-    first = torch.full((int(pairs[:, 0].max()) + 1,), per_epoch).scatter_reduce(
-        0, pairs[:, 0], pairs[:, 1], "amin"
-    )
-    last = torch.zeros_like(first).scatter_reduce(0, pairs[:, 0], pairs[:, 1], "amax")
-    seen = torch.unique(pairs[:, 0])
-    around = int((first[seen] + per_epoch - last[seen]).min())
-    separation = min(inside, around) if settings.epochs > 1 else inside
+    inside = gaps[pairs[1:, 0] == pairs[:-1, 0]]
+    around = pairs[end - counts, 1] + per_epoch - pairs[end - 1, 1]  # over the end of an epoch
+    found = torch.cat([inside, around]) if settings.epochs > 1 else inside
+    separation = int(found.min()) if len(found) else per_epoch
     return MinSeparation(steps, max(separation, 1), int(counts.max()) * settings.epochs)
 
 
@@ -82,9 +80,8 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
             participation, mechanism=strategy, epsilon=settings.epsilon, delta=settings.delta
         )
     mechanism = "identity" if settings.sampling != "none" else mechanism_named(settings.mechanism)
-    if mechanism == "blt_tapped" and (
-        not isinstance(participation, Epochs) or participation.epochs == 1
-    ):
+    has_epochs = isinstance(participation, Epochs) and participation.epochs > 1
+    if mechanism == "blt_tapped" and not has_epochs:
         mechanism = "blt"  # taps sit at epoch lags: without epochs there are none
     options: dict[str, Any] = {}
     if mechanism == "blt_tapped":
@@ -104,7 +101,6 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
 
 
 def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:
-    """The model with public initial weights."""
     name = settings.model or models.default_for(data.kind, data.shape)
     torch.manual_seed(settings.seed)
     try:
@@ -120,17 +116,15 @@ def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:
 
 
 def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """The update rule: FTRL, or any torch optimizer on the private gradient."""
     params = [p for p in model.parameters() if p.requires_grad]
-    if settings.optimizer == "ftrl":
-        return FTRL(params, lr=settings.lr, momentum=settings.momentum)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=settings.lr, momentum=settings.momentum)
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(params, lr=settings.lr)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(params, lr=settings.lr)
-    return torch.optim.Adafactor(params, lr=settings.lr)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "ftrl": partial(FTRL, momentum=settings.momentum),
+        "sgd": partial(torch.optim.SGD, momentum=settings.momentum),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adafactor": torch.optim.Adafactor,
+    }
+    return kinds[settings.optimizer](params, lr=settings.lr)
 
 
 def make_scheduler(
@@ -216,14 +210,9 @@ def run_job(
     )
     accuracy = accuracy_of(model, data.x_test, data.y_test)
     test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
-    folder.append_metrics(
-        {
-            "kind": "summary",
-            "step": private.steps_done,
-            "test_accuracy": accuracy,
-            "test_data": {**test, "is_public": data.is_test_public},
-        }
-    )
+    summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
+    about = {**test, "is_public": data.is_test_public}
+    folder.append_metrics({**summary, "test_data": about})
     write_report(path)  # before the ledger is closed, which then knows of the page
     private.close(keep_keys=keep_keys)
     del lock  # another process may go on with the folder
@@ -271,22 +260,13 @@ def train_quietly(
 
 def _callback(watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:
     """Tells of every step, and stops behind one with everything saved."""
-    began, first = time.perf_counter(), [0]
+    began, done = time.perf_counter(), count(1)
 
     def after(where: StepProgress) -> None:
-        first[0] = first[0] or where.step
         if watch is not None:
-            accuracy = where.metrics.get("test_accuracy")
-            watch(
-                JobProgress(
-                    where.step,
-                    where.steps,
-                    where.step - first[0] + 1,
-                    time.perf_counter() - began,
-                    None if accuracy is None else where.epsilon,  # it may take a while
-                    accuracy,
-                )
-            )
+            seconds, accuracy = time.perf_counter() - began, where.metrics.get("test_accuracy")
+            epsilon = None if accuracy is None else where.epsilon  # it may take a while
+            watch(JobProgress(where.step, where.steps, next(done), seconds, epsilon, accuracy))
         if is_stopped() and where.step < where.steps:
             where.private.save()
             raise Stopped
@@ -298,9 +278,7 @@ def _batches(settings: TrainSettings, data: DataSet, private: Private) -> Tensor
     tensors = (data.x_train.to(settings.device), data.y_train.to(settings.device))
     if settings.sampling != "none":
         return TensorBatches(tensors, private.sampler(len(data)))
-    units = None
-    if settings.unit == "user" and data.units is not None:
-        units = data.units.numpy()
+    units = data.units.numpy() if settings.unit == "user" and data.units is not None else None
     return TensorBatches(tensors, in_order(len(data), settings.batch_size), units)
 
 
@@ -309,17 +287,16 @@ def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
     model = make_model(settings, data)
     optimizer = make_optimizer(settings, model)
     scheduler = make_scheduler(settings, optimizer, steps)
-    loss_fn: Callable[..., torch.Tensor] = nn.CrossEntropyLoss()
+    # Raw gradients are not bounded by a clip norm: a fifth of the rate keeps them stable.
     for group in optimizer.param_groups:
-        # Raw gradients are not bounded by a clip norm: a fifth of the rate keeps them stable.
-        group["lr"] = group["lr"] / 5
+        group["lr"] /= 5
     scheduler.base_lrs = [rate / 5 for rate in scheduler.base_lrs]
     order = in_order(len(data), settings.batch_size)
     for step in range(steps):
         rows = torch.from_numpy(order[step % len(order)])
         x, y = data.x_train[rows].to(settings.device), data.y_train[rows].to(settings.device)
         optimizer.zero_grad()
-        torch.autograd.backward(loss_fn(model(x), y))
+        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         scheduler.step()
     return accuracy_of(model, data.x_test, data.y_test)

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
-from noshuffle.cli.run_settings import RunOptions, RunSettings, check_device
+from noshuffle.cli.settings import RunOptions, RunSettings, check_device
+from noshuffle.cli.words import refuse
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
@@ -64,23 +65,21 @@ class JobResult:
     statement: PrivacyStatement
     steps: int
     accuracy: float
-    baseline: float | None
-    seconds: float
+    baseline: float | None = None
+    seconds: float = 0.0
 
     def rows(self, words: JobWords) -> list[tuple[str, str]]:
-        """The closing table, left and right."""
         said = self.statement
-        unsafe = [s for s in said.assumptions if "NOT PRIVATE" in s]
-        exact = "exact" if said.exact else "upper bound"
+        unsafe = [s.removeprefix("NOT PRIVATE: ") for s in said.assumptions if "NOT PRIVATE" in s]
+        epsilon = f"{said.epsilon:.3f} ({'exact' if said.exact else 'upper bound'})"
         rows = [(words.accuracy, f"{100 * self.accuracy:.1f} %")]
         if self.baseline is not None:
             told = f"{100 * self.baseline:.1f} %  (NOT PRIVATE: do not publish)"
             rows.append(("… trained without privacy", told))
-        rows += [("NOT PRIVATE", s.removeprefix("NOT PRIVATE: ")) for s in unsafe]
-        epsilon = f"{said.epsilon:.3f} ({exact})" if not unsafe else "no guarantee (see above)"
         return [
             *rows,
-            (words.epsilon, epsilon),
+            *(("NOT PRIVATE", sentence) for sentence in unsafe),
+            (words.epsilon, "no guarantee (see above)" if unsafe else epsilon),
             ("δ", f"{said.delta:g}"),
             ("per", f"{said.unit}, {said.neighbours} neighbours"),
             ("mechanism", self.plan.strategy.words()),
@@ -103,6 +102,7 @@ class JobResult:
         }
 
 
+_TEXTS = "{task.description}", "{task.fields[count]}", "{task.fields[note]}"
 Watch = Callable[[JobProgress], None]
 Say = Callable[[str], None]
 #: job(settings, path, keep_keys=, watch=, say=, is_stopped=, budget=); raises `Stopped` if asked.
@@ -120,22 +120,13 @@ def run_and_tell(
     console = Console(stderr=True, quiet=run.json)
     try:
         with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
-            result = finished(path) or job(
-                settings,
-                path,
-                keep_keys=run.keep_keys,
-                watch=watch,
-                say=say,
-                is_stopped=is_stopped,
-                budget=own,
-            )
+            told = {"watch": watch, "say": say, "is_stopped": is_stopped, "budget": own}
+            result = finished(path) or job(settings, path, keep_keys=run.keep_keys, **told)
     except (Stopped, KeyboardInterrupt):
         if not (path / "plan.json").is_file():
             raise KeyboardInterrupt from None
-        again = f" --budget {run.budget}" if run.budget else ""
-        line = f"noshuffle: stopped; go on with noshuffle {kind} --resume {path}{again}"
-        print(line, file=sys.stderr)
-        return 130
+        again = f"{path} --budget {run.budget}" if run.budget else path
+        return refuse(f"stopped; go on with noshuffle {kind} --resume {again}", status=130)
     if run.sign is not None and result.steps == result.plan.steps:
         seal(path, sign=run.sign)
     if run.json:
@@ -171,16 +162,9 @@ def finished(path: Path) -> JobResult | None:
     record |= {"assumptions": tuple(record["assumptions"])}
     record["epsilon"] = math.inf if record["epsilon"] is None else record["epsilon"]
     scores = [row.get("test_accuracy") for row in folder.metrics()]
-    told = [score for score in scores if score is not None]
-    return JobResult(
-        path=path,
-        plan=plan,
-        statement=PrivacyStatement(**record),
-        steps=steps,
-        accuracy=told[-1] if told else math.nan,
-        baseline=None,
-        seconds=0.0,
-    )
+    told = [math.nan, *(score for score in scores if score is not None)]
+    said = PrivacyStatement(**record)
+    return JobResult(path=path, plan=plan, statement=said, steps=steps, accuracy=told[-1])
 
 
 @contextmanager
@@ -216,14 +200,9 @@ def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
     """A progress bar on a terminal, a line per evaluation elsewhere."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[count]}"),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
     hidden = console.quiet or not sys.stderr.isatty()
+    name, count, note = map(TextColumn, _TEXTS)
+    columns = name, BarColumn(), count, note, TimeRemainingColumn()
     with Progress(*columns, console=console, disable=hidden) as bar:
         task = bar.add_task("starting", total=None, count="", note="")
         first: list[JobProgress] = []

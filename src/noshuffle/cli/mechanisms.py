@@ -19,7 +19,6 @@ HELP = f"{PLACEHOLDER}; or module:name of your own"
 
 
 def mechanism_names() -> tuple[str, ...]:
-    """Every mechanism that can be asked for by name."""
     from noshuffle.strategies.mechanisms import MECHANISMS
 
     return tuple(MECHANISMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from noshuffle.errors import InvalidInput, whole
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(Promise):
-    """What `noshuffle plan` can be asked."""
-
     mechanism: str = setting("all", "one mechanism, or 'all' to compare those that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
@@ -32,13 +31,8 @@ def plan(asked: PlanSettings, output: Output) -> None:
     from noshuffle.strategies import Workload
 
     if asked.steps is None and asked.epochs is None and asked.steps_per_epoch is None:
-        asked = replace(
-            asked,
-            epochs=20,
-            steps_per_epoch=240,
-            population=asked.population or 60_000,
-            batch_size=asked.batch_size or 250,
-        )
+        people, batch = asked.population or 60_000, asked.batch_size or 250
+        asked = replace(asked, epochs=20, steps_per_epoch=240, population=people, batch_size=batch)
     if asked.noise_multiplier is None and asked.target_epsilon is None:
         asked = replace(asked, target_epsilon=8.0)
     if asked.noise_multiplier is not None and asked.target_epsilon is not None:
@@ -60,7 +54,7 @@ def plan(asked: PlanSettings, output: Output) -> None:
         unit=asked.unit,
         workload=Workload(beta=asked.momentum),
         max_buffers=asked.max_buffers,
-        progress=None if output.json else _progress(),
+        progress=None if output.json else _say,
     )
     if output.json:
         print_json([row.to_dict() for row in rows])
@@ -74,15 +68,10 @@ def plan(asked: PlanSettings, output: Output) -> None:
             print(f"plot written to {asked.plot}")
 
 
-def _progress() -> Any:
-    """Say on a terminal which mechanism is being fitted."""
-    import sys
-
-    def say(name: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[Kfitting {name} …" if name else "\r\033[K", end="", file=sys.stderr)
-
-    return say
+def _say(name: str) -> None:
+    """Tell a terminal which mechanism is being fitted."""
+    if sys.stderr.isatty():
+        print(f"\r\033[Kfitting {name} …" if name else "\r\033[K", end="", file=sys.stderr)
 
 
 def _print_table(rows: list[Any], words: str) -> None:
@@ -91,30 +80,25 @@ def _print_table(rows: list[Any], words: str) -> None:
     from rich.table import Table
 
     console = Console()
-    headings = ["ε", "noise", "sensitivity", "rms", "max", "buffers", "fit, s"]
+    cells = {
+        "ε": lambda row: f"{row.epsilon:.3f}",
+        "noise": lambda row: f"{row.noise_multiplier:.3f}",
+        "sensitivity": lambda row: f"{'' if row.exact else '≤ '}{row.sensitivity:.3f}",
+        "rms": lambda row: f"{row.rms:.3f}",
+        "max": lambda row: f"{row.max:.3f}",
+        "buffers": lambda row: str(row.buffers),
+        "fit, s": lambda row: f"{row.seconds:.2f}",
+    }
     # A column less is better than numbers cut short.
     spared = {"fit, s": 90, "sensitivity": 80}
-    kept = [h for h in headings if console.width >= spared.get(h, 0)]
-    table = Table(
-        title=words[0].upper() + words[1:],
-        title_justify="left",
-        box=SIMPLE if console.width < 90 else HEAVY_HEAD,
-    )
+    kept = [heading for heading in cells if console.width >= spared.get(heading, 0)]
+    box = SIMPLE if console.width < 90 else HEAVY_HEAD
+    table = Table(title=words[0].upper() + words[1:], title_justify="left", box=box)
     table.add_column("mechanism", no_wrap=True)
     for heading in kept:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        mark = "" if row.exact else "≤ "
-        cells = (
-            f"{row.epsilon:.3f}",
-            f"{row.noise_multiplier:.3f}",
-            f"{mark}{row.sensitivity:.3f}",
-            f"{row.rms:.3f}",
-            f"{row.max:.3f}",
-            str(row.buffers),
-            f"{row.seconds:.2f}",
-        )
-        table.add_row(row.name, *(c for h, c in zip(headings, cells) if h in kept))
+        table.add_row(row.name, *(cells[heading](row) for heading in kept))
     console.print(table)
     console.print(
         "noise: its multiplier. rms, max: standard deviation of the noise in the running sum of "

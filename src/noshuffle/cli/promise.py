@@ -59,7 +59,6 @@ class Promise:
     unit: str = setting("example", "what is protected: example or user")
 
     def participation(self, *, poisson_rate: float | None = None) -> Participation:
-        """The participation that the options describe; contradictions are refused."""
         order = self._order()
         horizon = order.steps if order is not None else self.steps
         if horizon is None:
@@ -114,7 +113,6 @@ def check_picture(path: Path, option: str) -> None:
 
 
 def print_json(record: object) -> None:
-    """The answer of a command with --json."""
     import json
 
     print(json.dumps(record, indent=2, ensure_ascii=False))

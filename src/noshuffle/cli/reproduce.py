@@ -15,8 +15,6 @@ FIGURES = ("rates",)
 
 @dataclass(frozen=True, kw_only=True)
 class FigureSettings:
-    """What `noshuffle reproduce` can be asked."""
-
     figure: str = argument("what to draw: rates", "rates")
     quick: bool = setting(False, "small sizes, about a minute", "--quick")
     only: list[str] | None = setting(None, "only experiments whose name starts so; repeatable")

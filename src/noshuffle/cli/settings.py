@@ -1,4 +1,7 @@
-"""TrainSettings: what `noshuffle train` was asked to do, from options, a TOML file and presets.
+"""Settings of a run and its folder, as `train` and `federated` share them, and those of `train`.
+
+Precedence: an option on the command line, then the TOML file, then the preset of the data. The
+settings are written into the run folder, and a resumed run reads them from there.
 
 >>> made = TrainSettings.of({"data": "digits", "epochs": 3})
 >>> made.epochs, made.batch_size, made.model
@@ -7,16 +10,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from functools import partial
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
-from noshuffle.cli.from_record import setting
-from noshuffle.cli.run_settings import RunSettings, folder, privacy
-from noshuffle.errors import InvalidInput, non_negative, one_of, positive, whole
+from noshuffle.cli import promise
+from noshuffle.cli.budget import BUDGET_HELP
+from noshuffle.cli.from_record import check_fields, setting
+from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
+
+#: Options by the heading of the help that they stand under.
+privacy = partial(setting, heading="Privacy")
+how = partial(setting, heading="How it runs")
+folder = partial(setting, heading="Run folder")
+training = partial(setting, heading="Training")
+DEFAULT_EPSILON = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Every decision of a run that is not in its plan, as far as all kinds of runs have it.
+
+    A kind of run names the setting that its presets go by, and gives new folders their names.
+    """
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    preset_by: ClassVar[str]
+
+    mechanism: str = privacy("blt", "blt, tree, banded, … as in plan; or best")
+    epsilon: float | None = privacy(
+        None, f"target ε (default {DEFAULT_EPSILON:g})", "--epsilon", "--target-epsilon",
+        check=positive,
+    )  # fmt: skip
+    noise_multiplier: float | None = privacy(
+        None, f"instead of ε: {promise.NOISE_HELP}", check=non_negative
+    )
+    delta: float = privacy(1e-5, promise.DELTA_HELP, check=open_unit)
+    device: str = how("cpu", "cpu or cuda")
+    seed: int = how(0, "seed of the initial weights (public)", check=partial(whole, at_least=0))
+    test_seed: str | None = how(None, promise.TEST_SEED_HELP)
+    baseline: bool = how(
+        False, "also train without privacy, for your eyes: shown here, kept nowhere"
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Fill what was not given from the preset; unknown names are refused."""
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - names)
+        if unknown:
+            raise InvalidInput(
+                f"unknown setting {unknown[0]!r}; expected one of {', '.join(sorted(names))}"
+            )
+        stated = {k: v for k, v in given.items() if v is not None}
+        by = stated.get(cls.preset_by, cls.__dataclass_fields__[cls.preset_by].default)
+        merged = {**cls.presets.get(by, {}), **stated}
+        if merged.get("epsilon") is None and merged.get("noise_multiplier") is None:
+            merged["epsilon"] = DEFAULT_EPSILON
+        return cls(**merged)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise InvalidInput("give exactly one of epsilon and noise_multiplier")
+
+    def folder_name(self) -> str:
+        """How a new run folder begins its name."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 OPTIMIZERS = ("ftrl", "sgd", "adam", "adamw", "adafactor")
-training = partial(setting, heading="Training")
 
 #: What suits each data set at ε = 8. digits and mnist come from small searches on training rows
 #: that were held out; the others are starting points.
@@ -33,8 +104,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(RunSettings):
-    """Every decision of a training run that is not in its plan."""
-
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     preset_by: ClassVar[str] = "data"
 
@@ -78,3 +147,106 @@ class TrainSettings(RunSettings):
 
     def folder_name(self) -> str:
         return self.data.replace(":", "-").replace(".", "-")
+
+
+Made = TypeVar("Made", bound=RunSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of a command that are no settings of its run."""
+
+    config: Path | None = how(None, "TOML file with these settings")
+    json: bool = how(False, promise.JSON_HELP, "--json")
+    out: Path | None = folder(None, promise.FOLDER_HELP)
+    resume: Path | None = folder(None, "go on with the run in this folder; give it alone")
+    moved: bool = folder(
+        False, "not needed any more: a moved or copied folder goes on under fresh keys", "--moved"
+    )
+    keep_keys: bool = folder(
+        False, "do not destroy the keys when the run is finished", "--keep-keys"
+    )
+    sign: Path | None = folder(None, promise.SIGN_HELP)
+    budget: Path | None = privacy(None, BUDGET_HELP)
+
+    def __post_init__(self) -> None:
+        if self.keep_keys and self.sign is not None:
+            raise InvalidInput("--sign signs a sealed run; leave out --keep-keys")
+
+    def settings_and_folder(
+        self, kind: str, record: type[Made], given: dict[str, Any]
+    ) -> tuple[Made, Path]:
+        """The settings of a run and its folder: a new one, or the one to go on in.
+
+        `kind` is the command, and the table of the TOML file.
+        """
+        if self.resume is not None:
+            if given or self.config or self.out:
+                raise InvalidInput("--resume takes all settings from the run folder; give it alone")
+            return record.of(kept_settings(self.resume, kind=kind)), self.resume
+        stated = read_toml(self.config, table=kind) if self.config is not None else {}
+        if {"epsilon", "noise_multiplier"} & set(given):  # one that is typed replaces either
+            stated = {k: v for k, v in stated.items() if k not in ("epsilon", "noise_multiplier")}
+        settings = record.of({**stated, **given})
+        out = self.out or dated(settings.folder_name())
+        check_new_folder(out)
+        return settings, out
+
+
+def read_toml(path: Path, *, table: str) -> dict[str, Any]:
+    """Settings from a TOML file: top-level keys, or a table of that name, [train]."""
+    try:
+        record = tomllib.loads(path.read_text(encoding="utf8"))
+    except OSError as error:
+        raise InvalidInput(f"--config {path} could not be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"--config {path} is not TOML: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"--config {path} is not TOML: it is not UTF-8 text") from None
+    found = record.get(table, record)
+    if not isinstance(found, dict):
+        raise InvalidInput(f"--config {path}: {table} must be a table, [{table}]; got {found!r}")
+    return dict(found)
+
+
+def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
+    """The settings that a run folder was started with, if `noshuffle KIND` made it."""
+    file = run / "config.json"
+    if not file.is_file():
+        raise InvalidInput(f"{run} is not a run folder: it has no config.json")
+    try:
+        kept = json.loads(file.read_text(encoding="utf8"))
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise InvalidInput(f"{file} does not hold settings; the run folder is damaged")
+    made_by = kept.pop("kind", "train")
+    if made_by == "fit":
+        raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
+    if made_by != kind:
+        raise InvalidInput(f"{run} is another kind of run; use: noshuffle {made_by} --resume {run}")
+    if "run_folder" in kept:  # a setting of the app in examples/federated
+        raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
+    return kept
+
+
+def dated(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_new_folder(out: Path) -> None:
+    """Refuse to begin a run in a file or in a folder that holds something."""
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
+    if out.exists() and any(out.iterdir()):
+        raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")
+
+
+def check_device(name: str) -> None:
+    import torch
+
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
+        raise InvalidInput(f"device must be cpu, cuda or cuda:NUMBER, got {name!r}")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device {name} is not available on this machine; use cpu")

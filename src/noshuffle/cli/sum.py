@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,9 +20,10 @@ from noshuffle.cli.from_record import argument, check_fields, given, setting, ta
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, JSON_HELP, TEST_SEED_HELP, print_json
-from noshuffle.cli.run_settings import check_new_folder, dated, kept_settings
+from noshuffle.cli.settings import check_new_folder, dated, kept_settings
+from noshuffle.cli.words import refuse
 from noshuffle.errors import InvalidInput, open_unit, positive, whole
-from noshuffle.participation import MinSeparation, Participation, SinglePass
+from noshuffle.participation import MinSeparation, SinglePass
 
 if TYPE_CHECKING:
     from noshuffle.budget import Budget
@@ -72,8 +73,6 @@ class SumSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SumOptions:
-    """Where from and where to."""
-
     file: Path = argument("a .csv table of numbers, or - for standard input")
     out: Path | None = setting(None, FOLDER_HELP)
     resume: Path | None = setting(
@@ -100,11 +99,7 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
         is_done = run.add_all(is_stopped)
         run.close()
     if not is_done:
-        print(
-            f"noshuffle: stopped; go on with noshuffle sum {where.file} --resume {path}",
-            file=sys.stderr,
-        )
-        return 130
+        return refuse(f"stopped; go on with noshuffle sum {where.file} --resume {path}", status=130)
     run.tell(as_json=where.json)
     return 0
 
@@ -127,8 +122,6 @@ def _settings_and_folder(stated: dict[str, Any], where: SumOptions) -> tuple[Sum
 
 
 class _Run:
-    """One stream of rows into a run folder."""
-
     def __init__(
         self,
         settings: SumSettings,
@@ -148,19 +141,18 @@ class _Run:
         is_begun = self.folder.is_started
         steps = 0 if is_begun else settings.steps or self._count()
         self.table = self._open()
-        self.plan = (
-            self.folder.plan()
-            if is_begun
-            else Plan.fit(
-                self._participation(steps),
+        self.assumptions = [_SCHEMA] if settings.id is None else [_SCHEMA, _BEYOND]
+        if is_begun:
+            self.plan = self.folder.plan()
+        else:
+            most = min(settings.max_participations, steps)
+            self.plan = Plan.fit(
+                SinglePass(steps) if most == 1 else MinSeparation(steps, 1, most),
                 mechanism=mechanism_named(settings.mechanism),
                 epsilon=settings.epsilon,
                 delta=settings.delta,
                 unit="example" if settings.id is None else "user",
             )
-        )
-        self.assumptions = [_SCHEMA] if settings.id is None else [_SCHEMA, _BEYOND]
-        if not is_begun:
             told = {"kind": "sum", "file": file.name, "summed": list(self.table.columns)}
             told["further_assumptions"] = self.assumptions
             self.folder.write_config({**told, **asdict(settings)})
@@ -197,25 +189,8 @@ class _Run:
             raise InvalidInput(f"{self.file} has no rows")
         return -(-rows // self.settings.batch)
 
-    def _participation(self, steps: int) -> Participation:
-        most = min(self.settings.max_participations, steps)
-        return SinglePass(steps) if most == 1 else MinSeparation(steps, 1, most)
-
-    def add_all(self, is_stopped: Any) -> bool:
+    def add_all(self, is_stopped: Callable[[], bool]) -> bool:
         """Every step that is left; whether nobody asked to stop."""
-        for rows in self._batches():
-            if not rows:
-                return False
-            if self.sums.step >= self.plan.steps:
-                self.is_cut = True
-                break
-            self._add(rows)
-            if is_stopped() and self.sums.step < self.plan.steps:
-                return False
-        return True
-
-    def _batches(self) -> Iterator[list[NumberRow]]:
-        """Batches that are not summed yet, in order; an empty one if reading was stopped."""
         lines = iter(self.table)
         # The last batch of an earlier input may have been a short one.
         behind = max((line["rows"] for line in self.folder.metrics()), default=0)
@@ -228,15 +203,17 @@ class _Run:
         while True:
             self.is_reading = True  # a stream may be silent for long
             try:
-                batch = list(islice(lines, self.settings.batch))
+                rows = list(islice(lines, self.settings.batch))
             except KeyboardInterrupt:
-                yield []
-                return
+                return False
             finally:
                 self.is_reading = False
-            if not batch:
-                return
-            yield batch
+            self.is_cut = bool(rows) and self.sums.step >= self.plan.steps
+            if not rows or self.is_cut:
+                return True
+            self._add(rows)
+            if is_stopped() and self.sums.step < self.plan.steps:
+                return False
 
     def _add(self, rows: list[NumberRow]) -> None:
         import numpy as np
@@ -273,8 +250,7 @@ class _Run:
         self.sums.close()
 
     def tell(self, *, as_json: bool) -> None:
-        """The totals and what they promise."""
-        path, last = self.folder.path, self.lines[-1] if self.lines else None
+        path, columns = self.folder.path, self.table.columns
         if self.is_cut:
             print(
                 f"noshuffle: warning: the {self.plan.steps:,} planned steps are used up after "
@@ -282,24 +258,21 @@ class _Run:
                 file=sys.stderr,
             )
         if as_json:
-            totals = last["totals"] if last else [0.0] * len(self.table.columns)
-            print_json(
-                {
-                    "run": str(path),
-                    "steps": self.sums.step,
-                    "planned_steps": self.plan.steps,
-                    "rows": self.rows,
-                    "totals": dict(zip(self.table.columns, totals)),
-                    "standard_deviation": self.sums.deviation,
-                    "csv": str(path / "totals.csv"),
-                    "report": str(path / "report.html"),
-                    "statement": self.statement.to_dict(),
-                }
-            )
+            totals = self.lines[-1]["totals"] if self.lines else [0.0] * len(columns)
+            record = {
+                "run": str(path),
+                "steps": self.sums.step,
+                "planned_steps": self.plan.steps,
+                "rows": self.rows,
+                "totals": dict(zip(columns, totals)),
+                "standard_deviation": self.sums.deviation,
+                "csv": str(path / "totals.csv"),
+                "report": str(path / "report.html"),
+                "statement": self.statement.to_dict(),
+            }
+            print_json(record)
             return
-        from rich.console import Console
-
-        Console().print(self._table())
+        self._print_table()
         print(f"\n{self.statement.words()}\n")
         print(f"totals: {path / 'totals.csv'}")  # one line each, to be copied
         print(f"report: {path / 'report.html'}")
@@ -310,15 +283,16 @@ class _Run:
             )
         print(f"check the evidence: noshuffle verify {path}")
 
-    def _table(self) -> Any:
+    def _print_table(self) -> None:
+        from rich.console import Console
         from rich.table import Table
 
         table = Table(title="private running totals", title_justify="left")
         for heading in ("rows", *self.table.columns, "± standard deviation"):
             table.add_column(heading, justify="right", no_wrap=True)
-        count = len(self.lines)
-        picks = sorted({round((count - 1) * i / (_MOST_LINES - 1)) for i in range(_MOST_LINES)})
-        for line in (self.lines[i] for i in picks if count):
+        last = len(self.lines) - 1
+        picks = sorted({round(last * i / (_MOST_LINES - 1)) for i in range(_MOST_LINES)})
+        for line in (self.lines[i] for i in picks if self.lines):
             cells = [f"{value:,.6g}" for value in line["totals"]]
             table.add_row(f"{line['rows']:,}", *cells, f"{line['deviation']:,.4g}")
-        return table
+        Console().print(table)

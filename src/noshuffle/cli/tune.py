@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import check_fields, given, setting, takes
 from noshuffle.cli.promise import FOLDER_HELP, Output, print_json
-from noshuffle.cli.run_settings import check_new_folder, dated
-from noshuffle.cli.settings import TrainSettings
+from noshuffle.cli.settings import TrainSettings, check_new_folder, dated
 from noshuffle.errors import InvalidInput, positive
 
 if TYPE_CHECKING:
