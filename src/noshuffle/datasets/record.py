@@ -41,5 +41,4 @@ class DataSet:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
         return tuple(self.x_train.shape[1:])

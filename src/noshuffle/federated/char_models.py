@@ -4,9 +4,8 @@
     char_transformer   embedding 64 + position → 2 blocks → norm → scores;  a block is
                        x + Attention(norm(x)),  x + MLP(norm(x)),  pre-norm (arXiv 2002.04745)
 
-Both take symbols (rows, time) and give scores (rows, classes, time), as cross-entropy wants them;
-both are written with layers that can be stacked over clients (no dropout, no batch statistics).
-Initial weights depend on `torch.manual_seed`: they are public, unlike the noise.
+Both take symbols (rows, time) and give scores (rows, classes, time), as cross-entropy wants them,
+and have layers that can be stacked over clients (no dropout, no batch statistics).
 
 >>> model = build("char_transformer", classes=11, length=6)
 >>> symbols = torch.arange(12).view(2, 6) % 11

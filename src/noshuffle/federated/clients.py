@@ -5,10 +5,8 @@
 
 FedAvg (McMahan et al. 2017, arXiv 1602.05629) takes several steps, FedSGD one step with all of a
 user's examples; μ is the proximal term of FedProx (Li et al. 2020, arXiv 1812.06127). The norm is
-one L2 norm over all tensors, 0-d ones included. Local batches come in the order of the data, so
-that a client does the same thing every time. Server and client clip by the same function.
-
-No state is kept between rounds.
+one L2 norm over all tensors, 0-d ones included. Local batches come in the order of the data. Server
+and client clip by the same function. No state is kept between rounds.
 
 >>> delta = {"w": torch.tensor([3.0, 0.0]), "scale": torch.tensor(4.0), "seen": torch.tensor(7)}
 >>> sent = clip_delta(delta, clip_norm=1.0)
@@ -61,15 +59,12 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         positive(learning_rate=self.learning_rate)
-        whole(steps=self.steps, epochs=self.epochs)
+        given = {"batch_size": self.batch_size, "most_examples": self.most_examples}
+        stated = {name: value for name, value in given.items() if value is not None}
+        whole(steps=self.steps, epochs=self.epochs, **stated)
         non_negative(proximal=self.proximal)
-        if self.batch_size is not None:
-            whole(batch_size=self.batch_size)
-        if self.most_examples is not None:
-            whole(most_examples=self.most_examples)
 
     def batches(self, examples: int) -> list[slice]:
-        """Which rows each local step takes."""
         rows = examples if self.most_examples is None else min(examples, self.most_examples)
         if not rows:
             return []
@@ -157,8 +152,8 @@ def trained(
 ) -> dict[str, Tensor]:
     """The named parameters after one client's local steps; as they came without examples.
 
-    `model` gives the architecture and whatever is not trained; its own parameters and buffers stay
-    untouched: statistics of the data that a layer keeps are the client's, and go when it is done.
+    `model` itself stays untouched, its buffers included: statistics of the data that a layer keeps
+    are the client's, and go when it is done.
     """
     instance_of(nn.Module, model=model)
     instance_of(Mapping, parameters=parameters)
@@ -197,7 +192,6 @@ def local_train(
 
 
 def stepped(value: Tensor, grad: Tensor | None, *, start: Tensor, local: LocalTraining) -> Tensor:
-    """One local SGD step with the proximal term."""
     pull = torch.zeros_like(value) if grad is None else grad
     if local.proximal:
         pull = pull + local.proximal * (value - start.detach())

@@ -1,9 +1,9 @@
 """Who is asked in a round: users that the guard admits, in whatever order they check in.
 
-Nobody is sampled. Users are named by a stable id of their own (a string or an integer; never the
-connection they came by), the ledger knows when each was last asked and how often, and a cohort is
-the first `size` distinct users of the check-in list that the participation still admits. Whoever
-decides about check-ins, an adversary included, decides about utility and not about privacy.
+Nobody is sampled. Users are named by a stable id (a string or an integer; never the connection they
+came by), the ledger knows when each was asked, and a cohort is the first `size` distinct users of
+the check-in list that the participation still admits. Whoever decides about check-ins, an adversary
+included, decides about utility and not about privacy.
 
 Where no server-side record can exist (devices that only keep a timer of their own), the limits are
 counted afterwards from the log of rounds: with the steps t_1 < t_2 < … of each user,
@@ -11,8 +11,6 @@ counted afterwards from the log of rounds: with the steps t_1 < t_2 < … of eac
     separation = min (t_{i+1} − t_i),      max_participations = max #steps     over all users,
 
 which is the index difference b of `MinSeparation`; b − 1 rounds lie strictly in between.
-
-State: the cached numbers of the users' names.
 
 >>> observed_participation([["ada", "bob"], ["eve"], ["bob"], [], ["bob", "eve"]])
 MinSeparation(steps=5, separation=2, max_participations=3)
@@ -81,6 +79,10 @@ def read_log(run: str | Path) -> RoundLog:
     rows = list(evidence.rows())
     evidence.close()
     return RoundLog(tuple(row.units for row in rows), tuple(row.time for row in rows))
+
+
+def plain(user: object) -> UserId:
+    return user if isinstance(user, str) else int(user)  # type: ignore[call-overload]
 
 
 def checked_users(users: Users) -> Users:

@@ -4,22 +4,18 @@
     aggregate_train   every reply on its own: taken, or one line in the log → noise, update, saved
     start             from the round the ledger is at to the last one, or until nobody is free
 
-A subclass of Flower's own base class of the message API. Not of FedAvg, which weighs clients by
-their number of examples and so lets one of them count for more than the clip norm, and not of its
-privacy wrappers. Everything private is in `ServerOptimizer`; what is here carries messages.
-
-Flower keeps nothing from one run to the next and knows no resume: the run folder of the server
-does. A run that was stopped, by a crash too, is gone on with in a new run of Flower, where nodes
-have new ids; under a test source the outcome is that of a run never stopped, bit for bit.
+A subclass of Flower's base class of the message API, and not of FedAvg, which weighs clients by
+their number of examples and so lets one of them count for more than the clip norm. Everything
+private is in `ServerOptimizer`; what is here carries messages. Flower knows no resume, the run
+folder does: a run that was stopped, by a crash too, goes on in a new run of Flower under new node
+ids; under a test source the outcome is that of a run never stopped, bit for bit.
 
 Clients' own metrics are not collected and federated evaluation is not done: both would release
 functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters
 on data that the server holds; keep those public, or held out from people outside the guarantee.
 
-What an app on Flower needs can be imported from here: the strategy, who is a user (`Handshake`,
-`PublicKeys`, `UnregisteredKeys`), and the client's half (`client_app`, `task_client`, `clip_mod`,
-`identify`, `Timer`). A client that is started anew for every message is up sooner with
-`flower_client`, which does without the server's half.
+What an app on Flower needs can be imported from here. A client that is started anew for every
+message is up sooner with `flower_client`, which does without the server's half.
 
 State: which node was asked for whom in the open round, and the messages that asked.
 """
@@ -27,7 +23,7 @@ State: which node was asked for whom in the open round, and the messages that as
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from logging import INFO
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -36,6 +32,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from noshuffle.errors import non_negative, positive, whole
+from noshuffle.federated import flower_wire as wire
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.flower_client import (
     client_app,
@@ -52,24 +49,7 @@ from noshuffle.federated.flower_identity import (
     read_public_keys,
     tell,
 )
-from noshuffle.federated.flower_wire import (
-    ARRAYS,
-    CLIP_NORM,
-    CONFIG,
-    DECLINED,
-    DELTA,
-    NORM,
-    STEP,
-    UPDATE,
-    USER,
-    WANTS_NORM,
-    WHY,
-    asked_node,
-    section,
-    short,
-    to_arrays,
-    to_tensors,
-)
+from noshuffle.federated.flower_wire import short
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
 from noshuffle.federated.timer import Timer
@@ -160,7 +140,7 @@ class PrivateStrategy(Strategy):
         self.summary()
         if initial_arrays is not None:
             log(INFO, "initial_arrays are not used: the server goes on with its own parameters")
-        result = Result(arrays=to_arrays(server.parameters()))
+        result = Result(arrays=wire.to_arrays(server.parameters()))
         config = train_config if train_config is not None else ConfigRecord()
         self._evaluate(result, evaluate_fn)
         while server.round < last:
@@ -205,7 +185,8 @@ class PrivateStrategy(Strategy):
         Guarantees: when messages are returned, step and cohort are on the disk.
         """
         self._asked, self._sent = {}, []
-        self.rounds.server.user_identity = getattr(self._identities, USER_IDENTITY, GIVEN)
+        server = self.rounds.server
+        server.user_identity = getattr(self._identities, USER_IDENTITY, GIVEN)
         users = self._identities.online(grid)
         work = self._begin(users)
         end = time.monotonic() + self._wait
@@ -217,10 +198,10 @@ class PrivateStrategy(Strategy):
             return []
         self._asked = {users[user]: user for user in work.users}
         # A raw norm leaves a device only where it is used, for a count with noise of its own.
-        wants_norm = self.rounds.server.needs_norms
-        own = {STEP: work.step, CLIP_NORM: work.clip_norm, WANTS_NORM: wants_norm}
-        order = ConfigRecord({**config, **own})
-        content = RecordDict({ARRAYS: to_arrays(work.parameters), CONFIG: order})
+        own = {wire.WANTS_NORM: server.needs_norms, wire.CLIP_NORM: work.clip_norm}
+        order = ConfigRecord({**config, **own, wire.STEP: work.step})
+        arrays = wire.to_arrays(work.parameters)
+        content = RecordDict({wire.ARRAYS: arrays, wire.CONFIG: order})
         # Who comes back after the round is over need not train for nothing.
         ttl = None if self._timeout is None else self._timeout + CLOCKS
         self._sent = [
@@ -230,10 +211,8 @@ class PrivateStrategy(Strategy):
         return self._sent
 
     def _begin(self, users: dict[UserId, int]) -> Invitation | None:
-        step = self.rounds.server.round
         order_fn = self._check_ins or in_random_order(sorted(users), seed=0)
-        free: Sequence[UserId] = [user for user in order_fn(step) if user in users]
-        return self.rounds.begin(free)
+        return self.rounds.begin([u for u in order_fn(self.rounds.server.round) if u in users])
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -256,11 +235,11 @@ class PrivateStrategy(Strategy):
         log(INFO, "round %i: asked %i, answered %i", report.step, report.asked, report.answered)
         if self._on_round is not None:
             self._on_round(report)
-        return to_arrays(report.parameters), None
+        return wire.to_arrays(report.parameters), None
 
     def _take(self, reply: Message) -> str | None:
         """One reply: None if it is used, else why not."""
-        node = asked_node(reply, self._sent)
+        node = wire.asked_node(reply, self._sent)
         user = self._asked.get(node)
         where = f"round {self.rounds.server.round}"
         if reply.has_error():
@@ -269,16 +248,16 @@ class PrivateStrategy(Strategy):
         if user is None:
             return f"{where}: node {node} was not asked; the reply is not used"
         try:
-            why = section(reply, DECLINED).get(WHY)
+            why = wire.section(reply, wire.DECLINED).get(wire.WHY)
             if why is not None:
                 return f"{where}: user {short(user)} declines: {short(why)}"
-            update = section(reply, UPDATE)
-            line = self._identities.why_not(node, update.get(USER))
+            update = wire.section(reply, wire.UPDATE)
+            line = self._identities.why_not(node, update.get(wire.USER))
             if line is not None:
                 return f"{where}: the reply of user {short(user)} is not used, {line}"
-            delta = to_tensors(reply.content.get(DELTA))
+            delta = wire.to_tensors(reply.content.get(wire.DELTA))
             # A reply without a step answers no round, and one without a norm cannot be counted.
-            norm, step = update.get(NORM), update.get(STEP)
+            norm, step = update.get(wire.NORM), update.get(wire.STEP)
             known = norm if isinstance(norm, float) else None
             is_odd = known is None and (norm is not None or self.rounds.server.needs_norms)
             if is_odd or not isinstance(step, int):
@@ -297,16 +276,13 @@ class PrivateStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Nothing is released."""
         return None
 
     def summary(self) -> None:
         """What this run promises, in the log."""
-        server = self.rounds.server
-        for line in (
-            f"PrivateStrategy at round {server.round} of {server.plan.steps}",
-            f"noise {server.plan.strategy.name}, multiplier {server.plan.noise_multiplier:.4g}, "
-            f"clip norm {server.clip_norm:.4g}, {server.cohort_size} users a round",
-            f"who may take part: {server.plan.participation}",
-        ):
-            log(INFO, line)
+        server, plan = self.rounds.server, self.rounds.server.plan
+        log(INFO, "PrivateStrategy at round %i of %i", server.round, plan.steps)
+        noise = f"noise {plan.strategy.name}, multiplier {plan.noise_multiplier:.4g}"
+        clip = f"clip norm {server.clip_norm:.4g}, {server.cohort_size} users a round"
+        log(INFO, "%s, %s", noise, clip)
+        log(INFO, "who may take part: %s", plan.participation)

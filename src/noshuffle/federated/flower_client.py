@@ -7,10 +7,8 @@ and ‖Δ‖ where the server says that its clip norm follows a quantile.
 
 The mod goes around any ClientApp that returns its new parameters as one ArrayRecord, which is
 Flower's own convention. Metrics that the app returns are dropped: they are functions of private
-data that no noise covers. What is clipped and how is `clients.clip_delta`, as in a simulation.
-
-Who a client is: the partition id of its node configuration, or whatever `user_fn` makes of the
-context; with the strategy's `PublicKeys` the client is not asked at all.
+data that no noise covers. A client is the partition id of its node configuration, or whatever
+`user_fn` makes of the context; with the strategy's `PublicKeys` it is not asked at all.
 
 State: none, or the file of a `Timer` in the app's own storage (Flower's Context.state is empty in
 the next run). The timer is claimed before the training function is called.
@@ -28,25 +26,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
 from noshuffle.errors import InvalidInput
+from noshuffle.federated import flower_wire as wire
 from noshuffle.federated.clients import LocalTraining, LossFn, clip_delta, trained
-from noshuffle.federated.flower_wire import (
-    ARRAYS,
-    ASK_IDENTITY,
-    CONFIG,
-    DECLINED,
-    DELTA,
-    IDENTITY,
-    NORM,
-    STEP,
-    UPDATE,
-    USER,
-    WANTS_NORM,
-    WHY,
-    order_of,
-    section,
-    to_arrays,
-    to_tensors,
-)
 from noshuffle.federated.vectorised import takes_together, trained_alone
 
 if TYPE_CHECKING:  # a client is started for every message, and need not know the server's half
@@ -89,10 +70,10 @@ def client_app(
 def identify(app: ClientApp, *, user_fn: UserFn = partition_of) -> None:
     """Let an app answer the strategy's handshake."""
 
-    @app.query(ASK_IDENTITY.split(".")[1])
+    @app.query(wire.ASK_IDENTITY.split(".")[1])
     def answer(message: Message, context: Context) -> Message:
-        record = ConfigRecord({USER: user_fn(context)})
-        return Message(RecordDict({IDENTITY: record}), reply_to=message)
+        record = ConfigRecord({wire.USER: user_fn(context)})
+        return Message(RecordDict({wire.IDENTITY: record}), reply_to=message)
 
 
 def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any) -> ClientApp:
@@ -111,12 +92,12 @@ def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any
 
     def train(message: Message, context: Context) -> Message:
         task, model, local, loss_fn = parts_fn(context)
-        parameters, _, _ = order_of(message)
+        parameters, _, _ = wire.order_of(message)
         x, y = task.client(user_of(context))
         as_in_a_group = takes_together(model, device=x.device, vectorise=vectorise)
         train_one = trained_alone if as_in_a_group else trained
         now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
-        return Message(RecordDict({ARRAYS: to_arrays(now)}), reply_to=message)
+        return Message(RecordDict({wire.ARRAYS: wire.to_arrays(now)}), reply_to=message)
 
     return client_app(train, user_fn=user_of, **more)
 
@@ -138,21 +119,21 @@ def clip_mod(*, user_fn: UserFn | None = None, timer: TimerFn | None = None) -> 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if message.metadata.message_type.split(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
-        start, step, clip_norm = order_of(message)
+        start, step, clip_norm = wire.order_of(message)
+        record = ConfigRecord({wire.STEP: step})
         own_limit = None if timer is None else timer(context)
         if own_limit is not None and not own_limit.claim():
-            why = ConfigRecord({STEP: step, WHY: "the timer of this device is not due"})
-            return Message(RecordDict({DECLINED: why}), reply_to=message)
+            record[wire.WHY] = "the timer of this device is not due"
+            return Message(RecordDict({wire.DECLINED: record}), reply_to=message)
         reply = call_next(message, context)
         if reply.has_error():
             return reply
         sent = clip_delta(difference(start, _new_parameters(reply)), clip_norm=clip_norm)
-        record = ConfigRecord({STEP: step})
-        if section(message, CONFIG).get(WANTS_NORM) is True:
-            record[NORM] = sent.norm
+        if wire.section(message, wire.CONFIG).get(wire.WANTS_NORM) is True:
+            record[wire.NORM] = sent.norm
         if user_fn is not None:
-            record[USER] = user_fn(context)
-        content = RecordDict({DELTA: to_arrays(sent.values), UPDATE: record})
+            record[wire.USER] = user_fn(context)
+        content = RecordDict({wire.DELTA: wire.to_arrays(sent.values), wire.UPDATE: record})
         return Message(content, reply_to=message)
 
     return mod
@@ -185,10 +166,10 @@ def difference(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[s
 
 def _new_parameters(reply: Message) -> dict[str, Tensor]:
     records = [r for r in reply.content.values() if isinstance(r, ArrayRecord)]
-    found = reply.content.get(ARRAYS, records[0] if len(records) == 1 else None)
+    found = reply.content.get(wire.ARRAYS, records[0] if len(records) == 1 else None)
     if not isinstance(found, ArrayRecord):
         raise InvalidInput(
-            f"the app must return its new parameters as one ArrayRecord named {ARRAYS!r}, got "
+            f"the app must return its new parameters as one ArrayRecord named {wire.ARRAYS!r}, got "
             f"{sorted(reply.content)}"
         )
-    return to_tensors(found)
+    return wire.to_tensors(found)

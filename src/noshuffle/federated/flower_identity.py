@@ -7,14 +7,13 @@ registered keys), so no limit may be counted by them. Three ways to know a user:
     PublicKeys         the node's key at the SuperLink, if it was registered; the node is not asked
     UnregisteredKeys   the same for any key; only by this name, since a restart makes a new one
 
-A handshake believes the client, within bounds: one node has one id for the whole run, an id belongs
-to one node at a time. Keys are proved to the SuperLink with every request. Which way it was is
-`user_identity`, a fact of the ledger and a sentence of the statement.
+A handshake believes the client; keys are proved to the SuperLink with every request. Which way it
+was is `user_identity`, a fact of the ledger and a sentence of the statement.
 
 Guarantees: `online` never gives two users one node, or one user two nodes. A claim to an id is
-refused while another node that has it is online; of several that come at once none is believed, as
-nobody can tell which is right. A node that names a second id is left out for the rest of the run.
-Nothing here costs anybody else a round.
+refused while another node that has it is online; of several that come at once none is believed. A
+node that names a second id is left out for the rest of the run. Nothing here costs anybody else a
+round.
 
 State: which node said what, for one run of Flower.
 """
@@ -36,28 +35,20 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from noshuffle.errors import InvalidInput, positive
+from noshuffle.federated import flower_wire as wire
 from noshuffle.federated.cohort import UserId
-from noshuffle.federated.flower_wire import (
-    ASK_IDENTITY,
-    IDENTITY,
-    USER,
-    asked_node,
-    is_user_id,
-    section,
-    short,
-)
+from noshuffle.federated.flower_wire import short
 from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED
 
 
 def tell(line: str) -> None:
-    """One line into Flower's log."""
     log(WARNING, line)
 
 
 class Identities(Protocol):
     """The users behind the nodes that are online.
 
-    `user_identity`, a string, says how they are told apart; without it, the caller vouches.
+    `user_identity` says how they are told apart; without it, the caller vouches.
     """
 
     def online(self, grid: Grid, *, again: bool = False) -> dict[UserId, int]:
@@ -79,9 +70,9 @@ class _Claims:
     def bar(self, node: int, why: str) -> None:
         """Leave a node out for the rest of the run."""
         self.barred.add(node)
-        self._tell(node, why)
+        self._leave_out(node, why)
 
-    def _tell(self, node: int, why: str) -> None:
+    def _leave_out(self, node: int, why: str) -> None:
         line = f"node {node} is left out: {why}"
         if line not in self._told:
             tell(line)
@@ -97,15 +88,13 @@ class _Claims:
         for user, group in claimants.items():
             holder = self._holder.get(user)
             if holder not in group and len(group) > 1:
-                for node in group:
-                    self._tell(node, f"{len(group)} nodes say that they are user {short(user)}")
-                continue
-            if holder is None or holder not in group:
-                holder = self._holder[user] = group[0]
-            found[user] = holder
+                why = f"{len(group)} nodes say that they are user {short(user)}"
+            else:
+                holder = holder if holder in group else group[0]
+                found[user] = self._holder[user] = group.pop(group.index(holder))
+                why = f"user {short(user)} is another node that is online"
             for node in group:
-                if node != holder:
-                    self._tell(node, f"user {short(user)} is another node that is online")
+                self._leave_out(node, why)
         return found
 
 
@@ -149,11 +138,11 @@ class Handshake:
 
     def _ask(self, nodes: list[int], grid: Grid) -> dict[int, UserId]:
         self._asked.update(nodes)
-        question = RecordDict({IDENTITY: ConfigRecord({USER: "who are you?"})})
-        messages = [Message(question, node, ASK_IDENTITY) for node in nodes]
+        question = RecordDict({wire.IDENTITY: ConfigRecord({wire.USER: "who are you?"})})
+        messages = [Message(question, node, wire.ASK_IDENTITY) for node in nodes]
         said: dict[int, UserId] = {}
         for reply in grid.send_and_receive(messages, timeout=self._timeout):
-            node = asked_node(reply, messages)
+            node = wire.asked_node(reply, messages)
             if node not in nodes:
                 continue
             if reply.has_error() or node in said:
@@ -161,8 +150,8 @@ class Handshake:
                 tell(f"node {node} {what} who it is; it is asked again when it is needed")
                 said.pop(node, None)
                 continue
-            user = section(reply, IDENTITY).get(USER)
-            if not is_user_id(user, kind=self._kind):
+            user = wire.section(reply, wire.IDENTITY).get(wire.USER)
+            if not wire.is_user_id(user, kind=self._kind):
                 self._claims.bar(node, f"{short(user)} is no user id ({self._kind.__name__})")
             elif self._known is not None and user not in self._known:
                 self._claims.bar(node, f"there is no user {short(user)}")
@@ -209,12 +198,9 @@ class _NodeKeys:
 class PublicKeys(_NodeKeys):
     """Users are keys that were registered; a node with another key is left out.
 
-    A SuperLink that does not authenticate SuperNodes takes any key, and a SuperNode makes up a new
-    one at every start, so keys alone name nobody; a ServerApp is not told whether they are
-    authenticated (Flower 1.41). Hence the keys are given here.
-
-    Arguments:
-        registered: the public keys, in OpenSSH or PEM form; see `read_public_keys`.
+    `registered` are public keys in OpenSSH or PEM form (`read_public_keys`). A SuperLink that does
+    not authenticate SuperNodes takes any key, a SuperNode makes up a new one at every start, and a
+    ServerApp is not told whether keys are authenticated (Flower 1.41), so they are given here.
     """
 
     user_identity = REGISTERED

@@ -2,8 +2,8 @@
 
 Every user is a virtual node; actors train them one by one, with the arithmetic that each has among
 others in `simulate` (of which the number of threads is a part: Ray gives an actor as many as
-`cpus_per_client`). For the same check-ins and key the parameters are the same bits. It is here to
-show that, and to measure against; for studies the in-process simulation is quicker by far.
+`cpus_per_client`), so that for the same check-ins and key the parameters are the same bits. The
+in-process simulation is quicker by far.
 
 State: a temporary file with task and model, which each actor reads once.
 """
@@ -29,9 +29,8 @@ from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
 from noshuffle.federated.flower import PrivateStrategy
 from noshuffle.federated.flower_client import Parts, task_client
 from noshuffle.federated.flower_identity import Handshake
-from noshuffle.federated.per_user import spending
-from noshuffle.federated.rounds import RoundReport, Rounds
-from noshuffle.federated.simulate import CheckIns, RoundProgress, Simulation
+from noshuffle.federated.rounds import Rounds
+from noshuffle.federated.simulate import CheckIns, Course, RoundProgress, Simulation
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.telemetry import need_flower
 from noshuffle.release.facts import SIMULATED
@@ -60,26 +59,11 @@ def run_flower_simulation(
     need_flower()
     whole(cpus_per_client=cpus_per_client)
     positive(timeout=timeout)
-    server = rounds.server
-    last = server.plan.steps if until is None else until
-    first = server.round
-    begun = time.perf_counter()
-
-    def on_round(report: RoundReport) -> None:
-        if progress is not None:
-            epsilon = server.statement().epsilon
-            progress(
-                RoundProgress(server.round, last, report, epsilon, time.perf_counter() - begun)
-            )
-
+    course = Course(rounds, until=until, progress=progress)
     identities = Handshake(kind=type(task.users[0]), known=task.users, timeout=timeout)
     identities.user_identity = SIMULATED
     strategy = PrivateStrategy(
-        rounds,
-        identities=identities,
-        check_ins=check_ins,
-        wait=0.0,
-        on_round=on_round,
+        rounds, identities=identities, check_ins=check_ins, wait=0.0, on_round=course.tell
     )
     server_app = ServerApp()
 
@@ -88,21 +72,13 @@ def run_flower_simulation(
         end = time.monotonic() + timeout
         while len(set(grid.get_node_ids())) < len(task) and time.monotonic() < end:
             time.sleep(0.1)  # Flower makes its nodes while this is already running
-        strategy.start(grid, num_rounds=last, timeout=timeout)
+        strategy.start(grid, num_rounds=course.last, timeout=timeout)
 
     with tempfile.TemporaryDirectory(prefix="noshuffle-") as folder:
-        path = Path(folder) / "parts"
-        path.write_bytes(_packed((task, copy.deepcopy(model).cpu(), local, loss_fn)))
-        client = task_client(_PartsFile(str(path)), vectorise=vectorise)
+        parts = task, copy.deepcopy(model).cpu(), local, loss_fn
+        client = task_client(_PartsFile(Path(folder) / "parts", parts), vectorise=vectorise)
         _simulate(server_app, client, nodes=len(task), cpus=cpus_per_client)
-    return Simulation(
-        parameters=server.parameters(),
-        rounds=server.round - first,
-        is_complete=server.round >= last,
-        seconds=time.perf_counter() - begun,
-        statement=server.statement(),
-        users=spending(server),
-    )
+    return course.result()
 
 
 def _simulate(server_app: ServerApp, app: ClientApp, *, nodes: int, cpus: int) -> None:
@@ -121,26 +97,22 @@ def _simulate(server_app: ServerApp, app: ClientApp, *, nodes: int, cpus: int) -
             os.environ["PYTHONPATH"] = before
 
 
-class _PartsFile:
-    """The parts in a file: Ray sends the app along with every message, so it must be small."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __call__(self, context: Context) -> Parts:
-        return _unpacked(self._path)
-
-
-def _packed(parts: Parts) -> bytes:
-    from ray import cloudpickle  # takes models and losses of a notebook too
-
-    packed: bytes = cloudpickle.dumps(parts)  # type: ignore[no-untyped-call]
-    return packed
-
-
 @lru_cache(maxsize=1)
 def _unpacked(path: str) -> Parts:
     from ray import cloudpickle
 
     parts: Parts = cloudpickle.loads(Path(path).read_bytes())
     return parts
+
+
+class _PartsFile:
+    """The parts in a file: Ray sends the app along with every message, so it must be small."""
+
+    def __init__(self, path: Path, parts: Parts) -> None:
+        from ray import cloudpickle  # takes models and losses of a notebook too
+
+        self._path = str(path)
+        path.write_bytes(cloudpickle.dumps(parts))  # type: ignore[no-untyped-call]
+
+    def __call__(self, context: Context) -> Parts:
+        return _unpacked(self._path)

@@ -4,15 +4,13 @@
     run k           θ_k ← momentum step on −(Σ_u clip(Δ_ku) + z_k ζ_k · row t of C⁻¹Z_k) / m
 
 Every pair of a run and a user of its cohort is one slot; slots of all runs are stacked and trained
-`at_once` together (`stacked_lstm` for character LSTMs, vmap for other models; on CUDA the work of a
-stack is one graph). Runs have their own noise, rates, clip norms, initial weights, mechanism and
-cohorts; local steps and the schedule of server rates are shared. Cohorts come from outside, by the
-code that guards participation (`admitted_cohorts`) or that samples.
+`at_once` together (see `stack`). Runs have their own noise (`training.many.release`), rates, clip
+norms, initial weights, mechanism and cohorts; local steps and the schedule of server rates are
+shared. Cohorts come from code that guards participation (`admitted_cohorts`) or that samples.
 
-Each run has noise of its own (`training.many.release`), independent of the others'; a study as a
-whole shows many models of the same data, and makes no statement. The slow twin is the server of one
-run: under a test source run k here equals one run there with the same cohorts and with tensors
-called "k/name", up to rounding (of noisy sums: to 2⁻¹⁰ of their noise).
+A study shows many models of the same data, and makes no statement. Under a test source run k equals
+a run of `ServerOptimizer` with the same cohorts and tensors called "k/name", up to rounding (of
+noisy sums: to 2⁻¹⁰ of their noise).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """ε of one user, from what that user really did.
 
-The run's statement holds for everybody who kept the limits. A user who was asked c times is
-covered by the same limits with at most c participations, which is a smaller maximum:
+A user who was asked c times is covered by the run's limits with at most c participations, which is
+a smaller maximum than that of the run's statement:
 
     μ_user = S(separation b, at most c) / z ≤ S(b, k) / z = μ
 
-Who was asked when is decided by check-ins and limits, and neighbours (zero-out) leave it as it is,
-so the smaller number is a guarantee for that user, as long as nobody steers check-ins by looking at
-released models (the run's own ε holds even then). Others must not learn c, if the fact of taking
-part is itself sensitive.
+Neighbours (zero-out) leave it as it is who was asked when, so the smaller number is a guarantee for
+that user, as long as nobody steers check-ins by looking at released models (the run's own ε holds
+even then). Others must not learn c, if the fact of taking part is itself sensitive.
 
 >>> from noshuffle import MinSeparation, Plan
 >>> plan = Plan.fit(MinSeparation(100, 20, 5), mechanism="blt", epsilon=8.0, unit="user")
@@ -83,11 +82,8 @@ def _own(server: ServerOptimizer, count: int) -> float:
 
 
 def participations_of(server: ServerOptimizer, user: UserId) -> int:
-    """How often a user was asked so far."""
-    unit = int(server.roster.units([user])[0])
     ids, seen = server.ledger.units()
-    at = int(np.searchsorted(ids, unit))
-    return int(seen.count[at]) if at < len(ids) and ids[at] == unit else 0
+    return int(seen.count[ids == server.roster.units([user])].sum())
 
 
 def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:

@@ -1,12 +1,8 @@
 """LSTM layers that can be stacked over clients: the same numbers as torch's, written out in time.
 
 torch's LSTM is one fused call per model, with no batched form under vmap. Here a step in time is a
-handful of operations for all clients together, and the way back is written by hand
-(`clipping.lstm`), so that the gradient of U is one product over all times instead of a sum of one
-product per time. Worth it on accelerators, where many small calls wait for each other; on a CPU the
-fused call is quicker.
-
-State: none; `unrolled` copies a model and keeps its parameter names.
+handful of operations for all clients, and the way back is written by hand (`clipping.lstm`), so
+that the gradient of U is one product over all times. On a CPU the fused call is quicker.
 
 >>> one = nn.LSTM(3, 4, batch_first=True)
 >>> x = torch.randn(2, 5, 3)
@@ -17,7 +13,7 @@ True
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +67,7 @@ class UnrolledLSTM(nn.Module):
         return x, None
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether `UnrolledLSTM` stands for this layer."""
+def is_plain(module: nn.Module) -> TypeGuard[nn.LSTM]:
     return (
         isinstance(module, nn.LSTM)
         and module.batch_first
@@ -85,12 +80,10 @@ def is_plain(module: nn.Module) -> bool:
 def unrolled(model: nn.Module) -> nn.Module:
     """A copy of the model with its plain LSTM layers written out; parameter names stay."""
     if is_plain(model):
-        assert isinstance(model, nn.LSTM)
         return UnrolledLSTM(model)
     twin = copy.deepcopy(model)
     for name, child in list(twin.named_modules()):
-        if name and is_plain(child):
-            assert isinstance(child, nn.LSTM)
+        if is_plain(child):
             parent, _, last = name.rpartition(".")
             setattr(twin.get_submodule(parent), last, UnrolledLSTM(child))
     return twin

@@ -5,12 +5,11 @@
     finish   sum in order of user id, unweighted → noise, update → checkpoint
     resume   last checkpoint; rounds whose outcome is unknown are passed over
 
-The intent is the ledger row of the round: step (= row of noise) and cohort. Its noise is a function
-of a key that is durable before the row is. So a crash at any instant leaves one of two pictures:
-the checkpoint covers the last intent and nothing is lost, or it does not, and the row is passed
-over: the model that came of it may or may not have been seen by somebody, so nothing else may ever
-be published under it. Rounds that were not begun get fresh keys at every start (`release.keys`);
-under a test source going on is, bit for bit, the run that never stopped.
+The intent is the ledger row of the round: step (= row of noise) and cohort. After a crash the
+checkpoint covers the last intent and nothing is lost, or it does not, and the row is passed over:
+somebody may have seen the model that came of it, so nothing else may ever be published under it.
+Rounds that were not begun get fresh keys at every start (`release.keys`); under a test source going
+on is, bit for bit, the run that never stopped.
 
 Any engine drives this: it brings check-ins, carries messages, and hands replies in.
 State: the open round with the replies so far, in memory only.
@@ -32,25 +31,23 @@ State: the open round with the replies so far, in memory only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum
 from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, whole
 from noshuffle.federated.clients import clip_flat
-from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort
+from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort, plain
 from noshuffle.federated.server import ServerOptimizer
 from noshuffle.release import checkpoint
-from noshuffle.release.folder import RunFolder
 
 #: What a delta may be sent in.
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Characters of a refusal: names in it are a stranger's, and may be megabytes.
-LONGEST = 300
+_LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -90,10 +87,8 @@ class Rounds:
 
     Arguments:
         server: the private half.
-        at_least: with fewer admitted users than this, `begin` waits (returns None, charges
-            nobody); otherwise the round goes on with however many there are.
+        at_least: with fewer admitted users, `begin` returns None and charges nobody.
         save_every: checkpoint after so many rounds; a crash costs the rounds since the last one.
-            Only with a run folder.
     """
 
     def __init__(self, server: ServerOptimizer, *, at_least: int = 1, save_every: int = 1) -> None:
@@ -107,7 +102,6 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether a round was begun and neither finished nor given up."""
         return self._open is not None
 
     def begin(self, checked_in: Users) -> Invitation | None:
@@ -121,14 +115,15 @@ class Rounds:
         server = self.server
         if server.run is not None and not checkpoint.saved(server.run.checkpoints):
             self.save()  # so that a run resumes from its own first model, whatever is given then
-        users = self._sampled(checked_in) if server.plan.participation.is_sampled else None
-        if users is None:
+        if server.plan.participation.is_sampled:
+            users = self._sampled(checked_in)
+        else:
             units = server.roster.units(checked_in)
             places = draw_cohort(server.ledger, units, size=server.cohort_size)
             if len(places) < self._at_least:
                 return None
-            names = checked_in if isinstance(checked_in, Sequence | np.ndarray) else [*checked_in]
-            users = [_plain(names[i]) for i in places]
+            names = [*checked_in]
+            users = [plain(names[i]) for i in places]
         clip_norm = server.clip_norm
         cohort = server.open(users)
         self._open = _OpenRound(cohort, clip_norm, frozenset(cohort.users))
@@ -138,15 +133,15 @@ class Rounds:
         sampler = self.server.ledger.sampler
         if sampler is None:
             raise InvalidInput("a sampled plan draws its cohorts; call server.sampler(population)")
-        drawn = [int(unit) for unit in sampler.draw(self.server.round)]
-        missing = set(drawn) - {_plain(user) for user in checked_in}
+        drawn: list[UserId] = sampler.draw(self.server.round).tolist()
+        missing = set(drawn) - {plain(user) for user in checked_in}
         if missing:
             raise InvalidInput(
                 f"{len(missing)} users of the secret draw of round {self.server.round} have not "
                 "checked in; amplification by sampling needs all of them, so wait, or use a plan "
                 "without sampling"
             )
-        return list(drawn)
+        return drawn
 
     def receive(
         self,
@@ -169,25 +164,19 @@ class Rounds:
         line = self._refusal(self._open, user, delta, norm, step)
         if line is None:
             flat = torch.cat([delta[name].detach().reshape(-1) for name in self.server.shapes])
-            dtype = torch.promote_types(flat.dtype, torch.float32)
-            flat = flat.to(self.server.device, dtype)
+            flat = flat.to(self.server.device, torch.promote_types(flat.dtype, torch.float32))
             kept, own, is_bad = clip_flat(flat, clip_norm=self._open.clip_norm)
             self._open.replies[user] = (kept, own if norm is None else _number(norm), is_bad)
             if is_bad:
                 line = f"round {self._open.cohort.step}: the delta of user {user!r} has NaN or "
                 line += "infinity and contributes zero"
         if line is not None:
-            line = line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+            line = line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
             self._open.refused.append(line)
         return line
 
     def _refusal(
-        self,
-        now: _OpenRound,
-        user: object,
-        delta: object,
-        norm: object,
-        step: int | None,
+        self, now: _OpenRound, user: object, delta: object, norm: object, step: int | None
     ) -> str | None:
         """Nothing about a reply is trusted, not even its types."""
         where, end = f"round {now.cohort.step}", "the reply is not used"
@@ -208,7 +197,7 @@ class Rounds:
                 if isinstance(value, Tensor) and not value.is_floating_point():
                     continue  # a buffer that counts; nothing of it is used
                 return f"{where}: the delta of user {user!r} has {name!r}, unknown here; {end}"
-            is_dense = value.dtype in FLOATS and value.layout == torch.strided
+            is_dense = value.dtype in _FLOATS and value.layout == torch.strided
             if tuple(value.shape) != shapes[name] or not is_dense:
                 return (
                     f"{where}: {name!r} of user {user!r} must be floating point of shape "
@@ -240,16 +229,15 @@ class Rounds:
         In double precision: in single, what one user adds would also change how the sums after it
         are rounded, by up to m·2⁻²⁴ of their length. They are rounded once, with their noise.
         """
-        like = self.server.parameters()
-        answered = [user for user in now.cohort.users if user in now.replies]
-        parts = [now.replies[user] for user in answered]
-        size = sum(value.numel() for value in like.values())
-        total = torch.zeros(size, dtype=torch.float64, device=self.server.device)
+        shapes = self.server.shapes
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        total = torch.zeros(sum(sizes), dtype=torch.float64, device=self.server.device)
+        parts = [now.replies[user] for user in now.cohort.users if user in now.replies]
         for flat, _, _ in parts:
             total += flat
-        pieces = torch.split(total, [value.numel() for value in like.values()])
+        pieces = zip(shapes.items(), torch.split(total, sizes))
         return ClippedSum(
-            values={n: piece.reshape(v.shape) for (n, v), piece in zip(like.items(), pieces)},
+            values={name: piece.reshape(shape) for (name, shape), piece in pieces},
             bound=now.clip_norm,
             norms=torch.tensor([norm for _, norm, _ in parts], dtype=torch.float64),
             losses=torch.empty(0),
@@ -278,22 +266,19 @@ class Rounds:
             raise ReplayRefused("another process has gone on with this run; stop this one")
         self.server.save()
 
-    def write_statement(self) -> None:
-        """Bring statement.json up to date with the ledger."""
-        self._folder()
-        self.server.write_statement()
-
     def resume(self) -> tuple[int, ...]:
         """Load the newest checkpoint and pass over what is unknown; the rounds passed over."""
-        folder = self._folder()
-        self.server.load()
+        server = self.server
+        if server.run is None:
+            raise InvalidInput("there is no run folder; give ServerOptimizer run='runs/NAME'")
+        server.load()
         self._open = None
-        skipped = self.server.skip_unknown()
-        folder.forget_metrics_after(self.server.round)
+        skipped = server.skip_unknown()
+        server.run.forget_metrics_after(server.round)
         if skipped:
             self.save()
         else:
-            self.server.write_statement()  # which tells how many processes went on with the run
+            server.write_statement()  # which tells how many processes went on with the run
         return skipped
 
     def close(self, *, keep_keys: bool = False) -> None:
@@ -307,11 +292,6 @@ class Rounds:
             self.save()
         self.server.close(keep_keys=keep_keys)
 
-    def _folder(self) -> RunFolder:
-        if self.server.run is None:
-            raise InvalidInput("there is no run folder; give ServerOptimizer run='runs/NAME'")
-        return self.server.run
-
 
 def _number(norm: float) -> float:
     """A stranger's norm; a whole number beyond all floats is above every threshold."""
@@ -319,7 +299,3 @@ def _number(norm: float) -> float:
         return float(norm)
     except OverflowError:
         return math.inf
-
-
-def _plain(user: object) -> UserId:
-    return user if isinstance(user, str) else int(user)  # type: ignore[call-overload]

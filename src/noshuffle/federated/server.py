@@ -3,10 +3,9 @@
     ĝ_t = −(Σ_{u in cohort} clip(Δ_u) + row t of z·ζ·C⁻¹Z) / m,      θ_{t+1} = optimizer(θ_t, ĝ_t)
 
 m is the planned cohort size, whoever answers: drop-outs only make the sum smaller. The optimizer
-is any of torch's (FTRL, SGD with momentum, Adam); it sees released values only, hence costs no
-privacy. Keys, noise, guard, ledger and statement are those of `release.Release`, as in central
-training; only the producer of the clipped sum differs (Kairouz et al. 2021, arXiv 2103.00039,
-section 5).
+is any of torch's; it sees released values only, hence costs no privacy. Keys, noise, guard, ledger
+and statement are those of `release.Release`, as in central training (Kairouz et al. 2021, arXiv
+2103.00039, section 5).
 
 A round has two halves. `open` charges the cohort: the step (which is the number of its noise row)
 and the users are durable in the ledger when it returns, and only then may work be sent. `step`
@@ -46,15 +45,8 @@ from torch import Tensor, nn
 from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, instance_of
-from noshuffle.federated.cohort import Cohort, Roster, Users, checked_users
-from noshuffle.federated.server_checks import (
-    built_settings,
-    check_parts,
-    check_state,
-    checked_sum,
-    own_parameters,
-    why_not,
-)
+from noshuffle.federated import server_checks as checks
+from noshuffle.federated.cohort import Cohort, Roster, Users, checked_users, plain
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
@@ -81,7 +73,6 @@ class ServerOptimizer(OneOwner):
 
     Arguments:
         parameters: a module (its trainable parameters) or named tensors; copied.
-        plan: with unit="user".
         clip: ζ, the bound on one user's delta, or a `QuantileClip` where the mechanism allows it.
         cohort_size: the planned number of users a round, by which every noisy sum is divided.
         optimizer_fn: makes the update rule from a list of parameters.
@@ -106,14 +97,14 @@ class ServerOptimizer(OneOwner):
         moved: bool = False,
         budget: Account | None = None,
     ) -> None:
-        check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
+        checks.check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
         self.plan = plan
         self.cohort_size = cohort_size
-        self._parameters = own_parameters(parameters)
+        self._parameters = checks.own_parameters(parameters)
         self.device = next(iter(self._parameters.values())).device
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
-        self._built = built_settings(self.optimizer)
+        self._built = checks.built_settings(self.optimizer)
         self._release = Release.begin(
             plan,
             self.shapes,
@@ -137,7 +128,6 @@ class ServerOptimizer(OneOwner):
 
     @property
     def ledger(self) -> Ledger:
-        """The evidence."""
         return self._release.ledger
 
     @property
@@ -177,20 +167,22 @@ class ServerOptimizer(OneOwner):
         """
         self._check_ready()
         units = self.roster.units(users)
-        names = [user if isinstance(user, str) else int(user) for user in users]
+        names = [plain(user) for user in users]
         if len(np.unique(units)) < len(units):
             raise ParticipationViolation(
                 f"a user is named twice in round {self.round}; a cohort holds each user once"
             )
         order = sorted(range(len(names)), key=names.__getitem__)
-        units = units[order]
-        cohort = Cohort(self.round, tuple(names[i] for i in order), units)
+        cohort = Cohort(self.round, tuple(names[i] for i in order), units[order])
         self._open = cohort, self._charge(cohort)
         return cohort
 
-    def _check_ready(self) -> None:
+    def _check_whole(self) -> None:
         if self._is_torn:
             raise NoshuffleError("a round failed half-way; resume from the last checkpoint")
+
+    def _check_ready(self) -> None:
+        self._check_whole()
         if self._open is not None:
             raise InvalidInput(
                 f"round {self._open[0].step} is still open; finish or abandon it first"
@@ -208,7 +200,8 @@ class ServerOptimizer(OneOwner):
         try:
             admission = release.admit(cohort.step, cohort.units, what)
         except ParticipationViolation:
-            raise ParticipationViolation(why_not(self.ledger, cohort.users, cohort.units)) from None
+            why = checks.why_not(self.ledger, cohort.users, cohort.units)
+            raise ParticipationViolation(why) from None
         if admission.keep is not None:
             user = cohort.users[int(np.flatnonzero(~admission.keep)[0])]
             raise ParticipationViolation(
@@ -243,7 +236,7 @@ class ServerOptimizer(OneOwner):
         if self.needs_norms and not isinstance(given, ClippedSum):
             raise InvalidInput("a clip norm that follows a quantile needs a ClippedSum with norms")
         users = len(cohort.users if isinstance(cohort, Cohort) else checked_users(cohort))
-        values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
+        values = checks.checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
         values = {name: value.to(self.device) for name, value in values.items()}
         admission = self._claim(cohort)
         self._is_torn = True
@@ -259,8 +252,7 @@ class ServerOptimizer(OneOwner):
         return self.parameters()
 
     def _claim(self, cohort: Cohort | Users) -> Admission:
-        if not isinstance(cohort, Cohort):
-            cohort = self.open(cohort)
+        cohort = cohort if isinstance(cohort, Cohort) else self.open(cohort)
         if self._open is None or self._open[0] is not cohort:
             raise InvalidInput(
                 f"round {cohort.step} is not open (any more); a round is released once, by the "
@@ -274,8 +266,7 @@ class ServerOptimizer(OneOwner):
         Guarantees: their rows of noise are drawn as they would have been (later rows depend on
         them) and thrown away; parameters and optimizer stay; the charges stay.
         """
-        if self._is_torn:
-            raise NoshuffleError("a round failed half-way; resume from the last checkpoint")
+        self._check_whole()
         rounds = tuple(self._release.skip() for _ in range(self.round, self.ledger.released))
         self._open = None
         return rounds
@@ -284,8 +275,7 @@ class ServerOptimizer(OneOwner):
         """The guarantee for every user of the rounds so far, those skipped included.
 
         With a clip norm that follows a quantile it is that of the whole plan from the first round
-        on: the noise makes room for the counts over all rounds, which a shorter run would divide
-        differently.
+        on, since the noise makes room for the counts over all rounds.
         """
         return self._statement or self._release.statement()
 
@@ -311,7 +301,7 @@ class ServerOptimizer(OneOwner):
         instance_of(Mapping, state=state)
         self._release.check_state(state)
         rule = type(self.optimizer).__name__
-        check_state(state, self.shapes, rule=rule, built=self._built)
+        checks.check_state(state, self.shapes, rule=rule, built=self._built)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["model"][name])
@@ -321,11 +311,9 @@ class ServerOptimizer(OneOwner):
         self._open, self._is_torn = None, False
 
     def save(self) -> None:
-        """Checkpoint and statement into the run folder."""
         self._release.save(self.state_dict())
 
     def load(self) -> None:
-        """Go back to the newest checkpoint of the run folder, if there is one."""
         state = self._release.saved()
         if state is not None:
             self.load_state_dict(state)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,9 +40,9 @@ def own_parameters(given: nn.Module | Mapping[str, Tensor]) -> dict[str, nn.Para
     instance_of((nn.Module, Mapping), parameters=given)
     if isinstance(given, nn.Module):
         _refuse_statistics(given)
-    named = trainable(given) if isinstance(given, nn.Module) else given
+        given = trainable(given)
     own = {}
-    for name, value in named.items():
+    for name, value in given.items():
         instance_of(Tensor, **{f"parameter {name!r}": value})
         if not value.is_floating_point():
             raise InvalidInput(f"{name!r} is {value.dtype}; only floating point can be trained")
@@ -136,13 +135,13 @@ def check_state(
             f"this state was saved with the optimizer {state['rule']}, the server has {rule}; "
             "build it as it was"
         )
-    saved_groups = state.get("built", built)
-    if len(saved_groups) != len(built):
+    groups = state.get("built", built)
+    if len(groups) != len(built):
         raise InvalidInput(
-            f"this state was saved with {len(saved_groups)} groups of parameters in the optimizer, "
-            f"the server has {len(built)}; build it as it was"
+            f"this state was saved with {len(groups)} groups of parameters in the optimizer, the "
+            f"server has {len(built)}; build it as it was"
         )
-    for place, (old, new) in enumerate(zip(saved_groups, built)):
+    for place, (old, new) in enumerate(zip(groups, built)):
         for name in old.keys() & new.keys():  # another version of torch may know other names
             if old[name] != new[name]:
                 raise InvalidInput(
@@ -162,11 +161,8 @@ def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:
         )
     ids, seen = ledger.units()
     for user, unit in zip(users, units):
-        at = int(np.searchsorted(ids, unit))
-        if at == len(ids) or ids[at] != unit:
-            continue
-        one = Seen(*(a[at : at + 1] for a in (seen.first, seen.last, seen.count)))
-        if not guard.is_admitted(rule, step=step, seen=one).all():
-            why = guard.why_not(rule, step=step, record=one.record(0))
+        own = Seen(*(times[ids == unit] for times in (seen.first, seen.last, seen.count)))
+        if not guard.is_admitted(rule, step=step, seen=own).all():
+            why = guard.why_not(rule, step=step, record=own.record(0))
             return f"user {user!r} may not take part in round {step}: {why}; leave the user out"
     return f"the cohort of round {step} is not admitted by the plan; leave out whom it refuses"

@@ -2,10 +2,9 @@
 
     check_ins(t) → rounds.begin → local training of the invited → rounds.receive → rounds.finish
 
-Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise; the
-protocol is `Rounds` either way, the one that a network engine drives too. On a CPU the arithmetic
-of every client is that of a client on its own machine (`flower_client.task_client`), bit for bit,
-whichever other clients it is trained with.
+Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise. On a CPU
+the arithmetic of every client is that of a client on its own machine (`flower_client.task_client`),
+bit for bit, whichever other clients it is trained with.
 
 Everything that is random in a simulation (who checks in, who fails to answer) is a function of the
 round number, so a run that was stopped and resumed is the run that was not.
@@ -17,10 +16,11 @@ round number, so a run that was stopped and resumed is the run that was not.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,14 +39,9 @@ from noshuffle.federated.clients import (
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.per_user import Spending, spending
 from noshuffle.federated.recurrent import unrolled
-from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
+from noshuffle.federated.rounds import RoundReport, Rounds
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.federated.vectorised import (
-    groups,
-    local_train_many,
-    pack,
-    takes_together,
-)
+from noshuffle.federated.vectorised import groups, local_train_many, pack, takes_together
 from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
 
@@ -56,8 +51,6 @@ CheckIns = Callable[[int], Sequence[UserId]]
 
 @dataclass(frozen=True)
 class RoundProgress:
-    """One round of a simulation, as it is told to whoever watches."""
-
     round: int
     of: int
     report: RoundReport
@@ -70,8 +63,6 @@ Progress = RoundProgress  # its name in 0.1
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation ended with."""
-
     parameters: dict[str, Tensor]
     rounds: int
     is_complete: bool
@@ -82,6 +73,36 @@ class Simulation:
     @property
     def rounds_per_second(self) -> float:
         return self.rounds / self.seconds if self.seconds else 0.0
+
+
+class Course:
+    """A simulation on its way: up to which round, who is told of each, what it ends with."""
+
+    def __init__(
+        self, rounds: Rounds, *, until: int | None, progress: Callable[[RoundProgress], None] | None
+    ) -> None:
+        self.server = rounds.server
+        self.last = self.server.plan.steps if until is None else until
+        whole(at_least=0, at_most=self.server.plan.steps, until=self.last)
+        self._progress = progress
+        self._first, self._begin = self.server.round, time.perf_counter()
+        self.server.user_identity = SIMULATED
+
+    def tell(self, report: RoundReport) -> None:
+        if self._progress is not None:
+            epsilon, seconds = self.server.statement().epsilon, time.perf_counter() - self._begin
+            self._progress(RoundProgress(self.server.round, self.last, report, epsilon, seconds))
+
+    def result(self) -> Simulation:
+        server = self.server
+        return Simulation(
+            parameters=server.parameters(),
+            rounds=server.round - self._first,
+            is_complete=server.round >= self.last,
+            seconds=time.perf_counter() - self._begin,
+            statement=server.statement(),
+            users=spending(server),
+        )
 
 
 def in_random_order(users: Sequence[UserId], *, seed: int) -> CheckIns:
@@ -132,7 +153,7 @@ def simulate(
         progress: called after every round.
 
     Where fewer users are free than `rounds` insists on, the simulation ends early: limits count
-    rounds, so nobody gets free by waiting. The rest of the plan stays unused.
+    rounds, so nobody gets free by waiting.
     """
     instance_of(Rounds, rounds=rounds)
     instance_of(nn.Module, model=model)
@@ -143,67 +164,48 @@ def simulate(
     for name, told in (("answers", answers), ("progress", progress)):
         if told is not None:
             callables(**{name: told})
-    server = rounds.server
-    last = server.plan.steps if until is None else until
-    whole(at_least=0, at_most=server.plan.steps, until=last)
-    server.user_identity = SIMULATED
-    together = takes_together(model, device=server.device, vectorise=vectorise)
-    model = unrolled(model) if together else model
-    train = _together if together else _one_by_one
-    begin, done = time.perf_counter(), 0
-    while server.round < last:
+    course, server = Course(rounds, until=until, progress=progress), rounds.server
+    is_together = takes_together(model, device=server.device, vectorise=vectorise)
+    train = partial(_together, unrolled(model), at_once) if is_together else partial(_alone, model)
+    while server.round < course.last:
         invitation = rounds.begin(check_ins(server.round))
         if invitation is None:
             break
         users = [u for u in invitation.users if answers is None or answers(invitation.step, u)]
-        for user, delta in train(model, invitation, users, task, local, loss_fn, at_once):
+        for user, delta in train(invitation.parameters, users, task, local, loss_fn):
             sent = clip_delta(delta, clip_norm=invitation.clip_norm)
             rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
-        report = rounds.finish()
-        done += 1
-        if progress is not None:
-            epsilon = server.statement().epsilon
-            progress(
-                RoundProgress(server.round, last, report, epsilon, time.perf_counter() - begin)
-            )
-    return Simulation(
-        parameters=server.parameters(),
-        rounds=done,
-        is_complete=server.round >= last,
-        seconds=time.perf_counter() - begin,
-        statement=server.statement(),
-        users=spending(server),
-    )
+        course.tell(rounds.finish())
+    return course.result()
 
 
-def _device(invitation: Invitation) -> torch.device:
-    return next(iter(invitation.parameters.values())).device
+Deltas = Iterator[tuple[UserId, dict[str, Tensor]]]
 
 
-def _one_by_one(
+def _alone(
     model: nn.Module,
-    invitation: Invitation,
+    parameters: dict[str, Tensor],
     users: Sequence[UserId],
     task: FederatedTask,
     local: LocalTraining,
     loss_fn: LossFn,
-    at_once: int,
-) -> Iterator[tuple[UserId, dict[str, Tensor]]]:
+) -> Deltas:
+    device = next(iter(parameters.values())).device
     for user in users:
-        x, y = (part.to(_device(invitation)) for part in task.client(user))
-        yield user, local_train(model, invitation.parameters, x, y, local=local, loss_fn=loss_fn)
+        x, y = (part.to(device) for part in task.client(user))
+        yield user, local_train(model, parameters, x, y, local=local, loss_fn=loss_fn)
 
 
 def _together(
     model: nn.Module,
-    invitation: Invitation,
+    at_once: int,
+    parameters: dict[str, Tensor],
     users: Sequence[UserId],
     task: FederatedTask,
     local: LocalTraining,
     loss_fn: LossFn,
-    at_once: int,
-) -> Iterator[tuple[UserId, dict[str, Tensor]]]:
-    device = _device(invitation)
+) -> Deltas:
+    device = next(iter(parameters.values())).device
     places = np.array([task.place(user) for user in users], dtype=np.int64)
     first, end = task.starts[places], task.starts[places + 1]
     for some in groups(first, end, local=local, at_once=at_once):
@@ -211,27 +213,10 @@ def _together(
         steps = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
         batches = [(x.to(device), y.to(device), w.to(device)) for x, y, w in steps]
         stacked = local_train_many(
-            model,
-            invitation.parameters,
-            batches,
-            clients=len(some),
-            local=local,
-            loss_fn=loss_fn,
+            model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
         )
         for i, place in enumerate(some):
             yield users[place], {name: value[i] for name, value in stacked.items()}
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every layer is put back into its own mode, which may differ from that of the others."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()
@@ -245,18 +230,17 @@ def evaluate(
 ) -> tuple[float, float]:
     """Mean loss and accuracy per target on the held-out users (on the first `most` rows).
 
-    In eval mode, as the model will be used; the model's own mode and buffers stay as they are.
+    In eval mode, as the model will be used; the model itself stays as it is.
     """
     rows = len(task.x_test) if most is None else min(most, len(task.x_test))
     device = next(iter(parameters.values())).device
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    twin = copy.deepcopy(model).eval()
     loss, hits, targets = 0.0, 0, 0
     for at in range(0, rows, batch_size):
         end = min(at + batch_size, rows)
         x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
         x, y = x.to(device), y.to(device)
-        with _in_eval_mode(model):
-            scores = call_with(model, {**buffers, **parameters}, (x,))
+        scores = call_with(twin, parameters, (x,))
         is_target = y != NO_TARGET
         losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
         loss += float(losses)

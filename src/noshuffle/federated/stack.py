@@ -3,12 +3,11 @@
     for each slot:   p ← θ_run;   p ← p − η_run ∇ loss(p; batch s of the user),  s = 1 … S
                      Δ = p − θ_run;      sum_run += Δ · min(1, ζ_run / ‖Δ‖)
 
-Parameters of a slot are one row of a flat matrix, with every tensor at a place that is a multiple
-of 16 bytes, so that batched products may use it as it lies. In the first local step the slots of a
-run still share its parameters; `GROUP` neighbours always belong to one run, so that step reads the
-parameters once for each group. A round is cut into stacks of `size` slots, filled up with empty
-slots of weight zero; shapes never change, so on CUDA the work of a stack is captured once as a
-graph and replayed. The twin is `clients.local_train` followed by `clip_flat`.
+Parameters of a slot are one row of a flat matrix, with every tensor at a multiple of 16 bytes, so
+that batched products may use it as it lies. In the first local step `GROUP` neighbours, always of
+one run, share its parameters, which are read once. A round is cut into stacks of `size` slots,
+filled up with slots of weight zero: on CUDA the work of a stack is captured once as a graph and
+replayed. Equal to `clients.local_train` and `clip_flat` up to rounding.
 
 >>> flat = FlatRows.of(nn.Linear(3, 2))
 >>> flat.size, flat.views(torch.zeros(4, flat.size))["weight"].shape
@@ -92,14 +91,11 @@ class UserRows:
         cls, task: FederatedTask, *, local: LocalTraining, device: torch.device | str
     ) -> UserRows:
         counts = np.diff(task.starts)
-        most = int(counts.max())
-        used = [piece.stop for piece in local.batches(most)]
-        most = max(used)
+        most = max(piece.stop for piece in local.batches(int(counts.max())))
         rows = np.minimum(np.arange(most), np.maximum(counts, 1)[:, None] - 1)
         places = np.minimum(task.starts[:-1, None] + rows, len(task.x) - 1)
         x, y = (part[torch.from_numpy(places)].to(device) for part in (task.x, task.y))
-        found = torch.from_numpy(np.minimum(counts, most)).to(device)
-        return cls(task, x, y, found)
+        return cls(task, x, y, torch.from_numpy(np.minimum(counts, most)).to(device))
 
 
 def gradient_fn(model: nn.Module) -> GradientFn:
@@ -180,16 +176,11 @@ class Stack:
         self._total.zero_()
         for at in range(0, given.shape[1], self._size):
             self._slots.copy_(given[:, at : at + self._size])
-            self._go()
+            if self._is_captured and self._graph is None:
+                self._graph = self._capture()
+            work = self._work if self._graph is None else self._graph.replay
+            work()
         return self._total
-
-    def _go(self) -> None:
-        if not self._is_captured:
-            self._work()
-            return
-        if self._graph is None:
-            self._graph = self._capture()
-        self._graph.replay()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Warm up on a side stream, as capturing asks, and undo what that added to the sums."""

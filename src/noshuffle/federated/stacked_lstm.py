@@ -5,13 +5,10 @@
     loss of client u  Σ_i w_i mean_t CE_it / Σ_i w_i,      zero where Σ_i w_i = 0
 
 Clients stand in the first axis of every tensor. The gradient of a weight is one batched product
-over all characters of its client, so time is walked twice (there and back) with two or three calls
-a character, whatever the number of clients: quick on a GPU, and fit for a CUDA graph (no
-synchronisation, fixed shapes). torch's fused cell is used on CUDA, the plain one elsewhere.
-Parameters may come for groups of clients that still share them: with G sets for N clients, set j
-belongs to clients jN/G … (j+1)N/G − 1, and is read once for all of them.
-
-The slow twin is `vmap(grad(loss))` over the model; equal up to rounding.
+over all characters of its client, so time is walked twice with two or three calls a character,
+whatever the number of clients: quick on a GPU, and fit for a CUDA graph. torch's fused cell is used
+on CUDA, the plain one elsewhere. With G sets of parameters for N clients, set j belongs to clients
+jN/G … (j+1)N/G − 1, and is read once. Equal to `vmap(grad(loss))` over the model up to rounding.
 
 >>> from noshuffle.training.models import CharLSTM
 >>> model = CharLSTM(5, embedding=3, hidden=4)
@@ -45,7 +42,6 @@ NAMES = (
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether this file computes the gradients of that model."""
     return type(model) is CharLSTM and tuple(n for n, _ in model.named_parameters()) == NAMES
 
 

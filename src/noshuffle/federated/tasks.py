@@ -76,11 +76,9 @@ class FederatedTask:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
         return tuple(self.x.shape[1:])
 
     def place(self, user: UserId) -> int:
-        """The number of a user."""
         if user not in self._place:
             raise InvalidInput(f"{self.name} has no user {user!r}")
         return self._place[user]
@@ -166,7 +164,6 @@ def roles_task(
 
 
 def mnist_writers() -> FederatedTask:
-    """MNIST by the person who wrote the digits."""
     with np.load(needed("mnist.npz")) as file:
         if "writer_train" not in file:
             raise DataUnavailable(
@@ -209,6 +206,5 @@ TASKS: dict[str, Callable[[], FederatedTask]] = {
 
 
 def load_task(name: str) -> FederatedTask:
-    """A federated task by name."""
     one_of(tuple(TASKS), task=name)
     return TASKS[name]()

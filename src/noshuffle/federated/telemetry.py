@@ -1,8 +1,8 @@
 """Nothing that runs private training reports home; and a clear word when Flower is not installed.
 
-Importing `noshuffle.federated` switches off Flower's telemetry and update check and Ray's usage
-statistics in this process, unless the environment says otherwise. Processes that Flower starts by
-itself need the same variables set where they are started (see docs/federated.md).
+Importing `noshuffle.federated` switches off these reports in this process, unless the environment
+says otherwise. Processes that Flower starts by itself need the same variables set where they are
+started (see docs/federated.md).
 
 >>> sorted(QUIET)
 ['FLWR_DISABLE_UPDATE_CHECK', 'FLWR_TELEMETRY_ENABLED', 'RAY_USAGE_STATS_ENABLED']

@@ -2,9 +2,8 @@
 
     take part at time t   only if   t − t_last ≥ seconds   and   count < most
 
-The server then knows nothing about who took part; the separation in rounds is counted afterwards
-from how many rounds the server completed in any period of that length (`separation_from_times`),
-and `most` is the number of participations. This is how the published keyboard models were limited.
+The separation in rounds is counted afterwards from how many rounds the server completed in any
+period of that length (`separation_from_times`). This is how published keyboard models were limited.
 
 State: one small file in the app's own storage, replaced atomically before any work is done, so that
 a crash costs a participation and never gives one away. Reinstalling the app resets it.
@@ -121,8 +120,8 @@ def participation_from_times(
 ) -> MinSeparation:
     """What devices with `Timer(path, seconds=…, most=…)` did in these rounds at the most.
 
-    For `account_afterwards`. See `separation_from_times`; the times are in the ledger of the run
-    (`read_log(run).times`), written before work was sent.
+    For `account_afterwards`; the times of a run, written before work was sent, are
+    `read_log(run).times`.
     """
     apart = separation_from_times(times, seconds=seconds, delay=delay)
     return MinSeparation(steps=len(times), separation=apart, max_participations=most)

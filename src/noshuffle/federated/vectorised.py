@@ -8,15 +8,14 @@ call. Batches are padded with rows of the same user at weight zero,
 so nothing of one user ever enters another's arithmetic, a NaN included. Results agree with
 `clients.trained` up to rounding.
 
-On a CPU they do not depend on the other clients: products of a stack of matrices are computed
-matrix by matrix, so a client's bits are those of its own shapes, and these follow from its own data
-(`width`). A client that trains by itself (`trained_alone`) gets the bits that it has in any group.
-That needs two things: parameters are stacked from the first step on, although all clients still
-share them then, since one product for everybody would be cut into blocks by how many there are; and
-one client is computed as two, since a stack of one convolution goes another way.
+On a CPU they do not depend on the other clients: products of a stack are computed matrix by matrix,
+and a client's shapes follow from its own data (`width`), so that a client by itself
+(`trained_alone`) gets the bits it has in any group. Hence parameters are stacked from the first
+step on, although clients still share them then, and one client is computed as two, since a stack of
+one convolution goes another way.
 
-LSTM layers are written out in time for this (see `recurrent`); other recurrent layers of torch have
-no batched form, and models with batch statistics change themselves: both are left to the loop.
+LSTM layers are written out in time (`recurrent`); other recurrent layers have no batched form, and
+models with batch statistics change themselves: both are left to the loop.
 
 >>> can_vectorise(nn.Linear(2, 2)), can_vectorise(nn.GRU(2, 2))
 (True, False)
@@ -43,7 +42,6 @@ Rows = NDArray[np.int64]
 
 
 def can_vectorise(model: nn.Module) -> bool:
-    """Whether clients of this model can be trained together."""
     return not any(
         isinstance(m, nn.modules.batchnorm._BatchNorm)
         or (isinstance(m, nn.RNNBase) and not is_plain(m))

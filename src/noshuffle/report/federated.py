@@ -206,7 +206,6 @@ def _epsilon_by_times(
 
 @as_svg
 def _clip_curve(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """The clip norm in force, a released value."""
     steps, norms = ([row[name] for row in rows] for name in ("step", "clip_norm"))
     axes.plot(steps, norms, color=ACCENT, marker="o", ms=3)
     axes.set(xlabel="round", ylabel="clip norm", ylim=(0, None))

@@ -76,7 +76,6 @@ def write_report(path: Path) -> Path:
 
 
 def page(run: RunRecord) -> str:
-    """The whole page as text."""
     title = f"noshuffle run {run.name}"
     unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
     return _document(

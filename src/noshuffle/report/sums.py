@@ -31,7 +31,6 @@ def lead(run: RunRecord) -> str:
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
-    """The last totals."""
     if not run.evaluations:
         return []
     last = run.evaluations[-1]
