@@ -19,6 +19,7 @@ BLOCK = re.compile(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
 EXTRAS = ("transformers", "peft", "flwr", "pandas")
 ALONE = (
     "README.md",
+    "docs/budget.md",
     "docs/convex.md",
     "docs/federated.md",
     "docs/lazy-noise.md",

@@ -315,13 +315,15 @@ class Budget:
         Guarantees: when this returns, the reservation is durable. A run that comes back finds its
         own place; a copy of a run, which lacks the newest keys, gets one of its own.
         """
-        cost = self._cost(statement, plan, steps, self._state())
+        state = self._state()
+        cost = self._cost(statement, plan, steps, state)  # long work, before anybody waits
         if not math.isfinite(cost.mu) and not self._exposes:
             raise BudgetExceeded(
                 f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
                 "apart: budget=budget.unprotected('baseline')"
             )
-        self.sweep(when_short_of=cost)
+        if not self._fits(total([self._total(state), cost])):
+            self.sweep()
         with self._books.writing() as (events, append):
             state = _State.of(events)
             known = self._found(state, origin, lives)
@@ -416,16 +418,12 @@ class Budget:
         most = self._capacity(shared.slack)
         return UnitSpending.load(self.folder, state.units).above(most**2 - shared.mu**2)
 
-    def sweep(self, *, when_short_of: Cost | None = None) -> list[str]:
+    def sweep(self) -> list[str]:
         """Charge runs that died for what their ledgers show; returns which.
 
-        `when_short_of` looks only if a run of that cost would be refused otherwise. A run in
-        memory that died stays charged for all of it.
+        A run in memory that died stays charged for all of it.
         """
-        state = self._state()
-        if when_short_of is not None and self._fits(total([self._total(state), when_short_of])):
-            return []
-        swept = []
+        state, swept = self._state(), []
         for entry in [one for one in state.entries.values() if one.is_open and one.run]:
             if entry.process == _process():
                 continue
@@ -497,7 +495,8 @@ class OpenRun:
     ) -> None:
         """Charge what was released. More than was reserved is refused where it passes the limit."""
         budget = self.budget
-        budget._cost(statement, plan, steps, budget._state())  # long work, before anybody waits
+        if plan is not None and plan.participation.is_sampled:
+            budget._cost(statement, plan, steps, budget._state())  # long work, and remembered
         with budget._books.writing() as (events, append):
             state = _State.of(events)
             entry = state.entries[self.id]
@@ -517,7 +516,8 @@ class OpenRun:
                 if entry.run:  # it may come back
                     body["own_units"] = UnitSpending().add(ids, own).save(budget.folder)
             append("settle", body)
-        budget._tidy()
+        if "units" in body:
+            budget._tidy()
 
     def words(self) -> str:
         """Which run this is, and what all of them cost, for its statement."""

@@ -77,14 +77,15 @@ class Books:
         """Look at the books and add to them, as one step; what raises leaves no trace."""
         with closing(self._connect()) as db:
             db.execute("BEGIN IMMEDIATE")
-            events = self._checked(db)
+            events, before = self._checked(db), last_link(db)
             try:
                 yield events, lambda kind, body: self._add(db, kind, body)
                 db.execute("COMMIT")
             except BaseException:
                 db.execute("ROLLBACK")
                 raise
-            self._write_anchor(db, events[0][1])
+            if last_link(db) != before:
+                self._write_anchor(db, events[0][1])
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.file, isolation_level=None, timeout=_PATIENCE)

@@ -142,10 +142,10 @@ class Ledger(LedgerFile):
         units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
-        is_barred = np.isin(units, self.barred)
+        is_barred = np.isin(units, self.barred) if len(self.barred) else False
         if not drop:
             guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask | is_barred)
-        mask &= ~is_barred
+        mask = mask & ~np.asarray(is_barred)
         keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
         if len(ids) and keep.all():
             self._known.add(key, units)
