@@ -1,0 +1,85 @@
+"""Mutants of the clipped sum: norms, factors, units, what a model keeps."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+FACTOR = ("tests/clipping/test_factors.py", "tests/clipping/test_engines.py")
+ENGINES = ("tests/clipping/test_engines.py",)
+STATE = ("tests/clipping/test_statefulness.py", "tests/clipping/test_attacks.py")
+
+CLIPPING = (
+    Mutant(
+        "clip to the bound without slack for rounding", "clipping/factor.py",
+        "aim = clip_norm * (1.0 - slack)", "aim = clip_norm * (1.0 + slack)", FACTOR, "P13",
+    ),
+    Mutant(
+        "units with an infinite norm keep their factor", "clipping/factor.py",
+        "is_used = factor >= LEAST_FACTOR  # false for NaN", "is_used = ~torch.isnan(factor)",
+        FACTOR, "P6",
+    ),
+    Mutant(
+        "gradients are averaged before they are clipped", "clipping/units.py",
+        "factors, norms, bad = clip_factors(squared, ok, present",
+        "factors, norms, bad = clip_factors(\n        {n: s / len(ok) for n, s in squared.items()}, ok, present",
+        FACTOR, "clip after averaging",
+    ),
+    Mutant(
+        "the ghost norm leaves out a parameter", "clipping/units.py",
+        "squared = gradients.squared_norms()",
+        "squared = gradients.squared_norms()\n    squared[names[-1]] = squared[names[-1]] * 0",
+        ENGINES, "ghost norm",
+    ),
+    Mutant(
+        "the bias of a linear layer has no norm", "clipping/rules.py",
+        "bias = DenseGradient(summed(g))", "bias = DenseGradient(summed(g) * 0)", ENGINES,
+        "ghost norm",
+    ),
+    Mutant(
+        "a tied weight counts its uses apart", "clipping/forms.py",
+        "return (outer.square + alone + 2.0 * cross).clamp_min(0.0) + 2.0 * room",
+        "return outer.square + alone", ENGINES, "ghost norm",
+    ),
+    Mutant(
+        "rows of an embedding that come twice are added as squares", "clipping/forms.py",
+        "same = self.index.unsqueeze(2) == self.index.unsqueeze(1)",
+        "same = torch.eye(t, dtype=torch.bool, device=self.g.device).expand(b, t, t)", ENGINES,
+        "ghost norm",
+    ),
+    Mutant(
+        "a user's examples are clipped one by one", "clipping/units.py",
+        "return [form.by_unit(who.units) for form in joined]", "return joined",
+        ENGINES, "P14",
+    ),
+    Mutant(
+        "a bad unit is scaled by zero instead of left out", "clipping/units.py",
+        "if has_bad:\n        gradients.leave_out(bad)", "pass", FACTOR, "P6",
+    ),
+    Mutant(
+        "weights that leave an example out are forgotten", "clipping/units.py",
+        "joined = [form.kept(who.keep) for form in joined]", "pass", ENGINES, "P3",
+    ),
+    Mutant(
+        "the trial leaves attributes as its one example set them", "clipping/statefulness.py",
+        "for holder, before in self._attributes:\n            for name",
+        "for holder, before in ():\n            for name", STATE, "G7",
+    ),
+    Mutant(
+        "the trial leaves parameters as its one example set them", "clipping/statefulness.py",
+        "for content in self._contents.values():\n                content.put_back()",
+        "pass", STATE, "G7",
+    ),
+    Mutant(
+        "statistics in frozen parameters pass", "clipping/statefulness.py",
+        "for holder in (module._parameters, module._buffers)\n        for key",
+        "for holder in (module._buffers,)\n        for key", STATE, "G8",
+    ),
+    Mutant(
+        "what the data wrote into the model is not refused", "clipping/statefulness.py",
+        "raise Unsupported(_why_refused(model, name))", "pass", STATE, "G8",
+    ),
+    Mutant(
+        "a model may remember the last example", "clipping/statefulness.py",
+        "if remembers(model, run):", "if False:", STATE, "P8",
+    ),
+)  # fmt: skip

@@ -1,0 +1,80 @@
+"""Mutants of those who drive the door: training, ranks, federated, convex, command line."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PRIVATE = ("tests/training/test_private.py", "tests/release/test_contract.py")
+GROUP = ("tests/training/group", "tests/training/test_distributed.py")
+FEDERATED = ("tests/federated/test_server.py",)
+
+DRIVERS = (
+    Mutant(
+        "noise for every part of an accumulated batch", "training/step.py",
+        "        self._sums.append(part)",
+        "        noise = self.parts.release.noise\n"
+        "        for name, value in part.values.items():\n"
+        "            value.add_(noise.scale * torch.randn_like(value))\n"
+        "        self._sums.append(part)", PRIVATE, "P8",
+    ),
+    Mutant(
+        "an optimizer may be stepped by hand", "training/parameter_guard.py",
+        "if not optimizer.__dict__.get(_MARK):", "if False:",
+        ("tests/training/test_parameter_guard.py",), "raw gradients",
+    ),
+    Mutant(
+        "a parameter that became trainable has no noise", "training/parameter_guard.py",
+        "if name not in self._parameters:", "if False:",
+        ("tests/training/test_parameter_guard.py", *PRIVATE), "raw gradients",
+    ),
+    Mutant(
+        "an empty batch releases nothing", "training/step.py",
+        "if admission.is_empty:  # of parts", "if False:  # of parts",
+        PRIVATE, "P5",
+    ),
+    Mutant(
+        "raw losses are printed", "training/step.py",
+        'return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"',
+        'return f"Outcome(losses={self.losses}, norms={self.norms})"',
+        ("tests/training/test_outcome.py",), "evidence",
+    ),
+    Mutant(
+        "a user on two ranks counts twice", "training/group/step.py",
+        "if (counts > 1).any():", "if False:", GROUP, "P7",
+    ),
+    Mutant(
+        "every rank adds noise of its own", "training/group/step.py",
+        "parameter.grad = shards.like(own, parameter.data)",
+        "parameter.grad = shards.like(own + torch.randn_like(own), parameter.data)", GROUP, "P7",
+    ),
+    Mutant(
+        "a federated cohort may name a user twice", "federated/server.py",
+        "if len(np.unique(units)) < len(units):", "if False:", FEDERATED, "P3",
+    ),
+    Mutant(
+        "a federated round is charged after its answers", "federated/server.py",
+        "release.open(admission)\n        return admission", "return admission", FEDERATED,
+        "ledger after release",
+    ),
+    Mutant(
+        "a sum clipped to another norm is taken", "federated/server.py",
+        "values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)",
+        "values = checked_sum(given, self.shapes, users=users, clip_norm=1e30)", FEDERATED,
+        "clip",
+    ),
+    Mutant(
+        "complex rows reach a solver", "convex/arrays.py",
+        'if getattr(dtype, "kind", "") == "c":', "if False:",
+        ("tests/convex/solvers/test_contract.py",), "G10",
+    ),
+    Mutant(
+        "claimed names are not among the assumptions", "release/facts.py",
+        "notes.append(user_note(identity))", "pass", ("tests/federated/test_user_identity.py",),
+        "G14",
+    ),
+    Mutant(
+        "keys that nobody registered are users", "federated/flower_identity.py",
+        "elif self._registered is not None and user not in self._registered:", "elif False:",
+        ("tests/federated/test_user_identity.py", "tests/federated/test_flower.py"), "G15",
+    ),
+)  # fmt: skip

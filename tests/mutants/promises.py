@@ -1,0 +1,102 @@
+"""Mutants of the mathematics: sensitivity, prefixes, accountants, searches, plans, verdicts."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLAN = ("tests/test_plan.py",)
+SENSITIVITY = ("tests/strategies/test_sensitivity.py", "tests/strategies/test_contract.py")
+TREE = ("tests/strategies/test_tree_sensitivity.py", "tests/strategies/test_tree_release.py")
+VERIFY = ("tests/release/test_tampering.py", "tests/release/test_verify.py")
+GAUSSIAN = ("tests/accounting/test_gaussian.py", "tests/accounting/test_calibrate.py")
+
+PROMISES = (
+    Mutant(
+        "a stopped tree is charged as a shorter tree", "strategies/sensitivity.py",
+        "squared, why = tree_sensitivity(strategy, participation, steps, accounting=tree_accounting)",
+        "squared, why = tree_sensitivity(\n            strategy, SinglePass(steps=steps), steps, accounting=tree_accounting\n        )",
+        TREE + PLAN, "G3",
+    ),
+    Mutant(
+        "sensitivity of one epoch for all of them", "strategies/sensitivity.py",
+        "return min(gap, n), participation.most_within(n)", "return min(gap, n), 1",
+        SENSITIVITY, "P2",
+    ),
+    Mutant(
+        "columns of gains: the first is taken for the largest", "strategies/sensitivity.py",
+        "return _record(float(columns.max()), float(columns.max()))",
+        "return _record(float(columns[0]), float(columns[0]))", SENSITIVITY, "sensitivity",
+    ),
+    Mutant(
+        "signs of inner products cancel", "strategies/sensitivity.py",
+        "return _record(upper, gram.attained(pattern_gram))",
+        "return _record(float(pattern_gram.sum()), float(pattern_gram.sum()))", SENSITIVITY,
+        "sensitivity",
+    ),
+    Mutant(
+        "independent noise charged once", "strategies/sensitivity.py",
+        "most = float(participation.most_within(steps))", "most = 1.0", SENSITIVITY + PLAN,
+        "sensitivity",
+    ),
+    Mutant(
+        "correlated noise under a Poisson ε", "strategies/sensitivity.py",
+        "if isinstance(participation, Poisson | FixedSize):\n        if plain:",
+        "if isinstance(participation, Poisson | FixedSize):\n        if True:", SENSITIVITY + PLAN,
+        "P4",
+    ),
+    Mutant(
+        "replace-one charged as zero-out", "plan.py",
+        'return 2.0 if self.neighbours == "replace-one" else 1.0', "return 1.0", PLAN, "P14",
+    ),
+    Mutant(
+        "fixed-size batches as if one unit moved the sum by ζ", "plan.py",
+        'return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)',
+        'return renyi.epsilon(noise_multiplier=z, sampling="fixed", **common)', PLAN, "P14",
+    ),
+    Mutant(
+        "an own recipe is not held against its encoder", "plan.py",
+        "check_own(self.strategy, self.steps)", "pass", ("tests/strategies/test_own.py",), "G12",
+    ),
+    Mutant(
+        "own mechanisms are compared over their first step", "strategies/own.py",
+        "lead = min(n, LEADING_STEPS)", "lead = n = 1", ("tests/strategies/test_own.py",), "G12",
+    ),
+    Mutant(
+        "the root is taken on its wrong side", "accounting/gaussian.py",
+        "while excess(x) > 0:\n        x *= 1 + (step - 1) * ulps\n        ulps *= 2\n    return x",
+        "return x * (1 - (step - 1) * 1e7)", GAUSSIAN, "wrong side",
+    ),
+    Mutant(
+        "the search for noise ends below it", "accounting/calibrate.py",
+        "while at(guess) > epsilon:", "guess *= 1 - 1e-9\n            while False:", GAUSSIAN,
+        "wrong side",
+    ),
+    Mutant(
+        "only one direction of Poisson sampling", "accounting/fourier.py",
+        'sides = ("remove", "add") if self.direction == "both" else (self.direction,)',
+        'sides = ("add",) if self.direction == "both" else (self.direction,)',
+        ("tests/accounting/test_fourier.py", "tests/accounting/test_accounting_oracles.py"),
+        "accounting",
+    ),
+    Mutant(
+        "the chain is not checked", "release/verify.py",
+        "if broken is not None:\n        found.refuted.append(broken)", "pass", VERIFY, "chain",
+    ),
+    Mutant(
+        "facts beside the chain are believed", "release/verify.py",
+        "if meta.get(name) != chained.get(name):", "if False:", VERIFY, "chain",
+    ),
+    Mutant(
+        "a replaced model is PROVED", "release/verify.py",
+        "if name := checkpoint.changed(path, newest[step]):", "if False:", VERIFY, "evidence",
+    ),
+    Mutant(
+        "rows cut from the end of a ledger are not missed", "release/verify.py",
+        'yield f"row {rows} of the ledger is not the one that statement.json was written after"',
+        "yield from ()", VERIFY, "evidence",
+    ),
+    Mutant(
+        "verify does not replay who took part", "release/verify.py",
+        "found.refuted += _participation(found)", "pass", VERIFY, "evidence",
+    ),
+)  # fmt: skip
