@@ -77,7 +77,9 @@ def clean(times: int, by: Sequence[str]) -> int:
 def table(chosen: Sequence[Mutant], jobs: int) -> int:
     """Runs the mutants, prints a row for each as it ends; returns how many were not killed."""
     left = 0
-    print("| # | mutant | fault | file | | killed by | s |\n|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| # | mutant | fault | file | | killed by | s |\n|---|---|---|---|---|---|---|", flush=True
+    )
     with ThreadPoolExecutor(jobs) as pool:
         for number, (mutant, result) in enumerate(
             zip(chosen, pool.map(try_one, chosen), strict=True), start=1

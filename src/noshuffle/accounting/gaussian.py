@@ -95,6 +95,8 @@ def epsilon(*, mu: float, delta: float) -> float:
     goal = _goal(delta)
     if log_delta(mu=mu, epsilon=0.0) <= goal:
         return 0.0
+    if mu > 1e150:  # ε ≈ μ²/2 is beyond floating point
+        return math.inf
 
     def excess(e: float) -> float:
         return max(log_delta(mu=mu, epsilon=e), -1e6) - goal

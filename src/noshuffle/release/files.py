@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from noshuffle.errors import InvalidInput
+
 
 def sync_folder(path: Path) -> None:
     """Make renames inside a folder durable."""
@@ -54,4 +56,8 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON file; anything else in it is one clear line."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+        raise InvalidInput(f"{path} is not JSON: {error}") from None

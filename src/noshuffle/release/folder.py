@@ -30,6 +30,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,10 @@ class RunFolder:
     def plan(self) -> Plan:
         if not self.is_started:
             raise InvalidInput(f"{self.path} is not a run folder: it has no plan.json")
-        return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
+        try:
+            return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{self.plan_file} is not text: {error}") from None
 
     def begin(self, plan: Plan, ring: KeyRing) -> None:
         """Start a run: keys first, then the plan, by which it is known as a run.
@@ -122,7 +126,7 @@ class RunFolder:
                 f"{self.key_file} is missing (was the run sealed?); without its keys a run cannot "
                 "go on, only be forked"
             ) from None
-        except (AttributeError, json.JSONDecodeError, InvalidInput) as error:
+        except (AttributeError, InvalidInput) as error:
             raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None
 
     def destroy_keys(self) -> None:
@@ -185,14 +189,13 @@ class RunFolder:
             file.write(line.encode())
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """Every complete line; one torn by a crash is skipped."""
+        """Every complete line; one torn by a crash, or damaged, is skipped."""
         if not self.metrics_file.exists():
             return
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        for line in self.metrics_file.read_bytes().splitlines():
+            with suppress(ValueError, RecursionError):
+                if isinstance(found := json.loads(line), dict):
+                    yield found
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines from beyond `step`: those steps are about to be replayed."""

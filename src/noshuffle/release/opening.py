@@ -19,9 +19,11 @@ State: none.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from noshuffle.errors import InvalidInput, ReplayRefused
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, VerificationFailed
 from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
@@ -102,9 +104,11 @@ def open_run(
         ring = folder.ring()
         if source is not None and source.fingerprint != ring.given:
             raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
-    ledger = make(path=_ledger_path(folder, plan))
+    with _damage_named(folder.ledger_file):
+        ledger = make(path=_ledger_path(folder, plan))
     try:
-        _check_ledger(folder, ledger, ring)
+        with _damage_named(folder.ledger_file):
+            _check_ledger(folder, ledger, ring)
         if not is_new:
             row = rows_used(StepPlans.of(recipe), ledger.released)
             ring = ring.renewed(step=ledger.released, row=row)
@@ -123,6 +127,19 @@ def _charged(opened: Opened, plan: Plan, budget: account.Account | None) -> Open
     if charge is None:
         return opened
     return replace(opened, charge=charge, id_secret=charge.id_secret)
+
+
+@contextmanager
+def _damage_named(file: Path) -> Iterator[None]:
+    """A ledger that cannot be read is one clear line."""
+    try:
+        yield
+    except NoshuffleError:
+        raise
+    except (sqlite3.DatabaseError, zlib.error, ValueError, TypeError, KeyError) as error:
+        raise VerificationFailed(
+            f"{file} is damaged ({error}); bring it back, or begin a new run from the model"
+        ) from None
 
 
 def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
@@ -166,7 +183,7 @@ def known_steps(folder: RunFolder) -> int:
     try:
         record: Any = read_json(folder.statement_file)
         told = record.get("released_steps", 0) if isinstance(record, dict) else 0
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+    except (OSError, InvalidInput):
         return steps
     return max(steps, told) if isinstance(told, int) else steps
 

@@ -153,7 +153,7 @@ def _signature(found: Found, public_key: str | Path | None) -> Iterator[str]:
         return
     try:
         wrong = signature_failure(found.run, found.plan, _links(found), public_key=public_key)
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         wrong = f"signature.json cannot be read: {error}"
     found.is_signed = wrong is None
     if wrong is not None:

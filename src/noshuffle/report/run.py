@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,5 @@ def read_run(path: Path) -> RunRecord:
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = read_json(path)
-    except json.JSONDecodeError as error:
-        raise InvalidInput(f"{path} is not JSON ({error}); the run folder is damaged") from None
+    value = read_json(path)
     return value if isinstance(value, dict) else {}
