@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: train test check slow bench clean
+.PHONY: train test check slow mutants bench clean
 
 train: $(READY)
 	$(BIN)/noshuffle train
@@ -20,6 +20,10 @@ test: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/all.py
+
+# Plants every privacy bug of tests/mutants in a copy of src/ and runs the tests that must notice it.
+mutants: $(DEV)
+	CI=1 $(BIN)/python -m tests.mutants
 
 slow: $(DEV)
 	$(BIN)/python -m pytest -m slow

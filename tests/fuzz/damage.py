@@ -1,7 +1,7 @@
 """Hands that damage documents and files at random, and how many times they were let at them.
 
-`EXAMPLES` multiplies the inputs of every fuzz test: `NOSHUFFLE_FUZZ=100 pytest tests/fuzz` is a long
-run, plain pytest a short one. Inputs are counted, and printed at the end of a run with -s.
+`EXAMPLES` multiplies the inputs of every fuzz test: `NOSHUFFLE_FUZZ=100 pytest tests/fuzz` is a
+long run, plain pytest a short one.
 """
 
 from __future__ import annotations
@@ -72,3 +72,9 @@ def spoiled(data: bytes, chance: random.Random) -> bytes:
     if act == "double":
         return data[:at] + data[max(0, at - 16) :]
     return data[:at] + chance.randbytes(3) + data[at:]
+
+
+def check_one_line(error: Exception) -> None:
+    """What a person is told fits on one line."""
+    assert str(error)
+    assert "\n" not in str(error)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fuzz.damage import EXAMPLES, ODD, damaged, spoiled
+from tests.fuzz.damage import EXAMPLES, ODD, check_one_line, damaged, spoiled
 
 from noshuffle import Epochs, MinSeparation, Plan, SinglePass
 from noshuffle.convex.table_file import read_table
 from noshuffle.errors import NoshuffleError
 from noshuffle.participation import Poisson, Restarted
 from noshuffle.release.keys import KeyRing
-from noshuffle.strategies import banded_inverse, blt, identity, tree
+from noshuffle.strategies import identity, tree
 
 
 def plans() -> list[Plan]:
@@ -45,7 +45,7 @@ def assert_plan_or_refusal(text: str) -> bool:
     try:
         plan = Plan.from_json(text)
     except NoshuffleError as error:
-        assert "\n" not in str(error)
+        check_one_line(error)
         return False
     assert Plan.from_json(plan.to_json()) == plan
     if plan.steps <= 10_000:
@@ -92,7 +92,7 @@ def test_damaged_keys() -> None:
         try:
             found = KeyRing.from_dict(damaged(ring.to_dict(), chance))
         except NoshuffleError as error:
-            assert "\n" not in str(error)
+            check_one_line(error)
             continue
         assert len(found.source.key) == 32
         if not found.is_test and {life.name for life in found.lives} == names:
@@ -114,7 +114,7 @@ def test_damaged_tables(tmp_path: Path) -> None:
         try:
             found = read_table(file, target="label")
         except NoshuffleError as error:
-            assert "\n" not in str(error)
+            check_one_line(error)
             continue
         assert len(found.x) == len(found.y)
         assert np.asarray(found.x).dtype.kind == "f"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 
 import pytest
-
 from tests.mutants.listed import MUTANTS
 from tests.mutants.mutant import ROOT, Mutant
 
