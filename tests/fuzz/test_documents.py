@@ -13,7 +13,7 @@ import pytest
 from tests.fuzz.damage import EXAMPLES, ODD, check_one_line, damaged, spoiled
 
 from noshuffle import Epochs, MinSeparation, Plan, SinglePass
-from noshuffle.convex.table_file import read_table
+from noshuffle.cli.table_file import read_table
 from noshuffle.errors import NoshuffleError
 from noshuffle.participation import Poisson, Restarted
 from noshuffle.release.keys import KeyRing

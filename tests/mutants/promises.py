@@ -22,7 +22,7 @@ PROMISES = (
     Mutant(
         "sensitivity of one epoch for all of them",
         "strategies/sensitivity.py",
-        "return min(gap, n), participation.most_within(n)",
+        "return min(gap, n), part.most_within(n)",
         "return min(gap, n), 1",
         SENSITIVITY,
         "P2",

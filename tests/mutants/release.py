@@ -57,7 +57,7 @@ RELEASE = (
         "release/keys.py",
         "mixed = hashlib.blake2b(os.urandom(_BYTES), key=source.key, digest_size=_BYTES).digest()",
         "mixed = source.key",
-        ("tests/release",),
+        ("tests/release/test_copies.py", "tests/release/test_attacks.py"),
         "G6",
     ),
     Mutant(
@@ -89,7 +89,7 @@ RELEASE = (
     Mutant(
         "noise without a row",
         "release/release.py",
-        "if self._leave != self.step and not is_new:",
+        "if self._leave != step and not is_new:",
         "if False:",
         REPLAY,
         "ledger after release",
@@ -186,8 +186,8 @@ RELEASE = (
     Mutant(
         "steps beyond the plan are admitted",
         "release/ledger.py",
-        "if step >= self.participation.steps:",
-        "if step > self.participation.steps:",
+        "if step >= self._planned:",
+        "if step > self._planned:",
         LEDGER,
         "P16",
     ),
@@ -228,7 +228,7 @@ RELEASE = (
         "release/facts.py",
         '("test_key", "yes", TEST_SEED),',
         "",
-        ("tests/release/test_verify.py", "tests/convex"),
+        ("tests/release/test_attacks.py", "tests/convex/test_statements.py"),
         "G11",
     ),
     Mutant(

@@ -31,7 +31,8 @@ class CellRows:
     """The rows of one stream as text; `names` are known before the first of them is taken."""
 
     def __init__(self, stream: TextIO, name: str, *, has_header: bool | None) -> None:
-        self.name, self._lines = name, csv.reader(stream)
+        self.name, self._reader = name, csv.reader(stream)
+        self._lines = self._read()
         self._kept: list[str] | None = None  # a first line that is data
         first = next(self._lines, None)
         if first is None:
@@ -44,6 +45,15 @@ class CellRows:
         if len(set(self.names)) < len(first):
             raise InvalidInput(f"{name} names a column twice in its first line")
 
+    def _read(self) -> Iterator[list[str]]:
+        try:
+            yield from self._reader
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InvalidInput(
+                f"{self.name}, after line {self._reader.line_num}: not a CSV table in UTF-8 "
+                f"({error})"
+            ) from None
+
     def require(self, *columns: str | None) -> None:
         """Refuse a column that is not there; None is none."""
         for wanted in columns:
@@ -54,7 +64,7 @@ class CellRows:
     @property
     def at(self) -> str:
         """Where the row that came last stands."""
-        return f"{self.name}, line {self._lines.line_num}"
+        return f"{self.name}, line {self._reader.line_num}"
 
     def __iter__(self) -> Iterator[list[str]]:
         for line in chain([] if self._kept is None else [self._kept], self._lines):
