@@ -41,13 +41,12 @@ at δ = 1e-05, and the limit is 2; a run of at most ε = 0.6849 would fit
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,8 +55,9 @@ import numpy as np
 from noshuffle.accounting import gdp
 from noshuffle.budget.cost import Cost, cost_of, total
 from noshuffle.budget.dead import shown_by_ledger
-from noshuffle.budget.store import Books, Entries, folder_of
-from noshuffle.budget.units import UnitSpending, amounts
+from noshuffle.budget.entries import BooksState, Entry
+from noshuffle.budget.store import Books, folder_of
+from noshuffle.budget.units import UnitSpending, amounts, new_secret, secret_of
 from noshuffle.errors import (
     BudgetExceeded,
     InvalidInput,
@@ -70,69 +70,10 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.files import write_bytes
 from noshuffle.release.units import Ids, as_ids
 from noshuffle.statement import PrivacyStatement
 
 NEIGHBOURS = ("zero-out", "replace-one")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One run in the books. `cost` is what it is charged now: reserved while it is open."""
-
-    id: str
-    origin: str
-    what: str
-    cost: Cost
-    reserved: Cost
-    began: float
-    is_open: bool = True
-    run: str = ""
-    lives: tuple[str, ...] = ()
-    process: str = ""
-    #: Whether the units of the run are charged one by one instead of everybody.
-    is_by_unit: bool = False
-    own_units: dict[str, Any] | None = None
-
-
-@dataclass
-class _State:
-    """What the events of the books add up to."""
-
-    limit: dict[str, Any]
-    entries: dict[str, Entry] = field(default_factory=dict)
-    unprotected: list[str] = field(default_factory=list)
-    units: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, events: Entries) -> _State:
-        state = cls(events[0][1])
-        for kind, body, when in events[1:]:
-            if kind == "open":
-                body |= {name: Cost(**body[name]) for name in ("cost", "reserved")}
-                body["lives"] = tuple(body["lives"])
-                state.entries[body["id"]] = Entry(**body, began=when)
-            elif kind == "settle":
-                old = state.entries[body["id"]]
-                new = replace(old, cost=Cost(**body["cost"]), is_open=body["is_open"])
-                more = {
-                    key: body[key] for key in ("is_by_unit", "own_units", "process") if key in body
-                }
-                lives = (*old.lives, *body.get("lives", ()))
-                state.entries[old.id] = replace(new, lives=lives, **more)
-                state.units = body.get("units", state.units)
-            elif kind == "unprotected":
-                state.unprotected.append(body["name"])
-        return state
-
-    def everybody(self, *, but: str = "") -> Cost:
-        """What every unit is charged, whatever it did; runs without a finite cost are apart."""
-        return total(
-            entry.cost
-            for entry in self.entries.values()
-            if entry.id != but and not entry.is_by_unit and math.isfinite(entry.cost.mu)
-        )
 
 
 class Budget:
@@ -187,7 +128,7 @@ class Budget:
             if individual:
                 if not delta:
                     raise Unsupported("what units spend is followed in μ, which needs a delta")
-                limit["ids"] = _new_secret(self.folder)
+                limit["ids"] = new_secret(self.folder)
             self._books.begin(limit)
         self.limit = self._state().limit
         for name, value in {**given, "individual": individual}.items():
@@ -211,8 +152,8 @@ class Budget:
 
     # -- what there is -------------------------------------------------------------------------
 
-    def _state(self) -> _State:
-        return _State.of(self._books.read())
+    def _state(self) -> BooksState:
+        return BooksState.of(self._books.read())
 
     @property
     def name(self) -> str:
@@ -239,7 +180,7 @@ class Budget:
         """
         return self._total(self._state())
 
-    def _total(self, state: _State, *, but: str = "") -> Cost:
+    def _total(self, state: BooksState, *, but: str = "") -> Cost:
         shared = state.everybody(but=but)
         if not self.is_individual or state.units is None:
             return shared
@@ -291,7 +232,7 @@ class Budget:
         if not name:
             raise InvalidInput("a run without privacy needs a name, got an empty one")
         with self._books.writing() as (events, append):
-            if name not in _State.of(events).unprotected:
+            if name not in BooksState.of(events).unprotected:
                 append("unprotected", {"name": name})
         return _reopened(str(self.folder), name)
 
@@ -315,6 +256,7 @@ class Budget:
         Guarantees: when this returns, the reservation is durable. A run that comes back finds its
         own place; a copy of a run, which lacks the newest keys, gets one of its own.
         """
+        secret = secret_of(self.folder, self.limit) if self.is_individual else None
         state = self._state()
         cost = self._cost(statement, plan, steps, state)  # long work, before anybody waits
         if not math.isfinite(cost.mu) and not self._exposes:
@@ -325,7 +267,7 @@ class Budget:
         if not self._fits(total([self._total(state), cost])):
             self.sweep()
         with self._books.writing() as (events, append):
-            state = _State.of(events)
+            state = BooksState.of(events)
             known = self._found(state, origin, lives)
             cost = self._cost(statement, plan, steps, state, but=known.id if known else "")
             self._check(
@@ -350,7 +292,6 @@ class Budget:
                     "run": "" if run is None else str(run), "process": process,
                 })  # fmt: skip
         barred = self._barred(state, cost, but=own)
-        secret = _secret(self.folder, self.limit) if self.is_individual else None
         return OpenRun(self, own, origin or own, barred, secret)
 
     def _cost(
@@ -358,7 +299,7 @@ class Budget:
         statement: PrivacyStatement,
         plan: Plan | None,
         steps: int,
-        state: _State,
+        state: BooksState,
         *,
         but: str = "",
     ) -> Cost:
@@ -372,7 +313,7 @@ class Budget:
             statement, delta=self.delta, neighbours=near, plan=plan, steps=steps, aside=aside
         )
 
-    def _found(self, state: _State, origin: str | None, lives: Sequence[str]) -> Entry | None:
+    def _found(self, state: BooksState, origin: str | None, lives: Sequence[str]) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
         if origin is None:
             return None
@@ -387,7 +328,7 @@ class Budget:
         return next((one for one in reversed(mine) if set(one.lives) <= set(lives)), None)
 
     def _check(
-        self, state: _State, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
+        self, state: BooksState, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
     ) -> None:
         """Raise where a run of this cost would pass the limit."""
         if not math.isfinite(cost.mu):
@@ -410,7 +351,7 @@ class Budget:
         rest = replace(spent, pure=0.0).epsilon(self.delta)
         return spent.pure <= self.pure and rest <= self.epsilon - self.pure
 
-    def _barred(self, state: _State, cost: Cost, *, but: str) -> Ids:
+    def _barred(self, state: BooksState, cost: Cost, *, but: str) -> Ids:
         """Units that cannot pay for a run of this cost beside what everybody is charged."""
         if not self.is_individual or state.units is None:
             return np.empty(0, dtype=np.int64)
@@ -455,12 +396,12 @@ class Budget:
         state = self._state()
         cost = self._cost(plan.statement(), plan, plan.steps, state)
         barred = self._barred(state, cost, but="")
-        return np.isin(as_ids(ids, secret=_secret(self.folder, self.limit)), barred)
+        return np.isin(as_ids(ids, secret=secret_of(self.folder, self.limit)), barred)
 
     def _tidy(self) -> None:
         """Remove files of units that the books do not name any more."""
         with self._books.writing() as (events, _):
-            state = _State.of(events)
+            state = BooksState.of(events)
             named = [state.units, *(one.own_units for one in state.entries.values())]
             kept = {record["file"] for record in named if record is not None}
             for file in self.folder.glob("units-*.npy"):
@@ -470,7 +411,7 @@ class Budget:
     def _unit_spending(self, ids: Any) -> list[float]:
         if not self.is_individual:
             raise InvalidInput("this budget does not follow units; make it with individual=True")
-        units = as_ids(ids, secret=_secret(self.folder, self.limit))
+        units = as_ids(ids, secret=secret_of(self.folder, self.limit))
         found = UnitSpending.load(self.folder, self._state().units).of(units)
         return [float(one) for one in found]
 
@@ -498,7 +439,7 @@ class OpenRun:
         if plan is not None and plan.participation.is_sampled:
             budget._cost(statement, plan, steps, budget._state())  # long work, and remembered
         with budget._books.writing() as (events, append):
-            state = _State.of(events)
+            state = BooksState.of(events)
             entry = state.entries[self.id]
             if not entry.is_open:
                 return
@@ -554,23 +495,3 @@ def _reopened(folder: str, exposes: str) -> Budget:
     made = Budget(folder)
     made._exposes = exposes
     return made
-
-
-def _new_secret(folder: Path) -> str:
-    """A secret by which names of units become numbers; returns what shows that it is the one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes(folder / "ids.key", secrets.token_bytes(32), mode=0o600)
-    return _print(folder)
-
-
-def _print(folder: Path) -> str:
-    return hashlib.sha256(b"ns-budget" + (folder / "ids.key").read_bytes()).hexdigest()
-
-
-def _secret(folder: Path, limit: dict[str, Any]) -> bytes:
-    if not (folder / "ids.key").exists() or _print(folder) != limit.get("ids"):
-        raise VerificationFailed(
-            f"{folder / 'ids.key'} is missing or another one: without it nobody knows which unit "
-            "has spent what; bring it back"
-        )
-    return (folder / "ids.key").read_bytes()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,24 @@ def amounts(plan: Plan, steps: int, counts: Ids, *, at_most: float, factor: floa
             cost = min(at_most, (shift / plan.noise_multiplier) ** 2)
         costs.append(cost)
     return np.array(costs)[which]
+
+
+def new_secret(folder: Path) -> str:
+    """A secret by which names of units become numbers; returns what shows that it is the one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "ids.key").exists():  # another process may be beginning the same budget
+        write_bytes(folder / "ids.key", secrets.token_bytes(32), mode=0o600)
+    return _print_of(folder)
+
+
+def _print_of(folder: Path) -> str:
+    return hashlib.sha256(b"ns-budget" + (folder / "ids.key").read_bytes()).hexdigest()
+
+
+def secret_of(folder: Path, limit: dict[str, Any]) -> bytes:
+    if not (folder / "ids.key").exists() or _print_of(folder) != limit.get("ids"):
+        raise VerificationFailed(
+            f"{folder / 'ids.key'} is missing or another one: without it nobody knows which unit "
+            "has spent what; bring it back"
+        )
+    return (folder / "ids.key").read_bytes()

@@ -1,0 +1,75 @@
+"""The runs in a budget's books, and what the events of the books add up to.
+
+    open          a run and what it reserves
+    settle        what it is charged now: at its end, or when it comes back
+    unprotected   a name that a run without privacy may have
+
+State: none; `BooksState.of` replays the events.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from noshuffle.budget.cost import Cost, total
+from noshuffle.budget.store import Entries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run in the books. `cost` is what it is charged now: reserved while it is open."""
+
+    id: str
+    origin: str
+    what: str
+    cost: Cost
+    reserved: Cost
+    began: float
+    is_open: bool = True
+    run: str = ""
+    lives: tuple[str, ...] = ()
+    process: str = ""
+    #: Whether the units of the run are charged one by one instead of everybody.
+    is_by_unit: bool = False
+    own_units: dict[str, Any] | None = None
+
+
+@dataclass
+class BooksState:
+    """What the events of the books add up to."""
+
+    limit: dict[str, Any]
+    entries: dict[str, Entry] = field(default_factory=dict)
+    unprotected: list[str] = field(default_factory=list)
+    units: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, events: Entries) -> BooksState:
+        state = cls(events[0][1])
+        for kind, body, when in events[1:]:
+            if kind == "open":
+                body |= {name: Cost(**body[name]) for name in ("cost", "reserved")}
+                body["lives"] = tuple(body["lives"])
+                state.entries[body["id"]] = Entry(**body, began=when)
+            elif kind == "settle":
+                old = state.entries[body["id"]]
+                new = replace(old, cost=Cost(**body["cost"]), is_open=body["is_open"])
+                more = {
+                    key: body[key] for key in ("is_by_unit", "own_units", "process") if key in body
+                }
+                lives = (*old.lives, *body.get("lives", ()))
+                state.entries[old.id] = replace(new, lives=lives, **more)
+                state.units = body.get("units", state.units)
+            elif kind == "unprotected":
+                state.unprotected.append(body["name"])
+        return state
+
+    def everybody(self, *, but: str = "") -> Cost:
+        """What every unit is charged, whatever it did; runs without a finite cost are apart."""
+        return total(
+            entry.cost
+            for entry in self.entries.values()
+            if entry.id != but and not entry.is_by_unit and math.isfinite(entry.cost.mu)
+        )
