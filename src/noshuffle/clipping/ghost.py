@@ -25,6 +25,7 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -268,6 +269,13 @@ class Ghost:
         except NotByLayer as reason:
             known.layers, known.reason = None, f"from call {known.calls} on: {reason}"
             self._written_out.say(f"whole model written out per example, {known.reason}")
+            warnings.warn(
+                f"the model keeps examples apart no longer ({reason}): it is written out per "
+                f"example from call {known.calls} on, but steps since call {known.calls // 2} may "
+                "not be covered by the statement; begin a new run with a model that stays as it is",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""
