@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from noshuffle.cli import main
-from noshuffle.cli.job import accuracy_of, make_model, participation_of
+from noshuffle.cli.job import accuracy_of, make_model, participation_of, right_answers
 from noshuffle.cli.settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
@@ -293,4 +293,7 @@ def test_accuracy_counts_right_answers() -> None:
         for parameter in model.parameters():
             parameter.zero_()
         model[1].bias[0] = 1.0  # type: ignore[index, union-attr]
-    assert accuracy_of(model, data.x_test, data.y_test, chunk=5) == 1.0
+    assert right_answers(model, data.x_test, data.y_test, chunk=5).tolist() == [1.0] * len(
+        data.y_test
+    )
+    assert accuracy_of(model, data.x_test, data.y_test) == 1.0

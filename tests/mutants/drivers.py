@@ -87,8 +87,8 @@ DRIVERS = (
     Mutant(
         "a sum clipped to another norm is taken",
         "federated/server.py",
-        "values = checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)",
-        "values = checked_sum(given, self.shapes, users=users, clip_norm=1e30)",
+        "values = checks.checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)",
+        "values = checks.checked_sum(given, self.shapes, users=users, clip_norm=1e30)",
         FEDERATED,
         "clip",
     ),

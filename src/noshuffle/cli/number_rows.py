@@ -50,8 +50,8 @@ class CellRows:
             yield from self._reader
         except (csv.Error, UnicodeDecodeError) as error:
             raise InvalidInput(
-                f"{self.name}, after line {self._reader.line_num}: not a CSV table in UTF-8 "
-                f"({error})"
+                f"{self.name} could not be read as a CSV table in UTF-8, after line "
+                f"{self._reader.line_num}: {error}"
             ) from None
 
     def require(self, *columns: str | None) -> None:
