@@ -138,6 +138,42 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(budget: Budget, tmp_path: Path) -> 
     assert math.isclose(mu_of(budget), plan.mu() * math.sqrt(2))
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_copy_taken_in_the_middle_of_a_life_pays_for_itself(
+    budget: Budget, tmp_path: Path, is_closed: bool
+) -> None:
+    """The original goes on in the same life: its keys do not tell it from the copy."""
+    plan, run, copied = plan_of(1.0, steps=4), tmp_path / "run", tmp_path / "copy"
+    sums = sums_of(budget, plan, run=run)
+    sums.add([0.5], ids=[1])
+    shutil.copytree(run, copied)
+    sums.add([0.5], ids=[2])
+    if is_closed:
+        sums.close(keep_keys=True)
+    sums_of(budget, plan, run=copied)
+    assert len(budget.entries()) == 2
+    first = plan.mu(2) if is_closed else plan.mu()
+    assert math.isclose(mu_of(budget), math.hypot(first, plan.mu()))
+
+
+def test_an_older_state_that_was_put_back_in_place_pays_for_itself(budget: Budget) -> None:
+    """It has the keys of the run, and fewer steps on record than were settled."""
+    plan = plan_of(1.0, steps=4)
+    charge = budget.open("run", plan.statement(), lives=["a"])
+    charge.settle(plan.statement(steps=2), plan=plan, steps=2, rows=2)
+    known = {"origin": charge.origin, "lives": ["a", "b"]}
+    budget.open("run", plan.statement(), **known, released=2)
+    assert len(budget.entries()) == 1
+    budget.open("run", plan.statement(), **known, released=1)
+    assert len(budget.entries()) == 2
+
+
+@pytest.mark.parametrize("epsilon", [5e-324, 1e-12, 1e9, 1e308])
+def test_limits_that_mean_nothing_are_refused(tmp_path: Path, epsilon: float) -> None:
+    with pytest.raises(InvalidInput, match="between 1e-9 and 1e6"):
+        Budget(tmp_path / "budget", epsilon=epsilon, delta=1e-5)
+
+
 def test_a_fork_does_not_pay_for_its_parent_twice(budget: Budget, tmp_path: Path) -> None:
     plan = plan_of(1.0, steps=6)
     sums = sums_of(budget, plan, run=tmp_path / "run")

@@ -147,3 +147,10 @@ def test_scores_have_their_noise() -> None:
     found = [_noisy(np.full(100, 0.5), 0.2, draws) - 0.5 for _ in range(400)]
     assert 0.85 < float(np.std(found)) * 100 * 0.2 < 1.15
     assert _noisy(np.full(100, np.nan), 0.2, draws) < 0.5  # no score counts as the worst
+
+
+def test_a_delta_beside_which_epsilon_is_nothing_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="smaller delta"):
+        tune(lambda setting, trial: (0.0, None), [1, 2], epsilon=0.05, delta=1e-2)
+    with pytest.raises(InvalidInput, match="at most 500"):
+        Repetitions(mean=800, eta=math.inf)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import noshuffle
 from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer
@@ -239,3 +240,15 @@ def test_nobody_else_writes_the_clip_factor() -> None:
         if any(word in path.read_text(encoding="utf8") for word in words)
     }
     assert found == allowed
+
+
+def test_factors_of_a_traced_sum_are_not_those_of_its_first_batch() -> None:
+    def clipped(rows: Tensor) -> Tensor:
+        ok = torch.ones(len(rows), dtype=torch.bool)
+        found = clip_factors({"w": rows.square().sum(1)}, ok, ok, clip=Flat(1.0), slack=0.0)
+        return found[0][0][1]
+
+    traced = make_fx(clipped)(torch.full((3, 2), 0.1))
+    other = torch.full((3, 2), 100.0)
+    torch.testing.assert_close(traced(other), clipped(other))
+    assert float(clipped(other).max()) < 0.1

@@ -55,6 +55,8 @@ class Repetitions:
                 f"a search needs a mean of at least 1 and a shape above −1, got {self.mean!r} and "
                 f"{self.eta!r}"
             )
+        if self.eta == math.inf and self.mean > 500:  # e^−mean would leave floating point
+            raise InvalidInput(f"a Poisson law of runs has a mean of at most 500, got {self.mean}")
 
     @cached_property
     def gamma(self) -> float:

@@ -114,6 +114,8 @@ class Budget:
                     f"{folder} holds no budget; give epsilon and delta for a new one"
                 )
             positive(epsilon=epsilon)
+            if not 1e-9 <= epsilon <= 1e6:
+                raise InvalidInput(f"epsilon must be between 1e-9 and 1e6, got {epsilon!r}")
             open_unit(delta=delta) if delta else non_negative(delta=delta)
             limit: dict[str, Any] = {"unit": "example", "neighbours": "zero-out"}
             limit |= {"name": secrets.token_hex(6), "pure": 0.0 if delta else epsilon}
@@ -250,11 +252,12 @@ class Budget:
         run: Path | None = None,
         origin: str | None = None,
         lives: Sequence[str] = (),
+        released: int = 0,
     ) -> OpenRun:
         """Reserve the cost of a run; see `release.account.Account.open`.
 
         Guarantees: when this returns, the reservation is durable. A run that comes back finds its
-        own place; a copy of a run, which lacks the newest keys, gets one of its own.
+        own place; a copy or an older state of it, which lacks keys or steps, gets one of its own.
         """
         secret = secret_of(self.folder, self.limit) if self.is_individual else None
         state = self._state()
@@ -268,7 +271,7 @@ class Budget:
             self.sweep()
         with self._books.writing() as (events, append):
             state = BooksState.of(events)
-            known = self._found(state, origin, lives)
+            known = self._found(state, origin, lives, released)
             cost = self._cost(statement, plan, steps, state, but=known.id if known else "")
             self._check(
                 state, what, cost, but=known.id if known else "", is_shared=_is_shared(plan)
@@ -313,7 +316,9 @@ class Budget:
             statement, delta=self.delta, neighbours=near, plan=plan, steps=steps, aside=aside
         )
 
-    def _found(self, state: BooksState, origin: str | None, lives: Sequence[str]) -> Entry | None:
+    def _found(
+        self, state: BooksState, origin: str | None, lives: Sequence[str], released: int
+    ) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
         if origin is None:
             return None
@@ -325,7 +330,8 @@ class Budget:
                 "the run; bring the newer one back"
             )
         mine = [one for one in state.entries.values() if one.origin == origin]
-        return next((one for one in reversed(mine) if set(one.lives) <= set(lives)), None)
+        known = (one for one in reversed(mine) if set(one.lives) <= set(lives))
+        return next((one for one in known if released >= one.rows), None)
 
     def _check(
         self, state: BooksState, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
@@ -374,7 +380,11 @@ class Budget:
             with found.lock:
                 charge = OpenRun(self, entry.id, entry.origin, np.empty(0, dtype=np.int64), None)
                 charge.settle(
-                    found.statement, plan=found.plan, steps=found.steps, units=found.units
+                    found.statement,
+                    plan=found.plan,
+                    steps=found.steps,
+                    units=found.units,
+                    rows=found.rows,
                 )
                 swept.append(entry.what)
         return swept
@@ -433,6 +443,7 @@ class OpenRun:
         plan: Plan | None = None,
         steps: int = 0,
         units: tuple[Ids, Ids] | None = None,
+        rows: int = 0,
     ) -> None:
         """Charge what was released. More than was reserved is refused where it passes the limit."""
         budget = self.budget
@@ -448,6 +459,7 @@ class OpenRun:
             if cost.mu > old.mu or cost.slack > old.slack or cost.pure > old.pure:
                 budget._check(state, entry.what, cost, but=self.id)
             body: dict[str, Any] = {"id": self.id, "cost": asdict(cost), "is_open": False}
+            body["rows"] = rows
             if budget.is_individual and units is not None and plan is not None:
                 ids, counts = units
                 twice = budget.limit["neighbours"] != plan.neighbours == "zero-out"

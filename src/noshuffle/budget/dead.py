@@ -39,6 +39,7 @@ class DeadRun:
     steps: int
     units: tuple[Ids, Ids] | None
     lock: AbstractContextManager[object]
+    rows: int
 
 
 def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | None:
@@ -64,8 +65,8 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
     steps, units = len(rows), None
     if steps and facts.get("adaptive_clip") == "yes":
         steps = plan.steps
-    elif facts.get("identified_by") == "ids" and not plan.participation.is_sampled:
+    elif rows and facts.get("identified_by") == "ids" and not plan.participation.is_sampled:
         units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
     before = [ancestor for ancestor in run.ancestors() if not ancestor.budget]
     said = spent(plan, steps, ancestors=before)
-    return DeadRun(said, None if before else plan, steps, units, nullcontext(lock))
+    return DeadRun(said, None if before else plan, steps, units, nullcontext(lock), len(rows))

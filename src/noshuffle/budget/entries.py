@@ -31,6 +31,8 @@ class Entry:
     run: str = ""
     lives: tuple[str, ...] = ()
     process: str = ""
+    #: Steps on record when it was last settled.
+    rows: int = 0
     #: Whether the units of the run are charged one by one instead of everybody.
     is_by_unit: bool = False
     own_units: dict[str, Any] | None = None
@@ -57,7 +59,9 @@ class BooksState:
                 old = state.entries[body["id"]]
                 new = replace(old, cost=Cost(**body["cost"]), is_open=body["is_open"])
                 more = {
-                    key: body[key] for key in ("is_by_unit", "own_units", "process") if key in body
+                    key: body[key]
+                    for key in ("is_by_unit", "own_units", "process", "rows")
+                    if key in body
                 }
                 lives = (*old.lives, *body.get("lives", ()))
                 state.entries[old.id] = replace(new, lives=lives, **more)

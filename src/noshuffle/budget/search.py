@@ -81,6 +81,7 @@ class Trial:
         run: Path | None = None,
         origin: str | None = None,
         lives: Sequence[str] = (),
+        released: int = 0,
     ) -> Trial:
         """Let a run in if the runs of this trial stay within its share."""
         if run is not None:
@@ -180,6 +181,11 @@ def tune(
     else:
         asked = [random.choice(choices) for _ in range(drawn.draw(random.random))]
     share = gaussian.epsilon(mu=mu * math.sqrt(1 - score_share), delta=delta)
+    if not share > 0:  # then every run of (0, δ) would pass, whatever its μ
+        raise InvalidInput(
+            f"one run of this search may cost (0, δ) only, since delta = {delta:g} is large beside "
+            f"epsilon = {epsilon:g}; choose a smaller delta"
+        )
     draws = KeyedDraws(Source(new_key()), name="scores")
     best: tuple[float, Any, Any] = (-math.inf, None, None)
     for setting in asked:

@@ -257,6 +257,8 @@ def clip_factors(
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether NumPy can read them where they lie."""
+    if torch._C._len_torch_dispatch_stack():  # traced (make_fx): numbers would become constants
+        return False
     for t in tensors:
         fits = t.dtype in (torch.float32, torch.float64, torch.bool)
         if type(t) is not Tensor or not fits or t.device.type != "cpu":

@@ -52,10 +52,11 @@ class Charge(Protocol):
         plan: Plan | None = None,
         steps: int = 0,
         units: tuple[Ids, Ids] | None = None,
+        rows: int = 0,
     ) -> None:
         """Charge what was released instead of what was reserved.
 
-        `units` with how often each took part, where that is known.
+        `units` with how often each took part, where that is known; `rows`: the steps on record.
         """
 
     def words(self) -> str:
@@ -76,11 +77,13 @@ class Account(Protocol):
         run: Path | None = None,
         origin: str | None = None,
         lives: Sequence[str] = (),
+        released: int = 0,
     ) -> Charge:
         """Reserve the cost of a run, or raise `BudgetExceeded`.
 
         `statement` is that of the whole run, `plan` and `steps` say the same where it is sampled.
-        `origin` and `lives` (the public names of its keys) tell a run that is resumed from a copy.
+        `origin`, `lives` (the public names of its keys) and `released` (its steps on record) tell
+        a run that is resumed from a copy or an older state of it.
         """
         ...
 
@@ -105,7 +108,11 @@ def enter(
                 "release more than was charged; give budget="
             )
         return None
-    before = _uncounted(ancestors)
+    before, notes = _uncounted(ancestors), ledger.notes("life")
+    # A ledger in another file than in its last life was copied or restored: its newest keys alone
+    # name it, so that it pays for itself.
+    files = [life.get("inode") for life in notes[-2:]]
+    is_copy = len(files) > 1 and files[0] not in (None, files[1])  # None: it was kept in memory
     charge = budget.open(
         "run" if folder is None else f"run {folder.path.name}",
         spent(plan, plan.steps, ancestors=before),
@@ -113,7 +120,8 @@ def enter(
         steps=plan.steps,
         run=None if folder is None else folder.path.resolve(),
         origin=origin,
-        lives=[str(life["keys"]) for life in ledger.notes("life")],
+        lives=[str(life["keys"]) for life in (notes[-1:] if is_copy else notes)],
+        released=ledger.released,
     )
     ledger.bind("budget", charge.origin)
     ledger.barred = charge.barred
@@ -135,7 +143,7 @@ def leave(
     """
     if charge is None:
         return
-    facts, units = ledger.facts(), None
+    facts, units, rows = ledger.facts(), None, ledger.released
     before = _uncounted(ancestors)
     has_rows = ledger.released == released and facts.get("identified_by") == "ids"
     if has_rows and not before and not plan.participation.is_sampled:
@@ -145,7 +153,7 @@ def leave(
     if facts.get("adaptive_clip") == "yes" and released:  # its counts are paid for in one piece
         said, released = spent(plan, plan.steps, ancestors=before), plan.steps
         units = None
-    charge.settle(said, plan=None if before else plan, steps=released, units=units)
+    charge.settle(said, plan=None if before else plan, steps=released, units=units, rows=rows)
     ledger.note("budget", words=charge.words())
 
 

@@ -198,6 +198,7 @@ class RunState(OneOwner):
         Guarantees: the ledger holds the digests of all steps that the checkpoint is made of before
         it is there, and those of its files.
         """
+        self.check_owner()
         folder = self.need_folder()
         self.ledger.flush()
 

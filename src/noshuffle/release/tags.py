@@ -62,7 +62,7 @@ def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
     Guarantees: a function of the secret, the number of bytes of each tensor and the bytes
     themselves.
     """
-    held = [value.detach().contiguous() for value in values]
+    held = [value.detach().resolve_conj().resolve_neg().contiguous() for value in values]
     sizes = [value.numel() * value.element_size() for value in held]
     # The sizes go in too, or bytes could move between tensors.
     end = struct.pack(f"<{len(sizes)}q", *sizes)

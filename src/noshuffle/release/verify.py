@@ -54,7 +54,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     if run.plan_file.read_bytes() != plan.to_json().encode():
         refuted.append("plan.json is not in canonical form: it was edited")
     try:
-        told: dict[str, Any] | None = dict(read_json(run.statement_file))
+        told: dict[str, Any] | None = {**read_json(run.statement_file)}
     except (OSError, ValueError, TypeError) as error:
         told = None
         refuted.append(f"statement.json cannot be read: {error}")
@@ -136,8 +136,8 @@ def _published(found: Found) -> Iterator[str]:
 
 def _head(found: Found) -> Iterator[str]:
     """The row that statement.json is about must be there."""
-    rows, told = found.told_rows(), found.told or {}
-    if rows is not None and _links(found).get(rows) != told.get("ledger_link"):
+    rows, told = found.told_rows(), found.told
+    if told is not None and _links(found).get(rows or -1, "") != told.get("ledger_link"):
         yield f"row {rows} of the ledger is not the one that statement.json was written after"
 
 

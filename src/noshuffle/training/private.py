@@ -117,13 +117,15 @@ class Private(OneOwner):
     ) -> None:
         """The same step without waiting for its loss, which `outcome` has until the next one."""
         self._outcome = None
-        with at_work(self._listener, self._parts.optimizer):
-            seen: Outcome | Pending | None = None
-            if self.compiled is not None:
+        seen: Outcome | Pending | None = None
+        if self.compiled is not None:
+            with at_work(self._listener, self._parts.optimizer):
                 seen = self.compiled.step(loss_fn, cuttable(batch), ids, index=self._index)
-            if seen is None:
-                step = self._new_step()
+        if seen is None:
+            step = self._new_step()
+            with at_work(self._listener):  # a loss that steps the optimizer is refused
                 step.add(loss_fn, batch, ids=ids, is_last=True)
+            with at_work(self._listener, self._parts.optimizer):
                 seen = step.release()
         self._finish(seen)
 

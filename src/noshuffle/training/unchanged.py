@@ -62,9 +62,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        """Groups, state and defaults are those of the optimizer inside."""
-        return getattr(self.__dict__["_inner"], name)
+    # Groups, state and defaults are those of the optimizer inside; nobody sets them here.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Unsupported("parameters cannot join a private run; add them before privatize")
