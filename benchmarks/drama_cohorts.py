@@ -72,11 +72,12 @@ def choose(
 
 def cohorts_of(name: str, task: FederatedTask, *, size: int, seed: int) -> list[np.ndarray]:
     """Who takes part: whoever checks in and is admitted, or secret coin flips."""
-    from noshuffle.release.sampler import PoissonSampler, new_sampling_key
+    from noshuffle.noise import new_key
+    from noshuffle.release.sampler import PoissonSampler
 
     if name == "poisson":
         part = Poisson(ROUNDS, size / len(task))
-        sampler = PoissonSampler(part, len(task), key=new_sampling_key())
+        sampler = PoissonSampler(part, len(task), key=new_key())
         return [sampler.draw(step) for step in range(ROUNDS)]
     order = in_random_order(task.users, seed=seed)
     return many.admitted_cohorts(limits(len(task), size), task, size=size, check_ins=order)

@@ -152,7 +152,8 @@ def participation_of(name: str, population: int) -> Participation:
 
 def prepare(options: argparse.Namespace) -> None:
     """Strategies, noise multipliers and cohorts: everything that needs no GPU."""
-    from noshuffle.release.sampler import PoissonSampler, new_sampling_key
+    from noshuffle.noise import new_key
+    from noshuffle.release.sampler import PoissonSampler
 
     task = drama_data.load(options.data)
     strategies = fitted()
@@ -175,7 +176,7 @@ def prepare(options: argparse.Namespace) -> None:
     populations = {"search": len(small), **{f"final/{s}": len(task) for s in range(options.seeds)}}
     for name, population in populations.items():
         part = Poisson(ROUNDS, CLIENTS / population)
-        sampler = PoissonSampler(part, population, key=new_sampling_key())
+        sampler = PoissonSampler(part, population, key=new_key())
         orders[f"{name}/poisson"] = [sampler.draw(t) for t in range(ROUNDS)]
         rng = np.random.default_rng((len(orders), population))
         orders[f"{name}/flower"] = [

@@ -275,3 +275,14 @@ def test_bad_input_is_one_line(make: object, kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
         make()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
+
+
+def test_a_fixed_size_batch_of_everybody_costs_at_least_the_gaussian_of_two_clip_norms() -> None:
+    """Nothing is secret then, and one swap moves every sum by 2ζ: μ = 2√T/z exactly."""
+    for noise in (1.0, 4.0, 20.0):
+        plan = Plan(
+            participation=FixedSize(steps=9, batch=50, population=50),
+            strategy=identity(),
+            noise_multiplier=noise,
+        )
+        assert plan.epsilon() >= gaussian.epsilon(mu=2 * 3 / noise, delta=plan.delta)

@@ -209,11 +209,11 @@ def test_users_are_added_up_before_clipping(engine, reduce, kind, microbatch):
     model = Tokens(kind).double()
     batch = (torch.randint(9, (7, 5)), torch.randint(9, (7, 5)))
     units = torch.tensor([2, 0, 2, 1, 2, 0, 3])
-    mask = torch.tensor([1, 1, 1, 1, 1, 1, 0])
+    mask = torch.tensor([1, 1, 1, 1, 0, 1, 0])  # one example of a user, and all of another's
     clip = 0.4
     want = 0.0
     for u in range(3):
-        rows = [i for i in range(7) if units[i] == u]
+        rows = [i for i in range(7) if units[i] == u and mask[i]]
         g = gradient(model, F.cross_entropy, batch, rows) / (len(rows) if reduce == "mean" else 1)
         want = want + g * min(1.0, clip / float(g.norm()))
     got = engine(microbatch).clipped_sum(

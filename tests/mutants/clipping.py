@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 FACTOR = ("tests/clipping/test_factors.py", "tests/clipping/test_engines.py")
 ENGINES = ("tests/clipping/test_engines.py",)
+USERS = ("tests/clipping/test_edges.py::test_users_are_added_up_before_clipping",)
 STATE = ("tests/clipping/test_statefulness.py", "tests/clipping/test_attacks.py")
 
 CLIPPING = (
@@ -87,7 +88,7 @@ CLIPPING = (
         "clipping/units.py",
         "joined = [form.kept(who.keep) for form in joined]",
         "pass",
-        ENGINES,
+        USERS,
         "P3",
     ),
     Mutant(

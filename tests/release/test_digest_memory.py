@@ -63,3 +63,10 @@ def test_the_loop_gives_the_tags_of_the_library_and_a_wrong_one_is_not_used() ->
         bad = build(text.replace(right, wrong))
         assert bad is not None
         assert not tags.agrees(bad)
+
+
+def test_lazy_views_are_what_they_mean() -> None:
+    value = torch.randn(40, dtype=torch.complex64)
+    assert tags.of_group([value.conj()], b"secret") != tags.of_group([value], b"secret")
+    whole = value.conj().resolve_conj()
+    assert tags.of_group([value.conj()], b"secret") == tags.of_group([whole], b"secret")

@@ -150,6 +150,13 @@ HANDS: dict[str, Hand] = {
     "statement: assumptions": lambda p: edit_json(
         p / "statement.json", lambda r: r["assumptions"].pop()
     ),
+    "statement: rows beyond the ledger, no link": lambda p: edit_json(
+        p / "statement.json", lambda r: r.update(ledger_rows=10**6, ledger_link=None)
+    ),
+    "statement: no rows": lambda p: edit_json(p / "statement.json", lambda r: r.pop("ledger_rows")),
+    "statement as a list of pairs": lambda p: (p / "statement.json").write_text(
+        json.dumps(list(json.loads((p / "statement.json").read_text()).items()))
+    ),
     "statement: rows": lambda p: edit_json(
         p / "statement.json", lambda r: r.update(ledger_rows=r["ledger_rows"] - 1)
     ),

@@ -151,3 +151,16 @@ def test_arguments_of_the_wrong_kind_are_named() -> None:
         ns.privatize(model, optimizer, PLAN, engine="ghost", **options)
     with pytest.raises(InvalidInput, match=r"source must be a noshuffle\.noise\.Source, got int"):
         ns.privatize(model, optimizer, PLAN, source=3, **options)
+
+
+def test_a_loss_cannot_step_the_optimizer() -> None:
+    model, optimizer, private = made()
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.step()
+        return LOSS(out, y)
+
+    with pytest.raises(Unsupported, match="belongs to a private run"):
+        private.step(loss, *data(0))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))

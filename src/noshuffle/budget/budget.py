@@ -46,18 +46,19 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from noshuffle.accounting import gdp
-from noshuffle.budget.cost import Cost, cost_of, total
+from noshuffle.budget.cost import Cost, total
 from noshuffle.budget.dead import shown_by_ledger
 from noshuffle.budget.entries import BooksState, Entry
+from noshuffle.budget.limit import SpendingLimit
+from noshuffle.budget.open_run import OpenRun
 from noshuffle.budget.store import Books, folder_of
-from noshuffle.budget.units import UnitSpending, amounts, new_secret, secret_of
+from noshuffle.budget.units import UnitSpending, new_secret, secret_of
 from noshuffle.errors import (
     BudgetExceeded,
     InvalidInput,
@@ -70,9 +71,10 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids, as_ids
+from noshuffle.release.units import as_ids
 from noshuffle.statement import PrivacyStatement
 
+NUMBERS = ("epsilon", "delta", "pure")
 NEIGHBOURS = ("zero-out", "replace-one")
 
 
@@ -140,8 +142,12 @@ class Budget:
                     f"{folder} is a budget with {name} = {known!r}, got {value!r}; a limit is "
                     "fixed before the first run"
                 )
-        self.epsilon, self.delta = float(self.limit["epsilon"]), float(self.limit["delta"])
-        self.pure = float(self.limit["pure"])
+        self._limit = SpendingLimit(
+            folder=self.folder,
+            is_individual=self.is_individual,
+            **{name: self.limit[name] for name in ("name", *given)},
+        )
+        self.epsilon, self.delta, self.pure = (float(self.limit[n]) for n in NUMBERS)
 
     def __repr__(self) -> str:
         return f"Budget({str(self.folder)!r})"
@@ -180,38 +186,18 @@ class Budget:
 
         Where units are followed, it is that of the unit that has spent most.
         """
-        return self._total(self._state())
-
-    def _total(self, state: BooksState, *, but: str = "") -> Cost:
-        shared = state.everybody(but=but)
-        if not self.is_individual or state.units is None:
-            return shared
-        most = UnitSpending.load(self.folder, state.units).most
-        return total([shared, Cost(math.sqrt(most), is_exact=shared.is_exact)])
+        return self._limit.total(self._state())
 
     def left(self) -> float:
         """The largest ε, at the budget's δ, of one more Gaussian run (of pure ε, where δ = 0)."""
-        return self._left(self.total())
-
-    def _capacity(self, slack: float) -> float:
-        """μ of everything that is not pure ε, beside a failure probability."""
-        if not self.delta or self.pure == self.epsilon:
-            return 0.0
-        return gdp.capacity(epsilon=self.epsilon - self.pure, delta=self.delta, slack=slack)
-
-    def _left(self, spent: Cost) -> float:
-        if not self.delta:
-            return max(0.0, (self.epsilon - spent.pure) * (1 - 1e-9))
-        most = self._capacity(spent.slack)
-        mu = math.sqrt(max(0.0, most**2 - spent.mu**2)) * (1 - 1e-9)
-        return gdp.epsilon(mu=mu, slack=0.0, delta=self.delta)
+        return self._limit.left(self.total())
 
     def words(self) -> str:
         """What was spent, and what it means, as text."""
         entries, spent = self.entries(), self.total()
         lines = [
             f"{len(entries)} run(s) on this data cost ε = {spent.epsilon(self.delta):.4g} at "
-            f"δ = {self.delta:g} together ({_kind(spent)}), of ε = {self.epsilon:g}",
+            f"δ = {self.delta:g} together ({spent.kind}), of ε = {self.epsilon:g}",
             f"unit: {self.limit['unit']}, {self.limit['neighbours']} neighbours; room for one more "
             f"run of ε = {self.left():.4g}",
             "the next run may be chosen by what earlier ones released: the limit is a privacy "
@@ -261,19 +247,19 @@ class Budget:
         """
         secret = secret_of(self.folder, self.limit) if self.is_individual else None
         state = self._state()
-        cost = self._cost(statement, plan, steps, state)  # long work, before anybody waits
+        cost = self._limit.cost(statement, plan, steps, state)  # long work, before anybody waits
         if not math.isfinite(cost.mu) and not self._exposes:
             raise BudgetExceeded(
                 f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
                 "apart: budget=budget.unprotected('baseline')"
             )
-        if not self._fits(total([self._total(state), cost])):
+        if not self._limit.fits(total([self._limit.total(state), cost])):
             self.sweep()
         with self._books.writing() as (events, append):
             state = BooksState.of(events)
             known = self._found(state, origin, lives, released)
-            cost = self._cost(statement, plan, steps, state, but=known.id if known else "")
-            self._check(
+            cost = self._limit.cost(statement, plan, steps, state, but=known.id if known else "")
+            self._limit.check(
                 state, what, cost, but=known.id if known else "", is_shared=_is_shared(plan)
             )
             process = _process()
@@ -294,27 +280,8 @@ class Budget:
                     "cost": asdict(cost), "reserved": asdict(cost), "lives": list(lives),
                     "run": "" if run is None else str(run), "process": process,
                 })  # fmt: skip
-        barred = self._barred(state, cost, but=own)
-        return OpenRun(self, own, origin or own, barred, secret)
-
-    def _cost(
-        self,
-        statement: PrivacyStatement,
-        plan: Plan | None,
-        steps: int,
-        state: BooksState,
-        *,
-        but: str = "",
-    ) -> Cost:
-        if statement.unit != self.limit["unit"]:
-            raise InvalidInput(
-                f"this budget protects one {self.limit['unit']}, the run one {statement.unit}; use "
-                "a budget of its own for it"
-            )
-        near, aside = self.limit["neighbours"], self.pure - state.everybody(but=but).pure
-        return cost_of(
-            statement, delta=self.delta, neighbours=near, plan=plan, steps=steps, aside=aside
-        )
+        barred = self._limit.barred(state, cost, but=own)
+        return OpenRun(self._limit, self._books, own, origin or own, barred, secret)
 
     def _found(
         self, state: BooksState, origin: str | None, lives: Sequence[str], released: int
@@ -333,38 +300,6 @@ class Budget:
         known = (one for one in reversed(mine) if set(one.lives) <= set(lives))
         return next((one for one in known if released >= one.rows), None)
 
-    def _check(
-        self, state: BooksState, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
-    ) -> None:
-        """Raise where a run of this cost would pass the limit."""
-        if not math.isfinite(cost.mu):
-            return
-        # Units that are used up are left out of runs that know their units; of others nobody is.
-        before = self._total(state, but=but) if is_shared else state.everybody(but=but)
-        after = total([before, cost])
-        if self._fits(after):
-            return
-        aside = " (of pure ε only what is set aside by pure= is added up as it is)"
-        raise BudgetExceeded(
-            f"{what} would bring what this data has cost from ε = "
-            f"{before.epsilon(self.delta):.4g} to {after.epsilon(self.delta):.4g} at δ = "
-            f"{self.delta:g}, and the limit is {self.epsilon:g}{aside if self.pure else ''}; a "
-            f"run of at most ε = {self._left(before):.4g} would fit"
-        )
-
-    def _fits(self, spent: Cost) -> bool:
-        """Whether both parts of the limit hold: what is set aside for pure ε, and the rest."""
-        rest = replace(spent, pure=0.0).epsilon(self.delta)
-        return spent.pure <= self.pure and rest <= self.epsilon - self.pure
-
-    def _barred(self, state: BooksState, cost: Cost, *, but: str) -> Ids:
-        """Units that cannot pay for a run of this cost beside what everybody is charged."""
-        if not self.is_individual or state.units is None:
-            return np.empty(0, dtype=np.int64)
-        shared = total([state.everybody(but=but), cost])
-        most = self._capacity(shared.slack)
-        return UnitSpending.load(self.folder, state.units).above(most**2 - shared.mu**2)
-
     def sweep(self) -> list[str]:
         """Charge runs that died for what their ledgers show; returns which.
 
@@ -378,7 +313,14 @@ class Budget:
             if found is None:
                 continue
             with found.lock:
-                charge = OpenRun(self, entry.id, entry.origin, np.empty(0, dtype=np.int64), None)
+                charge = OpenRun(
+                    self._limit,
+                    self._books,
+                    entry.id,
+                    entry.origin,
+                    np.empty(0, dtype=np.int64),
+                    None,
+                )
                 charge.settle(
                     found.statement,
                     plan=found.plan,
@@ -404,19 +346,9 @@ class Budget:
     def used_up(self, ids: Any, *, plan: Plan) -> np.ndarray:
         """Which of these units could not take part in a run of that plan; a truth value each."""
         state = self._state()
-        cost = self._cost(plan.statement(), plan, plan.steps, state)
-        barred = self._barred(state, cost, but="")
+        cost = self._limit.cost(plan.statement(), plan, plan.steps, state)
+        barred = self._limit.barred(state, cost, but="")
         return np.isin(as_ids(ids, secret=secret_of(self.folder, self.limit)), barred)
-
-    def _tidy(self) -> None:
-        """Remove files of units that the books do not name any more."""
-        with self._books.writing() as (events, _):
-            state = BooksState.of(events)
-            named = [state.units, *(one.own_units for one in state.entries.values())]
-            kept = {record["file"] for record in named if record is not None}
-            for file in self.folder.glob("units-*.npy"):
-                if file.name not in kept:
-                    file.unlink(missing_ok=True)
 
     def _unit_spending(self, ids: Any) -> list[float]:
         if not self.is_individual:
@@ -424,74 +356,6 @@ class Budget:
         units = as_ids(ids, secret=secret_of(self.folder, self.limit))
         found = UnitSpending.load(self.folder, self._state().units).of(units)
         return [float(one) for one in found]
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """The place of one run in a budget; what `release.account` calls a charge."""
-
-    budget: Budget
-    id: str
-    origin: str
-    barred: Ids
-    id_secret: bytes | None
-
-    def settle(
-        self,
-        statement: PrivacyStatement,
-        *,
-        plan: Plan | None = None,
-        steps: int = 0,
-        units: tuple[Ids, Ids] | None = None,
-        rows: int = 0,
-    ) -> None:
-        """Charge what was released. More than was reserved is refused where it passes the limit."""
-        budget = self.budget
-        if plan is not None and plan.participation.is_sampled:
-            budget._cost(statement, plan, steps, budget._state())  # long work, and remembered
-        with budget._books.writing() as (events, append):
-            state = BooksState.of(events)
-            entry = state.entries[self.id]
-            if not entry.is_open:
-                return
-            cost = budget._cost(statement, plan, steps, state, but=self.id)
-            old = entry.cost
-            if cost.mu > old.mu or cost.slack > old.slack or cost.pure > old.pure:
-                budget._check(state, entry.what, cost, but=self.id)
-            body: dict[str, Any] = {"id": self.id, "cost": asdict(cost), "is_open": False}
-            body["rows"] = rows
-            if budget.is_individual and units is not None and plan is not None:
-                ids, counts = units
-                twice = budget.limit["neighbours"] != plan.neighbours == "zero-out"
-                own = amounts(plan, steps, counts, at_most=cost.mu**2, factor=2.0 if twice else 1.0)
-                spent = UnitSpending.load(budget.folder, state.units).add(ids, own)
-                body |= {"is_by_unit": True, "units": spent.save(budget.folder)}
-                if entry.run:  # it may come back
-                    body["own_units"] = UnitSpending().add(ids, own).save(budget.folder)
-            append("settle", body)
-        if "units" in body:
-            budget._tidy()
-
-    def words(self) -> str:
-        """Which run this is, and what all of them cost, for its statement."""
-        budget = self.budget
-        state = budget._state()
-        number = list(state.entries).index(self.id) + 1
-        spent = budget._total(state)
-        bare = [one.what for one in state.entries.values() if not math.isfinite(one.cost.mu)]
-        beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
-        whose = "the unit that has spent most: " if budget.is_individual else ""
-        return (
-            f"This is run {number} of {len(state.entries)} on this data; all together ({whose}"
-            f"those under way as reserved) cost ε = {spent.epsilon(budget.delta):.6g} at δ = "
-            f"{budget.delta:g}, {_kind(spent)}, and the limit of their budget {budget.name} is ε = "
-            f"{budget.epsilon:g}, whoever chose the next run by the results of the last.{beside} "
-            "Runs that do not draw on it are not counted."
-        )
-
-
-def _kind(cost: Cost) -> str:
-    return "exact" if cost.is_exact else "an upper bound"
 
 
 def _is_shared(plan: Plan | None) -> bool:

@@ -51,6 +51,11 @@ class Cost:
     pure: float = 0.0
     is_exact: bool = False
 
+    @property
+    def kind(self) -> str:
+        """What is said beside the figure."""
+        return "exact" if self.is_exact else "an upper bound"
+
     def epsilon(self, delta: float) -> float:
         """ε at δ (0 allowed)."""
         if self.mu == 0 and self.slack == 0:

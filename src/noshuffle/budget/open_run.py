@@ -1,0 +1,97 @@
+"""The place of one run in a budget: what it is charged when it ends, and what its statement says.
+
+It is what `release.account` calls a charge; `Budget.open` makes it, with the whole cost reserved.
+
+State: none; the books hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from noshuffle.budget.entries import BooksState
+from noshuffle.budget.limit import SpendingLimit
+from noshuffle.budget.store import Books
+from noshuffle.budget.units import UnitSpending, amounts
+from noshuffle.plan import Plan
+from noshuffle.release.units import Ids
+from noshuffle.statement import PrivacyStatement
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """One run that draws on a budget."""
+
+    limit: SpendingLimit
+    books: Books
+    id: str
+    origin: str
+    barred: Ids
+    id_secret: bytes | None
+
+    def settle(
+        self,
+        statement: PrivacyStatement,
+        *,
+        plan: Plan | None = None,
+        steps: int = 0,
+        units: tuple[Ids, Ids] | None = None,
+        rows: int = 0,
+    ) -> None:
+        """Charge what was released. More than was reserved is refused where it passes the limit."""
+        limit = self.limit
+        if plan is not None and plan.participation.is_sampled:
+            limit.cost(
+                statement, plan, steps, BooksState.of(self.books.read())
+            )  # long work, and remembered
+        with self.books.writing() as (events, append):
+            state = BooksState.of(events)
+            entry = state.entries[self.id]
+            if not entry.is_open:
+                return
+            cost = limit.cost(statement, plan, steps, state, but=self.id)
+            old = entry.cost
+            if cost.mu > old.mu or cost.slack > old.slack or cost.pure > old.pure:
+                limit.check(state, entry.what, cost, but=self.id)
+            body: dict[str, Any] = {"id": self.id, "cost": asdict(cost), "is_open": False}
+            body["rows"] = rows
+            if limit.is_individual and units is not None and plan is not None:
+                ids, counts = units
+                twice = limit.neighbours != plan.neighbours == "zero-out"
+                own = amounts(plan, steps, counts, at_most=cost.mu**2, factor=2.0 if twice else 1.0)
+                spent = UnitSpending.load(limit.folder, state.units).add(ids, own)
+                body |= {"is_by_unit": True, "units": spent.save(limit.folder)}
+                if entry.run:  # it may come back
+                    body["own_units"] = UnitSpending().add(ids, own).save(limit.folder)
+            append("settle", body)
+        if "units" in body:
+            self._tidy()
+
+    def words(self) -> str:
+        """Which run this is, and what all of them cost, for its statement."""
+        limit = self.limit
+        state = BooksState.of(self.books.read())
+        number = list(state.entries).index(self.id) + 1
+        spent = limit.total(state)
+        bare = [one.what for one in state.entries.values() if not math.isfinite(one.cost.mu)]
+        beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
+        whose = "the unit that has spent most: " if limit.is_individual else ""
+        return (
+            f"This is run {number} of {len(state.entries)} on this data; all together ({whose}"
+            f"those under way as reserved) cost ε = {spent.epsilon(limit.delta):.6g} at δ = "
+            f"{limit.delta:g}, {spent.kind}, and the limit of their budget {limit.name} is ε = "
+            f"{limit.epsilon:g}, whoever chose the next run by the results of the last.{beside} "
+            "Runs that do not draw on it are not counted."
+        )
+
+    def _tidy(self) -> None:
+        """Remove files of units that the books do not name any more."""
+        with self.books.writing() as (events, _):
+            state = BooksState.of(events)
+            named = [state.units, *(one.own_units for one in state.entries.values())]
+            kept = {record["file"] for record in named if record is not None}
+            for file in self.limit.folder.glob("units-*.npy"):
+                if file.name not in kept:
+                    file.unlink(missing_ok=True)
