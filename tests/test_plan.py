@@ -210,7 +210,7 @@ def test_parts_for_fewer_patterns() -> None:
 
 
 def test_errors_speak_of_arguments() -> None:
-    with pytest.raises(Unsupported, match='use accountant="rdp"'):
+    with pytest.raises(Unsupported, match='use accountant="fourier"'):
         Plan.fit(FixedSize(5, 2, 9), mechanism="identity", epsilon=1.0, accountant="exact")
     with pytest.raises(Unsupported, match='use accountant="exact"'):
         Plan.fit(SinglePass(5), mechanism="identity", epsilon=1.0, accountant="fourier")
@@ -280,9 +280,23 @@ def test_bad_input_is_one_line(make: object, kind: type[Exception]) -> None:
 def test_a_fixed_size_batch_of_everybody_costs_at_least_the_gaussian_of_two_clip_norms() -> None:
     """Nothing is secret then, and one swap moves every sum by 2ζ: μ = 2√T/z exactly."""
     for noise in (1.0, 4.0, 20.0):
-        plan = Plan(
-            participation=FixedSize(steps=9, batch=50, population=50),
-            strategy=identity(),
-            noise_multiplier=noise,
-        )
-        assert plan.epsilon() >= gaussian.epsilon(mu=2 * 3 / noise, delta=plan.delta)
+        for accountant in ("fourier", "rdp"):
+            plan = Plan(
+                participation=FixedSize(steps=9, batch=50, population=50),
+                strategy=identity(),
+                noise_multiplier=noise,
+                accountant=accountant,
+            )
+            assert plan.epsilon() >= gaussian.epsilon(mu=2 * 3 / noise, delta=plan.delta)
+
+
+@pytest.mark.parametrize(("noise", "most"), [(1.0, 14.2), (2.0, 1.97), (4.0, 0.66)])
+def test_fixed_size_batches_by_their_worst_pair(noise: float, most: float) -> None:
+    plan = Plan(
+        participation=FixedSize(steps=4800, batch=250, population=60_000),
+        strategy=identity(),
+        noise_multiplier=noise,
+    )
+    assert plan.accountant == "fourier"
+    assert 0.9 * most < plan.epsilon() <= most
+    assert replace(plan, accountant="rdp").epsilon() > 1.3 * plan.epsilon()

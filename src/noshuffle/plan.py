@@ -60,7 +60,7 @@ UNITS = ("example", "user")
 #: Neighbours and accountant of sampled participations, where nobody said.
 _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
     Poisson: ("add-remove", "fourier"),
-    FixedSize: ("replace-one", "rdp"),
+    FixedSize: ("replace-one", "fourier"),
 }
 
 
@@ -106,20 +106,14 @@ class Plan:
         self._refuse_what_is_not_proved()
 
     def _refuse_what_is_not_proved(self) -> None:
-        if isinstance(self.participation, FixedSize):
-            if self.neighbours == "add-remove":
-                raise Unsupported(
-                    "batches of a fixed size are accounted for replace-one (or zero-out) "
-                    'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
-                )
-            if self.accountant != "rdp":
-                raise Unsupported(
-                    "batches of a fixed size have only the rdp accountant, got "
-                    f'{self.accountant!r}; use accountant="rdp"'
-                )
-        if isinstance(self.participation, Poisson) and self.accountant == "exact":
+        if isinstance(self.participation, FixedSize) and self.neighbours == "add-remove":
             raise Unsupported(
-                'Poisson sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
+                "batches of a fixed size are accounted for replace-one (or zero-out) "
+                'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
+            )
+        if self.participation.is_sampled and self.accountant == "exact":
+            raise Unsupported(
+                'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
             )
         if (
             isinstance(self.participation, Poisson)
@@ -342,11 +336,13 @@ def _sampled_epsilon(plan: Plan, steps: int) -> float:
         return math.inf
     assert isinstance(part, Poisson | FixedSize)
     common: dict[str, Any] = {"rate": part.rate, "steps": steps, "delta": plan.delta}
-    if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
-        return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
     if plan.accountant == "rdp":
+        if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
+            return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
         return renyi.epsilon(noise_multiplier=z, **common)
     direction = "replace" if plan.neighbours == "replace-one" else "both"
+    if isinstance(part, FixedSize):
+        direction = "fixed"
     return fourier.epsilon(noise_multiplier=z, direction=direction, **common)
 
 

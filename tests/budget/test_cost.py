@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -80,10 +81,13 @@ def test_sampled_runs_lie_below_their_gaussian(rate: float, noise: float, steps:
 
 
 def test_renyi_bounds_have_a_cost_above_theirs() -> None:
-    plan = Plan.fit(
+    tight = Plan.fit(
         FixedSize(50, 10, 1000), mechanism="identity", noise_multiplier=2.0, delta=DELTA
     )
+    plan = replace(tight, accountant="rdp")
     cost = cost_of(plan.statement(), delta=DELTA, plan=plan, steps=50)
+    less = cost_of(tight.statement(), delta=DELTA, plan=tight, steps=50)
+    assert tight.epsilon() <= less.epsilon(DELTA) < cost.epsilon(DELTA)
     assert plan.epsilon() <= cost.epsilon(DELTA) <= 1.3 * plan.epsilon()
     said = guarantee(rho=0.05, delta=DELTA, noise=1.0, sensitivity=1.0, mechanism="m")
     mu = math.sqrt(2 * 0.05)

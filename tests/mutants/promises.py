@@ -69,9 +69,9 @@ PROMISES = (
     ),
     Mutant(
         "fixed-size batches as if one unit moved the sum by ζ",
-        "plan.py",
-        'return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)',
-        'return renyi.epsilon(noise_multiplier=z, sampling="fixed", **common)',
+        "accounting/mixture.py",
+        "over = remove_pair(noise_multiplier=noise_multiplier / 2, rate=rate)",
+        "over = remove_pair(noise_multiplier=noise_multiplier, rate=rate)",
         PLAN,
         "P14",
     ),

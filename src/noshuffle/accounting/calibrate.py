@@ -8,7 +8,7 @@ the exact Gaussian curve the noise has a closed inverse. Accountants by name:
 
     exact      one Gaussian without sampling (rate 1): `gaussian`
     rdp        Rényi: `renyi`, sampling "poisson" or "fixed"
-    fourier    privacy-loss distribution, Poisson: `fourier`
+    fourier    privacy-loss distribution, sampling "poisson" or "fixed": `fourier`
 
 `options` of the searches are those of `epsilon`: rate, steps, accountant, sampling and
 squared_sensitivity, less what is searched for.
@@ -164,9 +164,10 @@ def epsilon(
         return gaussian.epsilon(mu=math.sqrt(steps) / noise, delta=delta)
     if accountant == "exact":
         raise Unsupported('the exact curve has no sampling (rate 1); use accountant="fourier"')
-    if sampling == "fixed":
-        raise Unsupported('the Fourier accountant knows Poisson sampling only; use "rdp"')
-    return fourier.epsilon(noise_multiplier=noise, rate=rate, steps=steps, delta=delta)
+    common: dict[str, Any] = {"rate": rate, "steps": steps, "delta": delta}
+    if sampling == "fixed":  # here noise counts in the whole swap, there in one clip norm
+        return fourier.epsilon(noise_multiplier=2 * noise, direction="fixed", **common)
+    return fourier.epsilon(noise_multiplier=noise, **common)
 
 
 _evaluate = epsilon  # the searches have an argument of that name

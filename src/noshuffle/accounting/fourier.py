@@ -1,4 +1,4 @@
-"""Poisson-subsampled Gaussians accounted by their privacy-loss distribution, composed by FFT.
+"""Subsampled Gaussians accounted by their privacy-loss distribution, composed by FFT.
 
 The loss of T independent steps is the sum of their losses, S = L_1 + … + L_T under P, and
 
@@ -10,8 +10,9 @@ is that of Doroshenko et al. (2022). Masses are multiplied by e^{λ·loss} befor
 divided after it, with λ at the saddle point, which makes small δ as accurate as large ones.
 
     bound="upper"   never below the truth         bound="lower"   never above the truth
-    direction       "remove", "add", "both" (the larger), or "replace" (replace-one neighbours;
-                    noise_multiplier still counts the noise in one clip norm)
+    direction       "remove", "add", "both" (the larger), "replace" (replace-one neighbours), or
+                    "fixed" (the same where every step is a uniform batch of a fixed size, rate =
+                    batch/population); noise_multiplier always counts the noise in one clip norm
 
 The grid follows from the steps (`grid=None`); memory is bounded whatever their number.
 
@@ -24,7 +25,7 @@ The grid follows from the steps (`grid=None`); memory is bounded whatever their 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,15 @@ import numpy as np
 
 from noshuffle.accounting import gaussian
 from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
-from noshuffle.accounting.mixture import Pair, add_pair, mixture_pairs, remove_pair, replace_pair
+from noshuffle.accounting.mixture import (
+    Joined,
+    Pair,
+    add_pair,
+    fixed_pair,
+    mixture_pairs,
+    remove_pair,
+    replace_pair,
+)
 from noshuffle.errors import (
     InvalidInput,
     instance_of,
@@ -47,12 +56,18 @@ from noshuffle.errors import (
 )
 
 BOUNDS = ("upper", "lower")
-DIRECTIONS = ("both", "remove", "add", "replace")
+DIRECTIONS = ("both", "remove", "add", "replace", "fixed")
+_PAIRS: dict[str, Callable[..., Pair | Joined]] = {
+    "remove": remove_pair,
+    "add": add_pair,
+    "replace": replace_pair,
+    "fixed": fixed_pair,
+}
 
 
 @dataclass(frozen=True)
 class PoissonRelease:
-    """`steps` equal steps, each on a Poisson sample of rate `rate`."""
+    """`steps` equal steps, each on a sample of rate `rate` (of a fixed size, if "fixed")."""
 
     noise_multiplier: float
     rate: float
@@ -65,10 +80,9 @@ class PoissonRelease:
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
         object.__setattr__(self, "rate", float(self.rate))
 
-    def pair(self, side: str) -> Pair:
+    def pair(self, side: str) -> Pair | Joined:
         """One step, seen from this side."""
-        build = {"remove": remove_pair, "add": add_pair, "replace": replace_pair}[side]
-        return build(noise_multiplier=self.noise_multiplier, rate=self.rate)
+        return _PAIRS[side](noise_multiplier=self.noise_multiplier, rate=self.rate)
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,8 @@ class Composed:
             raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
             instance_of((PoissonRelease, MixtureRelease), releases=release)
-            if self.direction == "replace" and isinstance(release, MixtureRelease):
-                raise InvalidInput('direction "replace" is proved for PoissonRelease only')
+            if self.direction in ("replace", "fixed") and isinstance(release, MixtureRelease):
+                raise InvalidInput(f"direction {self.direction!r} is for PoissonRelease only")
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
         """ε at δ.
@@ -177,7 +191,7 @@ class Composed:
             else:
                 key = replace(release, steps=1)
                 sampled[key] = sampled.get(key, 0) + release.steps
-        mu = math.sqrt(inverse_variance) * (2 if self.direction == "replace" else 1)
+        mu = math.sqrt(inverse_variance) * (2 if self.direction in ("replace", "fixed") else 1)
         if not sampled:
             return mu, [[]]
         if inverse_variance > 0:
@@ -212,7 +226,7 @@ def epsilon(
     bound: str = "upper",
     **how: Any,
 ) -> float:
-    """ε at δ of `steps` Poisson-sampled Gaussian steps; `how` is the direction and the grid.
+    """ε at δ of `steps` sampled Gaussian steps; `how` is the direction and the grid.
 
     Guarantees: see `Composed.epsilon`.
     """

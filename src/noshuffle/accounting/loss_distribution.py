@@ -27,9 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import isotonic_regression
-from scipy.special import log_ndtr, ndtr, ndtri_exp
+from scipy.special import log_ndtr, logsumexp, ndtr, ndtri_exp
 
-from noshuffle.accounting.mixture import Pair
+from noshuffle.accounting.mixture import Joined, Pair
 from noshuffle.errors import InvalidInput
 
 Array = np.ndarray
@@ -65,7 +65,7 @@ class GridLoss:
         return top + math.log(float(self.mass[is_there] @ np.exp(exponent - top)))
 
 
-def above(pair: Pair, *, step: float, tail: float) -> GridLoss:
+def above(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
     """A grid distribution that dominates the pair; P-mass up to `tail` goes to infinity.
 
     Guarantees: δ(ε) of the result, and of any composition of it, is not below the truth but for
@@ -79,7 +79,7 @@ def above(pair: Pair, *, step: float, tail: float) -> GridLoss:
     return GridLoss(pair.anchor, step, cells.start, mass, cells.beyond)
 
 
-def below(pair: Pair, *, step: float, tail: float) -> GridLoss:
+def below(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
     """A grid distribution that the pair dominates; its masses may sum to less than one.
 
     Why: with `q` the Q-mass of a cell and f the mean place of it between the ends (0 to 1), the
@@ -150,7 +150,45 @@ def support(pair: Pair, tail: float) -> tuple[float, float]:
     return min(means) - z * pair.sigma, max(means) + z * pair.sigma
 
 
-def _cells(pair: Pair, step: float, tail: float) -> _Cells:
+def loss_range(pair: Pair | Joined, tail: float) -> tuple[float, float]:
+    """The losses at the ends of the support."""
+    if isinstance(pair, Joined):
+        return loss_range(pair.under, tail)[0], loss_range(pair.over, tail)[1]
+    ends = pair.loss(np.array(support(pair, tail)))
+    return float(ends[0]), float(ends[1])
+
+
+def outline(pair: Pair | Joined, tail: float, points: int = 801) -> tuple[Array, Array]:
+    """Some losses and the logarithms of their P-masses, for rough estimates."""
+    if isinstance(pair, Joined):
+        parts = [outline(part, tail, points) for part in (pair.under, pair.over)]
+        kept = [(parts[0][0] < 0), (parts[1][0] > 0)]
+        losses, masses = (
+            [part[i][keep] for part, keep in zip(parts, kept, strict=True)] for i in (0, 1)
+        )
+        rest = max(1 - float(sum(np.exp(mass).sum() for mass in masses)), 1e-300)
+        return np.concatenate([[0.0], *losses]), np.concatenate([[math.log(rest)], *masses])
+    x = np.linspace(*support(pair, tail), points)
+    with np.errstate(divide="ignore"):
+        log_p = np.log(pair.density(x))
+    return pair.loss(x), log_p - logsumexp(log_p)
+
+
+def _joined_cells(pair: Joined, step: float, tail: float) -> _Cells:
+    """Cells below 0 of one part, cells above of the other, and the atom at 0 between them."""
+    over, under = _cells(pair.over, step, tail), _cells(pair.under, step, tail)
+    left, right = (
+        np.concatenate([below[: -under.start], above[-over.start :]])
+        for below, above in ((under.left, over.left), (under.right, over.right))
+    )
+    atom = 1 - under.below - over.beyond - float(left.sum() + right.sum())
+    left[-under.start] += max(atom, 0.0)
+    return _Cells(under.start, left, right, under.below, over.beyond)
+
+
+def _cells(pair: Pair | Joined, step: float, tail: float) -> _Cells:
+    if isinstance(pair, Joined):
+        return _joined_cells(pair, step, tail)
     x_low, x_high = support(pair, tail)
     ends = pair.loss(np.array([x_low, x_high]))
     start = math.floor((ends[0] - pair.anchor) / step)

@@ -4,13 +4,14 @@
     add           the two exchanged (and mirrored, so that the loss still grows with x)
     replace       P = (1 − q) N(0, σ²) + q N(1, σ²)      Q = (1 − q) N(0, σ²) + q N(−1, σ²)
     mixture       P = Σ p_i N(c_i, σ²)                   Q = N(0, σ²)
+    fixed         the curve of "remove" from ε = 0 on, of "add" below it (a `Joined`)
 
 The first two are the tight pair for Poisson sampling with add/remove neighbours (Zhu, Dong, Wang,
 2022). The third is what other libraries use for replace-one neighbours (two contributions of the
 clip norm in opposite directions); that no other replacement is worse is believed, not proved, and
 a plan that uses it says so. The last is for banded noise and other sums over several steps
 (Choquette-Choo et al., 2024). Losses are computed so that small ones keep their relative
-accuracy. No state.
+accuracy. For "fixed" see docs/proofs.md, "Batches of a fixed size". No state.
 
 >>> pair = remove_pair(noise_multiplier=1.0, rate=0.5)
 >>> float(pair.loss(np.array([0.5]))[0])
@@ -105,6 +106,19 @@ class Pair:
         return np.where(losses <= values[0], x_low, np.where(losses >= values[-1], x_high, high))
 
 
+@dataclass(frozen=True)
+class Joined:
+    """One pair whose curve H(e^ε) is that of `over` for ε ≥ 0 and of `under` for ε < 0.
+
+    Both must agree at ε = 0, with `under` the steeper one there: then the curve is convex, and what
+    the two do not explain of P is an atom at loss 0.
+    """
+
+    over: Pair
+    under: Pair
+    anchor: float = 0.0
+
+
 def _invert(losses: Array, component: tuple[float, float], variance: float) -> Array:
     """x at which log(1 − q + q e^{(2mx − m²)/(2σ²)}) has the given values."""
     weight, mean = component
@@ -132,6 +146,14 @@ def replace_pair(*, noise_multiplier: float, rate: float) -> Pair:
     """Poisson sampling, one unit replaced; noise counted in the clip norm of one contribution."""
     pair = remove_pair(noise_multiplier=noise_multiplier, rate=rate)
     return replace(pair, lower=pair.mirrored().lower, anchor=0.0)
+
+
+def fixed_pair(*, noise_multiplier: float, rate: float) -> Pair | Joined:
+    """Uniform batches of a fixed size, one unit replaced; noise counted in one clip norm."""
+    over = remove_pair(noise_multiplier=noise_multiplier / 2, rate=rate)  # one swap moves 2ζ
+    if rate == 1:
+        return over
+    return Joined(replace(over, anchor=0.0), replace(over.mirrored(), anchor=0.0))
 
 
 def mixture_pairs(

@@ -129,20 +129,20 @@ def _cost(
 def _law(plan: Plan) -> tuple[str, float]:
     """How the privacy of a sampled plan is bounded, and its sampling rate."""
     part = plan.participation
+    assert isinstance(part, Poisson | FixedSize)
+    if plan.accountant == "rdp":
+        return "rdp-fixed" if isinstance(part, FixedSize) else "rdp-poisson", part.rate
     if isinstance(part, FixedSize):
         return "fixed", part.rate
-    assert isinstance(part, Poisson)
-    if plan.accountant == "rdp":
-        return "poisson", part.rate
     return "replace" if plan.neighbours == "replace-one" else "both", part.rate
 
 
 @lru_cache(maxsize=64)
 def _sampled(law: str, rate: float, noise: float, steps: int, slack: float) -> Cost:
-    if law in ("fixed", "poisson"):  # one swap of a fixed-size sample moves the sum by 2ζ
-        z = noise / 2 if law == "fixed" else noise
-        orders = renyi.DEFAULT_ORDERS
-        return _above(_renyi(orders, renyi.curve([(z, rate, steps)], sampling=law)), slack)
+    if law.startswith("rdp-"):  # one swap of a fixed-size sample moves the sum by 2ζ
+        sampling, orders = law.removeprefix("rdp-"), renyi.DEFAULT_ORDERS
+        z = noise / 2 if sampling == "fixed" else noise
+        return _above(_renyi(orders, renyi.curve([(z, rate, steps)], sampling=sampling)), slack)
     composed = fourier.compose([(noise, rate, steps)], direction=law)
     nears = (1e-2, math.sqrt(slack))
 
