@@ -24,6 +24,7 @@ LAYERS = {
     "statement": 2,
     "plan": 2,
     "comparison": 2,
+    "theory": 2,
     "noise": 3,
     "clipping": 3,
     "optim": 3,
@@ -44,7 +45,15 @@ TOGETHER = (
     {"errors", "participation", "one_owner"},
     {"statement", "plan", "comparison"},
 )
-WITHOUT_TORCH = {"errors", "participation", "strategies", "accounting", "statement", "plan"}
+WITHOUT_TORCH = {
+    "errors",
+    "participation",
+    "strategies",
+    "accounting",
+    "statement",
+    "plan",
+    "theory",
+}
 
 
 def part_of(module: str) -> str:
