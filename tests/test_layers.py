@@ -36,9 +36,10 @@ LAYERS = {
     "convex": 6,
     "auditing": 6,
     "report": 7,
-    "cli": 8,
-    "__init__": 8,
-    "__main__": 9,
+    "experiments": 8,
+    "cli": 9,
+    "__init__": 9,
+    "__main__": 10,
 }
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (

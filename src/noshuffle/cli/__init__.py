@@ -11,7 +11,7 @@ noshuffle budget    what all runs on the same data cost together
 noshuffle verify    recompute the guarantee of a run from its folder
 noshuffle audit     check a guarantee without the formulas that made it
 noshuffle seal      destroy the keys of a run, and sign it
-noshuffle reproduce measured rates of the convex solvers beside the theory's
+noshuffle reproduce an experiment of the paper: table, pictures, claims that hold
 noshuffle report    draw the report of a run again
 """
 

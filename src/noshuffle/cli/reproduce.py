@@ -1,55 +1,74 @@
-"""`noshuffle reproduce`: draw a figure again from scratch, with the measured numbers beside it."""
+"""`noshuffle reproduce`: an experiment of the paper again: table, picture, claims."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from noshuffle.cli.from_record import argument, setting, takes
-from noshuffle.cli.promise import Output, check_picture, print_json
-from noshuffle.errors import one_of
-
-FIGURES = ("rates",)
+from noshuffle.cli.promise import Output, print_json
+from noshuffle.cli.settings import check_device
+from noshuffle.errors import one_of, positive
+from noshuffle.experiments import FIGURES
 
 
 @dataclass(frozen=True, kw_only=True)
 class FigureSettings:
-    figure: str = argument("what to draw: rates", "rates")
-    quick: bool = setting(False, "small sizes, about a minute", "--quick")
-    only: list[str] | None = setting(None, "only experiments whose name starts so; repeatable")
-    output: Path = setting(Path("rates.png"), "the picture; a table (.md) lies beside it")
+    figure: str = argument(f"what to reproduce: {', '.join(FIGURES)}")
+    data: Path | None = setting(None, "folder of the data files (default: $NOSHUFFLE_DATA)")
+    device: str = setting("cpu", "cpu or cuda")
+    trials: int | None = setting(None, "seeds of every final result (default: as in its settings)")
+    quick: bool = setting(False, "small sizes: minutes on two cores, the same orderings", "--quick")
+    within: float | None = setting(None, "stop cleanly after so many seconds; call again to go on")
+    only: list[str] | None = setting(None, "only cells whose key begins so; repeatable")
+    out: Path | None = setting(None, "folder of the results (default: reproduced/FIGURE)")
+    draw: bool = setting(False, "compute nothing: table, pictures and claims of what is there")
 
 
 @takes(FigureSettings, Output)
 def reproduce(asked: FigureSettings, output: Output) -> None:
-    """Measure how excess risk and regret scale with n, d and ε, beside what theory says.
+    """Compute an experiment of the paper, and say which of the paper's claims hold.
 
-    FIGURE is what to draw; rates, the only one so far, takes four minutes of one core.
+    A folder gets results.json (seeds, ε, settings, versions, wall time), table.md, claims.md,
+    figure.svg and figure.png. A study that was killed goes on when the command is given again.
     """
-    from noshuffle.convex import rates
+    one_of(tuple(FIGURES), figure=asked.figure)
+    if asked.within is not None:
+        positive(within=asked.within)
+    check_device(asked.device)
+    if asked.data is not None:
+        os.environ["NOSHUFFLE_DATA"] = str(asked.data)
+    from noshuffle import experiments
 
-    one_of(FIGURES, figure=asked.figure)
-    check_picture(asked.output, "--output")
-
-    def progress(name: str) -> None:
-        print(f"measuring {name} …", file=sys.stderr, flush=True)
-
-    curves = rates.measure_all(
-        quick=asked.quick, only=tuple(asked.only or ()), progress=None if output.json else progress
-    )
-    text = rates.table(curves)
-    rates.draw(asked.output, curves)
-    asked.output.with_suffix(".md").write_text(text + "\n", encoding="utf8")
-    if output.json:
-        print_json(
-            {
-                "figure": asked.figure,
-                "quick": asked.quick,
-                "picture": str(asked.output),
-                "curves": [curve.to_dict() for curve in curves],
-            }
-        )
+    folder = asked.out or Path("reproduced") / asked.figure
+    say = None if output.json else experiments.to_stderr
+    if asked.draw:
+        store, stopped = experiments.open_store(asked.figure, folder, quick=asked.quick), ""
     else:
-        print(text)
-        print(f"picture written to {asked.output}")
+        store, outcome = experiments.run(
+            asked.figure,
+            folder,
+            quick=asked.quick,
+            trials=asked.trials,
+            device=asked.device,
+            only=asked.only or (),
+            within=asked.within,
+            say=say,
+        )
+        stopped = outcome.stopped
+    shown = experiments.figure(asked.figure)
+    results = store.results
+    text, claims = shown.table(results), shown.checked(results)
+    lines = "\n".join(str(claim) for claim in claims)
+    (folder / "table.md").write_text(text + "\n", encoding="utf8")
+    (folder / "claims.md").write_text(lines + "\n", encoding="utf8")
+    pictures = [folder / "figure.svg", folder / "figure.png"] if results else []
+    for path in pictures:
+        shown.draw(results, path)
+    if output.json:
+        record = {**store.record, "claims": [asdict(claim) for claim in claims]}
+        print_json({**record, "seconds": store.seconds, "pictures": [str(p) for p in pictures]})
+        return
+    print(f"{text}\n\n{lines}\n")
+    print(f"{store.seconds:.0f} s of work in {folder}" + (f"; {stopped}" if stopped else ""))

@@ -207,22 +207,6 @@ def measure(rate: Rate, *, quick: bool = False) -> Curve:
     )
 
 
-def measure_all(
-    *, quick: bool = False, only: Sequence[str] = (), progress: Callable[[str], None] | None = None
-) -> list[Curve]:
-    """Every experiment in order (or those whose name starts with one of `only`)."""
-    chosen = [r for r in RATES if not only or any(r.name.startswith(o) for o in only)]
-    if not chosen:
-        names = ", ".join(r.name for r in RATES)
-        raise InvalidInput(f"no experiment is called {', '.join(only)}; there are: {names}")
-    out = []
-    for rate in chosen:
-        if progress is not None:
-            progress(rate.name)
-        out.append(measure(rate, quick=quick))
-    return out
-
-
 def table(curves: Sequence[Curve]) -> str:
     """A Markdown table: measured slope beside the theory's."""
     lines = [

@@ -1,16 +1,11 @@
-"""Fitted slopes of the rates that are quick to measure, the table, the figure and the command."""
+"""Fitted slopes of the rates that are quick to measure, the table, and the figure."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from noshuffle.cli.reproduce import reproduce
 from noshuffle.convex import rates
 from noshuffle.convex.solvers import experiments
 from noshuffle.errors import InvalidInput
@@ -103,35 +98,3 @@ def test_fitted_slope_is_exact_on_powers() -> None:
         rates.fitted_slope([1, 1], [1, 2])
     with pytest.raises(InvalidInput):
         rates.fitted_slope([1, 2], [1, -2])
-
-
-def app() -> typer.Typer:
-    out = typer.Typer()
-    out.command()(reproduce)
-    return out
-
-
-def test_command_writes_picture_table_and_json(tmp_path: Path) -> None:
-    target = tmp_path / "figure.png"
-    arguments = ["rates", "--quick", "--only", "noisy_max", "--output", str(target), "--json"]
-    result = CliRunner().invoke(app(), arguments)
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record["curves"][0]["name"] == "noisy_max"
-    assert target.read_bytes()[:4] == b"\x89PNG"
-    assert "| noisy_max | ε |" in target.with_suffix(".md").read_text(encoding="utf8")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["histogram"],
-        ["rates", "--only", "nothing"],
-        ["rates", "--output", "picture.txt"],
-        ["rates", "--output", "no/such/folder/picture.png"],
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app(), arguments)
-    assert isinstance(result.exception, InvalidInput)
-    assert "\n" not in str(result.exception)

@@ -1,0 +1,133 @@
+"""A study is resumable cell by cell, obeys its limit, keeps protocols apart, and decides claims."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from noshuffle import experiments
+from noshuffle.cli import main
+from noshuffle.errors import InvalidInput
+from noshuffle.experiments.figure import Cell, Claim, not_tested, only_keys, shipped, verdict
+from noshuffle.experiments.runner import compute
+from noshuffle.experiments.store import Store
+
+
+class Clock:
+    """Seconds that pass only when a cell works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def cells(clock: Clock, done: list[str]) -> list[Cell]:
+    def work(key: str, seconds: float) -> Any:
+        def do(results: Any) -> int:
+            clock.now += seconds
+            done.append(key)
+            return len(results)
+
+        return do
+
+    sizes = {"a": 1.0, "b": 2.0, "c": 4.0}
+    return [
+        Cell(key, work(key, cost), cost=cost, needs=("a",) if key == "c" else ())
+        for key, cost in sizes.items()
+    ]
+
+
+def test_a_killed_study_goes_on(tmp_path: Path) -> None:
+    clock, done = Clock(), list[str]()
+    path = tmp_path / "r.json"
+
+    def dies(results: Any) -> int:
+        raise KeyboardInterrupt
+
+    first = cells(clock, done)
+    with pytest.raises(KeyboardInterrupt):
+        compute([first[0], Cell("b", dies)], Store(path, "f", {"x": 1}), say=None, clock=clock)
+    outcome = compute(first, Store(path, "f", {"x": 1}), say=None, clock=clock)
+    assert outcome.is_whole
+    assert done == ["a", "b", "c"]  # a was not done again
+    assert Store(path, "f", {"x": 1}).results == {"a": 0, "b": 1, "c": 2}
+
+
+def test_a_limit_stops_before_the_cell_that_would_pass_it(tmp_path: Path) -> None:
+    clock, done, said = Clock(), list[str](), list[str]()
+    store = Store(tmp_path / "r.json", "f", {})
+    outcome = compute(cells(clock, done), store, within=6.9, say=said.append, clock=clock)
+    assert (outcome.done, outcome.total, done) == (2, 3, ["a", "b"])  # c would end at 7.0
+    assert "goes on" in outcome.stopped
+    assert said[0].endswith("left 6 s")
+    outcome = compute(cells(clock, done), store, within=4.1, say=None, clock=clock)
+    assert outcome.is_whole
+
+
+def test_a_cell_without_what_it_needs_waits(tmp_path: Path) -> None:
+    clock, done, said = Clock(), list[str](), list[str]()
+    last = cells(clock, done)[2]
+    outcome = compute([last], Store(tmp_path / "r.json", "f", {}), say=said.append, clock=clock)
+    assert (outcome.done, done) == (0, [])
+    assert "waits for a" in said[0]
+    assert [cell.key for cell in only_keys(cells(clock, done), ["c"])] == ["a", "c"]
+    with pytest.raises(InvalidInput, match="no cell"):
+        only_keys(cells(clock, done), ["z"])
+
+
+def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    Store(path, "f", {"rates": (1, 2)}).put("a", 1, seconds=1.0, device="cpu")
+    assert Store(path, "f", {"rates": [1, 2]}).results == {"a": 1}
+    for figure, settings in (("f", {"rates": [1, 3]}), ("g", {"rates": [1, 2]})):
+        with pytest.raises(InvalidInput, match="another --out"):
+            Store(path, figure, settings)
+
+
+def test_claims_hold_differ_or_wait() -> None:
+    claims = [
+        Claim("a < b", "1", lambda r: verdict(r["a"] < r["b"], "")),
+        Claim("c", "2", lambda r: not_tested("too few")),
+        Claim("d", "3", lambda r: verdict(r["d"] > 0, "")),
+    ]
+    found = [claim.check({"a": 1, "b": 0}).verdict for claim in claims]
+    assert found == ["DIFFERS", "NOT TESTED", "NOT TESTED"]
+    assert claims[0].check({"a": 0, "b": 1}).verdict == "HOLDS"
+
+
+@pytest.mark.parametrize("name", sorted(experiments.FIGURES))
+def test_settings_ship_and_keys_are_unique(name: str) -> None:
+    for quick in (False, True):
+        asked = experiments.Request(settings=shipped(name, quick=quick), quick=quick)
+        keys = [cell.key for cell in experiments.figure(name).cells(asked)]
+        assert len(keys) == len(set(keys)) > 0
+
+
+def test_the_command_writes_table_pictures_claims_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r"
+    line = f"reproduce rates --quick --only noisy_max --out {out} --json"
+    assert not main(line.split())
+    record = json.loads(capsys.readouterr().out)
+    assert list(record["cells"]) == ["noisy_max"]
+    told = {claim["text"].split()[0]: claim["verdict"] for claim in record["claims"]}
+    assert (told["noisy_max"], told["ftrl"]) == ("HOLDS", "NOT TESTED")
+    assert (out / "figure.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (out / "figure.svg").read_text(encoding="utf8")
+    assert "| noisy_max | ε |" in (out / "table.md").read_text(encoding="utf8")
+    assert not main(f"reproduce rates --quick --draw --out {out}".split())
+    assert "HOLDS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["histogram", "rates --only nothing", "rates --within -1", "rates --device tpu"]
+)
+def test_bad_input_is_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *line.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
