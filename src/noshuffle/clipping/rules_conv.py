@@ -4,9 +4,11 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
     grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
 
-in each group. On a CPU compiled loops take the norms from there (`native_conv`). Elsewhere the
-windows are a strided view until a product needs them, and the weighted sum over examples is torch's
-own weight gradient, which needs none. No state.
+in each group. On a CPU compiled loops take the norms from there (`native_conv`), and on a GPU whose
+products are rounded (TF32, half precision) kernels take norms and sum, where windows would be large
+(`conv_kernels`). Elsewhere the windows are a strided view until a product needs them, and the
+weighted sum over examples is torch's own weight gradient, which needs none. State: which kernels
+agreed with that, by device and type.
 
 >>> import torch
 >>> windows(torch.arange(4.0).reshape(1, 1, 4), (2,), (1,), (1,)).shape   # [N, C, L, k]
@@ -15,20 +17,27 @@ torch.Size([1, 1, 3, 2])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn import grad
 
+from noshuffle.clipping import conv_kernels
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, zeroed
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
-from noshuffle.clipping.products import scaled, wide
+from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide
 from noshuffle.clipping.rules import rule
 
+#: Windows of fewer numbers are quickly written down.
+FEWEST_WINDOWS = 2**24
+#: What adding up the squares of a tile may lose.
+_LOST = 2.0**-16
 _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
     grad.conv1d_weight,
     grad.conv2d_weight,
@@ -78,12 +87,31 @@ class Convolution(GradientForm):
     g: Tensor
     size: int
     sides: Sides = ()
+    keep: Tensor | None = None  # of kernels, which need no zeros to leave an example out
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
     def full(self) -> Tensor:
         """x with its border."""
-        return _padded(self.x, self.sides, mode="zeros")
+        return _padded(wide(self.x), self.sides, mode="zeros")
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether kernels give norms and sum, so that it is better not written out."""
+        return not self.written and _has_kernels(self.layer, self.x, self.g, self.size, self.sides)
+
+    @property
+    def _kernels(self) -> dict[str, Any]:
+        layer, sides = self.layer, self.sides or ((0, 0), (0, 0))
+        how = (layer.stride, tuple(before for before, _ in sides), layer.dilation)
+        return {"kernel": layer.kernel_size, "how": how}
+
+    def _zeroed(self) -> Convolution:
+        """The same with zeros instead of a mask."""
+        if self.keep is None:
+            return self
+        x, g = zeroed(self.x, self.keep), zeroed(self.g, self.keep)
+        return replace(self, x=x, g=g, keep=None)
 
     def _outer(self) -> OuterGradient:
         """One OuterGradient over (example, group) pairs."""
@@ -98,7 +126,7 @@ class Convolution(GradientForm):
             a = w.permute(0, 1, *places, 2, *kernel).reshape(n, many, length, -1)
         else:
             a = w.permute(0, 1, 2, *kernel, *places).reshape(n, many, -1, length).mT
-        g = self.g.reshape(n, many, o // many, length).transpose(2, 3)
+        g = wide(self.g).reshape(n, many, o // many, length).transpose(2, 3)
         if n > self.size:  # several frames an example
             both = (t.reshape(self.size, -1, *t.shape[1:]) for t in (a, g))
             a, g = (t.transpose(1, 2).flatten(2, 3) for t in both)
@@ -117,6 +145,9 @@ class Convolution(GradientForm):
         return Gradients(x, self.g, size=self.size, how=how, sides=sides)
 
     def squares(self) -> Tensor:
+        if self.is_fused:
+            found = conv_kernels.squares(self.x, self.g, **self._kernels) * (1.0 + _LOST)
+            return found if self.keep is None else torch.where(self.keep, found, 0.0)
         loops = self._loops
         if loops is not None:
             if not loops.is_worth_keeping:
@@ -131,13 +162,16 @@ class Convolution(GradientForm):
 
     def dense(self, outer: OuterGradient | None = None) -> Tensor:
         if not self.written:
-            full = (outer or self._outer()).dense()
+            full = (outer or self._zeroed()._outer()).dense()
             self.written.append(full.reshape(self.size, *self.layer.weight.shape))
         return self.written[0]
 
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return DenseGradient(self.written[0]).total(factors)
+        if self.is_fused:
+            kept = factors if self.keep is None else torch.where(self.keep, factors, 0.0)
+            return conv_kernels.total(self.x, self.g, kept, **self._kernels)
         loops = self._loops
         if loops is not None and loops.is_small:
             return loops.total(factors)
@@ -153,21 +187,72 @@ class Convolution(GradientForm):
         loops = self._loops
         if loops is None:
             per_channel = self.g.reshape(self.size, -1, self.g.shape[1], self.g[0, 0].numel())
-            return per_channel.sum((1, 3))
+            return per_channel.sum((1, 3), dtype=sum_dtype(self.g.dtype))
         _ = self.square if loops.channels is None else None  # they come along
         assert loops.channels is not None
         return loops.channels
 
     def kept(self, keep: Tensor) -> GradientForm:
+        if self.is_fused:
+            return replace(self, keep=keep if self.keep is None else self.keep & keep)
         rest = [zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)
         return replace(self, x=zeroed(self.x, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
-        return replace(self, g=self._scaled(factors), written=[])
+        own = self._zeroed()
+        return replace(own, g=own._scaled(factors), written=[])
 
     def _scaled(self, factors: Tensor) -> Tensor:
         return scaled(self.g, factors.repeat_interleave(self.g.shape[0] // self.size))
+
+
+def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> bool:
+    """Whether this is work for the kernels, and they are good here."""
+    if not (conv_kernels.HAS_TRITON and x.is_cuda) or x.dim() != 4 or layer.groups != 1:
+        return False
+    is_rounded = g.dtype in HALF or (g.dtype is torch.float32 and rounds_convolutions())
+    taps, places = math.prod(layer.kernel_size), g.shape[2] * g.shape[3]
+    is_even = all(before == after for before, after in sides)
+    if not is_rounded or len(x) != size or taps > conv_kernels.MOST_TAPS or not is_even:
+        return False
+    if g.numel() // max(1, size) >= 2**31 or x.numel() // max(1, size) >= 2**31:
+        return False
+    if x.dtype is torch.float64 or size * x.shape[1] * taps * places < FEWEST_WINDOWS:
+        return False
+    if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
+        return False
+    return _agrees(x.device, x.dtype, g.dtype)
+
+
+@lru_cache(maxsize=16)
+def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
+    """Whether the kernels run here and give what the windows give."""
+    draw = torch.Generator(device=device).manual_seed(7)
+    for layer, sides in (
+        (nn.Conv2d(24, 40, 3, padding=1), ((1, 1), (1, 1))),
+        (nn.Conv2d(70, 130, (3, 2), stride=(2, 1), dilation=(1, 2)), ()),
+    ):
+        x = torch.randn(5, layer.in_channels, 13, 11, device=device, generator=draw).to(x_type)
+        out = layer.to("meta")(x.float().to("meta")).shape
+        g = torch.randn(out, device=device, generator=draw).to(g_type)
+        how = {"kernel": layer.kernel_size, "how": (layer.stride, layer.padding, layer.dilation)}
+        plain = Convolution(layer, _padded(x.to(g_type).float(), sides, mode="zeros"), g, 5)
+        truth = plain._outer().dense().reshape(5, -1).double()
+        factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0], device=device)
+        wanted = factors.double() @ truth
+        g[2] = torch.nan
+        try:
+            found = conv_kernels.squares(x, g, **how)  # type: ignore[arg-type]
+            total = conv_kernels.total(x, g, factors, **how)  # type: ignore[arg-type]
+        except Exception:  # a compiler may fail in any way; the windows are always there
+            return False
+        good = factors != 0.0
+        own = truth.square().sum(1)
+        gap = (total.reshape(-1).double() - wanted).norm() / wanted.norm()
+        if not torch.allclose(found[good], own[good], rtol=8e-3) or not bool(gap < 4e-3):
+            return False
+    return True
 
 
 class Channels(DenseGradient):
@@ -185,9 +270,13 @@ class Channels(DenseGradient):
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
-    a, g, sides, mode = wide(a), wide(g), _sides(layer), layer.padding_mode
-    if mode != "zeros" or a.device.type != "cpu":
-        a, sides = _padded(a, sides, mode=mode), ()
+    sides, mode = _sides(layer), layer.padding_mode
+    if mode != "zeros":
+        a, sides = _padded(wide(a), sides, mode=mode), ()
+    if not _has_kernels(layer, a, g, size, sides):
+        a, g = wide(a), wide(g)
+        if a.device.type != "cpu":
+            a, sides = _padded(a, sides, mode=mode), ()
     weight = Convolution(layer, a, g, size, sides)
     bias = Channels(weight) if a.device.type == "cpu" else DenseGradient(weight.channels)
     return {"weight": weight, "bias": bias}

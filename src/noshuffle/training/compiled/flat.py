@@ -70,6 +70,8 @@ def _kind(forms: Sequence[GradientForm], size: int) -> str:
     form = forms[0]
     if isinstance(form, OuterGradient) and form.a.shape[1] == 1:
         return "pair"
+    if getattr(form, "is_fused", False):
+        return "other"
     written = isinstance(form, DenseGradient) or bool(getattr(form, "written", ()))
     is_rows = isinstance(form, RowGradient)
     return "dense" if written or (size <= MOST_COLUMNS and not is_rows) else "other"

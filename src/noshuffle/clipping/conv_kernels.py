@@ -1,0 +1,194 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+"""Gradients of every example of a convolution on a GPU, neither written out nor unfolded.
+
+    G_b[o, (c, r)] = Σ_k g[b, o, k] · x[b, c, k·stride + r·dilation − padding]
+
+is one product of matrices an example. A program holds a tile of G_b in registers, a window of x
+being addressed where it lies, by two small tables over positions k: where a window begins, and
+which of its taps r lie inside the picture (a bit each). The same loop, with the same tiles, then
+gives either
+
+    squares   ‖G_b‖²                     of each tile, to be added up in float64
+    total     Σ_b f_b·G_b                with f_b = 0 leaving b out, whatever it holds
+
+so what is added up is what the norms were taken of, rounding of TF32 and bfloat16 included: no room
+has to be left for it. Two products an example instead of the one of a plain weight gradient, and
+nothing of size batch × weights, or batch × windows, is ever in memory. State: none. The module can
+be imported without Triton, but its kernels not be launched.
+
+>>> taps_inside((3, 3), (1, 1), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
+432
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
+from noshuffle.triton_shim import jit, tl
+
+Pair = tuple[int, int]
+#: Programs that keep a large GPU busy.
+PROGRAMS = 1056
+#: Bits of a table entry: more taps than that are somebody else's work.
+MOST_TAPS = 31
+
+
+@jit
+def _product(
+    x, g, starts, inside, places, taps, rows, is_row, is_col, at, positions, g_row, g_place, table,
+    EVEN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """table + g[rows, at:at+BK] · windows[at:at+BK, columns]."""
+    k = at + tl.arange(0, BK)
+    here = k < positions
+    if EVEN:
+        start, bits = tl.load(starts + k), tl.load(inside + k)
+        u = tl.load(g + rows[:, None] * g_row + k[None, :] * g_place, mask=is_row, other=0.0)
+    else:
+        start = tl.load(starts + k, mask=here, other=0)
+        bits = tl.load(inside + k, mask=here, other=0)
+        of_g = rows[:, None] * g_row + k[None, :] * g_place
+        u = tl.load(g + of_g, mask=is_row & here[None, :], other=0.0)
+    is_in = ((bits[None, :] >> taps[:, None]) & 1) != 0
+    v = tl.load(x + places[:, None] + start[None, :], mask=is_in & is_col, other=0.0)
+    return tl.dot(u, tl.trans(v.to(u.dtype)), table, input_precision="tf32")
+
+
+@jit
+def walk(
+    x, g, out, factors, starts, inside, examples, each, outputs, channels, positions,
+    x_example, x_channel, x_high, x_wide, g_example, g_row, g_place, high, pad_high, pad_wide,
+    step_high, step_wide, tiles_across,
+    TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, IS_TOTAL: tl.constexpr, UNROLL: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradients of `each` examples, one after the other."""
+    tile = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64) * each
+    rows = tile // tiles_across * BM + tl.arange(0, BM)
+    columns = tile % tiles_across * BN + tl.arange(0, BN)
+    is_row = (rows < outputs)[:, None]
+    is_col = (columns < channels * TAPS)[:, None]
+    channel, taps = columns % channels, columns // channels  # neighbours in memory side by side
+    taps = tl.minimum(taps, TAPS - 1)
+    tap_high, tap_wide = taps // TAPS_WIDE, taps % TAPS_WIDE
+    places = channel * x_channel + (tap_high * step_high - pad_high) * x_high
+    places += (tap_wide * step_wide - pad_wide) * x_wide
+    total = tl.zeros((BM, BN), tl.float32)
+    for i in range(0, tl.minimum(each, examples - first).to(tl.int32)):
+        b = first + i
+        own_x = x + b * x_example
+        own_g = g + b * g_example
+        table = tl.zeros((BM, BN), tl.float32)
+        if UNROLL > 0:
+            for part in tl.static_range(UNROLL):
+                table = _product(
+                    own_x, own_g, starts, inside, places, taps, rows, is_row, is_col, part * BK,
+                    positions, g_row, g_place, table, EVEN, BK,
+                )  # fmt: skip
+        else:
+            for at in range(0, positions, BK):
+                table = _product(
+                    own_x, own_g, starts, inside, places, taps, rows, is_row, is_col, at,
+                    positions, g_row, g_place, table, EVEN, BK,
+                )  # fmt: skip
+        if IS_TOTAL:
+            factor = tl.load(factors + b)
+            total += tl.where(factor != 0.0, table * factor, 0.0)
+        else:
+            size = tl.sum(table * table)
+            tl.store(out + b * tl.num_programs(0) + tile, size.to(tl.float64))
+    if IS_TOTAL:
+        where = tl.program_id(1).to(tl.int64) * outputs * channels * TAPS
+        # as the weight lies: [outputs, channels, taps]
+        to = where + rows[:, None] * (channels * TAPS) + (channel * TAPS + taps)[None, :]
+        tl.store(out + to, total, mask=is_row & (columns < channels * TAPS)[None, :])
+
+
+def taps_inside(
+    kernel: Pair, size: Pair, *, stride: Pair, padding: Pair, dilation: Pair, out: Pair
+) -> list[int]:
+    """For every position, which taps of its window lie inside a picture of that size, a bit each.
+
+    Taps and positions are counted row by row.
+    """
+    found = []
+    for p, q in product(range(out[0]), range(out[1])):
+        bits = 0
+        for tap, (r, s) in enumerate(product(range(kernel[0]), range(kernel[1]))):
+            h = p * stride[0] + r * dilation[0] - padding[0]
+            w = q * stride[1] + s * dilation[1] - padding[1]
+            bits |= (0 <= h < size[0] and 0 <= w < size[1]) << tap
+        found.append(bits)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    device: torch.device, kernel: Pair, size: Pair, out: Pair, how: tuple[Pair, Pair, Pair],
+    strides: Pair,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Where the window of every position begins, and which of its taps are inside."""
+    stride, padding, dilation = how
+    inside = taps_inside(kernel, size, stride=stride, padding=padding, dilation=dilation, out=out)
+    starts = [
+        p * stride[0] * strides[0] + q * stride[1] * strides[1]
+        for p, q in product(range(out[0]), range(out[1]))
+    ]
+    tables = (torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, inside))
+    return next(tables), next(tables)
+
+
+def _launch(
+    x: Tensor, g: Tensor, kernel: Pair, how: tuple[Pair, Pair, Pair], factors: Tensor | None
+) -> Tensor:
+    (examples, channels, *size), (_, outputs, *out) = x.shape, g.shape
+    g = g if g.stride(2) == out[1] * g.stride(3) else g.contiguous()
+    _, padding, dilation = how
+    starts, inside = _tables(
+        x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, (x.stride(2), x.stride(3))
+    )
+    taps, positions = kernel[0] * kernel[1], out[0] * out[1]
+    is_half = g.dtype != torch.float32
+    deep = 64 if is_half else 32
+    high = min(128, max(16, 1 << (outputs - 1).bit_length()))
+    across = min(128, max(16, 1 << (channels * taps - 1).bit_length()))
+    tiles_across = -(-channels * taps // across)
+    tiles = -(-outputs // high) * tiles_across
+    groups = max(1, min(examples, -(-PROGRAMS // tiles)))
+    each = -(-examples // groups)
+    groups = -(-examples // each)
+    if factors is None:
+        result = torch.empty(examples, tiles, dtype=torch.float64, device=x.device)
+        factors = result
+    else:
+        shape = (groups, outputs, channels, *kernel)
+        result = torch.empty(shape, dtype=torch.float32, device=x.device)
+    few = -(-positions // deep)
+    options: dict[str, Any] = {"num_warps": 8 if high * across > 8192 else 4, "num_stages": 3}
+    walk[(tiles, groups)](
+        x, g, result, factors, starts, inside, examples, each, outputs, channels, positions,
+        *x.stride(), g.stride(0), g.stride(1), g.stride(3), size[0], *padding, *dilation,
+        tiles_across, TAPS=taps, TAPS_WIDE=kernel[1], IS_TOTAL=factors is not result,
+        UNROLL=few if few <= 2 else 0, EVEN=positions % deep == 0, BM=high, BN=across, BK=deep,
+        **options,
+    )  # fmt: skip
+    return result
+
+
+def squares(x: Tensor, g: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair]) -> Tensor:
+    """‖G_b‖² of every example, [B] in float64; `how`: stride, padding, dilation."""
+    return _launch(x, g, kernel, how, None).sum(1)
+
+
+def total(
+    x: Tensor, g: Tensor, factors: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair]
+) -> Tensor:
+    """Σ_b factors[b]·G_b in float32, as the weight lies; what has factor zero may hold anything."""
+    return _launch(x, g, kernel, how, factors.float().contiguous()).sum(0)

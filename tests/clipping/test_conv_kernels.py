@@ -1,0 +1,145 @@
+"""Norms and sums of convolutions by kernels are those of gradients written out.
+
+On a GPU where there is one, else in Triton's interpreter; without Triton only the tables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+if HAS_TRITON and not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
+
+from noshuffle.clipping import Flat, Ghost, conv_kernels, rules_conv  # noqa: E402
+
+on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+with_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+SHAPES = [
+    # examples, channels, outputs, size, kernel, stride, padding, dilation
+    (3, 16, 24, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1)),
+    (2, 17, 33, (8, 9), (3, 2), (2, 1), (1, 0), (1, 2)),
+    (4, 20, 5, (6, 6), (1, 1), (2, 2), (0, 0), (1, 1)),
+    (1, 3, 130, (5, 11), (5, 3), (1, 2), (2, 1), (1, 1)),
+]
+
+
+def case(shape: Any, *, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x, g, and the gradient of every example."""
+    n, c, o, size, kernel, stride, padding, dilation = shape
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(n, c, *size, generator=draw).to(DEVICE)
+    weight = torch.randn(o, c, *kernel, generator=draw).to(DEVICE).requires_grad_()
+    outs = [F.conv2d(x[i : i + 1], weight, None, stride, padding, dilation) for i in range(n)]
+    g = torch.randn(n, *outs[0].shape[1:], generator=draw).to(DEVICE)
+    with exactly():
+        grads = [torch.autograd.grad(outs[i], weight, g[i : i + 1])[0] for i in range(n)]
+    if last:
+        x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
+    return x, g, torch.stack(grads)
+
+
+@contextmanager
+def exactly() -> Any:
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+@with_triton
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_give_norms_and_sum(shape: Any, last: bool) -> None:
+    x, g, truth = case(shape, last=last)
+    how = {"kernel": shape[4], "how": shape[5:]}
+    loose = 4e-3 if HAS_GPU else 1e-5
+    squares = conv_kernels.squares(x, g, **how)
+    assert torch.allclose(squares, truth.double().flatten(1).square().sum(1), rtol=loose)
+    factors = torch.linspace(0.2, 1.0, len(x), device=DEVICE)
+    wanted = (factors.reshape(-1, 1, 1, 1, 1) * truth).sum(0)
+    total = conv_kernels.total(x, g, factors, **how)
+    assert (total - wanted).norm() <= loose * wanted.norm()
+    # one that is left out may hold anything
+    x[0], factors[0] = torch.nan, 0.0
+    rest = (factors.reshape(-1, 1, 1, 1, 1) * truth).sum(0)
+    total = conv_kernels.total(x, g, factors, **how)
+    assert (total - rest).norm() <= loose * max(float(rest.norm()), 1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tables_tell_which_taps_lie_inside(shape: Any) -> None:
+    _, _, _, size, kernel, stride, padding, dilation = shape
+    ones = torch.ones(1, 1, *size)
+    taps = F.unfold(ones, kernel, dilation, padding, stride)[0].T.long()  # [positions, taps]
+    out = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(size, padding, dilation, kernel, stride)
+    ]
+    how: Any = {"stride": stride, "padding": padding, "dilation": dilation, "out": tuple(out)}
+    found = conv_kernels.taps_inside(kernel, size, **how)
+    assert found == [int(sum(bit << i for i, bit in enumerate(row))) for row in taps.tolist()]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(64, 10),
+    ).to(DEVICE)  # fmt: skip
+
+
+def clipped(rows: Tensor, labels: Tensor, kind: str, weights: Tensor | None = None) -> Any:
+    with torch.autocast("cuda", torch.bfloat16, enabled=kind == "bf16"):
+        return Ghost().clipped_sum(
+            network(), nn.CrossEntropyLoss(), (rows, labels), clip=Flat(1.0), weights=weights
+        )
+
+
+@on_gpu
+@with_triton
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+def test_one_example_moves_the_sum_by_the_bound(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_conv, "FEWEST_WINDOWS", 1)
+    calls: list[int] = []
+    run = conv_kernels.total
+    monkeypatch.setattr(conv_kernels, "total", lambda *a, **k: (calls.append(1), run(*a, **k))[1])
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 3, 16, 16, generator=draw).to(DEVICE)
+    y = torch.randint(10, (64,), generator=draw).to(DEVICE)
+    for size in (1.0, 1e3, 1e-3):
+        x[5] *= size
+        keep = torch.ones(64, device=DEVICE)
+        whole = clipped(x, y, kind, keep)
+        assert calls
+        keep[5] = 0.0
+        without = clipped(x, y, kind, keep)
+        moved = [whole.values[k].double() - without.values[k].double() for k in whole.values]
+        assert torch.stack([t.norm() for t in moved]).norm() <= 1.0
+
+
+@on_gpu
+@with_triton
+def test_kernels_and_windows_agree_on_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 3, 16, 16, generator=draw).to(DEVICE)
+    y = torch.randint(10, (32,), generator=draw).to(DEVICE)
+    weights = torch.ones(32, device=DEVICE)
+    weights[3] = 0.0
+    found = []
+    for fewest in (1, 2**60):
+        monkeypatch.setattr(rules_conv, "FEWEST_WINDOWS", fewest)
+        found.append(clipped(x, y, "tf32", weights))
+    for name, value in found[1].values.items():
+        assert (found[0].values[name] - value).norm() <= 1e-2 * value.norm() + 1e-6
+    assert torch.allclose(found[0].norms, found[1].norms, rtol=1e-2)
