@@ -212,12 +212,12 @@ def test_the_distance_to_the_exact_minimiser_is_paid_for() -> None:
     x, y = losses.fit_into(np.random.default_rng(0).normal(size=(50, 2)), bound=1.0), np.ones(50)
     common = {"epsilon": 1.0, "ridge": 0.1, "tolerance": 1e-6}
     pure = objective_perturbation(losses.logistic(), x, y, test_seed=0, **common)
-    assert pure.details["cover"] == pytest.approx(2e-6 / 0.1 / 0.01)
+    assert pure.details["cover"] == pytest.approx(2e-6 / 0.1 / 0.001)
     both = objective_perturbation(losses.logistic(), x, y, delta=1e-6, test_seed=0, **common)
-    mu = gaussian.mu(epsilon=0.01, delta=1e-8)
+    mu = gaussian.mu(epsilon=0.001, delta=1e-9)
     assert both.details["cover"] == pytest.approx(2e-6 / 0.1 / mu)
     assert pure.statement.epsilon == both.statement.epsilon == 1.0
-    main = tilt(losses.logistic(), rows=50, ridge=0.1, epsilon=0.99, delta=0.99e-6)
+    main = tilt(losses.logistic(), rows=50, ridge=0.1, epsilon=0.999, delta=0.999e-6, dimension=2)
     assert both.details["noise"] == pytest.approx(main.scale)
 
 

@@ -41,7 +41,8 @@ class Loss:
     Guarantees: for rows and labels that `check` accepts, and weights within `radius` where there
     is one, ‖∇f − ridge·w‖ ≤ `lipschitz` in the norm of order `order`. NaN, infinity, complex
     numbers and objects in the data are refused by `check`, and so are slopes of a loss of one's
-    own that are not real numbers, one for each row.
+    own that are not real numbers, one for each row. `is_monotone` says that φ' keeps its sign for
+    a given label, whatever the weights; objective perturbation needs less noise then.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Loss:
     ridge: float = 0.0
     weak_curvature: float = 0.0
     is_classifier: bool = False
+    is_monotone: bool = False
     value_fn: _Scalar = field(repr=False, compare=False)
     slope_fn: _Scalar = field(repr=False, compare=False)
     curvature_fn: _Scalar = field(repr=False, compare=False)

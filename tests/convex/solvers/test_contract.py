@@ -69,6 +69,14 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         solvers.frank_wolfe_poly, losses.logistic(order=INF),
         {**FREE, "domain": L1Ball(1.0), "steps": 5},
     ),
+    "frank_wolfe_full": (
+        solvers.frank_wolfe_full, losses.logistic(order=INF),
+        {**FREE, "domain": L1Ball(1.0), "steps": 5},
+    ),
+    "frank_wolfe_full, listed": (
+        solvers.frank_wolfe_full, losses.logistic(),
+        {**FREE, "steps": 5, "vertices": np.vstack([np.eye(D), -np.eye(D)])},
+    ),
     "frank_wolfe_tree": (
         solvers.frank_wolfe_tree, losses.logistic(order=INF),
         {**FREE, "domain": Simplex(1.0), "phases": 2},
@@ -89,7 +97,13 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         {**FREE, "radius": 1.0, "batch_size": 8},
     ),
 }  # fmt: skip
-CHOOSES = {"frank_wolfe_poly", "frank_wolfe_tree", "stationary, l1"}
+CHOOSES = {
+    "frank_wolfe_full",
+    "frank_wolfe_full, listed",
+    "frank_wolfe_poly",
+    "frank_wolfe_tree",
+    "stationary, l1",
+}
 
 
 def data(seed: int = 0) -> tuple[Any, Any]:
@@ -240,7 +254,8 @@ class Recorded:
             self.chosen.append((7 * len(self.chosen)) % len(scores) if answers else index)
             return self.chosen[-1]
 
-        for solver in (solvers.frank_wolfe_poly, solvers.frank_wolfe_tree):
+        choosing = (solvers.frank_wolfe_full, solvers.frank_wolfe_poly, solvers.frank_wolfe_tree)
+        for solver in choosing:
             monkeypatch.setitem(solver.on.__globals__, "choose", choose)
 
 

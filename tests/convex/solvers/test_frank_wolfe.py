@@ -11,6 +11,7 @@ import pytest
 from noshuffle.convex import losses
 from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.domains import Ball, L1Ball, LpBall, Simplex
+from noshuffle.convex.solvers.frank_wolfe_full import choice_noise, frank_wolfe_full
 from noshuffle.convex.solvers.frank_wolfe_noisy import DecayedTree, frank_wolfe_noisy, noises
 from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly, vertex_noise
 from noshuffle.convex.solvers.frank_wolfe_stationary import frank_wolfe_stationary, schedule
@@ -314,3 +315,74 @@ def test_tree_phase_noise_of_a_root_row_by_hand() -> None:
     scale = phase.noise(loss, radius=2.0, rho=rho, neighbours="replace-one")
     move = 2.0 * 2 * loss.lipschitz / 16
     assert 8 * (2 * move / scale) ** 2 / 8 == pytest.approx(rho)
+
+
+# --- full gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("neighbours", "c"), [("replace-one", 2), ("zero-out", 1)])
+def test_scores_of_full_gradients_move_within_their_bound(neighbours: str, c: int) -> None:
+    """All scores at public points, one row replaced or zeroed: at most cLD/n, and nearly that."""
+    loss, domain, n, d = losses.squared(radius=2.0, order=math.inf), L1Ball(2.0), 6, 3
+    draws, worst = np.random.default_rng(0), 0.0
+    bound = c * loss.lipschitz * 2.0 / n
+    run = frank_wolfe_full(
+        loss, np.ones((n, d)), np.ones(n), epsilon=1.0, delta=1e-6, domain=domain, steps=3,
+        neighbours=neighbours, test_seed=0,
+    )  # fmt: skip
+    assert run.statement.sensitivity == pytest.approx(bound)
+    for _ in range(300):
+        w = domain.vertex(int(draws.integers(2 * d)), d)
+        x, y = draws.choice([-1.0, 1.0], (n, d)), draws.choice([-1.0, 1.0], n)
+        other, labels = x.copy(), y.copy()
+        if neighbours == "replace-one":
+            other[0], labels[0] = draws.choice([-1.0, 1.0], d), draws.choice([-1.0, 1.0])
+        else:
+            other[0] = 0.0
+        here, there = (
+            domain.scores(loss.data_gradient(w, *data) / n) for data in ((x, y), (other, labels))
+        )
+        worst = max(worst, float(np.abs(here - there).max()))
+    assert 0.99 * bound <= worst <= bound * (1 + 1e-12)
+
+
+def test_choices_cost_what_is_stated() -> None:
+    """The exact ρ of one Gumbel choice at the worst scores, T of them: below ρ, and not by much."""
+    rho, steps, move = 0.3, 4, 0.25
+    b = choice_noise(steps=steps, move=move, rho=rho)
+    worst = 0.0
+    for gap in np.linspace(-3, 3, 61):  # two candidates, the one up, the other down
+        p, q = (1 / (1 + np.exp(-(gap + shift) / b)) for shift in (move, -move))
+        for a in (1.5, 2.0, 8.0):
+            moment = p**a * q ** (1 - a) + (1 - p) ** a * (1 - q) ** (1 - a)
+            worst = max(worst, math.log(moment) / (a - 1) / a)
+    assert 0.85 * rho < steps * worst <= rho
+    assert choice_noise(steps=steps, move=move, rho=rho, noise="laplace") == pytest.approx(2 * b)
+
+
+def test_full_gradients_beat_one_pass() -> None:
+    draws = np.random.default_rng(1)
+    x = draws.choice([-1.0, 1.0], (8192, 100))
+    y = np.clip(x[:, :3] @ [0.5, -0.3, 0.2] + 0.1 * draws.standard_normal(8192), -1, 1)
+    loss = losses.squared(radius=1.0, order=math.inf)
+    asked = {"epsilon": 1.0, "delta": 1e-6, "domain": L1Ball(1.0), "test_seed": 0}
+    found = [
+        loss.risk(f(loss, x, y, **asked).weights, x, y)
+        for f in (frank_wolfe_full, frank_wolfe_poly)
+    ]
+    assert found[0] < 0.02 < 0.1 < found[1]
+
+
+def test_listed_vertices() -> None:
+    x, y = np.tile([[1.0, 0.0]], (500, 1)), np.ones(500)
+    asked = {"epsilon": 2.0, "delta": 1e-6, "steps": 8, "test_seed": 0}
+    hull = [[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0]]
+    run = frank_wolfe_full(losses.logistic(), x, y, vertices=hull, **asked)
+    assert run.weights[0] > 1
+    assert run.statement.sensitivity == pytest.approx(2 * 2 / 500)
+    with pytest.raises(InvalidInput, match="one in each row"):
+        frank_wolfe_full(losses.logistic(), x, y, vertices=[[1.0]], **asked)
+    with pytest.raises(InvalidInput, match="radius=2"):
+        frank_wolfe_full(losses.squared(radius=1.0), x, y, vertices=hull, **asked)
+    with pytest.raises(Unsupported, match="L1Ball"):
+        frank_wolfe_full(losses.logistic(), x, y, domain=Ball(1.0), **asked)

@@ -131,14 +131,59 @@ def test_tilt_is_sharper_than_published() -> None:
     assert small.scale == pytest.approx(2 / (epsilon / 2))
 
 
-@pytest.mark.parametrize(("neighbours", "c"), [("replace-one", 2), ("zero-out", 1)])
-def test_normal_tilt_spends_exactly_epsilon(neighbours: str, c: int) -> None:
-    loss, epsilon, delta = losses.logistic(feature_bound=1.5), 0.7, 1e-6
+@pytest.mark.parametrize(
+    ("loss", "neighbours", "shape"),
+    [
+        (losses.logistic(feature_bound=1.5), "zero-out", ((1, 1.5),)),
+        (losses.logistic(feature_bound=1.5), "replace-one", ((2, 1.5), (1, 3.0))),
+        (losses.huber(width=0.5), "zero-out", ((2, 0.5),)),
+        (losses.huber(width=0.5), "replace-one", ((4, 1.0),)),
+    ],
+)
+def test_normal_tilt_spends_exactly_the_gaussian_profile(loss, neighbours: str, shape) -> None:
+    epsilon, delta = 0.7, 1e-6
     chosen = tilt(loss, rows=50, ridge=0.1, epsilon=epsilon, delta=delta, neighbours=neighbours)
-    t = float(norm.isf(delta / (2 * c)))  # c normals, each beyond ±t with probability δ/c
-    reach = c * loss.lipschitz / chosen.scale
-    assert reach * t + reach**2 / 2 + chosen.kappa == pytest.approx(epsilon)
     assert chosen.kappa == pytest.approx(math.log1p(loss.smoothness / (50 * 0.1)))
+    left = epsilon - chosen.kappa
+    spent = [k * gaussian.delta(mu=v / chosen.scale, epsilon=left) for k, v in shape]
+    assert delta * (1 - 1e-6) < sum(spent) <= delta
+
+
+def test_the_smaller_of_the_two_tilts_is_taken() -> None:
+    said = {"rows": 500, "ridge": 0.1, "epsilon": 1.0, "delta": 1e-6, "neighbours": "zero-out"}
+    found = {d: tilt(losses.logistic(), dimension=d, **said) for d in (3, 100)}
+    assert (found[3].is_pure, found[100].is_pure) == (True, False)
+    square = {d: (d * (d + 1) if t.is_pure else d) * t.scale**2 for d, t in found.items()}
+    assert square[3] < 3 * found[100].scale ** 2
+    # Without the factor two of the general bound, and without the 18 % of a tail bound.
+    t = float(norm.isf(5e-7))
+    old = (t + math.sqrt(t * t + 2 * (1 - found[100].kappa))) / (2 * (1 - found[100].kappa))
+    assert 1.1 < old / found[100].scale < 1.3
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_one_row_costs_nearly_all_that_is_paid(is_added: bool) -> None:
+    """The hockey stick of one row against none, for a slope that saturates: close below δ."""
+    epsilon, delta, loss = 1.0, 1e-2, losses.logistic()
+    said = {"rows": 1, "ridge": 0.6, "epsilon": epsilon, "delta": delta, "neighbours": "zero-out"}
+    chosen = tilt(loss, **said)
+
+    def cost(scale: float) -> float:
+        one = chosen._replace(scale=scale)
+        rows = ([1.0], [0.0]) if is_added else ([0.0], [1.0])
+
+        def excess(w: float) -> float:
+            a, b = (
+                log_density(w, xs, np.ones(1), loss=loss, chosen=one, delta=delta) for xs in rows
+            )
+            return max(0.0, math.exp(a) - math.exp(epsilon + b))
+
+        return quad(excess, -80, 80, limit=400, points=[-10, 0, 10])[0]
+
+    assert cost(chosen.scale) <= delta
+    if not is_added:  # the audit: a lower bound that is not zero, and too little noise is seen
+        assert cost(chosen.scale) > 0.05 * delta
+        assert cost(0.6 * chosen.scale) > delta
 
 
 def test_objective_perturbation_returns_the_exact_minimiser() -> None:

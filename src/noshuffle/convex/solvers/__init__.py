@@ -4,7 +4,7 @@
     gradient        dp_gd, dp_sgd, dp_svrg; update rules in `updates`
     perturbation    output_perturbation, objective_perturbation
     selection       noisy_max; noise for l_p in `generalized_gaussian`
-    Frank–Wolfe     frank_wolfe_noisy, frank_wolfe_poly, frank_wolfe_tree
+    Frank–Wolfe     frank_wolfe_full, frank_wolfe_noisy, frank_wolfe_poly, frank_wolfe_tree
     localisation    phased_sgd, phased_mirror_descent
     one epoch       accelerated_srgd
     nonconvex       frank_wolfe_stationary, weakly_convex; measures in `stationarity`
@@ -19,6 +19,7 @@ from noshuffle.convex.solvers.base import Solution
 from noshuffle.convex.solvers.dp_gd import dp_gd
 from noshuffle.convex.solvers.dp_sgd import dp_sgd
 from noshuffle.convex.solvers.dp_svrg import dp_svrg
+from noshuffle.convex.solvers.frank_wolfe_full import frank_wolfe_full
 from noshuffle.convex.solvers.frank_wolfe_noisy import frank_wolfe_noisy
 from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly
 from noshuffle.convex.solvers.frank_wolfe_stationary import frank_wolfe_stationary
@@ -37,6 +38,7 @@ __all__ = [
     "dp_gd",
     "dp_sgd",
     "dp_svrg",
+    "frank_wolfe_full",
     "frank_wolfe_noisy",
     "frank_wolfe_poly",
     "frank_wolfe_stationary",

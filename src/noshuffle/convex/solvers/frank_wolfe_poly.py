@@ -35,7 +35,7 @@ from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
 
 #: zCDP of one choice is ε²/8 for Gumbel noise and ε²/2 for Laplace; b in units of move/√(2ρ).
-_COST = {"gumbel": 1.0, "laplace": 2.0, "permute-and-flip": 2.0}
+CHOICE_COST = {"gumbel": 1.0, "laplace": 2.0, "permute-and-flip": 2.0}
 
 
 def vertex_noise(
@@ -45,8 +45,8 @@ def vertex_noise(
 
     Guarantees: Σ_t ρ_t ≤ ρ for the worst row, over all steps that it still influences.
     """
-    one_of(tuple(_COST), noise=noise)
-    return _COST[noise] * radius * reach * math.sqrt(recursion.decayed_squares() / (2 * rho))
+    one_of(tuple(CHOICE_COST), noise=noise)
+    return CHOICE_COST[noise] * radius * reach * math.sqrt(recursion.decayed_squares() / (2 * rho))
 
 
 @solver()

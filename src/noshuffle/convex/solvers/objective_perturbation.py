@@ -2,15 +2,28 @@
 
     ŵ = argmin (1/n)Σ φ(⟨x_i, w⟩, y_i) + (Λ/2)‖w‖² + ⟨b, w⟩/n,        Λ = ridge (+ extra)
 
-Chaudhuri, Monteleoni, Sarwate 2011 (pure ε) and Kifer, Smith, Thakurta 2012 ((ε, δ)), with a
-sharper determinant: κ = log(1 + β/(nΛ)) of ε pays for it, and Λ grows until κ ≤ ε/2. The tilt has
+Chaudhuri, Monteleoni, Sarwate 2011 (pure ε); Kifer, Smith, Thakurta 2012; Redberg, Koskela, Wang
+2023 (the Gaussian profile), with a sharper determinant: κ = log(1 + β/(nΛ)) of ε pays for it, and Λ
+grows until κ ≤ ε/2. The tilt is the smaller in mean square of
 
     pure    density ∝ e^{−(ε−κ)‖b‖/(cL)},     c = 2 gradients of norm L differing (1 for zero-out)
-    normal  N(0, σ²I), σ = cL(t + √(t² + 2(ε−κ)))/(2(ε−κ)), t = Q⁻¹(δ/(2c))
+    normal  N(0, σ²I) with Σ_v δ_G(ε − κ; ‖v‖/σ) ≤ δ
+
+δ_G the curve of a Gaussian mechanism, v the corners of what one row can do to the gradient sum. The
+log ratio of the densities of ŵ is (2⟨b, Γ⟩ + ‖Γ‖²)/(2σ²) + κ at most, with Γ = Σ a_j p_j, p_j fixed
+vectors (signed rows), a_j slopes that may depend on b in any way. It is convex in a, hence at most
+its value at a corner of the box of slopes, where Γ does not depend on b and the ratio is that of a
+Gaussian mechanism; and (1 − e^{ε−κ−max_v ℓ_v})₊ ≤ Σ_v (1 − e^{ε−κ−ℓ_v})₊. Corners other than zero:
+
+    zero-out      one of norm L where φ' keeps its sign for a label (logistic, hinges), else two
+    replace-one   two of norm L and one of 2L where φ' keeps its sign, else four of 2L
+
+so that a classifier under zero-out pays for its tilt what a Gaussian mechanism pays (the general
+bound of Redberg et al. is twice that δ). δ = 0 asks for the pure tilt.
 
 Conditions: smooth convex loss, Lipschitz everywhere, linear model (rank-one Hessians), ridge > 0
 and the exact minimiser. Nobody has that one: a point with ‖∇J‖ ≤ γ (checked) is within γ/Λ of it,
-so a hundredth of (ε, δ) pays for noise of sensitivity 2γ/Λ on what is released (Iyengar et al.
+so a thousandth of (ε, δ) pays for noise of sensitivity 2γ/Λ on what is released (Iyengar et al.
 2019), on a public grid of 2⁻¹⁰ of that noise. Proofs of all of it: docs/proofs-convex.md.
 
 >>> from noshuffle.convex.losses import logistic
@@ -26,18 +39,18 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm
 
+from noshuffle.accounting import gaussian
 from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.output_perturbation import spherical
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import positive
+from noshuffle.errors import open_unit, positive
 from noshuffle.strategies import identity
 
 #: Share of ε and δ that pays for the distance to the exact minimiser.
-_INEXACT = 0.01
+_INEXACT = 0.001
 
 
 class Tilt(NamedTuple):
@@ -46,6 +59,34 @@ class Tilt(NamedTuple):
     ridge: float
     scale: float
     kappa: float
+    is_pure: bool
+
+
+def corners(loss: Loss, *, neighbours: str) -> tuple[tuple[int, float], ...]:
+    """(how many, norm) of the corners of what one row does to a gradient sum, zero left out."""
+    length = loss.lipschitz
+    if contribution(neighbours) == 1:
+        return ((1 if loss.is_monotone else 2, length),)
+    return ((2, length), (1, 2 * length)) if loss.is_monotone else ((4, 2 * length),)
+
+
+def normal_scale(shape: tuple[tuple[int, float], ...], *, epsilon: float, delta: float) -> float:
+    """The smallest σ with Σ δ_G(ε; ‖v‖/σ) ≤ δ over the corners, from above."""
+    positive(epsilon=epsilon)
+    open_unit(delta=delta)
+
+    def misses(scale: float) -> bool:
+        return sum(k * gaussian.delta(mu=v / scale, epsilon=epsilon) for k, v in shape) > delta
+
+    low = high = max(v for _, v in shape)
+    while misses(high):
+        high *= 2
+    while not misses(low):
+        low /= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if misses(middle) else (low, middle)
+    return high
 
 
 def tilt(
@@ -56,22 +97,25 @@ def tilt(
     epsilon: float,
     delta: float = 0.0,
     neighbours: str = "replace-one",
+    dimension: int | None = None,
 ) -> Tilt:
     """Ridge and noise of the tilt, as derived in the docstring of the module.
 
-    Guarantees: κ + (density part) = ε as evaluated; κ ≤ ε/2, so the noise is always finite.
+    Guarantees: κ + (density part) = ε as evaluated; κ ≤ ε/2, so the noise is always finite. With a
+    dimension the pure tilt is taken at δ > 0, too, where its mean square (d + 1)·scale² is smaller.
     """
     positive(epsilon=epsilon, ridge=ridge)
-    count = contribution(neighbours)
-    reach = count * loss.lipschitz
     needed = loss.smoothness / (rows * math.expm1(epsilon / 2))
     total = max(ridge + loss.ridge, needed)
     kappa = math.log1p(loss.smoothness / (rows * total))
-    left = epsilon - kappa
+    pure = contribution(neighbours) * loss.lipschitz / (epsilon - kappa)
     if delta == 0:
-        return Tilt(total, reach / left, kappa)
-    t = float(norm.isf(delta / (2 * count)))
-    return Tilt(total, reach * (t + math.sqrt(t * t + 2 * left)) / (2 * left), kappa)
+        return Tilt(total, pure, kappa, True)
+    shape = corners(loss, neighbours=neighbours)
+    scale = normal_scale(shape, epsilon=epsilon - kappa, delta=delta)
+    if dimension is not None and (dimension + 1) * pure**2 < scale**2:
+        return Tilt(total, pure, kappa, True)
+    return Tilt(total, scale, kappa, False)
 
 
 @solver(delta=0.0)
@@ -94,8 +138,9 @@ def objective_perturbation(problem: Problem, *, ridge: float, tolerance: float =
         epsilon=main * epsilon,
         delta=main * delta,
         neighbours=problem.neighbours,
+        dimension=d,
     )
-    if delta == 0:
+    if chosen.is_pure:
         b = spherical(d, scale=chosen.scale, draws=draws)
     else:
         b = chosen.scale * draws.standard_normal(d)
@@ -129,6 +174,6 @@ def objective_perturbation(problem: Problem, *, ridge: float, tolerance: float =
         mechanism=f"minimiser of the risk with ridge {chosen.ridge:g} and a random tilt",
         notes=(
             f"The minimiser was found up to a gradient norm of {tolerance:g}, which was checked; "
-            "a hundredth of the budget pays for noise that covers the distance left.",
+            "a thousandth of the budget pays for noise that covers the distance left.",
         ),
     )
