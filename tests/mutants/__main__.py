@@ -2,16 +2,19 @@
 
     python -m tests.mutants                   all mutants, a table, exit status 1 if one survives
     python -m tests.mutants --only restart    those whose name or fault has this word
+    python -m tests.mutants --log FILE        results go to FILE; what stands there is not run again
     python -m tests.mutants --clean 100       the same tests without a bug, so many times
 
 A mutant is dead when a test fails (pytest's exit status 1). One that cannot be imported, or whose
-tests are not found, is an error of the list, not a kill. Before the mutants, all tests that are to
-kill them run once on the clean tree and must pass.
+tests are not found, is an error of the list, not a kill. The quick tests are asked first, the slow
+ones only about what they let live. Before the mutants, all tests that are to kill them run once on
+the clean tree and must pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -20,20 +23,24 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tests.mutants.listed import MUTANTS
 from tests.mutants.mutant import ROOT, Mutant
 
-WORDS = {0: "SURVIVED", 1: "killed"}
+WORDS = {0: "SURVIVED", 1: "killed", 5: "SURVIVED"}  # 5: no test of this kind
+QUICK, SLOW, ALL = "not slow", "slow", "slow or not slow"
 
 
-def run_tests(by: Sequence[str], source: Path, *, seconds: int = 900) -> tuple[int, str]:
+def run_tests(
+    by: Sequence[str], source: Path, *, seconds: int = 900, which: str = ALL
+) -> tuple[int, str]:
     """pytest's exit status over these tests with `source` in front of the path, and its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            [*command, "-m", "slow or not slow", *by], cwd=ROOT, env=environment,
+            [*command, "-m", which, *by], cwd=ROOT, env=environment,
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -47,16 +54,22 @@ def killer(output: str) -> str:
     return lines[0].removeprefix("FAILED ").split(" - ")[0] if lines else ""
 
 
-def try_one(mutant: Mutant) -> tuple[str, str, float]:
-    """What became of a mutant: the word, which test noticed, seconds."""
+def try_one(mutant: Mutant) -> dict[str, Any]:
+    """What became of a mutant: the word, which test of which suite noticed, seconds."""
     started = time.monotonic()
+    suite = "quick"
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        code, output = run_tests(mutant.by, mutant.copy_to(Path(folder)))
+        source = mutant.copy_to(Path(folder))
+        code, output = run_tests(mutant.by, source, which=QUICK)
+        if WORDS.get(code) == "SURVIVED":
+            suite = "slow"
+            code, output = run_tests(mutant.by, source, which=SLOW)
     word = WORDS.get(code, f"ERROR {code}")
-    told = killer(output) if code == 1 else output[-400:] if code else ""
+    told = killer(output) if code == 1 else output[-400:] if word != "SURVIVED" else ""
     if code == 1 and not told:  # an error at import fails without a test's name
         word, told = "ERROR 1", output[-400:]
-    return word, told, time.monotonic() - started
+    seconds = round(time.monotonic() - started, 1)
+    return {"word": word, "suite": suite, "by": told, "seconds": seconds}
 
 
 def clean(times: int, by: Sequence[str]) -> int:
@@ -74,23 +87,31 @@ def clean(times: int, by: Sequence[str]) -> int:
     return alarms
 
 
-def table(chosen: Sequence[Mutant], jobs: int) -> int:
+def table(chosen: Sequence[Mutant], jobs: int, log: Path | None) -> int:
     """Runs the mutants, prints a row for each as it ends; returns how many were not killed."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    known = {entry["patch"]: entry for entry in map(json.loads, lines)}
+
+    def result(mutant: Mutant) -> dict[str, Any]:
+        patch = repr(mutant)
+        if known.get(patch, {}).get("word") != "killed":
+            known[patch] = {"patch": patch, **try_one(mutant)}
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(known[patch]) + "\n")
+        return known[patch]
+
     left = 0
     print(
-        "| # | mutant | fault | file | | killed by | s |\n|---|---|---|---|---|---|---|", flush=True
+        "| # | mutant | fault | file | | killed by | suite | s |\n" + "|---" * 8 + "|", flush=True
     )
     with ThreadPoolExecutor(jobs) as pool:
-        for number, (mutant, result) in enumerate(
-            zip(chosen, pool.map(try_one, chosen), strict=True), start=1
-        ):
-            word, told, seconds = result
-            left += word != "killed"
-            kind = "" if mutant.quick else " (slow)"
-            shown = told.replace("\n", " ").replace("|", "/")
+        for number, (mutant, told) in enumerate(zip(chosen, pool.map(result, chosen)), start=1):
+            left += told["word"] != "killed"
+            shown = told["by"].replace("\n", " ").replace("|", "/")
             print(
-                f"| {number} | {mutant.name} | {mutant.fault} | {mutant.file} | {word}{kind} "
-                f"| {shown} | {seconds:.0f} |",
+                f"| {number} | {mutant.name} | {mutant.fault} | {mutant.file} | {told['word']} "
+                f"| {shown} | {told['suite']} | {told['seconds']:.0f} |",
                 flush=True,
             )
     print(f"\n{len(chosen)} mutants, {len(chosen) - left} killed, {left} not")
@@ -102,6 +123,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a word of the name, the file or the fault")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--clean", type=int, default=0, metavar="TIMES")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="results so far; goes on from them"
+    )
+    parser.add_argument("--unchecked", action="store_true", help="without the clean run before")
     asked = parser.parse_args()
     chosen = [m for m in MUTANTS if asked.only in f"{m.name} {m.file} {m.fault}"]
     by = sorted({test for mutant in chosen for test in mutant.by})
@@ -109,11 +134,11 @@ def main() -> int:
         alarms = clean(asked.clean, by)
         print(f"{alarms} false alarms in {asked.clean} clean runs of {len(by)} tests")
         return int(alarms > 0)
-    code, output = run_tests(by, ROOT / "src", seconds=3600)
+    code, output = (0, "") if asked.unchecked else run_tests(by, ROOT / "src", seconds=3600)
     if code:
         print(f"the tests do not pass without a mutant (exit status {code}):\n{output[-3000:]}")
         return 2
-    return int(table(chosen, asked.jobs) > 0)
+    return int(table(chosen, asked.jobs, asked.log) > 0)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ class Mutant:
 
     `by` are pytest node ids or files; `fault` names the line of the list of known faults that it
     repeats (G1 … G15 are those of version 0.1, P1 … P16 the pitfalls of correlated noise).
-    `quick` is False where only a slow test or an audit kills it.
     """
 
     name: str
@@ -30,7 +29,6 @@ class Mutant:
     new: str
     by: tuple[str, ...]
     fault: str = ""
-    quick: bool = True
 
     def changed(self) -> str:
         """The file's text with the fault in it."""
