@@ -1,12 +1,12 @@
 """Long runs: does memory stay flat, how does the ledger grow, what does the guard cost a unit?
 
     python benchmarks/soak.py                          a short run (10⁵ steps, 10⁶ units)
-    python benchmarks/soak.py --steps 1000000 --units 10000000
+    python benchmarks/soak.py --steps 1000000 --units 10000000       0 leaves a part out
 
 Steps are those of a `PrivateSum` of eight numbers with a run folder, BLT noise and an id for every
-unit, in batches of four, saved every tenth of the run; units go through `Ledger.admit` and `record`
-in batches of 100,000, two epochs of them, in memory. Nothing waits for a clock: time is that of the
-machine. Memory is the resident set of the process.
+unit, in batches of four, saved every tenth of the run; units go through the ledger in batches of
+100,000 in a random order, three epochs of them, in memory: as numbers of rows, and as 64 random
+bits, which names become. Nothing waits for a clock. Memory is the resident set of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noshuffle import Epochs, Plan, PrivateSum, SinglePass
+from noshuffle import MinSeparation, Plan, PrivateSum, SinglePass
 from noshuffle.release.ledger import Ledger
 
 BATCH, ROWS = 4, 100_000
@@ -57,27 +57,36 @@ def soak_steps(steps: int) -> None:
         run.close()
 
 
-def soak_units(units: int) -> None:
-    """Two epochs of many units through the guard, in memory."""
-    batches = units // ROWS
-    ledger = Ledger(Epochs(epochs=2, steps_per_epoch=batches))
-    order = np.random.default_rng(0).permutation(units).astype(np.int64)
-    print("\n| epoch | units | admit, ns a unit | record, ns a unit | MiB |\n|---|---|---|---|---|")
-    for epoch in range(2):
-        admit = record = 0.0
+def soak_units(units: int, kind: str) -> None:
+    """Three epochs of many units through the guard, in memory; CPU time of a unit.
+
+    The guard is `admit` (who may take part) and `settle` (who did); the row with the list of units
+    is written in between, and belongs to the ledger.
+    """
+    batches, rng = units // ROWS, np.random.default_rng(0)
+    order = rng.permutation(units).astype(np.int64)
+    if kind == "names":
+        order = (order.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    rule = MinSeparation(steps=3 * batches, separation=1, max_participations=3)
+    ledger = Ledger(rule)
+    for epoch in ("first", "the same batches", "other batches"):
+        if epoch == "other batches":
+            rng.shuffle(order)
+        spent = [0.0, 0.0, 0.0]
         for number in range(batches):
             ids = order[number * ROWS : (number + 1) * ROWS]
-            began = time.perf_counter()
-            leave = ledger.admit(epoch * batches + number, ids, b"")
-            middle = time.perf_counter()
+            times = [time.process_time()]
+            leave = ledger.admit(ledger.released, ids, b"")
+            times.append(time.process_time())
             ledger.record(leave)
+            times.append(time.process_time())
             ledger.settle()
-            admit += middle - began
-            record += time.perf_counter() - middle
-        each = 1e9 / (batches * ROWS)
+            times.append(time.process_time())
+            spent = [s + b - a for s, a, b in zip(spent, times, times[1:])]
+        admit, record, settle = (s * 1e9 / (batches * ROWS) for s in spent)
         print(
-            f"| {epoch + 1} | {units:,} | {admit * each:.0f} | {record * each:.0f} "
-            f"| {resident():.0f} |",
+            f"| {units:,} {kind} | {epoch} | {admit:.0f} | {settle:.0f} | {admit + settle:.0f} "
+            f"| {record:.0f} | {resident():.0f} |",
             flush=True,
         )
 
@@ -87,8 +96,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--units", type=int, default=1_000_000)
     asked = parser.parse_args()
-    soak_steps(asked.steps)
-    soak_units(asked.units)
+    if asked.steps:
+        soak_steps(asked.steps)
+    if not asked.units:
+        return
+    print("\n| units | epoch | admit, ns | settle, ns | guard, ns a unit | row, ns a unit | MiB |")
+    print("|---" * 7 + "|")
+    for kind in ("rows", "names"):
+        soak_units(asked.units, kind)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from noshuffle import c_library
 from noshuffle.c_library import build, cache_folder, text_of
 from noshuffle.clipping import native_conv, native_rows
 from noshuffle.noise import gaussian as constants
+from noshuffle.noise import native
+from noshuffle.release import tags, unit_index
 
 FILES = sorted((Path(c_library.__file__).parent / "native").glob("*.c"))
 SEVEN = "int seven(void) { return 7; }"
@@ -213,6 +216,17 @@ def test_switched_off_nothing_is_built(folder: Path, compiled: list[str]) -> Non
     assert compiled == ["not C"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("loops", [native, native_conv, native_rows, tags, unit_index])
+def test_what_is_built_here_agrees_with_its_twin(loops: ModuleType) -> None:
+    """One that did not would be left aside without a word, and its tests be skipped."""
+    if loops is tags:
+        built = build(text_of("ghash.c"))
+        if built is not None and not built.ghash_ready():
+            pytest.skip("this processor has no carry-less product")
+    assert loops.library() is not None
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_the_loops_do_nothing_undefined(folder: Path) -> None:
@@ -221,6 +235,7 @@ def test_the_loops_do_nothing_undefined(folder: Path) -> None:
 from noshuffle.c_library import build, text_of
 from noshuffle.clipping import native_conv, native_rows
 from noshuffle.noise import native, whole_step
+from noshuffle.release import unit_index
 
 flags = ("-ffp-contract=off", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
 for loops in (native, native_conv, native_rows):
@@ -233,8 +248,9 @@ else:
     print(native.agrees(found), not native.has_aes() or whole_step.is_ready())
     for loops, file in ((native_conv, "convolution.c"), (native_rows, "rows.c")):
         print(loops._agrees(loops._build(text_of(file))))
+    print(unit_index.agrees(build(text_of("units.c"), flags=flags)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.stdout == "none\n":
         pytest.skip("this compiler has no sanitizer")
-    assert done.stdout.split() == ["True"] * 4, (done.returncode, done.stderr)
+    assert done.stdout.split() == ["True"] * 5, (done.returncode, done.stderr)

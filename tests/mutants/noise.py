@@ -9,6 +9,8 @@ GRID = ("tests/noise/test_grid.py",)
 SOURCE = ("tests/noise/test_source.py",)
 TREE = ("tests/noise/test_forest.py", "tests/noise/test_covariance.py")
 RING = ("tests/noise/test_ring.py",)
+#: Loops in C that disagree with their twins are never used, and this is where that is noticed.
+TWINS = ("tests/test_c_library.py::test_what_is_built_here_agrees_with_its_twin",)
 
 NOISE = (
     Mutant(
@@ -24,7 +26,7 @@ NOISE = (
         "native/noise.c",
         "for (int j = 0; j < TILE; j++) v[j] *= gain;",
         "(void)gain;",
-        LAWS,
+        TWINS + LAWS,
         "scale",
     ),
     Mutant(
@@ -32,7 +34,7 @@ NOISE = (
         "native/noise.c",
         "v[j] += s[j] * c;\n                    s[j] = s[j] * d + u[at + j];",
         "s[j] = s[j] * d + u[at + j];\n                    v[j] += s[j] * c;",
-        LAWS,
+        TWINS + LAWS,
         "correlation",
     ),
     Mutant(
@@ -136,7 +138,7 @@ NOISE = (
         "native/noise.c",
         "value[j] = ((a + middle) - middle) * times;",
         "value[j] = (value[j] + noise[j]) * times;",
-        (*GRID, "tests/noise/test_whole_step.py"),
+        (*TWINS, *GRID, "tests/noise/test_whole_step.py"),
         "P10",
     ),
     Mutant(

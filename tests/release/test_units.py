@@ -7,16 +7,32 @@ import pytest
 import torch
 
 from noshuffle.errors import InvalidInput
+from noshuffle.release import unit_index
 from noshuffle.release import units as module
+from noshuffle.release.unit_index import UnitIndex, in_order
 from noshuffle.release.units import Seen, UnitTable, as_ids, name_to_id
 
+#: Ids that lie far apart, close together from zero on, and of both kinds.
+KINDS = {
+    "names": lambda rng: rng.integers(-(2**62), 2**62, 300),
+    "rows": lambda rng: rng.permutation(400)[:300],
+    "both": lambda rng: rng.permutation(np.arange(-150, 150)) * 997,
+}
 
-@pytest.mark.parametrize("small", [(1, 1), (40, 7), (65536, 4096)])
-def test_table_equals_a_dictionary(monkeypatch, small):
-    monkeypatch.setattr(module, "_SMALL", small)
+
+@pytest.fixture(params=[(1, 1, 0), (40, 100, 1), (4096, 2**24, 16)], ids=str)
+def sizes(monkeypatch, request):
+    """Runs of recent arrivals, and the array of an index, small enough to fill up."""
+    for name, value in zip(("_RECENT", "_PLACES", "_PLACES_EACH"), request.param):
+        monkeypatch.setattr(unit_index, name, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("sizes")
+def test_table_equals_a_dictionary(kind):
     rng = np.random.default_rng(0)
     table, slow = UnitTable(), {}
-    names = rng.integers(-(2**62), 2**62, 300)
+    names = KINDS[kind](rng)
     for step in range(60):
         ids = rng.choice(names, size=int(rng.integers(0, 40)), replace=False)
         anew = rng.random(len(ids)) < 0.2
@@ -39,10 +55,9 @@ def test_table_equals_a_dictionary(monkeypatch, small):
 
 
 @pytest.mark.parametrize("room", [0, 30, 2**21])
-@pytest.mark.parametrize("small", [(1, 1), (40, 7), (65536, 4096)])
-def test_batches_that_come_together_equal_a_dictionary(monkeypatch, small, room):
+@pytest.mark.usefixtures("sizes")
+def test_batches_that_come_together_equal_a_dictionary(monkeypatch, room):
     """The same batches again and again, now and then one that cuts across them."""
-    monkeypatch.setattr(module, "_SMALL", small)
     monkeypatch.setattr(module, "_IN_PARTIES", room)
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -68,7 +83,7 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, small, room)
                 got = list(zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist()))
                 wanted = [slow.get(i, (-1, -1, 0)) for i in asked.tolist()]
                 assert got == wanted
-                one = table.shared(asked.tobytes())
+                one = table.shared(asked)
                 assert one is None or set(wanted) == {one}
                 shared += one is not None
             if rng.random() < 0.02:
@@ -78,17 +93,22 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, small, room)
         ids, seen = table.all()
         rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
         assert dict(zip(ids.tolist(), rows)) == slow
-        assert table._members == sum(len(key) // 8 for key in table._parties) <= room
+        assert table._members == sum(len(p.rows) for p in table._parties.values()) <= room
+        assert sorted(table._firsts.values()) == sorted(table._parties)
         assert (shared > 0) == (room > 0)
 
 
-@pytest.mark.parametrize("place", ["_found", "_insert", "_move_on", "_part", "_write", "_merge"])
+@pytest.mark.parametrize(
+    "place",
+    ["_found", "_append", "_move_on", "_part", "_write", "add", "_widen", "_add_to_runs"],
+)
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "behind"])
 def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
-    monkeypatch.setattr(module, "_SMALL", (6, 2))
+    for name, value in {"_RECENT": 2, "_PLACES": 12, "_PLACES_EACH": 0}.items():
+        monkeypatch.setattr(unit_index, name, value)
     rng = np.random.default_rng(0)
     table, slow = UnitTable(), {}
-    where = module if place == "_merge" else UnitTable
+    where = UnitTable if hasattr(UnitTable, place) else UnitIndex
     real, hits, is_armed = getattr(where, place), 0, True
 
     def interrupted(*args, **options):
@@ -112,10 +132,42 @@ def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
         except KeyboardInterrupt:
             table.update(ids, step=step)
     is_armed = False
-    assert hits > 2
+    assert hits > (1 if place == "_widen" else 2)
     ids, seen = table.all()
     rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
     assert dict(zip(ids.tolist(), rows)) == slow
+
+
+def test_an_add_that_was_interrupted_and_not_done_again_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(unit_index, "_PLACES", 8)
+    index = UnitIndex()
+    index.add(np.array([2, 90]))
+
+    class Stopped(np.ndarray):
+        def __setitem__(self, *what):
+            super().__setitem__(*what)
+            raise KeyboardInterrupt
+
+    places = index._places
+    index._places = places.view(Stopped)
+    with pytest.raises(KeyboardInterrupt):
+        index.add(np.array([5, 80, 3]))
+    index._places = places
+    assert index.find(np.array([2, 3, 5, 80, 90])).tolist() == [0, -1, -1, -1, 1]
+    index.add(np.array([3, 70]))
+    assert index.find(np.array([2, 3, 5, 70, 80, 90])).tolist() == [0, 2, -1, 3, -1, 1]
+    assert index.units.tolist() == [2, 90, 3, 70]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2047, 2048, 5000])
+def test_sorting_equals_numpy(size):
+    rng = np.random.default_rng(size)
+    ends = np.array([-(2**63), 2**63 - 1, 0, -1])
+    for units in (rng.integers(-(2**63), 2**63 - 1, size), rng.integers(-9, 9, size)):
+        units[: min(4, size)] = ends[: min(4, size)]
+        kept = units.copy()
+        assert in_order(units).tolist() == np.sort(kept).tolist()
+        assert units.tolist() == kept.tolist()
 
 
 def test_what_a_table_tells_is_not_the_table():

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from noshuffle.errors import ParticipationViolation, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
+from noshuffle.release.unit_index import in_order
 from noshuffle.release.units import Ids, Record, Seen
 
 Mask = NDArray[np.bool_]
@@ -69,9 +70,11 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
     sensitivity of this participation was maximised. Restarted keeps separation and total count of
     a MinSeparation base across blocks too, which is stricter than either reading of it.
     """
+    never: Mask = seen.count == 0
+    if never.all():
+        return never
     again = _allows(participation, step, seen.first, seen.last, seen.count)
-    mask: Mask = np.logical_or(seen.count == 0, again)
-    return mask
+    return np.asarray(never | again, dtype=bool)
 
 
 def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
@@ -105,27 +108,27 @@ def same_batch(participation: Participation, *, step: int) -> int | None:
     return step - rule.steps_per_epoch
 
 
-def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Ids]:
-    """Distinct units, and for every row the place of its unit among them (−1: a dropped repeat).
+def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mask | None]:
+    """Distinct units in order, and which rows repeat a unit and are dropped (None: none).
 
     A batch holds every example once; with `groups` the rows of one user form one contribution.
     """
-    if len(ids) and (ids[1:] > ids[:-1]).all():  # in order already, as data in file order is
-        return ids.copy(), np.arange(len(ids))
-    units, first, rows = np.unique(ids, return_index=True, return_inverse=True)
-    rows = rows.astype(np.int64)
-    if len(units) == len(ids) or groups:
-        return units, rows
+    if (ids[1:] > ids[:-1]).all():  # in order already, as data in file order is
+        return ids.copy(), None
+    units = in_order(ids)
+    if (units[1:] > units[:-1]).all():
+        return units, None
+    units, first, often = np.unique(ids, return_index=True, return_counts=True)
+    if groups:
+        return units, None
     if not drop:
-        twice = units[np.bincount(rows, minlength=len(units)) > 1][0]
         raise ParticipationViolation(
-            f"unit {int(twice)} appears twice in step {step}; a batch holds each example once (a "
-            "plan with unit='user' groups the examples of a user)"
+            f"unit {int(units[often > 1][0])} appears twice in step {step}; a batch holds each "
+            "example once (a plan with unit='user' groups the examples of a user)"
         )
     repeat = np.ones(len(ids), dtype=bool)
     repeat[first] = False
-    rows[repeat] = -1
-    return units, rows
+    return units, repeat
 
 
 def why_not(participation: Participation, *, step: int, record: Record) -> str:

@@ -133,23 +133,24 @@ class Ledger(LedgerFile):
     def _by_ids(self, step: int, ids: Ids, batch: bytes, *, drop: bool) -> Admission:
         """The rule for every unit; once for all where they have always come together."""
         ids = np.asarray(ids, dtype=np.int64)  # of another width, other units have the same bytes
-        key = ids.tobytes()
-        known = self._known.get(key)
+        known = self._known.get(ids)
         if known is not None:
-            shared = self._table.shared(known[1])
+            shared = self._table.shared(known)
             if shared and guard.is_party_admitted(self.participation, step=step, record=shared):
-                return Admission(step, batch, "ids", known[0])
-        units, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
+                return Admission(step, batch, "ids", known)
+        units, repeat = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
         is_barred = np.isin(units, self.barred) if len(self.barred) else False
         if not drop:
             guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask | is_barred)
         mask = mask & ~np.asarray(is_barred)
-        keep = (rows >= 0) & mask[rows] if len(ids) else np.zeros(0, dtype=bool)
-        if len(ids) and keep.all():
-            self._known.add(key, units)
+        if len(ids) and repeat is None and mask.all():
+            self._known.add(ids, units)
             return Admission(step, batch, "ids", units)
+        keep = mask[np.searchsorted(units, ids)]
+        if repeat is not None:
+            keep &= ~repeat
         return Admission(step, batch, "ids", units[mask], guard.unless_all(keep), not keep.any())
 
     def _sampled(self, step: int, ids: Ids | None, batch: bytes, *, is_partial: bool) -> Admission:
@@ -196,8 +197,10 @@ class Ledger(LedgerFile):
         if ids is None:
             is_empty = not len(row.units)
             return Admission(step, batch, "fingerprints", row.units, None, is_empty, True)
-        _, rows = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
-        keep = (rows >= 0) & np.isin(ids, row.units)
+        _, repeat = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=True)
+        keep = np.isin(ids, row.units)
+        if repeat is not None:
+            keep &= ~repeat
         return Admission(
             step, batch, "ids", row.units, guard.unless_all(keep), not keep.any(), True
         )

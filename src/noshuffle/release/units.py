@@ -1,16 +1,15 @@
 """A table of units: when each was first and last seen, and how often, without Python loops.
 
-Units are 64-bit integers in three sorted runs, a large one and two smaller ones of recent arrivals,
-each merged into the next when it has grown, so a step with m units costs O(m log N) and not O(N).
-Names become integers through 64 bits of BLAKE2b; two that collided would count as one unit, which
-is the strict side.
+Units are 64-bit integers, each with a row of a growing array (`unit_index` finds it), in order of
+arrival, so a step with m units costs O(m). Names become integers through 64 bits of BLAKE2b; two
+that collided would count as one unit, which is the strict side.
 
 Most batches are the same in every epoch, so their units always come together and have one record
-between them. Such a party is kept by the bytes of its units: to ask for it, or to move it on, takes
-one look into a dictionary. The first batch that cuts across it ends it.
+between them. Such a party is found by its first unit, and its bytes are compared: to ask for it, or
+to move it on, touches no row. The first batch that cuts across it ends it.
 
-State: the runs, with the number of each unit's party, and the records of the parties, which
-are written into the runs when somebody asks for a unit in another way.
+State: the rows, with the number of each unit's party, and the records of the parties, which are
+written into the rows when somebody asks for a unit in another way.
 
 >>> table = UnitTable()
 >>> table.update(np.array([7, 3]), step=0)
@@ -23,9 +22,9 @@ are written into the runs when somebody asks for a unit in another way.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
+from noshuffle.release.unit_index import UnitIndex, make_room
 
 Ids = NDArray[np.int64]
 #: first, last, count
 Record = tuple[int, int, int]
 _FIELDS = 4  # the same, and the number of a party (0: none)
-#: How large the runs behind the first may grow.
-_SMALL = (65536, 4096)
-_REMEMBERED = 2**18
 _IN_PARTIES = 2**21
 
 
@@ -108,29 +105,42 @@ _MOST_ROWS = 2**21
 
 
 class BatchCache:
-    """The units of batches that came before, in order, by the bytes of their ids.
+    """The units of batches that came before, in order, by the first and last of their ids.
 
     To find the distinct units of a batch is a sort, and an epoch brings the same batches again.
     Only batches in which every row counts; when they hold two million rows it starts anew.
     """
 
     def __init__(self) -> None:
-        self._batches: dict[bytes, tuple[Ids, bytes]] = {}
+        self._batches: dict[tuple[int, int, int], tuple[bytes, Ids]] = {}
         self._rows = 0
 
-    def get(self, ids: bytes) -> tuple[Ids, bytes] | None:
-        """The units of the batch whose ids have these bytes, and their bytes."""
-        return self._batches.get(ids)
+    def get(self, ids: Ids) -> Ids | None:
+        """The units of the batch with these ids."""
+        found = self._batches.get(_ends(ids)) if len(ids) else None
+        return found[1] if found is not None and found[0] == ids.tobytes() else None
 
-    def add(self, ids: bytes, units: Ids) -> None:
+    def add(self, ids: Ids, units: Ids) -> None:
         """Remember a batch, and keep its units from being changed."""
-        rows = len(ids) // 8
-        if self._rows + rows > _MOST_ROWS:
+        if self._rows + len(ids) > _MOST_ROWS:
             self._batches, self._rows = {}, 0
         units.flags.writeable = False
-        key = units.tobytes()
-        self._batches[ids] = (units, ids if key == ids else key)
-        self._rows += rows
+        self._batches[_ends(ids)] = (ids.tobytes(), units)
+        self._rows += len(ids)
+
+
+def _ends(ids: Ids) -> tuple[int, int, int]:
+    return int(ids[0]), int(ids[-1]), len(ids)
+
+
+@dataclass
+class _Party:
+    """Units that have always come together."""
+
+    number: int
+    units: bytes
+    rows: Ids
+    record: Record
 
 
 class UnitTable:
@@ -141,41 +151,40 @@ class UnitTable:
     """
 
     def __init__(self) -> None:
-        self._runs = [_empty_run() for _ in range(1 + len(_SMALL))]
-        # Where units lie that were asked for, by their bytes, for as long as no unit is added: a
-        # step looks the same ones up several times, and an epoch brings back those of the last.
-        self._asked: dict[bytes, list[_Place]] = {}
-        # A party is in both dictionaries, or it is none: numbers in the runs may be of former ones.
-        self._parties: dict[bytes, Record] = {}
-        self._numbers: dict[int, bytes] = {}
-        self._behind: set[bytes] = set()  # parties whose records in the runs are old
+        self._index = UnitIndex()
+        self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row; there is room behind them
+        # Rows of the units asked for last: a step looks the same ones up several times.
+        self._asked: tuple[bytes, Ids] | None = None
+        # A party is in both dictionaries, or it is none: numbers in rows may be of former ones.
+        self._parties: dict[int, _Party] = {}
+        self._firsts: dict[int, int] = {}  # the number of a party by its first unit
+        self._behind: set[int] = set()  # numbers of parties whose rows hold older records
         self._founded = self._members = 0
 
     def __len__(self) -> int:
-        return sum(len(ids) for ids, _ in self._runs)
+        return len(self._index.units)
 
-    def shared(self, key: bytes) -> Record | None:
-        """The one record of the units with these bytes, if they have always come together."""
-        return self._parties.get(key)
+    def shared(self, ids: Ids) -> Record | None:
+        """The one record of these units, if they have always come together in this order."""
+        party = self._party(ids)
+        return None if party is None else party.record
 
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
         ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
-        one = self._parties.get(ids.tobytes())
-        if one is not None:
-            first, last, count = np.repeat(np.array(one), len(ids)).reshape(3, -1)
+        party = self._party(ids)
+        if party is not None:
+            first, last, count = np.repeat(np.array(party.record), len(ids)).reshape(3, -1)
             return Seen(first=first, last=last, count=count)
         self._write_back()
-        found = list(zip(self._runs, self._places(ids)))
-        for (_, data), (slots, _) in found:
-            if len(slots) == len(ids):
-                first, last, count = data[:3, slots]
-                return Seen(first=first, last=last, count=count)
+        rows = self._rows(ids)
+        if len(rows) and rows.min() >= 0:
+            return _seen(self._data.take(rows, axis=0))
         out = np.empty((3, len(ids)), dtype=np.int64)
         out[:2], out[2] = -1, 0
-        for (_, data), (slots, hit) in found:
-            if len(slots):
-                out[:, hit] = data[:3, slots]
+        hit = np.flatnonzero(rows >= 0)
+        if len(hit):
+            out[:, hit] = self._data[rows[hit], :3].T
         return Seen(first=out[0], last=out[1], count=out[2])
 
     def update(self, ids: Ids, *, step: int, first: NDArray[np.bool_] | None = None) -> None:
@@ -183,49 +192,49 @@ class UnitTable:
         ids = np.asarray(ids, dtype=np.int64)
         if not len(ids):
             return
-        key = ids.tobytes()
-        if key in self._parties and (first is None or first.all() == first.any()):
-            self._move_on(key, step=step, is_anew=first is not None and bool(first[0]))
+        party = self._party(ids)
+        if party is not None and (first is None or first.all() == first.any()):
+            self._move_on(party, step=step, is_anew=first is not None and bool(first[0]))
             return
-        self._part(ids)
-        fresh = np.ones(len(ids), dtype=bool)
-        for (_, data), (slots, hit) in zip(self._runs, self._places(ids)):
-            if not len(slots):
-                continue
-            own = data[:, slots]
-            own[2] += own[1] != step
-            own[1] = step
+        rows = self._rows(ids)
+        is_known = rows >= 0
+        known = rows[is_known]
+        self._part(known)
+        if len(known):
+            own = self._data.take(known, axis=0)
+            own[:, 2] += own[:, 1] != step
+            own[:, 1] = step
             if first is not None:
-                own[0, first[hit]] = step
-            is_party = len(slots) == len(ids) and bool((own[:3] == own[:3, :1]).all())
-            own[3] = number = self._new_number(len(ids)) if is_party else 0
+                own[first[is_known], 0] = step
+            is_party = len(known) == len(ids) and bool((own[:, :3] == own[0, :3]).all())
+            own[:, 3] = number = self._new_number(len(ids)) if is_party else 0
             # All fields at once: an interrupt finds these units before the step or behind it.
-            data[:, slots] = own
+            self._data[known] = own
             if number:
-                self._found(key, number, (int(own[0, 0]), step, int(own[2, 0])))
-            fresh &= ~hit
-        if fresh.any():
-            new = np.sort(ids[fresh])
-            number = self._new_number(len(ids)) if len(new) == len(ids) else 0
-            data = np.array([[step], [step], [1], [number]], dtype=np.int64)
-            self._insert(new, data.repeat(len(new), axis=1))
+                self._found(ids, known, number, (int(own[0, 0]), step, int(own[0, 2])))
+        if len(known) < len(ids):
+            new = ids[~is_known] if len(known) else ids
+            number = 0 if len(known) else self._new_number(len(ids))
+            rows = self._append(new, np.array([step, step, 1, number]))
             if number:
-                self._found(key, number, (step, step, 1))
+                self._found(ids, rows, number, (step, step, 1))
 
     def restore(self, ids: Ids, seen: Seen) -> None:
         """Start from saved records (the table must be empty)."""
-        order = np.argsort(ids)
         none = np.zeros(len(ids), dtype=np.int64)
-        data = np.stack([seen.first, seen.last, seen.count, none])[:, order]
-        self._runs[0] = (ids[order], np.ascontiguousarray(data))
-        self._asked.clear()
+        self._append(ids, np.stack([seen.first, seen.last, seen.count, none], axis=1))
 
     def all(self) -> tuple[Ids, Seen]:
         """Every unit with its record, in order of id; theirs to change."""
         self._write_back()
-        ids, data = reduce(_merge, self._runs)
-        first, last, count = data[:3].copy()
-        return ids.copy(), Seen(first=first, last=last, count=count)
+        order = np.argsort(self._index.units)
+        return self._index.units[order], _seen(self._data.take(order, axis=0))
+
+    def _party(self, ids: Ids) -> _Party | None:
+        """The party that these units are, in their order."""
+        number = self._firsts.get(int(ids[0]), 0) if len(ids) else 0
+        party = self._parties.get(number)
+        return party if party is not None and party.units == ids.tobytes() else None
 
     def _new_number(self, members: int) -> int:
         """The number of a party to come, 0 where there is no room for it."""
@@ -234,85 +243,60 @@ class UnitTable:
         self._founded += 1
         return self._founded
 
-    def _found(self, key: bytes, number: int, record: Record) -> None:
-        """A party that the runs know of already."""
-        self._members += len(key) // 8
-        self._numbers[number] = key
-        self._parties[key] = record
+    def _found(self, ids: Ids, rows: Ids, number: int, record: Record) -> None:
+        """A party whose rows have its number already."""
+        self._members += len(ids)
+        self._firsts[int(ids[0])] = number
+        self._parties[number] = _Party(number, ids.tobytes(), rows, record)
 
-    def _move_on(self, key: bytes, *, step: int, is_anew: bool) -> None:
-        first, last, count = self._parties[key]
+    def _move_on(self, party: _Party, *, step: int, is_anew: bool) -> None:
+        first, last, count = party.record
         if last != step:
-            self._behind.add(key)
-            self._parties[key] = (step if is_anew else first, step, count + 1)
+            self._behind.add(party.number)
+            party.record = (step if is_anew else first, step, count + 1)
 
-    def _part(self, ids: Ids) -> None:
-        """End the parties that these units are of; the runs know everything of them then."""
-        if not self._numbers:
+    def _part(self, rows: Ids) -> None:
+        """End the parties that the units of these rows are of; the rows know everything then."""
+        if not self._parties or not len(rows):
             return
-        for (_, data), (slots, _) in zip(self._runs, self._places(ids)):
-            for number in self._numbers.keys() & set(data[3, slots].tolist()):
-                key = self._numbers[number]
-                self._write(key)
-                if self._parties.pop(key, None) is not None:
-                    self._members -= len(key) // 8
-                del self._numbers[number]
+        numbers = self._data[rows, 3]
+        if len(rows) > self._founded:
+            numbers = np.flatnonzero(np.bincount(numbers))
+        for number in self._parties.keys() & set(numbers.tolist()):
+            self._write(number)
+            party = self._parties.pop(number)
+            self._members -= len(party.rows)
+            self._firsts.pop(int.from_bytes(party.units[:8], sys.byteorder, signed=True), None)
 
     def _write_back(self) -> None:
-        for key in list(self._behind):
-            self._write(key)
+        for number in list(self._behind):
+            self._write(number)
 
-    def _write(self, key: bytes) -> None:
-        """Bring the runs up to date with one party."""
-        if key in self._behind:
-            record = np.array(self._parties[key])[:, None]
-            places = self._places(np.frombuffer(key, dtype=np.int64))
-            for (_, data), (slots, _) in zip(self._runs, places):
-                data[:3, slots] = record
-            self._behind.discard(key)
+    def _write(self, number: int) -> None:
+        """Bring the rows up to date with one party."""
+        if number in self._behind:
+            party = self._parties[number]
+            self._data[party.rows, :3] = party.record
+            self._behind.discard(number)
 
-    def _places(self, ids: Ids) -> list[_Place]:
-        """In each run, where those of these units are that it knows."""
+    def _rows(self, ids: Ids) -> Ids:
         key = ids.tobytes()
-        found = self._asked.get(key)
-        if found is None:
-            if len(self._asked) * len(ids) >= _REMEMBERED:
-                self._asked.clear()
-            low = int(ids.min()) if len(ids) else 0
-            found = self._asked[key] = [_find(known, ids, low=low) for known, _ in self._runs]
-        return found
+        if self._asked is None or self._asked[0] != key:
+            self._asked = (key, self._index.find(ids))
+        return self._asked[1]
 
-    def _insert(self, ids: Ids, data: NDArray[np.int64]) -> None:
-        runs = [*self._runs[:-1], _merge(self._runs[-1], (ids, data))]
-        for i in range(len(_SMALL), 0, -1):
-            if len(runs[i][0]) > max(_SMALL[i - 1], len(runs[0][0]) // 8 if i == 1 else 0):
-                runs[i - 1 : i + 1] = [_merge(*runs[i - 1 : i + 1]), _empty_run()]
-        self._asked.clear()
-        self._runs = runs
-
-
-_Run = tuple[Ids, NDArray[np.int64]]
-_Place = tuple[NDArray[np.intp], NDArray[np.bool_]]
+    def _append(self, ids: Ids, records: NDArray[np.int64]) -> Ids:
+        """Rows for units that have none, theirs from the moment when the index knows of them."""
+        if records.size and (records.min() < 0 or records.max() >= 1 << 31):
+            raise InvalidInput("steps and counts of a unit are below two thousand million")
+        start, end = len(self), len(self) + len(ids)
+        make_room(self._data, end)
+        self._data[start:end] = records
+        self._asked = None
+        self._index.add(ids)
+        return np.arange(start, end)
 
 
-def _empty_run() -> _Run:
-    return np.empty(0, dtype=np.int64), np.empty((_FIELDS, 0), dtype=np.int64)
-
-
-def _find(known: Ids, ids: Ids, *, low: int) -> _Place:
-    """Where those of these units are that a run knows, and which they are; none is below `low`."""
-    if not len(known) or low > known[-1]:
-        return np.empty(0, dtype=np.intp), np.zeros(len(ids), dtype=bool)
-    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-    hit = known[at] == ids
-    return at[hit], hit
-
-
-def _merge(a: _Run, b: _Run) -> _Run:
-    if not len(b[0]):
-        return a
-    ids = np.concatenate([a[0], b[0]])
-    if not len(a[0]) or a[0][-1] < b[0][0]:
-        return ids, np.concatenate([a[1], b[1]], axis=1)
-    order = np.argsort(ids, kind="stable")
-    return ids[order], np.concatenate([a[1], b[1]], axis=1)[:, order]
+def _seen(data: NDArray[np.int32]) -> Seen:
+    first, last, count, _ = data.T.astype(np.int64)
+    return Seen(first=first, last=last, count=count)
