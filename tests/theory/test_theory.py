@@ -172,3 +172,15 @@ def test_our_solver_keeps_the_proved_bound() -> None:
     promised = theory.ftrl_regret(at, spread=spread, batch_size=8, expected=True).order
     found = [experiments.ftrl_excess(n, seed=seed, d=d) for seed in range(3)]
     assert 0.1 * promised < np.mean(found) <= promised
+
+
+def test_batches_give_dp_sgd_the_order_of_theorem_4_1() -> None:
+    wide = replace(SIZES, n=10**6, d=10**4, delta=1e-7)
+    batch = theory.best_batch(wide)
+    z = 1 / gaussian.mu(epsilon=1.0, delta=1e-7)
+    assert batch == round(z * 100)
+    least = theory.sgd_regret(wide, batch_size=batch).order
+    assert least == pytest.approx(math.sqrt(2 * z * 100 / 1e6), rel=1e-6)
+    for other in (batch // 2, 2 * batch, 1):
+        assert theory.sgd_regret(wide, batch_size=other).order > least
+    assert theory.best_batch(replace(SIZES, n=3)) == 3

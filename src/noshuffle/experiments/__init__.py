@@ -22,6 +22,8 @@ __all__ = ["FIGURES", "Request", "figure", "open_store", "run", "to_stderr"]
 
 #: Figures by name, and the module that each is in, imported when it is asked for.
 FIGURES: dict[str, str] = {
+    "bounds": "noshuffle.experiments.bounds",
+    "noise": "noshuffle.experiments.noise",
     "rates": "noshuffle.experiments.rates",
 }
 

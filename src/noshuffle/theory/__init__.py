@@ -8,6 +8,7 @@ l_p     excess risk in l_p, convex and not
 
 from noshuffle.theory.base import Bound, Sizes, excess_risk, regret
 from noshuffle.theory.ftrl import (
+    best_batch,
     corollary_4_2,
     ftrl_regret,
     ftrl_risk,
@@ -22,6 +23,7 @@ from noshuffle.theory.ftrl import (
 __all__ = [
     "Bound",
     "Sizes",
+    "best_batch",
     "corollary_4_2",
     "excess_risk",
     "ftrl_regret",

@@ -8,7 +8,7 @@ mean over the stream), neighbours are zero-out.
     theorem_4_3       regret, least squares, i.i.d.     L²R²(√(ln n/n) + √(d ln⁵(n/β) ln(1/δ))/(εn))
     ftrl_regret       as 4.1, constants proved here     LR√(2(1 + zE(√d + √(2 ln(n/β))))/n)
     ftrl_risk         as 4.2, constants proved here     ftrl_regret at β/2 + 2LR√(2 ln(2/β)/n)
-    sgd_regret        DP-SGD without amplification      LR√((1 + dz²)/n), constants proved here
+    sgd_regret        DP-SGD without amplification      LR√((B + dz²/B)/n), constants proved here
 
 >>> sizes = Sizes(n=10_000, d=100, epsilon=1.0, delta=1e-6)
 >>> theorem_4_1(sizes).value is None, round(ftrl_regret(sizes).order, 3)
@@ -148,24 +148,32 @@ def ftrl_risk(sizes: Sizes, *, spread: float | None = None, batch_size: int = 1)
     )
 
 
-def sgd_regret(sizes: Sizes) -> Bound:
-    """One pass of DP-SGD, every gradient with noise for (ε, δ), nothing amplified; expected.
+def sgd_regret(sizes: Sizes, *, batch_size: int = 1) -> Bound:
+    """One pass of DP-SGD, every batch with noise for (ε, δ), nothing amplified; expected.
 
-    Projected descent with steps R/(G√n) has regret RG/√n, G² = E‖g + noise‖² ≤ L²(1 + dz²), and
-    the noise of a step is independent of the model it is evaluated at: mean zero, no other cost.
+    T = n/B projected steps of R/(G√T) have regret RG√T over the stream, G² = E‖g + noise‖² ≤
+    L²(B² + dz²), and the noise of a step is independent of the model it is evaluated at: mean zero,
+    no other cost. Per example LR√((B + dz²/B)/n), least at B = z√d (`best_batch`).
     """
     s = sizes
-    z = 1 / gaussian.mu(epsilon=s.epsilon, delta=s.delta)
-    total = s.scale * math.sqrt((1 + s.d * z * z) / s.n)
-    share = 1 / (1 + s.d * z * z)
+    whole(batch_size=batch_size, at_most=s.n)
+    private = s.d / (gaussian.mu(epsilon=s.epsilon, delta=s.delta) ** 2 * batch_size)
+    total = s.scale * math.sqrt((batch_size + private) / s.n)
+    share = batch_size / (batch_size + private)
     return Bound(
         name="DP-SGD without amplification, constants",
         quantity="regret",
         terms={"optimisation": share * total, "privacy": (1 - share) * total},
         is_order=False,
-        conditions=(LIPSCHITZ, BALL, OBLIVIOUS, "in expectation"),
+        conditions=(LIPSCHITZ, BALL, OBLIVIOUS, "best rate", "in expectation"),
         source=HERE,
     )
+
+
+def best_batch(sizes: Sizes) -> int:
+    """z√d, at most n: where `sgd_regret` is least, LR√(2z√d/n). The order of Theorem 4.1."""
+    z = 1 / gaussian.mu(epsilon=sizes.epsilon, delta=sizes.delta)
+    return max(1, min(sizes.n, round(z * math.sqrt(sizes.d))))
 
 
 def table_1(sizes: Sizes) -> tuple[Bound, ...]:
