@@ -49,3 +49,30 @@ def test_a_model_that_stays_as_it_is_is_tried_again_and_kept() -> None:
     for _ in range(9):
         engine.clipped_sum(model, LOSS, (torch.randn(6, 4), torch.randint(3, (6,))), clip=Flat(1.0))
     assert not engine.fallbacks
+
+
+@pytest.mark.parametrize(("per_example", "is_found"), [(3e-8, False), (3e-3, True)])
+def test_a_loss_that_all_but_cancels_may_move_as_far_as_rounding(
+    per_example: float, is_found: bool
+) -> None:
+    """A sum over more rows is rounded otherwise, by parts in ten million: that is no mixing."""
+    torch.manual_seed(0)
+    counted, engine = [0.0], Ghost()
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return torch.cat([out * (1.0 + counted[0] * len(x)), out], 1)
+
+    def loss(out: Tensor, size: Tensor) -> Tensor:
+        return (size[:, 0] * out[:, 0] - size[:, 1] * out[:, 1]).sum()
+
+    model, x, sizes = nn.Sequential(Counted(4, 1)), torch.randn(6, 4), torch.ones(6, 2)
+    sizes[:, 1] = 0.3
+    engine.clipped_sum(model, loss, (x, sizes), clip=Flat(1.0))
+    sizes[:, 0], sizes[:, 1], counted[0] = 1e3, 1e3 * (1.0 - 1e-5), per_example
+    told = pytest.warns(RuntimeWarning, match="apart no longer") if is_found else nullcontext()
+    with told:
+        for _ in range(8):
+            engine.clipped_sum(model, loss, (x, sizes), clip=Flat(1.0))
+    assert any("from call 8 on" in line for line in engine.fallbacks) == is_found

@@ -22,13 +22,16 @@ be imported without Triton, but its kernels not be launched.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import jit, tl
 
@@ -42,7 +45,7 @@ MOST_TAPS = 31
 @jit
 def _product(
     x, g, starts, inside, places, taps, rows, is_row, is_col, at, positions, g_row, g_place, table,
-    EVEN: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """table + g[rows, at:at+BK] · windows[at:at+BK, columns]."""
     k = at + tl.arange(0, BK)
@@ -56,17 +59,18 @@ def _product(
         of_g = rows[:, None] * g_row + k[None, :] * g_place
         u = tl.load(g + of_g, mask=is_row & here[None, :], other=0.0)
     is_in = ((bits[None, :] >> taps[:, None]) & 1) != 0
-    v = tl.load(x + places[:, None] + start[None, :], mask=is_in & is_col, other=0.0)
+    v = tl.load(x + places[:, None] + (start * ALIGN)[None, :], mask=is_in & is_col, other=0.0)
     return tl.dot(u, tl.trans(v.to(u.dtype)), table, input_precision="tf32")
 
 
 @jit
 def walk(
-    x, g, out, factors, starts, inside, examples, each, outputs, channels, positions,
-    x_example, x_channel, x_high, x_wide, g_example, g_row, g_place, high, pad_high, pad_wide,
+    x, g, out, factors, starts, inside, examples, each, outputs, positions,
+    x_example, x_channel, x_high, x_wide, g_example, g_row, g_place, pad_high, pad_wide,
     step_high, step_wide, tiles_across,
-    TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, IS_TOTAL: tl.constexpr, UNROLL: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, ALIGN: tl.constexpr,
+    IS_TOTAL: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradients of `each` examples, one after the other."""
     tile = tl.program_id(0)
@@ -74,8 +78,8 @@ def walk(
     rows = tile // tiles_across * BM + tl.arange(0, BM)
     columns = tile % tiles_across * BN + tl.arange(0, BN)
     is_row = (rows < outputs)[:, None]
-    is_col = (columns < channels * TAPS)[:, None]
-    channel, taps = columns % channels, columns // channels  # neighbours in memory side by side
+    is_col = (columns < CHANNELS * TAPS)[:, None]
+    channel, taps = columns % CHANNELS, columns // CHANNELS  # neighbours in memory side by side
     taps = tl.minimum(taps, TAPS - 1)
     tap_high, tap_wide = taps // TAPS_WIDE, taps % TAPS_WIDE
     places = channel * x_channel + (tap_high * step_high - pad_high) * x_high
@@ -90,13 +94,13 @@ def walk(
             for part in tl.static_range(UNROLL):
                 table = _product(
                     own_x, own_g, starts, inside, places, taps, rows, is_row, is_col, part * BK,
-                    positions, g_row, g_place, table, EVEN, BK,
+                    positions, g_row, g_place, table, ALIGN, EVEN, BK,
                 )  # fmt: skip
         else:
             for at in range(0, positions, BK):
                 table = _product(
                     own_x, own_g, starts, inside, places, taps, rows, is_row, is_col, at,
-                    positions, g_row, g_place, table, EVEN, BK,
+                    positions, g_row, g_place, table, ALIGN, EVEN, BK,
                 )  # fmt: skip
         if IS_TOTAL:
             factor = tl.load(factors + b)
@@ -105,10 +109,10 @@ def walk(
             size = tl.sum(table * table)
             tl.store(out + b * tl.num_programs(0) + tile, size.to(tl.float64))
     if IS_TOTAL:
-        where = tl.program_id(1).to(tl.int64) * outputs * channels * TAPS
+        where = tl.program_id(1).to(tl.int64) * outputs * CHANNELS * TAPS
         # as the weight lies: [outputs, channels, taps]
-        to = where + rows[:, None] * (channels * TAPS) + (channel * TAPS + taps)[None, :]
-        tl.store(out + to, total, mask=is_row & (columns < channels * TAPS)[None, :])
+        to = where + rows[:, None] * (CHANNELS * TAPS) + (channel * TAPS + taps)[None, :]
+        tl.store(out + to, total, mask=is_row & (columns < CHANNELS * TAPS)[None, :])
 
 
 def taps_inside(
@@ -129,34 +133,46 @@ def taps_inside(
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _tables(
     device: torch.device, kernel: Pair, size: Pair, out: Pair, how: tuple[Pair, Pair, Pair],
     strides: Pair,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Where the window of every position begins, and which of its taps are inside."""
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Where the window of every position begins, which of its taps are inside, and a common unit.
+
+    The first are given in that unit: a compiler that knows it reads several numbers at once.
+    """
     stride, padding, dilation = how
     inside = taps_inside(kernel, size, stride=stride, padding=padding, dilation=dilation, out=out)
     starts = [
         p * stride[0] * strides[0] + q * stride[1] * strides[1]
         for p, q in product(range(out[0]), range(out[1]))
     ]
-    tables = (torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, inside))
-    return next(tables), next(tables)
+    unit = math.gcd(16, *starts)
+    both = ([start // unit for start in starts], inside)
+    first, second = (torch.tensor(one, dtype=torch.int32, device=device) for one in both)
+    return first, second, unit
+
+
+def layout_of(dtype: torch.dtype) -> torch.memory_format:
+    """How x and g should lie: tensor cores take TF32 along positions, smaller types either way."""
+    return torch.contiguous_format if dtype is torch.float32 else torch.channels_last
 
 
 def _launch(
     x: Tensor, g: Tensor, kernel: Pair, how: tuple[Pair, Pair, Pair], factors: Tensor | None
 ) -> Tensor:
+    if get_proxy_mode() is not None:
+        raise Unsupported("a kernel leaves no trace")
+    x, g = (t.contiguous(memory_format=layout_of(g.dtype)) for t in (x, g))
     (examples, channels, *size), (_, outputs, *out) = x.shape, g.shape
-    g = g if g.stride(2) == out[1] * g.stride(3) else g.contiguous()
     _, padding, dilation = how
-    starts, inside = _tables(
+    starts, inside, unit = _tables(
         x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, (x.stride(2), x.stride(3))
     )
     taps, positions = kernel[0] * kernel[1], out[0] * out[1]
     is_half = g.dtype != torch.float32
-    deep = 64 if is_half else 32
+    deep = 64 if is_half else 32  # 128 bytes
     high = min(128, max(16, 1 << (outputs - 1).bit_length()))
     across = min(128, max(16, 1 << (channels * taps - 1).bit_length()))
     tiles_across = -(-channels * taps // across)
@@ -173,9 +189,10 @@ def _launch(
     few = -(-positions // deep)
     options: dict[str, Any] = {"num_warps": 8 if high * across > 8192 else 4, "num_stages": 3}
     walk[(tiles, groups)](
-        x, g, result, factors, starts, inside, examples, each, outputs, channels, positions,
-        *x.stride(), g.stride(0), g.stride(1), g.stride(3), size[0], *padding, *dilation,
-        tiles_across, TAPS=taps, TAPS_WIDE=kernel[1], IS_TOTAL=factors is not result,
+        x, g, result, factors, starts, inside, examples, each, outputs, positions,
+        *x.stride(), g.stride(0), g.stride(1), g.stride(3), *padding, *dilation,
+        tiles_across, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
+        IS_TOTAL=factors is not result,
         UNROLL=few if few <= 2 else 0, EVEN=positions % deep == 0, BM=high, BN=across, BK=deep,
         **options,
     )  # fmt: skip

@@ -273,7 +273,11 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
     sides, mode = _sides(layer), layer.padding_mode
     if mode != "zeros":
         a, sides = _padded(wide(a), sides, mode=mode), ()
-    if not _has_kernels(layer, a, g, size, sides):
+    if _has_kernels(layer, a, g, size, sides):
+        layout = conv_kernels.layout_of(g.dtype)
+        a = a.to(g.dtype, memory_format=layout)
+        g = g.contiguous(memory_format=layout)
+    else:
         a, g = wide(a), wide(g)
         if a.device.type != "cpu":
             a, sides = _padded(a, sides, mode=mode), ()
