@@ -6,7 +6,9 @@ With all positions as rows, nothing is copied:
 
     cross_entropy(scores[b, :, t], y[b, t]) over b, t  =  cross_entropy(rows[n], y[n]) over n
 
-`ClassesLast` does that for every call of torch's cross entropy inside a block. No state.
+`ClassesLast` does that for every call of torch's cross entropy inside a block. In a block of
+`CriteriaByRow` torch's criteria give one number per example, so that a model which computes its
+loss itself (`model(**batch).loss`) gives one for each. No state.
 
 >>> scores, y = torch.randn(2, 3, 5).transpose(1, 2), torch.tensor([[0, 4, 1], [2, 2, -100]])
 >>> with ClassesLast():
@@ -17,9 +19,11 @@ True
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
-import torch  # noqa: F401  (the doctest uses it)
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -59,6 +63,51 @@ class ClassesLast(TorchFunctionMode):
         if func is F.cross_entropy and len(args) > 1:
             return cross_entropy(*args, **options)
         return func(*args, **options)
+
+
+#: Criteria with a `reduction`, and rows of numbers or labels.
+REDUCED = frozenset(
+    getattr(F, f"{name}_loss") for name in ("nll", "mse", "l1", "smooth_l1", "huber", "soft_margin")
+) | {F.cross_entropy, F.kl_div, F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
+_signature = cache(inspect.signature)
+
+
+class CriteriaByRow(TorchFunctionMode):
+    """In this block torch's criteria are reduced inside each of `size` examples only.
+
+    Guarantees: row i is the criterion of example i alone, where the rows of what it is given are
+    those of the examples, one after the other (flattened or not); a mean leaves out ignored labels,
+    and a row without labels is 0. Everything else is computed as it is written.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func not in REDUCED:
+            return func(*args, **options)
+        given = _signature(func).bind(*args, **options)
+        given.apply_defaults()
+        own, reduction = given.arguments, given.arguments["reduction"]
+        each = func(**{**own, "reduction": "none"})
+        if reduction == "none" or each.numel() % self.size:
+            return each if reduction == "none" else func(*args, **options)
+        rows = each.reshape(self.size, -1)
+        if reduction != "mean":
+            return rows.sum(1)
+        target = own["target"]
+        if "ignore_index" not in own or target.is_floating_point():
+            return rows.mean(1)
+        weights = target != own["ignore_index"]
+        if own["weight"] is not None:
+            known = target.clamp(0, len(own["weight"]) - 1)
+            weights = torch.where(weights, own["weight"][known], 0.0)
+        count = weights.reshape(self.size, -1).sum(1)
+        return rows.sum(1) / torch.where(count > 0, count, 1)
 
 
 def known_by_row(loss_fn: Any, outputs: Any, targets: tuple[Any, ...]) -> Tensor | None:

@@ -71,7 +71,7 @@ def privatize(
         source: where noise comes from; a fresh key of the operating system by default.
         run: a folder for ledger, checkpoints and statement; None keeps the ledger in memory.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
-        loss_reduction: how losses are reduced in the `loss.backward()` form, "mean" or "sum".
+        loss_reduction: no longer needed; `loss.backward()` has it read off the loss.
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
@@ -115,7 +115,7 @@ def privatize(
         release=release,
         **chosen.of_steps(plan, device),
     )
-    private = Private(model, plan, parts, loss_reduction=loss_reduction)
+    private = Private(model, plan, parts)
     private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private

@@ -171,7 +171,7 @@ def privatize_distributed(
         block=block or -(-batch_size // BLOCKS),
         is_sharded=is_sharded,
     )
-    private = GroupPrivate(model, plan, parts, loss_reduction=loss_reduction)
+    private = GroupPrivate(model, plan, parts)
     private.write_statement()
     return private
 

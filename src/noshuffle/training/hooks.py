@@ -6,8 +6,7 @@ others. `ParameterGuard` knows the place of every parameter, and is asked before
 
 An optimizer can be stepped by somebody else: an old loop with `loss.backward(); optimizer.step()`
 trains on raw gradients, and the statement would know nothing of it. `guard` refuses that for as
-long as the run lives. And a `Listener` keeps the passes of such a loop for `private.optimizer`.
-State: the places; a hook on each; the passes since the last step.
+long as the run lives. (`passes` hears such a loop for `private.optimizer`.) State: the places.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -23,17 +22,44 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from noshuffle.errors import InvalidInput, Unsupported
 
 #: Set on an optimizer while a private step moves it.
-_MARK = "_is_in_private_step"
+MARK = "_is_in_private_step"
+
+
+class Listening(Protocol):
+    """Who hears the passes through a model (`passes.Listener`)."""
+
+    is_paused: bool
+    count: int  # passes since the last step
+
+    def forget(self) -> None: ...
+
+
+class ModelHook:
+    """A hook that keeps nothing alive, and is inert in copies and pickles of the model."""
+
+    def __init__(self, listener: Listening, method: str) -> None:
+        self._listener: Callable[[], Listening | None] = weakref.ref(listener)
+        self._method = method
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        listener = self._listener()
+        if listener is not None and not listener.is_paused:
+            getattr(listener, self._method)(module, *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._listener = type(None)
 
 
 class ParameterGuard:
@@ -102,115 +128,30 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not optimizer.__dict__.get(_MARK):
+    if not optimizer.__dict__.get(MARK):
         raise Unsupported(
             "this optimizer belongs to a private run, and stepping it by hand would train on raw "
             "gradients; use private.step, or private.optimizer.step() (private.close() ends a run)"
         )
 
 
-class Pass:
-    """One forward pass whose output received a gradient."""
-
-    def __init__(self, args: Any, kwargs: Any, *, is_cast: bool) -> None:
-        self.args, self.kwargs, self.is_cast = args, kwargs, is_cast
-        self.sent_back: Tensor | None = None
-
-
-class _Hook:
-    """A forward hook that keeps nothing alive, and is inert in copies and pickles of the model."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener: Callable[[], Listener | None] = weakref.ref(listener)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        listener = self._listener()
-        if listener is not None and not listener.is_paused:
-            listener.hear(module, args, kwargs, output)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._listener = type(None)
-
-
-class Listener:
-    """Keeps the forward passes of a model whose outputs received a gradient.
-
-    It is there from `privatize` on, so that the first pass of a loop is heard. It never stops a
-    pass: what makes one unusable is said by the step that wanted to use it.
-    """
-
-    def __init__(self, model: nn.Module, *, is_mean: bool) -> None:
-        self.is_mean, self.is_paused = is_mean, False
-        self.passes: list[Pass] = []
-        self.refusal = ""
-        self._handle = model.register_forward_hook(_Hook(self), with_kwargs=True)
-        weakref.finalize(self, self._handle.remove)
-
-    def clear(self) -> None:
-        """Forget what was heard."""
-        self.passes, self.refusal = [], ""
-
-    def stop(self) -> None:
-        """Stop listening to the model."""
-        self._handle.remove()
-        self.clear()
-
-    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """One forward pass."""
-        if not module.training or not torch.is_grad_enabled():
-            return
-        if not isinstance(output, Tensor):
-            self.refusal = (
-                "`loss.backward()` needs a model that returns one tensor, got "
-                f"{type(output).__name__}; use private.step with a ModelLoss"
-            )
-            return
-        if not output.requires_grad:
-            return
-        self.refusal = self.refusal or _dropout(module)
-        one = Pass(args, kwargs, is_cast=torch.is_autocast_enabled(output.device.type))
-
-        def on_gradient(grad: Tensor) -> None:
-            sent = grad.detach() * (grad.shape[0] if self.is_mean else 1)
-            if one.sent_back is None:
-                one.sent_back = sent
-                self.passes.append(one)
-            else:  # a second loss on the same outputs
-                one.sent_back = one.sent_back + sent
-
-        output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
-
-
-def _dropout(model: nn.Module) -> str:
-    """Why a model with dropout is refused: a second pass would draw another mask."""
-    for name, layer in model.named_modules():
-        p = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if layer.training and isinstance(p, float) and p > 0:
-            return (
-                f"layer {name!r} draws a dropout mask, which `loss.backward()` followed by a "
-                "second pass would not repeat; use private.step"
-            )
-    return ""
-
-
 @contextmanager
 def at_work(
-    listener: Listener | None, optimizer: torch.optim.Optimizer | None = None
+    listener: Listening | None, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
     """While a step runs the model nothing is heard; an optimizer that is given may be moved."""
     own: dict[str, Any] = {} if optimizer is None else optimizer.__dict__
-    before = own.get(_MARK, False), listener is not None and listener.is_paused
-    own[_MARK] = True
+    before = own.get(MARK, False), listener is not None and listener.is_paused
+    own[MARK] = True
     if listener is not None:
         listener.is_paused = True
     try:
         yield
     finally:
-        own[_MARK] = before[0]
+        own[MARK] = before[0]
         if listener is not None:
             listener.is_paused = before[1]
-            if optimizer is not None:  # a release was tried: what was heard before is not for it
-                listener.clear()
+            if (
+                optimizer is not None and listener.count
+            ):  # a release was tried: what was heard before is not for it
+                listener.forget()

@@ -24,6 +24,7 @@ noise buffers, step, random state.
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,8 @@ from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.compiled import Compiled, Pending
-from noshuffle.training.hooks import Listener, at_work, guard
+from noshuffle.training.hooks import at_work, guard
+from noshuffle.training.passes import Listener
 from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import PrivateOptimizer
 
@@ -51,11 +53,11 @@ from noshuffle.training.unchanged import PrivateOptimizer
 class Private(OneOwner):
     """A model in private training. Build it with `privatize`."""
 
-    def __init__(self, model: nn.Module, plan: Plan, parts: Parts, *, loss_reduction: str) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, parts: Parts) -> None:
         self.model, self.plan, self.run = model, plan, parts.release.folder
         self.compiled: Compiled | None = None
         self.not_compiled = ""
-        self._parts, self._loss_reduction, self._index = parts, loss_reduction, 0
+        self._parts, self._index = parts, 0
         self._outcome: Outcome | Pending | None = None
         self._attached: dict[str, Any] = {}
         self._optimizer: PrivateOptimizer | None = None
@@ -156,7 +158,13 @@ class Private(OneOwner):
         """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""
         if hasattr(self.model, "_orig_mod"):
             return None
-        return Listener(self.model, is_mean=self._loss_reduction == "mean")
+        this = weakref.ref(self)
+
+        def seed(part: int) -> int:
+            run = this()
+            return 0 if run is None else run._parts.release.seed(run._index, part)
+
+        return Listener(self.model, seed)
 
     @property
     def optimizer(self) -> PrivateOptimizer:

@@ -132,6 +132,9 @@ class Step:
     same sum leaves again, or nothing.
     """
 
+    #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
+    can_replay_masks = True
+
     def __init__(self, parts: Parts, *, index: int) -> None:
         check_in_step(parts, index)
         self.parts = parts
@@ -151,10 +154,12 @@ class Step:
         ids: Any = None,
         is_last: bool = False,
         data: tuple[Any, ...] | None = None,
+        seed: int | None = None,
     ) -> None:
         """Admit, clip and sum one part of the batch; `is_last` admits the batch as a whole.
 
-        `data` is what epochs are compared by, where not all of a batch is the same in each.
+        `data` is what epochs are compared by, where not all of a batch is the same in each; `seed`
+        is for random layers that have drawn before.
         """
         batch = cuttable(batch)
         size = batch_size(batch)
@@ -184,7 +189,8 @@ class Step:
         for parameter in parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
         clip, reduce = parts.threshold.clip, parts.reduce
-        with seeded(parts.release.seed(self.index, len(self._sums)), parts.device):
+        own_seed = parts.release.seed(self.index, len(self._sums)) if seed is None else seed
+        with seeded(own_seed, parts.device):
             part = parts.engine.clipped_sum(
                 parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
             )
@@ -287,6 +293,11 @@ class Step:
             self.index, ids, batch, drop=self.parts.drop, is_partial=is_partial
         )
 
+    @property
+    def losses(self) -> Tensor:
+        """What the newest part saw, for its maker."""
+        return self._sums[-1].losses
+
     def _outcome(self) -> Outcome:
         if len(self._sums) == 1:
             only = self._sums[0]
@@ -312,18 +323,23 @@ def check_in_step(parts: Parts, index: int) -> None:
     parts.guard.check()
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """torch's generators of host and device."""
+    found: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.append(torch.cuda.default_generators[index])
+    return found
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """torch's generators of host and device as this seed sets them; then as they were before."""
-    generators: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
+    before = [(generator, generator.get_state()) for generator in generators(device)]
+    for generator, _ in before:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in zip(generators, before):
+        for generator, state in before:
             generator.set_state(state)

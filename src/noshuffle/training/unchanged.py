@@ -3,19 +3,20 @@
 By the chain rule the gradient of example i is a vector-Jacobian product with what the loss sends
 back into the model's output,
 
-    ∇_θ ℓ_i = (∂ model(x_i) / ∂θ)ᵀ c_i,      c_i = ∂ℓ_i/∂output_i = B · ∂(mean loss)/∂output_i,
+    ∇_θ ℓ_i = (∂ model(x_i) / ∂θ)ᵀ c_i,      c_i = ∂ℓ_i/∂output_i = ∂L/∂output_i / (s·r_i),
 
-so a forward hook keeps the inputs, a hook on the output keeps c, and `step` runs the clipping
-engine on the linear loss ⟨model(x_i), c_i⟩, whose gradient is the same. The raw `.grad` of the
-backward pass is thrown away. This costs a second pass; `private.step` is faster, checks
-participation before any gradient, and never trusts the reduction of a loss.
+so a forward hook keeps the inputs, a hook on the output keeps c (`passes`), and `step` runs the
+clipping engine on the linear loss ⟨model(x_i), c_i⟩, whose gradient is the same. s and r are the
+factor on the loss L and its reduction (`loss_graph`): an accumulation's division, a GradScaler's
+scale and a mean over the tokens of a batch are taken out before the clip. A model that gives its
+loss itself (`model(**batch).loss`) is asked for it example by example. The raw `.grad` of the
+backward pass is thrown away. Dropout masks of the second pass are those of the first. This costs a
+second pass; `private.step` is faster, and checks participation before any gradient.
 
-Several backward passes before one `step` are parts of one batch (do not divide their losses).
-The loss must be a mean or sum of terms that each depend on one example: a mean over valid tokens
-of the whole batch, or a contrastive loss, would couple examples. The statement says so. Gradients
-that do not come through the model's output (a penalty on weights) are not in c: the first step
-compares the raw gradient with that of the passes, and refuses a loop in which something is missing.
-State: the passes since the last step.
+Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
+on one example; the statement says so. Gradients that do not come through the model's output (a
+penalty on weights) are not in c: the first step compares the raw gradient with that of the passes,
+and refuses a loop in which something is missing. State: the factor of the last step.
 """
 
 from __future__ import annotations
@@ -29,15 +30,33 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.criteria import CriteriaByRow
+from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.hooks import Listener, Pass
-from noshuffle.training.step import Parts, Step
+from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
+from noshuffle.training.step import Parts, Step, seeded
+
+MASKS = (
+    "the second pass of `loss.backward()` gives other outputs than the first: it draws other "
+    "dropout masks (the batch is done {why}) or other random numbers; use private.step"
+)
 
 
-def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: Tensor) -> Tensor:
+def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: dict[str, Tensor]) -> Tensor:
     """⟨model(x_i), c_i⟩ for every row."""
-    out: Tensor = model(*args, **kwargs)
-    return (out * sent_back).reshape(out.shape[0], -1).sum(1)
+    out = tensors_of(model(*args, **kwargs))
+    terms = [(out[int(k)] * c).reshape(c.shape[0], -1).sum(1) for k, c in sent_back.items()]
+    return sum(terms[1:], start=terms[0])
+
+
+def own_loss(number: int) -> ModelLoss:
+    """The loss that a model computes itself, the `number`-th tensor of its output, by row."""
+
+    def by_row(model: Any, args: Any, kwargs: Any) -> Tensor:
+        with CriteriaByRow(batch_size((args, kwargs))):
+            return tensors_of(model(*args, **kwargs))[number]
+
+    return ModelLoss(by_row, by_row=True)
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -45,6 +64,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     `accumulate` opens the next step of the run and releases it at the end of its block.
     """
+
+    #: A GradScaler then leaves infinite gradients to it: a step that it would pass over tells of
+    #: one example, and here that one contributes zero.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -59,6 +82,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._accumulate = accumulate
         self._inner = parts.optimizer
         self._is_compared = False
+        self._factor: float | None = None
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
 
@@ -104,30 +128,44 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "no backward pass through the model since the last step; call loss.backward() "
                 "first (private.step takes an empty batch)"
             )
+        factor = check_factors(passes, self._factor)
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
         at = 0
         with self._accumulate() as step:
             if not self._is_compared:
-                _check_raw(self._parts, passes, is_mean=self._listener.is_mean)
-                self._is_compared = True
+                _check_raw(self._parts, passes)
             for one in passes:
-                assert one.sent_back is not None
-                size = one.sent_back.shape[0]
+                size, inputs = size_of(one), inputs_of(one)
                 part = None if given is None else given[at : at + size]
                 at += size
-                step.add(
-                    ModelLoss(linear_loss, by_row=True),
-                    (one.args, one.kwargs, one.sent_back),
-                    ids=part,
-                    data=(one.args, one.kwargs),
-                )
+                if one.is_random and not step.can_replay_masks:
+                    raise Unsupported(MASKS.format(why="on several ranks"))
+                batch: tuple[Any, ...] = (*inputs, one.sent_back)
+                loss_fn = ModelLoss(linear_loss, by_row=True)
+                if one.own_loss is not None:
+                    loss_fn, batch = own_loss(int(one.own_loss)), inputs
+                step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
+                if step.can_replay_masks and (one.is_random or not self._is_compared):
+                    _check_again(one, step.losses)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
+            self._is_compared, self._factor = True, factor
         return loss
 
 
-def _check_raw(parts: Parts, passes: list[Pass], *, is_mean: bool) -> None:
+def _check_again(one: Pass, found: Tensor) -> None:
+    """Raise unless the second pass gave the outputs of the first: ⟨output_i, c_i⟩ is the same."""
+    if one.inner is None or len(found) != len(one.inner):  # some rows were left out
+        return
+    first, again = one.inner.double(), found.double().to(one.inner.device)
+    size = sum(c.double().square().sum() for c in one.sent_back.values())
+    gap, is_low = float((first - again).norm()), one.is_cast or one.inner.dtype != torch.float32
+    if gap > (5e-2 if is_low else 1e-3) * float(first.norm() + 1e-3 * torch.as_tensor(size).sqrt()):
+        raise Unsupported(MASKS.format(why="in parts or one by one, see private.fallbacks"))
+
+
+def _check_raw(parts: Parts, passes: list[Pass]) -> None:
     """Raise unless the passes give the raw gradient, up to a factor (its norm may be clipped).
 
     Of a gradient that is zero or not finite nothing can be said.
@@ -137,12 +175,12 @@ def _check_raw(parts: Parts, passes: list[Pass], *, is_mean: bool) -> None:
     found = [torch.zeros_like(p) for p in own]
     is_exact = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in own)
     for one in passes:
-        assert one.sent_back is not None
         is_exact = is_exact and not one.is_cast
-        with torch.enable_grad():
-            out = parts.model(*one.args, **one.kwargs)
-        back = one.sent_back.to(out.dtype) / (len(out) if is_mean else 1)
-        for total, g in zip(found, torch.autograd.grad(out, own, back, allow_unused=True)):
+        with torch.enable_grad(), seeded(one.seed, parts.device):
+            out = tensors_of(parts.model(*one.args, **one.kwargs))
+        ends = [out[int(k)] for k in one.raw]
+        back = [grad.to(end.dtype) for end, grad in zip(ends, one.raw.values())]
+        for total, g in zip(found, torch.autograd.grad(ends, own, back, allow_unused=True)):
             if g is not None:
                 total += g
     dot, size, other = (

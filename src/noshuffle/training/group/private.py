@@ -27,7 +27,8 @@ from noshuffle.training.group.batch_blocks import blocks_of
 from noshuffle.training.group.blocks import BlockSums
 from noshuffle.training.group.step import GroupParts, GroupStep
 from noshuffle.training.group.team import is_known_to_all
-from noshuffle.training.hooks import Listener, at_work
+from noshuffle.training.hooks import at_work
+from noshuffle.training.passes import Listener
 from noshuffle.training.private import Private
 from noshuffle.training.step import Step
 from noshuffle.training.unchanged import PrivateOptimizer

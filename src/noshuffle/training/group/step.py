@@ -72,6 +72,7 @@ class GroupStep(Step):
     """
 
     parts: GroupParts
+    can_replay_masks = False  # blocks draw their own: the same bits for any number of ranks
 
     def __init__(self, parts: GroupParts, *, index: int) -> None:
         self.parts, self.index, self._part = parts, index, 0
@@ -91,6 +92,7 @@ class GroupStep(Step):
         ids: Any = None,
         is_last: bool = False,
         data: tuple[Any, ...] | None = None,
+        seed: int | None = None,
     ) -> None:
         """Admit, clip and sum one part of the batch: of every rank, its own share of it.
 

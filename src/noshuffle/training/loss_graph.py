@@ -1,0 +1,261 @@
+"""What a loss was multiplied by, and how it was reduced: read off its graph.
+
+A loop that says `(loss / 4).backward()` (gradient accumulation), `scaler.scale(loss).backward()`
+or takes a mean over the valid tokens of a batch sends back
+
+    ∂L/∂output_i = s · r · ∂ℓ_i/∂output_i,       s: the factor on the whole loss, r: its reduction
+
+and a clip norm means nothing until s·r is out again. s may also be a function of the batch, which
+no clip of single examples would bound, so whatever it is, it is taken out:
+
+    mean over N numbers           r = 1/B                     (N a multiple of the batch size B)
+    sum                           r = 1
+    negative log-likelihood       r_i = w_i / Σ_j w_j         (w_i: weight of the labels of row i)
+    sum of such terms             the same for each, or refused
+
+and anything else (the root of a mean, a norm of all outputs) is refused: its factor is a function
+of the whole batch, and is not seen.
+
+torch keeps on each node what its derivative needs; a backward pass frees it, so `heard_backward`
+stands in for `torch.autograd.backward` while somebody listens (torch 2.11 to 2.13:
+`Tensor.backward` looks it up when it is called). Losses that compare examples with each other are
+refused where the graph shows it. State: who listens.
+
+>>> import torch
+>>> outputs = torch.zeros(4, 3, requires_grad=True)
+>>> reading = read_loss(torch.nn.functional.mse_loss(outputs * 1, torch.ones(4, 3)) / 8)
+>>> reading.factor, reading.multiplier(4)
+(0.125, 32.0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+#: Nodes that hand a number on as it is.
+SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
+#: Nodes that join all rows, nonlinearly, if they go along the first axis.
+ALONG = ("Logsumexp", "Softmax", "LogSoftmax", "Std", "Var")
+#: Nodes of a loss that are looked at, at most.
+MOST_NODES = 10_000
+COUPLED = (
+    "the loss compares the examples of a batch with each other ({name}), so that one of them moves "
+    "the gradients of all; use a loss that is a mean of terms of one example each"
+)
+SELECTED = (
+    "the loss is a mean over the selected tokens (or rows) of the whole batch, so that one example "
+    "moves the weight of all others; use private.step, which takes the mean inside each example"
+)
+
+
+@dataclass(frozen=True)
+class LossReading:
+    """What lies between a loss and the terms of its examples."""
+
+    factor: float = 1.0
+    kind: str = "sum"  # "mean", "labels" (a mean with the weights of labels)
+    count: int = 0  # numbers under the mean
+    weights: Tensor | None = field(default=None, repr=False)  # of the labels, flat
+    refusal: str = ""
+    reached: frozenset[int] = frozenset()  # the outputs that it uses, by sequence number
+
+    def multiplier(self, size: int) -> float | Tensor:
+        """What turns ∂L/∂output_i into ∂ℓ_i/∂output_i for a batch of this size: 1/(s·r_i)."""
+        if self.kind == "labels" and self.weights is not None:
+            own = self.weights.reshape(size, -1).sum(1)
+            return torch.where(own > 0, own.sum() / own, 0.0) / self.factor
+        return (size if self.kind == "mean" else 1) / self.factor
+
+    def refused(self, size: int) -> str:
+        """Why the loss of a batch of this size is refused, if it is."""
+        numbers = self.count if self.weights is None else self.weights.numel()
+        return self.refusal or (SELECTED if numbers % size else "")
+
+
+def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
+    """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of."""
+    if loss.numel() != 1 or loss.grad_fn is None:
+        return LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
+    reading, reached = _read(loss.grad_fn), set[int]()
+    nodes = _nodes(loss.grad_fn, starts, reached)
+    found = [_coupled(node, is_mean=reading.kind == "mean") for node in nodes]
+    refusal = reading.refusal or next(filter(None, found), "")
+    return replace(reading, refusal=refusal, reached=frozenset(reached))
+
+
+def _read(node: Any) -> LossReading:
+    """The reading from a node on that gives one number."""
+    factor, node = _peeled(node)
+    if not (math.isfinite(factor) and factor > 0.0):
+        return LossReading(
+            refusal=f"the loss is multiplied by {factor:g}, which tells of the whole batch or says "
+            "nothing; leave the factor out (a batch that must not count: private.step with no rows)"
+        )
+    name, given = node.name(), [n for n, _ in node.next_functions if n is not None]
+    if name.startswith("NllLoss"):
+        return _labels(node, factor)
+    if hasattr(node, "_saved_reduction") and node._saved_reduction in (1, 2):
+        return LossReading(factor, "mean" if node._saved_reduction == 1 else "sum")
+    if name in ("AddBackward0", "SubBackward0") and len(given) == 2:
+        return _terms(factor, [_read(n) for n in given])
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    is_last = name.endswith("Backward0") or len(sizes) == 1
+    if name.startswith(("MeanBackward", "SumBackward")) and is_last and _is_once(given):
+        count = math.prod(sizes)
+        if name.startswith("Sum") and abs(factor * count - 1.0) < 1e-6:  # a mean, written out
+            return LossReading(1.0, "mean", count)
+        is_mean = name.startswith("Mean")
+        return LossReading(factor, "mean" if is_mean else "sum", count if is_mean else 0)
+    return LossReading(
+        refusal=f"how this loss is made of the losses of its examples cannot be seen ({name}); let "
+        "it end with one .mean() or .sum() over them, or use private.step"
+    )
+
+
+def _is_once(given: list[Any]) -> bool:
+    """Whether what is reduced was not put together, or reduced along the batch, just before."""
+    for node in given:
+        name, along = node.name(), getattr(node, "_saved_dim", ())
+        if name.startswith(("Stack", "Cat")):
+            return False
+        if name in ("MeanBackward1", "SumBackward1") and 0 in along:
+            return False
+    return True
+
+
+def _labels(node: Any, factor: float) -> LossReading:
+    if node._saved_reduction != 1:
+        return LossReading(factor, "sum")
+    target, weight = node._saved_target, node._saved_weight
+    ignored = node._saved_ignore_index
+    ignored -= 1 << 64 if ignored >= 1 << 63 else 0  # torch shows it without its sign
+    is_label = target != ignored
+    if weight is None:
+        weights = is_label.to(torch.float32)
+    else:
+        weights = torch.where(is_label, weight[target.clamp(0, len(weight) - 1)], 0.0)
+    return LossReading(factor, "labels", weights=weights.detach().reshape(-1))
+
+
+def _terms(factor: float, terms: list[LossReading]) -> LossReading:
+    """The reading of a sum of terms, whose own factors are weights that the user gave them."""
+    refusal = next((t.refusal for t in terms if t.refusal), "")
+    whole = [t.weights is None or bool((t.weights == t.weights[0]).all()) for t in terms]
+    kinds = {"mean" if t.kind == "labels" else t.kind for t in terms}
+    if not refusal and (not all(whole) or len(kinds) > 1):
+        refusal = (
+            "the terms of this loss are divided by different numbers (labels are left out or "
+            "weighted, one is a sum and one a mean), which reach the clip; use private.step, and "
+            "weight_decay of the optimizer instead of a penalty on weights"
+        )
+    counts = [t.count if t.weights is None else t.weights.numel() for t in terms]
+    return LossReading(factor, kinds.pop(), math.gcd(*counts), refusal=refusal)
+
+
+def _peeled(node: Any) -> tuple[float, Any]:
+    """The factors on one number, and the node that they stand before."""
+    factor = 1.0
+    while True:
+        name = node.name()
+        inputs = [(i, n) for i, (n, _) in enumerate(node.next_functions) if n is not None]
+        if len(inputs) != 1:
+            return factor, node
+        (place, after), one = inputs[0], 1.0
+        if name.startswith("Mul"):
+            one = _number(node._saved_self if place else node._saved_other)
+        elif name.startswith("DivBackward") and not place:
+            divisor = _number(node._saved_other)
+            one = 1.0 / divisor if divisor else math.inf
+        elif name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+            one = float(node._saved_alpha) if place and hasattr(node, "_saved_alpha") else 1.0
+        elif name in ("MeanBackward0", "SumBackward0"):
+            one = 1.0 if math.prod(node._saved_self_sym_sizes) == 1 else math.nan
+        elif name != "NegBackward0" and not name.startswith(SAME):
+            return factor, node
+        if math.isnan(one):  # no number: the weights of many terms, or their reduction
+            return factor, node
+        factor, node = factor * one, after
+
+
+def _number(value: Any) -> float:
+    """A constant as a number; NaN if it has several entries."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else math.nan
+    return float(value)
+
+
+def _nodes(root: Any, starts: Collection[int], reached: set[int]) -> Iterator[Any]:
+    """The nodes of a loss down to the outputs that it is made of, which are added to `reached`."""
+    lowest, stack, seen = min(starts, default=0), [root], set[Any]()
+    while stack and starts and len(seen) < MOST_NODES:
+        node = stack.pop()
+        number = -1 if node is None or node in seen else node._sequence_nr()
+        if number in starts:
+            reached.add(number)
+        elif number > lowest and node.next_functions:
+            seen.add(node)
+            yield node
+            stack += [after for after, _ in node.next_functions]
+
+
+def _coupled(node: Any, *, is_mean: bool) -> str:
+    """Why a loss is refused in which the examples of a batch meet at this node."""
+    name = node.name().rstrip("01").removesuffix("Backward")
+    if name == "Mm" and len([after for after, _ in node.next_functions if after is not None]) == 2:
+        return COUPLED.format(name="a product of outputs with outputs")
+    if name in ALONG:
+        along = getattr(node, "_saved_dim", None)
+        along = (along,) if isinstance(along, int) else along
+        if along is None or 0 in along:
+            return COUPLED.format(name=f"{name.lower()} along the batch")
+    masks = [node._saved_mask] if name == "MaskedSelect" else []
+    if name == "Index":
+        masks = [i for i in node._saved_indices if i is not None and i.dtype is torch.bool]
+    return SELECTED if is_mean and not all(bool(mask.all()) for mask in masks) else ""
+
+
+class Hearing(Protocol):
+    """Whoever wants to know of backward passes."""
+
+    def begin_backward(self, loss: Any) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+
+_HEARING: WeakSet[Any] = WeakSet()
+_plain_backward = torch.autograd.backward
+
+
+@wraps(_plain_backward)
+def heard_backward(tensors: Any, *args: Any, **options: Any) -> None:
+    """`torch.autograd.backward`, after everybody who listens has read the loss."""
+    hearing: list[Hearing] = list(_HEARING)
+    for one in hearing:
+        one.begin_backward(tensors)
+    try:
+        _plain_backward(tensors, *args, **options)
+    finally:
+        for one in hearing:
+            one.end_backward()
+        _settle()
+
+
+def listen(one: Hearing, *, is_on: bool) -> None:
+    """Begin or end to hear of backward passes; torch has its own function while nobody does."""
+    (_HEARING.add if is_on else _HEARING.discard)(one)
+    _settle()
+
+
+def _settle() -> None:
+    if _HEARING and torch.autograd.backward is _plain_backward:
+        torch.autograd.backward = heard_backward
+    elif not _HEARING and torch.autograd.backward is heard_backward:
+        torch.autograd.backward = _plain_backward

@@ -1,0 +1,237 @@
+"""The passes of an unchanged loop, kept for `private.optimizer`.
+
+A forward hook keeps the inputs of a pass; hooks on its outputs keep c = ∂ℓ/∂output, with the factor
+and the reduction of the loss taken out (`loss_graph`). Where the model computes its loss itself
+(the `.loss` of Hugging Face models) nothing but the inputs is needed: its examples are read one by
+one in the second pass. Random layers draw from a generator that is set for the step and the pass,
+as in `private.step`, so the second pass has the same dropout masks; the user's generators go on as
+if nothing had been drawn. State: the passes since the last step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping.objective import batch_size, cuttable
+from noshuffle.errors import InvalidInput
+from noshuffle.training.hooks import ModelHook
+from noshuffle.training.loss_graph import LossReading, listen, read_loss
+from noshuffle.training.step import generators
+
+#: What a Trainer tells a model about the whole batch: it would divide by what all examples have.
+ABOUT_THE_BATCH = "num_items_in_batch"
+#: Outputs that a loss may be made of.
+LATEST = 256
+ONE_LOSS = (
+    "one loss over several passes through the model: an example that is in more than one of them "
+    "would count more than once; use private.step with a ModelLoss"
+)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of an output, in order: itself, or those of a mapping, tuple or list."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if not isinstance(output, tuple | list):
+        return []
+    return [tensor for part in output for tensor in tensors_of(part)]
+
+
+class Pass:
+    """One forward pass whose output received a gradient."""
+
+    def __init__(self, args: Any, kwargs: Any, *, seed: int) -> None:
+        self.args, self.kwargs, self.seed = args, kwargs, seed
+        self.is_cast = self.is_random = False
+        self.reading: LossReading | None = None
+        #: By number of the output: gradients as they came, and of the examples' own losses.
+        self.raw: dict[str, Tensor] = {}
+        self.sent_back: dict[str, Tensor] = {}
+        self.inner: Tensor | None = None  # ⟨output_i, c_i⟩, which the second pass must find again
+
+    @property
+    def own_loss(self) -> str | None:
+        """The number of the output that is a loss by itself, if it was sent back from there."""
+        return next((key for key, grad in self.raw.items() if not grad.dim()), None)
+
+    def hear(self, key: str, out: Tensor, grad: Tensor, reading: LossReading | None) -> str:
+        """A gradient has arrived at an output that the loss uses; why it is refused, if it is."""
+        if reading is None:
+            return (
+                "gradients came through the model other than by loss.backward(); use private.step"
+            )
+        before, self.reading = self.reading, reading
+        self.raw[key] = self.raw[key] + grad if key in self.raw else grad.detach()
+        if self.own_loss is not None:
+            if len(self.raw) > 1:
+                return "a loss of the model and another one on its outputs; use a ModelLoss of both"
+            return "" if float(grad) > 0 else f"the loss was multiplied by {float(grad):g}"
+        refusal = reading.refused(len(grad))
+        if refusal:
+            return refusal
+        if before is not None and before.factor != reading.factor:
+            return "two losses on one output with different factors; add them up before backward()"
+        c = _by_row(grad.detach(), reading.multiplier(len(grad)))
+        self.sent_back[key] = self.sent_back[key] + c if key in self.sent_back else c
+        inner = (out * c).reshape(len(c), -1).sum(1)
+        self.inner = inner if self.inner is None else self.inner + inner
+        return ""
+
+
+def _by_row(grad: Tensor, by: float | Tensor) -> Tensor:
+    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    if isinstance(by, Tensor):
+        by = by.to(wide).reshape(-1, *[1] * (wide.dim() - 1))
+    return wide * by
+
+
+class Listener:
+    """Keeps what `private.optimizer` needs of the passes through a model.
+
+    `seed(k)` is for the random layers of the k-th pass since the last step.
+    """
+
+    def __init__(self, model: nn.Module, seed: Callable[[int], int]) -> None:
+        self.is_paused = False
+        self.passes: list[Pass] = []
+        self.refusal = ""
+        self.count = 0  # passes since the last step
+        self._seed = seed
+        self._reading: LossReading | None = None
+        self._heard: Pass | None = None  # the pass that the current loss came from
+        self._starts: deque[int] = deque(maxlen=LATEST)
+        self._before: list[tuple[torch.Generator, Tensor]] = []
+        self._handles = [
+            model.register_forward_pre_hook(ModelHook(self, "begin")),
+            model.register_forward_hook(
+                ModelHook(self, "hear"), with_kwargs=True, always_call=True
+            ),
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+        listen(self, is_on=True)
+
+    def clear(self) -> None:
+        """Forget what was heard. A pass whose loss has not come back yet may still do so."""
+        self.passes, self.refusal = [], ""
+
+    def forget(self) -> None:
+        """The same after a step, or the attempt at one."""
+        self.clear()
+        self.count = 0
+
+    def stop(self) -> None:
+        """Stop listening to the model."""
+        for handle in self._handles:
+            handle.remove()
+        listen(self, is_on=False)
+        self.clear()
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """A forward pass begins: its random layers draw what the second one will draw."""
+        if module.training and torch.is_grad_enabled() and not self._before:
+            device = next(module.parameters()).device
+            self._before = [(g, g.get_state()) for g in generators(device)]
+            for generator, _ in self._before:
+                generator.manual_seed(self._seed(self.count))
+
+    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward pass has ended."""
+        if not self._before:
+            return
+        before, self._before = self._before, []
+        drawn = [(g, g.get_state()) for g, _ in before]
+        one = Pass(args, kwargs, seed=self._seed(self.count))
+        for generator, state in drawn:
+            generator.manual_seed(one.seed)
+            one.is_random = one.is_random or not torch.equal(generator.get_state(), state)
+        for generator, state in before:
+            generator.set_state(state)
+        self.count += 1
+        for number, out in enumerate(tensors_of(output)):
+            if not out.requires_grad or out.grad_fn is None:
+                continue
+            one.is_cast = torch.is_autocast_enabled(out.device.type)
+            start = out.grad_fn._sequence_nr()
+            self._starts.append(start)
+            hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
+            out.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
+        """A gradient came back to an output: from the loss itself, or on its way."""
+        if self.is_paused or (self._reading is not None and start not in self._reading.reached):
+            return
+        if one not in self.passes:
+            self.passes.append(one)
+        refusal = one.hear(key, out, grad, self._reading)
+        if self._heard not in (None, one):
+            refusal = refusal or ONE_LOSS
+        self._heard = one
+        self.refusal = self.refusal or refusal
+
+    def begin_backward(self, loss: Any) -> None:
+        """Read the factor and the reduction of a loss while its graph is there."""
+        self._heard = None
+        if self.is_paused or not self._starts:
+            return
+        given = [loss] if isinstance(loss, Tensor) else list(loss)
+        several = LossReading(refusal="several losses in one backward(); add them up")
+        is_one = len(given) == 1 and isinstance(given[0], Tensor)
+        self._reading = read_loss(given[0], self._starts) if is_one else several
+
+    def end_backward(self) -> None:
+        self._reading = None
+
+
+def _arrived(listener: Callable[[], Listener | None], *what: Any) -> None:
+    """The hook on an output: it holds the numbers of the output, not its graph."""
+    heard = listener()
+    if heard is not None:
+        heard.arrived(*what)
+
+
+def inputs_of(one: Pass) -> tuple[Any, Any]:
+    """What the model was given, as far as it belongs to single examples."""
+    kwargs = {k: v for k, v in one.kwargs.items() if k != ABOUT_THE_BATCH}
+    return cuttable((one.args, kwargs if one.own_loss is not None else one.kwargs))
+
+
+def size_of(one: Pass) -> int:
+    """The number of examples of a pass."""
+    if one.sent_back:
+        return len(next(iter(one.sent_back.values())))
+    return batch_size(inputs_of(one))
+
+
+def check_factors(passes: list[Pass], before: float | None) -> float | None:
+    """The factor of the losses of a step; raises unless all have one, and earlier steps had it too.
+
+    A GradScaler changes it by powers of two between steps.
+    """
+    found = {one.reading.factor for one in passes if one.reading and one.own_loss is None}
+    if not found:
+        return before
+    smallest, largest = min(found), max(found)
+    if largest > smallest * (1 + 1e-6):
+        raise InvalidInput(
+            f"the losses of one step were multiplied by different numbers ({smallest:g} to "
+            f"{largest:g}); leave the factors out: parts of a batch are added up as they are"
+        )
+    ratio = torch.tensor(1.0 if before is None else largest / before, dtype=torch.float64)
+    half = float(torch.frexp(ratio).mantissa)
+    if min(abs(half - 0.5), abs(half - 1.0)) > 1e-6:
+        raise InvalidInput(
+            f"the loss was multiplied by {before:g} and is now by {largest:g}: a factor that "
+            "changes with the batch (its number of tokens) belongs inside each example's loss, one "
+            "that changes with time into the learning rate; use private.step"
+        )
+    return largest

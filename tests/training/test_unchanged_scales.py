@@ -1,0 +1,295 @@
+"""Dropout, factors and reductions in the unchanged loop: as in `private.step`, or refused."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from noshuffle.clipping import Ghost
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import test_source
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import tree
+from noshuffle.training import privatize
+
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(8, 3, generator=G), torch.randint(4, (8,), generator=G)
+CE = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def _off_grid(monkeypatch):
+    """Sums that differ in their last bits may be rounded to neighbouring points of the grid."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
+
+
+def make(model, run=None, **more):
+    plan = Plan(participation=SinglePass(steps=6), strategy=tree(), noise_multiplier=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    options = {"clip_norm": 2.4, "batch_size": 8, "source": test_source(seed=1)}
+    return privatize(model, optimizer, plan, run=run, **options, **more)
+
+
+def net(seed=0, kind=nn.Dropout):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), kind(0.4), nn.Linear(16, 4))
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Functional(Plain):
+    """Random numbers that no layer tells of."""
+
+    def forward(self, x):
+        hidden = self[1](self[0](x))
+        return self[2](hidden * (torch.rand_like(hidden) > 0.4))
+
+
+def agree(a, b):
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [net, Functional])
+def test_dropout_masks_of_both_passes_are_one_and_those_of_private_step(kind):
+    ours, theirs = kind(), kind()
+    loop, plain = make(ours), make(theirs)
+    torch.manual_seed(5)
+    for t in range(3):
+        CE(ours(X + t), Y).backward()
+        loop.optimizer.step()
+        plain.step(CE, X + t, Y)
+    agree(ours, theirs)
+    after = torch.rand(4)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(4))  # the user's generator was not touched
+    assert not torch.equal(ours(X), ours(X))  # masks are drawn all the same
+
+
+def test_a_gradient_by_hand_of_the_masks_of_the_first_pass():
+    """Per example, by autograd, of the very outputs that the loop saw."""
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    loop = make(model)
+    out = model(X)
+    want = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(8):
+        loss = CE(out[i : i + 1], Y[i : i + 1])
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for total, g in zip(want, grads):
+            total += g * min(1.0, 2.4 / float(norm))
+    loop.optimizer.zero_grad()  # the hand's own gradients came other than by backward()
+    CE(out, Y).backward()
+    plain = make(other := net())
+    empty = plain.step(CE, X[:0], Y[:0])
+    assert empty != empty  # noise alone
+    loop.optimizer.step()
+    for p, q, old, total in zip(model.parameters(), other.parameters(), before, want):
+        torch.testing.assert_close(p - q, -0.2 * total / 8, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(old, p)
+
+
+def test_masks_that_cannot_be_had_again_are_refused_and_nothing_is_released():
+    model = nn.Sequential(nn.Dropout(0.3), *net())
+    loop = make(model, engine=Ghost(mode="lean"))  # in two parts: the masks come in another order
+    CE(model(X), Y).backward()
+    with pytest.raises(Unsupported, match="other dropout masks"):
+        loop.optimizer.step()
+    assert loop.steps_released == 0
+
+
+SCALED = {
+    "accumulation": lambda out, y: CE(out, y) / 4,
+    "scaler": lambda out, y: torch.tensor(65536.0) * CE(out, y),
+    "in place": lambda out, y: CE(out, y).mul_(0.01).div_(torch.tensor([3.0]).squeeze()),
+    "of the data": lambda out, y: CE(out, y) * (1 + out.detach().abs().max()),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "none, mean": lambda out, y: F.cross_entropy(out, y, reduction="none").mean() / 3,
+    "none, sum over 8": lambda out, y: F.cross_entropy(out, y, reduction="none").sum() / 8,
+    "by index": lambda out, y: -F.log_softmax(out, 1)[torch.arange(8), y].mean(0),
+    "probabilities": lambda out, y: F.cross_entropy(out, F.one_hot(y, 4).float()),
+    "shifted": lambda out, y: 2 * (1 - (3 - CE(out, y))),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_factor_on_the_loss_never_reaches_the_clip(name):
+    ours, theirs = Plain(), Plain()
+    loop, plain = make(ours), make(theirs)
+    SCALED[name](ours(X), Y).backward()
+    loop.optimizer.step()
+    plain.step(CE, X, Y)
+    assert bool((plain.outcome.norms > 2.4).any())
+    assert bool((plain.outcome.norms < 2.4).any())  # a factor would show either way
+    agree(ours, theirs)
+
+
+def test_unequal_parts_and_labels_that_are_left_out():
+    """Every example counts alike, whatever part it is in and who else has a label there."""
+    ours, theirs = Plain(), Plain()
+    loop, plain = make(ours), make(theirs)
+    y = Y.clone()
+    y[5] = -100
+    for rows in (slice(0, 1), slice(1, 6), slice(6, 8)):
+        (CE(ours(X[rows]), y[rows]) / 3).backward()
+    loop.optimizer.step()
+    plain.step(CE, X, y)
+    assert plain.outcome.nonfinite == 1  # 0/0: the loss of example 5 alone
+    agree(ours, theirs)
+
+
+def test_weighted_labels_and_means_over_tokens():
+    weight = torch.tensor([0.1, 3.0, 1.0, 0.5])
+    tokens = torch.randn(8, 5, 3, generator=G)
+    labels = torch.randint(4, (8, 5), generator=G)
+    labels[labels == 0] = -100
+    labels[:, 0] = 1
+    for flat in (False, True):
+        ours, theirs = Plain(), Plain()
+        loop, plain = make(ours), make(theirs)
+        loss = nn.CrossEntropyLoss(weight=weight)
+        out = ours(tokens)
+        (loss(out.flatten(0, 1), labels.flatten()) if flat else loss(out.mT, labels)).backward()
+        loop.optimizer.step()
+        plain.step(lambda o, t: nn.CrossEntropyLoss(weight=weight)(o.mT, t), tokens, labels)
+        agree(ours, theirs)
+
+
+REFUSED = {
+    "root of a mean": (lambda out, y: F.mse_loss(out, X @ X.T[:, :4]).sqrt(), "cannot be seen"),
+    "product of means": (lambda out, y: CE(out, y) * out.square().mean(), "cannot be seen"),
+    "norm": (lambda out, y: out.norm(), "cannot be seen"),
+    "contrastive": (lambda out, y: CE(out @ out.T, torch.arange(8)), "with each other"),
+    "along the batch": (lambda out, y: -F.log_softmax(out, 0).mean(), "with each other"),
+    "selected": (
+        lambda out, y: F.cross_entropy(out, y, reduction="none")[y > 0].mean(),
+        "selected",
+    ),
+    "negative": (lambda out, y: -2.0 * CE(out, y), "multiplied by -2"),
+    "zero": (lambda out, y: 0.0 * CE(out, y), "multiplied by 0"),
+    "nan": (lambda out, y: CE(out, y) * torch.tensor(torch.inf), "multiplied by inf"),
+    "stack": (lambda out, y: torch.stack([CE(out, y), out.mean()]).sum(), "cannot be seen"),
+    "means first": (lambda out, y: out.square().mean(0).sum(), "cannot be seen"),
+    "sum and mean": (lambda out, y: CE(out, y) + out.square().sum(), "different numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_line_to_change(name):
+    loss_fn, words = REFUSED[name]
+    model = Plain()
+    loop = make(model)
+    loss_fn(model(X), Y).backward()
+    with pytest.raises(Unsupported, match=words):
+        loop.optimizer.step()
+    assert loop.steps_released == 0
+
+
+def test_one_loss_over_two_passes_and_gradients_without_backward_are_refused():
+    model = Plain()
+    loop = make(model)
+    (CE(model(X), Y) + CE(model(-X), Y)).backward()  # each example would count twice
+    with pytest.raises(Unsupported, match="more than once"):
+        loop.optimizer.step()
+    torch.autograd.grad(CE(model(X), Y), list(model.parameters()))
+    with pytest.raises(Unsupported, match="other than by"):
+        loop.optimizer.step()
+    CE(model(X), Y).backward()
+    (CE(model(-X), Y) / 2).backward()
+    with pytest.raises(InvalidInput, match="different numbers"):
+        loop.optimizer.step()
+    assert loop.steps_released == 0
+
+
+def test_a_factor_may_change_like_a_scaler_between_steps_and_not_with_the_batch():
+    model = Plain()
+    loop = make(model)
+    for factor in (65536.0, 32768.0):
+        (CE(model(X * factor), Y) * factor).backward()
+        loop.optimizer.step()
+    (CE(model(X), Y) * 20000.0).backward()
+    with pytest.raises(InvalidInput, match="changes with the batch"):
+        loop.optimizer.step()
+
+
+def test_a_grad_scaler_steps_even_when_raw_gradients_are_infinite():
+    """Whether an example is infinite must not be seen in whether a step is taken."""
+    ours, theirs = Plain(), Plain()
+    loop, plain = make(ours), make(theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = X.clone()
+    x[3] = torch.inf
+    scaler.scale(CE(ours(x), Y)).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    plain.step(CE, x, Y)
+    assert loop.steps_released == plain.steps_released == 1
+    agree(ours, theirs)
+
+
+class Own(Plain):
+    """Computes its loss, as Hugging Face models do."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        out = super().forward(x)
+        loss = None
+        if labels is not None:
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = CE.__class__(reduction=reduction)(out.view(-1, 4), labels.view(-1))
+            loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        return {"loss": loss, "logits": out}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 7, 1024.0])
+@pytest.mark.parametrize("how", ["loss", "logits", "items"])
+def test_models_that_give_their_loss_and_outputs_in_a_mapping(scale, how):
+    ours, theirs = Own(), Plain()
+    loop, plain = make(ours), make(theirs)
+    if how == "logits":
+        loss = CE(ours(x=X)["logits"], Y)
+    else:
+        items = torch.tensor(77) if how == "items" else None
+        loss = ours(X, labels=Y, num_items_in_batch=items)["loss"]
+    (loss * scale).backward()
+    loop.optimizer.step()
+    if how == "items":  # a sum over an example's tokens, of which there is one
+        assert "num_items" not in str(loop.fallbacks)
+    plain.step(CE, X, Y)
+    agree(ours, theirs)
+
+
+def test_a_run_of_the_unchanged_loop_with_dropout_is_replayed_to_the_bit(tmp_path):
+    finals = []
+    for stops in ((), (2,)):
+        for stop in (*stops, 4):
+            loop = make(model := net(), tmp_path / f"{len(stops)}")
+            loop.resume()
+            if not loop.steps_released:
+                loop.save()
+            for t in range(loop.steps_done, stop):
+                torch.manual_seed(t + stop)  # the user's generator is no part of it
+                CE(model(X + t), Y).backward()
+                loop.optimizer.step()
+            loop.close(keep_keys=True)  # no checkpoint after the first: released steps are replayed
+        finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*finals)
+
+
+def test_torch_has_its_own_backward_when_nobody_listens():
+    gc.collect()
+    torch.ones(1, requires_grad=True).sum().backward()  # forgets those that are gone
+    plain = torch.autograd.backward
+    loop = make(Plain())
+    assert torch.autograd.backward is not plain
+    loop.close()
+    assert torch.autograd.backward is plain
