@@ -10,7 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from noshuffle.accounting import fourier, gaussian, loss_distribution, loss_sum, mixture
+from noshuffle.accounting import (
+    fourier,
+    gaussian,
+    loss_distribution,
+    loss_sum,
+    mixture,
+    rare_losses,
+)
 from noshuffle.errors import InvalidInput
 
 
@@ -223,3 +230,37 @@ def test_fixed_size_covers_every_replacement() -> None:
         gap = np.outer(p1, p2) - math.exp(epsilon) * np.outer(q1, q2)
         worst = max(worst, float(np.maximum(gap, 0).sum()) * (x[1] - x[0]) ** 2)
     assert 0.9 * delta < worst <= delta
+
+
+@pytest.mark.parametrize("cap", [0.3, 0.02])
+def test_rare_losses_apart_against_two_steps_by_brute_force(cap: float) -> None:
+    pair = mixture.remove_pair(noise_multiplier=0.6, rate=0.01)
+    x = np.linspace(-4.5, 5.5, 2001)
+    p = pair.density(x) * (x[1] - x[0])
+    q = p * np.exp(-pair.loss(x))
+    high, low = (
+        rare_losses._bound([(pair, 2)], cap, delta=1e-4, is_upper=side) for side in (True, False)
+    )
+    merged = rare_losses._merged([(pair, 2)], 1e-2, delta=1e-4)
+    for epsilon in (0.0, 0.1, 0.8, 2.0):
+        true = np.maximum(np.outer(p, p) - math.exp(epsilon) * np.outer(q, q), 0).sum()
+        assert 0.7 * true < max(merged.delta(epsilon), low.delta(epsilon)) <= true * (1 + 1e-5)
+        charged = high.rest + high.numbers.sum() * high.correction
+        assert true * (1 - 1e-5) <= high.delta(epsilon) <= 1.001 * true + charged
+        if cap < 0.1 and epsilon < 1:
+            assert high.delta(epsilon) - charged < 0.999 * true, "two jumps must be charged"
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "steps", "delta", "most"),
+    [
+        (0.646, 3e-6, 237_501, 1.9e-9, 0.0547),
+        pytest.param(0.4, 1e-8, 10**7, 1e-9, 0.1547, marks=pytest.mark.slow),
+    ],
+)
+def test_small_rates(noise: float, rate: float, steps: int, delta: float, most: float) -> None:
+    block = [(mixture.remove_pair(noise_multiplier=noise, rate=rate), steps)]
+    high, low = (
+        rare_losses.epsilon_of(block, delta=delta, is_upper=side) for side in (True, False)
+    )
+    assert 0.99 * high < low <= high <= most

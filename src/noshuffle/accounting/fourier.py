@@ -14,7 +14,8 @@ divided after it, with λ at the saddle point, which makes small δ as accurate 
                     "fixed" (the same where every step is a uniform batch of a fixed size, rate =
                     batch/population); noise_multiplier always counts the noise in one clip norm
 
-The grid follows from the steps (`grid=None`); memory is bounded whatever their number.
+The grid follows from the steps (`grid=None`); memory is bounded whatever their number. At small
+rates rare, large losses are added up apart (`rare_losses`).
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 3)
 1.828
@@ -31,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.accounting import gaussian
+from noshuffle.accounting import gaussian, rare_losses
 from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
 from noshuffle.accounting.mixture import (
     Joined,
@@ -151,6 +152,10 @@ class Composed:
             step = choose_step(sides[1:], is_upper=True, delta=delta)
             finer = epsilon_of(sides[1], delta=delta, is_upper=True, step=step)
             values[1] = min(values[1], finer)
+        if self.grid is None:  # rare and large losses, of small rates, need a way of their own
+            for i, side in enumerate(sides):
+                apart = rare_losses.epsilon_of(side, delta=delta, is_upper=is_upper)
+                values[i] = min(values[i], apart) if is_upper else max(values[i], apart)
         return max(values)
 
     def delta(self, *, epsilon: float, bound: str = "upper") -> float:

@@ -11,6 +11,9 @@ with x. The curve H(γ) = Σ (P − γQ)₊ at γ = e^ε is convex, and a grid d
     below   H lowered at the grid points by at least the largest distance between chord and H in
             the two cells beside, then the greatest convex minorant. The tails are dropped.
 
+Above a `cap` the grid may widen (a thousandth of the loss a cell): those atoms are `jumps`, which
+`rare_losses` adds up apart.
+
 A curve above (below) H gives, composed, a curve above (below) the composed one. Cell masses come
 from Gauss–Legendre sums over positive densities, so that the far tails keep their digits. No state.
 
@@ -51,6 +54,8 @@ class GridLoss:
     start: int
     mass: Array
     infinity: float
+    #: Losses and masses above the cap, where one was given.
+    jumps: tuple[Array, Array] = (np.zeros(0), np.zeros(0))
 
     @property
     def losses(self) -> Array:
@@ -65,21 +70,28 @@ class GridLoss:
         return top + math.log(float(self.mass[is_there] @ np.exp(exponent - top)))
 
 
-def above(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
+def above(pair: Pair | Joined, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
     """A grid distribution that dominates the pair; P-mass up to `tail` goes to infinity.
 
     Guarantees: δ(ε) of the result, and of any composition of it, is not below the truth but for
     rounding of the masses (1e-13 relative).
     """
-    cells = _cells(pair, step, tail)
+    cells = _cells(pair, step, tail, cap)
     mass = np.zeros(len(cells.left) + 1)
     mass[:-1] += cells.left
     mass[1:] += cells.right
     mass[0] += cells.below  # raised to the first grid point
-    return GridLoss(pair.anchor, step, cells.start, mass, cells.beyond)
+    return _split(pair.anchor, step, cells, mass, cells.beyond)
 
 
-def below(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
+def _split(anchor: float, step: float, cells: _Cells, mass: Array, infinity: float) -> GridLoss:
+    """Masses at the points of the cells: those on the grid, and the jumps beyond its cap."""
+    n = min(cells.fine, len(mass))
+    jumps = (cells.points[n : len(mass)], mass[n:])
+    return GridLoss(anchor, step, cells.start, mass[:n], infinity, jumps)
+
+
+def below(pair: Pair | Joined, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
     """A grid distribution that the pair dominates; its masses may sum to less than one.
 
     Why: with `q` the Q-mass of a cell and f the mean place of it between the ends (0 to 1), the
@@ -90,14 +102,13 @@ def below(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
     Guarantees: δ(ε) of the result, and of any composition of it, is not above the truth but for
     rounding. A grid too coarse to say anything gives the pair of two equal distributions.
     """
-    cells = _cells(pair, step, tail)
-    n = len(cells.left)
-    losses = pair.anchor + step * (cells.start + np.arange(n + 1))
+    cells = _cells(pair, step, tail, cap)
+    n, losses = len(cells.left), cells.points
     if losses[-1] > 600:  # e^loss would overflow: drop what lies above, which only lowers δ
         n = max(1, int(np.searchsorted(losses, 600.0)) - 1)
         losses = losses[: n + 1]
     gamma = np.exp(losses)
-    width = gamma[:-1] * math.expm1(step)
+    width = gamma[:-1] * np.expm1(np.diff(losses))
     left, right = cells.left[:n] / gamma[:-1], cells.right[:n] / gamma[1:]
     q = np.zeros(n + 1)
     q[:-1] += left
@@ -127,20 +138,41 @@ def below(pair: Pair | Joined, *, step: float, tail: float) -> GridLoss:
     inner = np.maximum(np.diff(convex), 0.0)
     ends = max(0.0, convex[0] + after[0]), max(0.0, -convex[-1])
     mass = np.concatenate([[ends[0]], inner, [ends[1]]]) * gamma
-    kept = np.flatnonzero(mass)
-    mass = mass[kept[0] : kept[-1] + 1]
-    return GridLoss(pair.anchor, step, cells.start + int(kept[0]), mass, 0.0)
+    return _split(pair.anchor, step, cells, mass, 0.0)
+
+
+def merged(pair: Pair | Joined, *, cap: float, tail: float) -> tuple[Array, Array]:
+    """Losses and masses of a pair that the given one dominates: everything up to the cap is one
+    outcome (the first), and so is each of the widening cells above it; the far tail is dropped.
+
+    Guarantees: what an attacker sees who looks at outcomes through these cells; δ is never above
+    the truth, nor is that of any composition.
+    """
+    cells = _cells(pair, cap / 64, tail, cap)
+    mass = cells.left + cells.right
+    other = cells.left * np.exp(-cells.points[:-1]) + cells.right * np.exp(-cells.points[1:])
+    n = cells.fine - 1
+    mass = np.append(mass[:n].sum() + cells.below, mass[n:])
+    # the Q of the far lower tail is in what is left of it
+    other = np.append(1 - other[n:].sum(), other[n:])
+    kept = mass > 0
+    return np.log(mass[kept] / other[kept]), mass[kept]
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """P-mass that each cell sends to its left and right end, and what lies outside the cells."""
+    """P-mass that each cell sends to its left and right end, and what lies outside the cells.
+
+    The first `fine` of the points are anchor + (start + j)·step.
+    """
 
     start: int
     left: Array
     right: Array
     below: float
     beyond: float
+    points: Array
+    fine: int
 
 
 def support(pair: Pair, tail: float) -> tuple[float, float]:
@@ -174,33 +206,43 @@ def outline(pair: Pair | Joined, tail: float, points: int = 801) -> tuple[Array,
     return pair.loss(x), log_p - logsumexp(log_p)
 
 
-def _joined_cells(pair: Joined, step: float, tail: float) -> _Cells:
+def _joined_cells(pair: Joined, step: float, tail: float, cap: float) -> _Cells:
     """Cells below 0 of one part, cells above of the other, and the atom at 0 between them."""
-    over, under = _cells(pair.over, step, tail), _cells(pair.under, step, tail)
+    over, under = _cells(pair.over, step, tail, cap), _cells(pair.under, step, tail, math.inf)
     left, right = (
         np.concatenate([below[: -under.start], above[-over.start :]])
         for below, above in ((under.left, over.left), (under.right, over.right))
     )
     atom = 1 - under.below - over.beyond - float(left.sum() + right.sum())
     left[-under.start] += max(atom, 0.0)
-    return _Cells(under.start, left, right, under.below, over.beyond)
+    points = np.append(under.points[: -under.start], over.points[-over.start :])
+    fine = over.fine + over.start - under.start
+    return _Cells(under.start, left, right, under.below, over.beyond, points, fine)
 
 
-def _cells(pair: Pair | Joined, step: float, tail: float) -> _Cells:
+def _cells(pair: Pair | Joined, step: float, tail: float, cap: float) -> _Cells:
     if isinstance(pair, Joined):
-        return _joined_cells(pair, step, tail)
+        return _joined_cells(pair, step, tail, cap)
     x_low, x_high = support(pair, tail)
     ends = pair.loss(np.array([x_low, x_high]))
     start = math.floor((ends[0] - pair.anchor) / step)
-    stop = max(start + 1, math.ceil((ends[1] - pair.anchor) / step))
+    stop = max(start + 1, math.ceil((min(ends[1], cap) - pair.anchor) / step))
     if stop - start > _MOST_CELLS:
         raise InvalidInput(
             f"grid must be at least {(ends[1] - ends[0]) / _MOST_CELLS:.3g} here (memory), "
             f"got {step!r}"
         )
     grid = pair.anchor + step * np.arange(start, stop + 1)
+    fine, last = len(grid), float(grid[-1])
+    if last < ends[1]:  # cells widen above the cap
+        wide = max(step, 1e-3 * last)
+        count = math.ceil(math.log1p((ends[1] - last) * 1e-3 / wide) / math.log1p(1e-3))
+        grid = np.append(
+            grid, last + wide * np.expm1(np.arange(1, count + 1) * math.log1p(1e-3)) * 1e3
+        )
     edges = np.clip(pair.inverse(grid[1:-1], x_low, x_high), x_low, x_high)
     edges = np.maximum.accumulate(np.concatenate([[x_low], edges, [x_high]]))
+    gaps = np.diff(grid)
     total = np.zeros(len(grid) - 1)
     right = np.zeros(len(grid) - 1)
 
@@ -222,11 +264,11 @@ def _cells(pair: Pair | Joined, step: float, tail: float) -> _Cells:
         for node, weight in zip(nodes, weights):
             x = origin + size * (0.5 + 0.5 * node)
             density = pair.density(x) * size * (0.5 * weight)
-            share = -np.expm1(np.minimum(grid[owner] - pair.loss(x), 0.0)) / -math.expm1(-step)
+            share = -np.expm1(np.minimum(grid[owner] - pair.loss(x), 0.0)) / -np.expm1(-gaps[owner])
             total += np.bincount(owner, density, len(total))
             right += np.bincount(owner, density * np.minimum(share, 1.0), len(total))
     weights_up = np.array([w for w, _ in pair.upper])
     means = np.array([m for _, m in pair.upper])
     beyond = float(weights_up @ np.exp(log_ndtr((means - x_high) / pair.sigma)))
     under = float(weights_up @ ndtr((x_low - means) / pair.sigma))
-    return _Cells(start, np.maximum(total - right, 0.0), right, under, beyond)
+    return _Cells(start, np.maximum(total - right, 0.0), right, under, beyond, grid, fine)

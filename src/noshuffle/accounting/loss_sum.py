@@ -32,9 +32,9 @@ Array = np.ndarray
 Block = tuple[Pair | Joined, int]
 
 #: ε may be wrong by about this, relative, through the grid.
-_ACCURACY = 2e-5
+ACCURACY = 2e-5
 #: Most points of the window and of one step: bounds the memory (about 60 bytes each).
-_MOST_POINTS = 2**22
+MOST_POINTS = 2**22
 #: Tilted mass that the window may miss on either side.
 _OUTSIDE = 1e-11
 #: Relative error of one grid mass (quadrature and rounding). An absolute error of an atom at loss 0
@@ -44,7 +44,7 @@ _UNIT = 2.0**-53
 
 
 @dataclass(frozen=True)
-class _Scout:
+class Scout:
     """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature."""
 
     tilt: float
@@ -63,7 +63,8 @@ class Tail:
 
         δ(ε) = e^{reference} (above[j] − e^{ε−centre} shifted[j] − alias e^{−λ(ε−centre)}) + rest
 
-    with the sums over the grid points from s_j > ε on. Below the first point `under` is added.
+    with the sums over the grid points from s_j > ε on (the last one empty). Below the first point
+    `under` is added.
     """
 
     first: float
@@ -77,26 +78,29 @@ class Tail:
     rest: float
     under: float
 
-    def delta(self, epsilon: float) -> float:
-        j = max(0, math.floor((epsilon - self.first) / self.step) + 1)
-        value = 0.0
-        if j < len(self.above):
-            value = float(self.above[j]) - math.exp(epsilon - self.centre) * float(self.shifted[j])
-            value -= self.alias * math.exp(min(self.tilt * (self.centre - epsilon), 700.0))
-        log_value = math.log(value) + self.reference if value > 0 else -math.inf
-        missing = self.under if epsilon < self.first else 0.0
-        return min(1.0, math.exp(min(log_value, 1.0)) + self.rest + missing)
+    def delta(self, epsilon: Array | float) -> Array:
+        """δ at one ε or at many."""
+        epsilon = np.asarray(epsilon, dtype=float)
+        j = np.clip(np.floor((epsilon - self.first) / self.step) + 1, 0, len(self.above) - 1)
+        j, gap = j.astype(np.int64), epsilon - self.centre
+        value = self.above[j] - np.exp(np.minimum(gap, 700.0)) * self.shifted[j]
+        value = value - self.alias * np.exp(np.minimum(-self.tilt * gap, 700.0))
+        with np.errstate(divide="ignore"):
+            log_value = np.log(np.maximum(value, 0.0)) + self.reference
+        missing = np.where(epsilon < self.first, self.under, 0.0)
+        out = np.exp(np.minimum(log_value, 1.0)) + self.rest + missing
+        return np.asarray(np.minimum(1.0, out))
 
     def epsilon(self, delta: float, *, is_upper: bool) -> float:
         """Where the curve meets delta, or the first point if it is always below; at least 0."""
         if delta <= self.rest:
             return math.inf
         goal = math.exp(min(math.log(delta - self.rest) - self.reference, 700.0))
-        points = self.first + self.step * np.arange(len(self.above) - 1)
+        points = self.first + self.step * np.arange(len(self.above) - 2)
         gap = points - self.centre
         alias = self.alias * np.exp(-self.tilt * gap)
         # Far above the centre the factor would overflow; a smaller one keeps the curve too high.
-        at_points = self.above[1:] - np.exp(np.minimum(gap, 700.0)) * self.shifted[1:] - alias
+        at_points = self.above[1:-1] - np.exp(np.minimum(gap, 700.0)) * self.shifted[1:-1] - alias
         higher = np.flatnonzero(at_points > goal)
         if not len(higher):
             return max(0.0, self.first) if is_upper else 0.0
@@ -109,17 +113,17 @@ class Tail:
 
 def epsilon_of(blocks: Sequence[Block], *, delta: float, is_upper: bool, step: float) -> float:
     """ε at δ of the composed blocks, from above or from below, on a grid of the given step."""
-    scout = _scout(blocks, log_delta=math.log(delta))
+    scout = scout_of(blocks, log_delta=math.log(delta))
     return _tail(blocks, scout, is_upper, step).epsilon(delta, is_upper=is_upper)
 
 
 def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool, step: float) -> float:
     """δ at ε of the composed blocks, from above or from below, on a grid of the given step."""
-    scout = _scout(blocks, epsilon=epsilon)
+    scout = scout_of(blocks, epsilon=epsilon)
     for _ in range(4):
         scout = replace(scout, log_delta=scout.log_delta - 10)
         tail = _tail(blocks, scout, is_upper, step)
-        value = tail.delta(epsilon)
+        value = float(tail.delta(epsilon))
         # else Chernoff's δ was far too large: cut the tails later
         if tail.rest <= 1e-5 * value or scout.log_delta < -650:
             break
@@ -128,8 +132,8 @@ def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool, step: f
 
 def curve_of(blocks: Sequence[Block], epsilons: Array, *, delta: float, step: float) -> Array:
     """δ at many ε of the composed blocks, from above, by one transform; sharpest near δ."""
-    tail = _tail(blocks, _scout(blocks, log_delta=math.log(delta)), True, step)
-    return np.array([tail.delta(float(one)) for one in epsilons])
+    tail = _tail(blocks, scout_of(blocks, log_delta=math.log(delta)), True, step)
+    return tail.delta(epsilons)
 
 
 def choose_step(
@@ -141,29 +145,34 @@ def choose_step(
 ) -> float:
     """Grid step: accurate for the first side, and bounded memory for every side."""
     log_delta = None if delta is None else math.log(delta)
-    scout = _scout(sides[0], log_delta=log_delta, epsilon=epsilon)
+    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon)
     steps = sum(count for _, count in sides[0])
     widest = scout.high - scout.low
     scale = max(scout.epsilon, 0.02 * widest)
-    step = math.sqrt(12 * _ACCURACY * scale / (steps * (scout.tilt + 1)))
+    step = math.sqrt(12 * ACCURACY * scale / (steps * (scout.tilt + 1)))
     step = min(step, 0.2 / (scout.tilt + 1), widest / 64)
     for pair, _ in (block for side in sides for block in side):
         if not is_upper and pair.anchor != 0:  # below needs several points inside the bulk
             step = min(step, max(abs(pair.anchor) / 4, step / 16))
-        ends = loss_range(pair, _one_tail(sides[0], scout.log_delta - 30))
+        ends = loss_range(pair, one_tail(sides[0], scout.log_delta - 30))
         widest = max(widest, ends[1] - ends[0])
     is_hopeless = scout.log_delta < -650  # δ = 0 in floats: no need to be fine
-    return max(step, 1.1 * widest / (2**14 if is_hopeless else _MOST_POINTS))
+    return max(step, 1.1 * widest / (2**14 if is_hopeless else MOST_POINTS))
 
 
-def _scout(
-    blocks: Sequence[Block], *, log_delta: float | None = None, epsilon: float | None = None
-) -> _Scout:
+def scout_of(
+    blocks: Sequence[Block],
+    *,
+    log_delta: float | None = None,
+    epsilon: float | None = None,
+    cap: float = math.inf,
+) -> Scout:
     """Where to look: rough log-moments K(t) on a list of t. Nothing rigorous depends on it."""
     t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, 1e5, 140)])
     total, mean = np.zeros(len(t)), np.zeros(len(t))
     for pair, count in blocks:
-        loss, log_p = outline(pair, _one_tail(blocks, log_delta))
+        loss, log_p = outline(pair, one_tail(blocks, log_delta))
+        loss, log_p = loss[loss <= cap], log_p[loss <= cap]
         exponent = t[:, None] * loss[None, :] + log_p
         peak = exponent.max(axis=1)
         weight = np.exp(exponent - peak[:, None])
@@ -191,7 +200,7 @@ def _scout(
     ups = (gain[k + 1 :] + reach) / (t[k + 1 :] - tilt)
     downs = (gain[:k] + reach) / (tilt - t[:k])
     up, down = int(np.argmin(ups)), int(np.argmin(downs))
-    return _Scout(
+    return Scout(
         tilt=tilt,
         up=float(t[k + 1 + up]) - tilt,
         down=tilt - float(t[down]),
@@ -203,17 +212,22 @@ def _scout(
     )
 
 
-def _one_tail(blocks: Sequence[Block], log_delta: float | None) -> float:
+def one_tail(blocks: Sequence[Block], log_delta: float | None) -> float:
     """P-mass of one step that may go to infinity: together a millionth of δ."""
     steps = sum(count for _, count in blocks)
     log_tail = (-690.0 if log_delta is None else log_delta) - math.log(steps) - 14
     return min(math.exp(max(log_tail, -690.0)), 1e-12)
 
 
-def _tail(blocks: Sequence[Block], scout: _Scout, is_upper: bool, step: float) -> Tail:
-    one_tail = _one_tail(blocks, scout.log_delta)
-    build = above if is_upper else below
-    parts = [(build(pair, step=step, tail=one_tail), count) for pair, count in blocks]
+def _tail(blocks: Sequence[Block], scout: Scout, is_upper: bool, step: float) -> Tail:
+    tail, build = one_tail(blocks, scout.log_delta), above if is_upper else below
+    parts = [(build(pair, step=step, tail=tail), count) for pair, count in blocks]
+    return tail_of(parts, scout, is_upper)
+
+
+def tail_of(parts: Sequence[tuple[GridLoss, int]], scout: Scout, is_upper: bool) -> Tail:
+    """The sum of steps that are on one grid; their jumps are left out."""
+    step = parts[0][0].step
 
     def log_moment(t: float) -> float:
         return sum(count * part.log_moment(t) for part, count in parts)
@@ -225,7 +239,7 @@ def _tail(blocks: Sequence[Block], scout: _Scout, is_upper: bool, step: float) -
     high = max(scout.high, (log_up - math.log(_OUTSIDE)) / up)
     low = min(scout.low, -(log_down - math.log(_OUTSIDE)) / down)
     points = sfft.next_fast_len(math.ceil((high - low) / step) + 2, real=True)
-    points = min(points, 2 * _MOST_POINTS)
+    points = min(points, 2 * MOST_POINTS)
     mass, rounding = _power(parts, lam, points)
 
     anchor = sum(count * part.anchor for part, count in parts)
@@ -256,8 +270,8 @@ def _tail(blocks: Sequence[Block], scout: _Scout, is_upper: bool, step: float) -
         centre=scout.centre,
         tilt=lam,
         reference=log_m - lam * scout.centre,
-        above=np.cumsum(weighted[::-1])[::-1],
-        shifted=np.cumsum((weighted * np.exp(-gap))[::-1])[::-1],
+        above=np.append(np.cumsum(weighted[::-1])[::-1], 0.0),
+        shifted=np.append(np.cumsum((weighted * np.exp(-gap))[::-1])[::-1], 0.0),
         alias=alias,
         rest=rest,
         under=under,
