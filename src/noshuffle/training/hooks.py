@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from noshuffle.errors import InvalidInput, Unsupported
 
 #: Set on an optimizer while a private step moves it.
-MARK = "_is_in_private_step"
+_MARK = "_is_in_private_step"
 
 
 class Listening(Protocol):
@@ -128,7 +128,7 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not optimizer.__dict__.get(MARK):
+    if not optimizer.__dict__.get(_MARK):
         raise Unsupported(
             "this optimizer belongs to a private run, and stepping it by hand would train on raw "
             "gradients; use private.step, or private.optimizer.step() (private.close() ends a run)"
@@ -141,14 +141,14 @@ def at_work(
 ) -> Iterator[None]:
     """While a step runs the model nothing is heard; an optimizer that is given may be moved."""
     own: dict[str, Any] = {} if optimizer is None else optimizer.__dict__
-    before = own.get(MARK, False), listener is not None and listener.is_paused
-    own[MARK] = True
+    before = own.get(_MARK, False), listener is not None and listener.is_paused
+    own[_MARK] = True
     if listener is not None:
         listener.is_paused = True
     try:
         yield
     finally:
-        own[MARK] = before[0]
+        own[_MARK] = before[0]
         if listener is not None:
             listener.is_paused = before[1]
             if (
