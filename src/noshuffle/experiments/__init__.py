@@ -24,6 +24,7 @@ __all__ = ["FIGURES", "Request", "figure", "open_store", "run", "to_stderr"]
 FIGURES: dict[str, str] = {
     "bounds": "noshuffle.experiments.bounds",
     "noise": "noshuffle.experiments.noise",
+    "order": "noshuffle.experiments.order",
     "rates": "noshuffle.experiments.rates",
 }
 
