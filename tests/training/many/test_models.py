@@ -14,7 +14,7 @@ from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
-from noshuffle.training.many.stacked import Stacked, _patches
+from noshuffle.training.many.stacked import Stacked, _patches, _thirds
 from noshuffle.training.many.sum import clipped_sums, network_for, products
 from noshuffle.training.many.vmapped import Vmapped
 from noshuffle.training.models import build
@@ -116,14 +116,14 @@ def texts(rows: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randint(5, (rows, 6)), torch.randint(5, (rows, 6))
 
 
-def compare(make: Callable[[], nn.Module], batch: Any, loss_fn: Any) -> str:
+def compare(make: Callable[[], nn.Module], batch: Any, loss_fn: Any, **how: Any) -> str:
     """Sums of three runs beside the engine's for each; the fourth row is left out."""
     models = [make() for _ in range(3)]
     names = [n for n, p in models[0].named_parameters() if p.requires_grad]
     params = {n: torch.stack([m.get_parameter(n).detach() for m in models]) for n in names}
     clips = torch.tensor([0.05, 1.0, 1e6], dtype=torch.float64)
     keep = torch.tensor([True, True, True, False, True])
-    network, why = network_for(models, params, batch, loss_fn=loss_fn)
+    network, why = network_for(models, params, batch, loss_fn=loss_fn, **how)
     sums, losses = clipped_sums(network, params, batch, keep=keep, clip=clips)
     for k, model in enumerate(models):
         kept = tuple(leaf[keep] for leaf in batch)
@@ -239,6 +239,49 @@ def test_rows_in_parts_give_the_same(make, monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setitem(many_sum.MOST_NUMBERS, "cpu", 1)  # one row at a time
     compare(make, images(), nn.CrossEntropyLoss())
+
+
+def test_runs_in_turn_have_the_same_sums_and_scores() -> None:
+    torch.manual_seed(0)
+    assert compare(conv, images(), nn.CrossEntropyLoss(), in_turn=True) == "stacked layers, in turn"
+    assert "vmap" in compare(group_norm, images(), nn.CrossEntropyLoss(), in_turn=True)
+    settings = [Setting(noise_multiplier=0.0, learning_rate=0.5, seed=s) for s in (1, 2)]
+    common = {"steps": 1, "batch_size": 5}
+    turned, beside = (Study(conv, settings, in_turn=turn, **common) for turn in (True, False))
+    batch = images()
+    torch.testing.assert_close(turned.step(*batch), beside.step(*batch))
+    torch.testing.assert_close(turned.scores(batch[0]), beside.scores(batch[0]))
+
+
+def test_half_precision_in_turn_is_near_and_within_the_clip_norm() -> None:
+    """The sum of one row must not pass the clip norm, however its gradients were rounded."""
+    torch.manual_seed(0)
+    models = [conv() for _ in range(2)]
+    params = {
+        name: torch.stack([m.get_parameter(name).detach() for m in models])
+        for name, _ in models[0].named_parameters()
+    }
+    batch, clip = images(6), torch.tensor([0.01, 0.1])
+    network, _ = network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss(), in_turn=True)
+    for row in range(6):
+        keep = torch.arange(6) == row
+        sums, whole = (
+            clipped_sums(network, params, batch, keep=keep, clip=clip, half=half)[0]
+            for half in (True, False)
+        )
+        flat, right = (
+            torch.cat([v.double().flatten(1) for v in found.values()], 1) for found in (sums, whole)
+        )
+        assert bool((flat.norm(dim=1) <= clip.double()).all())
+        assert bool((0.99 * clip.double() <= flat.norm(dim=1)).all())
+        assert bool(((flat - right).norm(dim=1) <= 0.05 * clip.double()).all())
+
+
+def test_factors_in_three_parts_are_exact() -> None:
+    torch.manual_seed(0)
+    factor = torch.rand(64) * 10.0 ** torch.randint(-6, 1, (64,))
+    parts = _thirds(factor, torch.bfloat16)
+    assert torch.equal(parts.float().sum(0), factor)
 
 
 @pytest.mark.parametrize("form", ["stacked", "vmap"])

@@ -24,7 +24,7 @@ from torch.nn import functional as f
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.gram import smallest
 from noshuffle.clipping.objective import Criterion, row_losses
-from noshuffle.clipping.products import wide
+from noshuffle.clipping.products import HALF, mm, wide
 from noshuffle.errors import Unsupported
 
 #: Layers that treat every number, or every channel, alike.
@@ -42,14 +42,35 @@ class DenseByRun:
 
     def squares(self) -> Tensor:
         """Squared norm per example and run."""
+        if self.values.dtype in HALF:  # widened on the way, without a copy
+            lengths: Tensor = torch.linalg.vector_norm(
+                self.values.flatten(2), dim=2, dtype=torch.float32
+            )
+            return lengths.square()
         return wide(self.values).flatten(2).square().sum(2)
 
     def total(self, factor: Tensor) -> Tensor:
         """Σ_i factor[i, k]·G[i, k]; an example with factor 0 contributes exactly zero."""
-        flat = wide(self.values).flatten(2)
-        flat = torch.where(factor[:, :, None] != 0, flat, 0.0)
+        used = factor[:, :, None] != 0
+        if self.values.dtype == torch.bfloat16 and self.values.shape[1] == 1:
+            flat = torch.where(used[:, 0], self.values.flatten(1), 0.0)
+            return mm(_thirds(factor[:, 0], flat.dtype), flat).sum(0).reshape(self.values.shape[1:])
+        flat = torch.where(used, wide(self.values).flatten(2), 0.0)
         out = torch.einsum("bk,bkf->kf", factor.to(flat.dtype), flat)
         return out.reshape(self.values.shape[1:])
+
+
+def _thirds(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors as sums of three in half precision (3, batch), exact to single precision.
+
+    Products of such numbers with gradients in half precision are exact in single precision, so the
+    gradients need not be widened first.
+    """
+    rest, parts = factor.float(), []
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
 
 
 def _lengths(t: Tensor) -> Tensor:

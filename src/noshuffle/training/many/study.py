@@ -92,6 +92,8 @@ class Study:
         source: Source | None = None,
         device: torch.device | str = "cpu",
         capture: bool = True,
+        in_turn: bool = False,
+        half: bool = False,
         budget: Account | None = None,
     ) -> None:
         """Arguments:
@@ -103,6 +105,10 @@ class Study:
         learning_rates: a schedule of factors, one a step (empty: constant).
         source: where noise comes from; fresh keys of the operating system by default.
         capture: whether a step on CUDA may be captured as a graph.
+        in_turn: whether the runs of a step are worked on one after the other: for models that fill
+            a GPU by themselves.
+        half: whether models and losses run under autocast to bfloat16; clipped gradients are added
+            up, noised and applied in single precision.
         budget: what all runs on the same data draw on; settings then need plans, and steps ids.
         """
         whole(steps=steps, batch_size=batch_size)
@@ -119,6 +125,7 @@ class Study:
         self.fallbacks: list[str] = []
         self._device = torch.device(device)
         self._batch_size, self._rates = batch_size, learning_rates
+        self._in_turn, self._half = in_turn, half
         self._loss_fn = nn.CrossEntropyLoss() if loss_fn is None else loss_fn
         self._models = [seeded(make_model, setting.seed) for setting in settings]
         for model in self._models:
@@ -260,7 +267,9 @@ class Study:
         if not len(keep):  # nobody: noise alone
             sums = {name: torch.zeros_like(value) for name, value in self.params.items()}
             return sums, torch.zeros(0, self.runs, device=self._device)
-        return clipped_sums(self._chosen(), self.params, batch, keep=keep, clip=self._clip)
+        return clipped_sums(
+            self._chosen(), self.params, batch, keep=keep, clip=self._clip, half=self._half
+        )
 
     def _chosen(self) -> Network:
         if self._network is None:
@@ -271,7 +280,11 @@ class Study:
         """The form for batches of this kind: other shapes may go other ways through a model."""
         if kind not in self._networks:
             self._networks[kind] = network_for(
-                self._models, self.params, tree_map(self._here, batch), loss_fn=self._loss_fn
+                self._models,
+                self.params,
+                tree_map(self._here, batch),
+                loss_fn=self._loss_fn,
+                in_turn=self._in_turn,
             )
         self._network, self._form = self._networks[kind]
 

@@ -6,14 +6,16 @@
 layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do
 (a model that branches on its data) is done one run after the other (`OneByOne`), and so are large
 convolutions on a CPU: grouped ones and gradients written out take longer there than the engine's
-own loops. Rows are worked on as many at a time as keep the gradients written out within
-`MOST_NUMBERS`. Nothing waits for the device (but `OneByOne`), nothing branches on data. No state.
+own loops. A GPU that one run's convolutions fill takes them in turn (`InTurn`), still in one graph.
+Rows are worked on as many at a time as keep the gradients written out within `MOST_NUMBERS`.
+Nothing waits for the device (but `OneByOne`), nothing branches on data. No state.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,8 +106,26 @@ def products(model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any,
     return sum(counts)
 
 
+class InTurn:
+    """K networks one after the other in the stacked form of one, as a graph can hold it.
+
+    Grouped convolutions of K runs are slower on a GPU than K plain ones that fill it by themselves.
+    """
+
+    def __init__(self, one: Stacked, *, runs: int) -> None:
+        self.one, self.runs = one, runs
+
+    def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
+        """Outputs of every network: (batch, runs, …)."""
+        return torch.cat([self.one.scores(own, x) for own in self.each(params)], 1)
+
+    def each(self, params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The parameters of each run, stacked as those of one."""
+        return [{n: v[k : k + 1] for n, v in params.items()} for k in range(self.runs)]
+
+
 SideBySide = Stacked | Vmapped
-Network = SideBySide | OneByOne
+Network = SideBySide | OneByOne | InTurn
 
 
 def clipped_sums(
@@ -115,24 +135,37 @@ def clipped_sums(
     *,
     keep: Tensor,
     clip: Tensor,
+    half: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Per run, the sum of clipped gradients of the rows in `keep`, and the losses (batch, runs).
+
+    With `half`, models and losses run under autocast to bfloat16. Norms are taken of the gradients
+    that come out, and these are added up, in single precision.
 
     Guarantees: one row moves the sum of run k by at most clip[k]. A row outside `keep`, or one with
     a NaN or infinite loss or norm, contributes exactly zero, whatever it holds.
     """
     if isinstance(network, OneByOne):
         return network.clipped_sums(batch, keep=keep, clip=clip)
+    if isinstance(network, InTurn):
+        found = [
+            clipped_sums(network.one, own, batch, keep=keep, clip=clip[k : k + 1], half=half)
+            for k, own in enumerate(network.each(params))
+        ]
+        totals = {name: torch.cat([own[name] for own, _ in found]) for name in params}
+        return totals, torch.cat([seen for _, seen in found], 1)
     first = next(iter(params.values()))
     most = MOST_NUMBERS.get(first.device.type, MOST_NUMBERS["cpu"])
     rows, size = max(1, most // (network.runs * max(1, network.written))), batch_size(batch)
+    rows = -(-size // -(-size // rows)) if size else rows  # parts of one size
     aim = slack(*(value[0] for value in params.values()))
     sums: dict[str, Tensor] = {}
     losses = []
     for begin in range(0, size, rows):
         part = slice(begin, begin + rows)
         whole = rows >= size
-        grads, seen = network.example_gradients(params, batch if whole else take(batch, part))
+        with _cast(first.device, half):
+            grads, seen = network.example_gradients(params, batch if whole else take(batch, part))
         with exactly(first.device):  # a sum in half precision could pass the clip norm
             factor = _factors(grads, seen, keep[part], clip=clip, aim=aim)
             for name, value in params.items():
@@ -140,6 +173,13 @@ def clipped_sums(
                 sums[name] = sums[name].add_(total) if name in sums else total.contiguous()
         losses.append(seen.detach())
     return sums, torch.cat(losses)
+
+
+def _cast(device: torch.device, half: bool) -> AbstractContextManager[Any]:
+    """Autocast as a graph can hold it: no cast weight is kept for later."""
+    if not half:
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def _factors(grads: Gradients, losses: Tensor, keep: Tensor, *, clip: Tensor, aim: float) -> Tensor:
@@ -155,9 +195,18 @@ def network_for(
     batch: tuple[Any, ...],
     *,
     loss_fn: Criterion | ModelLoss,
+    in_turn: bool = False,
 ) -> tuple[Network, str]:
-    """The quickest form that holds for these models and batches like this one, and why."""
+    """The quickest form that holds for these models and batches like this one, and why.
+
+    With `in_turn`, runs of a model that has a stacked form are worked on one after the other.
+    """
     device = next(iter(params.values())).device
+    if in_turn and len(models) > 1:
+        first = {name: value[:1] for name, value in params.items()}
+        one, why = network_for(models[:1], first, batch, loss_fn=loss_fn)
+        if isinstance(one, Stacked):
+            return InTurn(one, runs=len(models)), f"{why}, in turn"
     general = Vmapped(models, loss_fn=loss_fn, device=device)
     general.check_memory(batch)
     two, size = take(batch, slice(0, 2)), batch_size(batch)
