@@ -25,6 +25,7 @@ FIGURES: dict[str, str] = {
     "bounds": "noshuffle.experiments.bounds",
     "noise": "noshuffle.experiments.noise",
     "order": "noshuffle.experiments.order",
+    "figure1": "noshuffle.experiments.figure1",
     "rates": "noshuffle.experiments.rates",
 }
 

@@ -176,6 +176,8 @@ class Stacked:
     ) -> tuple[Tensor, list[tuple[str, nn.Conv2d | nn.Linear, Tensor, Tensor]]]:
         seen: list[tuple[str, nn.Conv2d | nn.Linear, Tensor, Tensor]] = []
         is_shared = True  # until the first layer with weights, all networks see the same
+        if x.dim() == 4 and x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = x.contiguous(memory_format=torch.channels_last)  # as matrix units want it
         for name, layer in self._layers:
             given = x
             if isinstance(layer, nn.Conv2d):

@@ -1,0 +1,186 @@
+"""Train the runs of one cell side by side: one line of a task, several ε, rates or trials.
+
+    order    rows of the file, pass after pass, in one order; amplified lines: Poisson samples
+    noise    that of `fitted` for the line's participation at ε; none, and no clip, if not private
+    scores   accuracy of the last iterate, and of the average of iterates (decay 0.99), on rows that
+             were not trained on: held-out training rows in a search, test rows in the end
+
+Guarantees: each run by itself is private with its ε: the rows come as its participation says, by
+construction. What all runs of a study cost together, and choosing among them, is not counted
+(docs/studies.md). State: the data on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noshuffle.datasets import load
+from noshuffle.errors import DataUnavailable, InvalidInput
+from noshuffle.experiments import fitted
+from noshuffle.experiments.figure import Request
+from noshuffle.experiments.lines import StudyLine, StudyTask
+from noshuffle.strategies import Strategy, identity
+from noshuffle.strategies.workload import cooldown
+from noshuffle.training.many import Setting, Study, accuracies
+from noshuffle.training.models import build
+
+DECAY = 0.99
+#: Clip norm of runs without privacy.
+UNCLIPPED = 1e6
+
+
+class StudyRows:
+    """The rows that a cell trains and scores on, on its device."""
+
+    def __init__(self, task: StudyTask, asked: Request, *, is_search: bool) -> None:
+        data = _data(task.data, task.stands_in, asked.device)
+        self.name, self.classes, self.shape = data[0], data[1], tuple(data[2].shape[1:])
+        x, y, x_test, y_test = data[2:]
+        whole = task.rows or len(x)
+        if not task.held_out < whole <= len(x):
+            raise InvalidInput(f"{task.name} needs {whole} training rows, {len(x)} are there")
+        cut = whole - task.held_out if is_search else whole
+        self.x, self.y = x[:cut], y[:cut]
+        self.scored = (x[cut:whole], y[cut:whole]) if is_search else (x_test, y_test)
+
+
+@cache
+def _data(name: str, stands_in: str, device: str) -> tuple[Any, ...]:
+    """Name, classes and tensors of a data set, or of the one that stands in for it."""
+    try:
+        found = load(name)
+    except DataUnavailable:
+        if not stands_in:
+            raise
+        found = load(stands_in)
+    parts = (found.x_train, found.y_train, found.x_test, found.y_test)
+    return found.name, found.classes, *(part.to(device) for part in parts)
+
+
+def train(
+    task: StudyTask,
+    line: StudyLine,
+    runs: Sequence[tuple[float, float, int]],
+    asked: Request,
+    *,
+    is_search: bool,
+) -> dict[str, Any]:
+    """Train (ε, learning rate, trial) for every run; scores and how they were made, as JSON."""
+    began, settings = time.perf_counter(), asked.settings
+    rows = StudyRows(task, asked, is_search=is_search)
+    epochs, per_epoch = task.layout(len(rows.x), line.times)
+    steps, batch = epochs * per_epoch, task.batch * line.times
+    seed = settings["search_seed"] if is_search else settings["first_seed"]
+    share = batch / len(rows.x)
+    levels = [_noise(line, e, epochs, per_epoch, settings["delta"], share) for e, *_ in runs]
+    strategy: Strategy = identity()
+    if line.fit:
+        strategy = fitted.strategy(line.fit, epochs=epochs, per_epoch=per_epoch)
+    made = [
+        Setting(
+            noise_multiplier=z,
+            learning_rate=rate,
+            momentum=line.momentum,
+            clip_norm=settings["clip_norm"] if line.fit else UNCLIPPED,
+            seed=seed + trial,
+        )
+        for z, (_, rate, trial) in zip(levels, runs)
+    ]
+    is_fast = asked.device.startswith("cuda")
+    if is_fast:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = not task.half  # forms are compared in full precision
+    chosen = Study(
+        lambda: build(task.model, rows.shape, rows.classes),
+        made,
+        steps=steps,
+        batch_size=batch,
+        strategy=strategy,
+        learning_rates=cooldown(steps, last=settings["cooldown"]),
+        device=asked.device,
+        in_turn=task.in_turn and is_fast,
+        half=task.half and is_fast,
+    )
+    batches = in_order(rows, steps=steps, batch=batch)
+    if line.is_sampled:
+        batches = sampled(rows, steps=steps, batch=batch, room=settings["room"])
+    average = {name: value.clone() for name, value in chosen.params.items()}
+    for place, (x, y, weights) in enumerate(batches):
+        chosen.step(x, y, weights=weights)
+        decay = min(DECAY, place / (place + 10))
+        torch._foreach_lerp_(list(average.values()), list(chosen.params.values()), 1.0 - decay)
+    network = chosen._chosen()
+    last, mean = (
+        accuracies(network, params, *rows.scored, chunk=1000).cpu().tolist()
+        for params in (chosen.params, average)
+    )
+    why, fallbacks = chosen.why, chosen.fallbacks
+    del chosen, network, average
+    if is_fast:
+        torch.cuda.empty_cache()
+    return {
+        "runs": [
+            {
+                "epsilon": epsilon,
+                "learning_rate": rate,
+                "trial": trial,
+                "seed": seed + trial,
+                "noise_multiplier": z,
+                "accuracy": found,
+                "averaged": averaged,
+            }
+            for (epsilon, rate, trial), z, found, averaged in zip(runs, levels, last, mean)
+        ],
+        "data": rows.name,
+        "rows": len(rows.x),
+        "steps": steps,
+        "batch": batch,
+        "epochs": epochs,
+        "delta": settings["delta"],
+        "strategy": strategy.words(),
+        "form": why,
+        "fallbacks": fallbacks,
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def _noise(
+    line: StudyLine, epsilon: float, epochs: int, per_epoch: int, delta: float, rate: float
+) -> float:
+    if not line.fit:
+        return 0.0
+    how = {"epochs": epochs, "per_epoch": per_epoch}
+    return fitted.noise(line.fit, **how, epsilon=epsilon, delta=delta, rate=rate)
+
+
+def in_order(
+    rows: StudyRows, *, steps: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Batches in the order of the file, pass after pass; a rest that fills none is left out."""
+    usable = len(rows.x) // batch * batch
+    for step in range(steps):
+        begin = step * batch % usable
+        yield rows.x[begin : begin + batch], rows.y[begin : begin + batch], None
+
+
+def sampled(
+    rows: StudyRows, *, steps: int, batch: int, room: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Poisson samples, padded with rows of weight 0; samples above the room are cut."""
+    count, rate = len(rows.x), batch / len(rows.x)
+    size = int(batch + room * np.sqrt(batch * (1 - rate))) // 8 * 8 + 8
+    rng = np.random.default_rng()  # entropy of the operating system
+    places = torch.arange(size, device=rows.x.device)
+    for _ in range(steps):
+        chosen = np.flatnonzero(rng.random(count) < rate)[:size]
+        padded = np.zeros(size, dtype=np.int64)
+        padded[: len(chosen)] = chosen
+        index = torch.from_numpy(padded).to(rows.x.device)
+        yield rows.x[index], rows.y[index], (places < len(chosen)).float()

@@ -1,0 +1,143 @@
+"""Accuracy over ε: rates come from held-out training rows, figures from test rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noshuffle.experiments import accuracy, figure1, fitted, train_lines
+from noshuffle.experiments.figure import Request, shipped
+from noshuffle.experiments.lines import groups
+from noshuffle.experiments.runner import compute
+from noshuffle.experiments.store import Store
+
+SETTINGS: dict[str, Any] = {
+    **{k: v for k, v in shipped("figure1").items() if k not in ("tasks", "groups", "factors")},
+    "factors": [0.5, 1.5],
+    "tasks": {
+        "mnist": {
+            "title": "digits",
+            "data": "digits",
+            "model": "linear",
+            "batch": 25,
+            "epochs": 2,
+            "held_out": 400,
+            "rows": 1400,
+            "most": 3,
+            "search": [2.0, 16.0],
+            "middle": [0.2, 0.6],
+        }
+    },
+    "groups": [
+        {"task": "mnist", "lines": ["tree", "identity"], "epsilons": [2.0, 16.0], "trials": [0, 1]},
+        {"task": "mnist", "lines": ["amplified", "none"], "epsilons": [16.0], "trials": [0]},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    settings = {**SETTINGS, "groups": [*SETTINGS["groups"]]}
+    settings["groups"][1] = {**settings["groups"][1], "lines": ["amplified"]}
+    path = tmp_path_factory.mktemp("results") / "r.json"
+    store = Store(path, "figure1", settings)
+    with pytest.MonkeyPatch.context() as patch:
+        true = fitted.noise
+        patch.setattr(
+            fitted, "noise", lambda name, **how: 1.0 if name == "amplified" else true(name, **how)
+        )
+        outcome = compute(accuracy.cells(Request(settings=settings)), store, say=None)
+    assert outcome.is_whole
+    return Store(path, "figure1", settings).results
+
+
+def test_figures_of_every_run_are_kept(results: dict[str, Any]) -> None:
+    final = results["mnist/tree/final/0-0"]
+    assert (final["steps"], final["batch"], final["rows"], final["delta"]) == (112, 25, 1400, 1e-5)
+    run = final["runs"][0]
+    assert run["seed"] == 1000
+    expected = fitted.noise("tree", epochs=2, per_epoch=56, epsilon=2.0, delta=1e-5, rate=1 / 56)
+    assert run["noise_multiplier"] == expected
+    assert results["mnist/tree/search/0"]["rows"] == 1000
+    points = accuracy.curve(results, "mnist", "tree")
+    assert [len(point.values) for point in points.values()] == [2, 2]
+    assert points[16.0].mean > 0.5  # a linear model of ten digits, by chance 0.1
+    shown = figure1.table(results)
+    assert "| DP-FTRLM (Honaker tree, best restart) | 2 |" in shown
+    assert "digits stands in" in shown
+
+
+def test_the_rate_is_the_best_on_held_out_rows(results: dict[str, Any]) -> None:
+    grid = accuracy.search_grid(results, "mnist", "tree")
+    assert sorted(grid) == [2.0, 16.0]
+    assert all(len(tried) >= 2 for tried in grid.values())
+    for run in results["mnist/tree/final/0-0"]["runs"]:
+        best = max(grid[run["epsilon"]].values())
+        assert grid[run["epsilon"]][run["learning_rate"]] == best
+    # Of two factors the best is an end, so both ends were widened by two more.
+    assert len(results["mnist/tree/widen"]["runs"]) == 4
+    assert all(len(tried) == 4 for tried in grid.values())
+
+
+def test_a_search_sees_no_test_rows() -> None:
+    task = next(iter(groups(SETTINGS))).task
+    search = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=True)
+    final = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
+    assert torch.equal(search.x, final.x[:1000])
+    assert torch.equal(search.scored[0], final.x[1000:1400])
+    assert len(final.scored[0]) == 360
+
+
+def test_samples_are_poisson_and_padded_with_weight_zero() -> None:
+    task = next(iter(groups(SETTINGS))).task
+    rows = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
+    sizes = []
+    for x, _, weights in train_lines.sampled(rows, steps=200, batch=100, room=6.0):
+        assert weights is not None
+        assert len(x) == len(weights) == 160
+        sizes.append(int(weights.sum()))
+    mean = sum(sizes) / len(sizes)
+    deviation = torch.tensor(sizes).float().std().item()
+    assert abs(mean - 100) < 5 * (92.9 / 200) ** 0.5
+    assert 7 < deviation < 12.5  # √(100·(1 − 1/14)) = 9.6
+
+
+def made(line: str, *accuracies: float) -> dict[str, Any]:
+    runs = [
+        {"epsilon": e, "accuracy": a, "learning_rate": 0.1}
+        for e, a in zip((1.0, 4.0, 16.0), accuracies)
+    ]
+    return {f"mnist/{line}/final/0-0": {"runs": runs, "data": "mnist"}}
+
+
+def test_claims_and_picture(tmp_path: Path) -> None:
+    above, passes = (
+        "DP-FTRLM is above unamplified DP-SGDM at every ε on MNIST",
+        "DP-FTRLM passes amplified DP-SGDM at larger ε on MNIST",
+    )
+    far = "unamplified DP-SGDM at its largest ε is below amplified at its smallest on MNIST"
+    amplified, identity = made("amplified", 0.7, 0.75, 0.8), made("identity", 0.3, 0.4, 0.6)
+
+    def told(results: dict[str, Any]) -> list[str]:
+        found = {claim.text: claim.verdict for claim in figure1.FIGURE.checked(results)}
+        return [found[text] for text in (above, passes, far)]
+
+    results = {**made("tree", 0.6, 0.76, 0.9), **amplified, **identity}
+    assert told(results) == ["HOLDS", "HOLDS", "HOLDS"]
+    worse = {**made("tree", 0.2, 0.7, 0.79), **amplified, **made("identity", 0.3, 0.4, 0.75)}
+    assert told(worse) == ["DIFFERS", "DIFFERS", "DIFFERS"]
+    crossing_twice = {**made("tree", 0.71, 0.7, 0.9), **amplified}
+    assert told(crossing_twice) == ["NOT TESTED", "DIFFERS", "NOT TESTED"]
+    figure1.draw(results, tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf8")
+
+
+def test_what_ships_is_fitted_beforehand() -> None:
+    kept = fitted._kept()["noise"]
+    before = len(kept)
+    for quick in (True, False):
+        list(accuracy.needed_fits(shipped("figure1", quick=quick), accuracy.ROWS))
+    assert len(kept) == before
