@@ -4,6 +4,7 @@ import pytest
 
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import (
+    CyclicPoisson,
     Epochs,
     FixedSize,
     MinSeparation,
@@ -20,6 +21,7 @@ EXAMPLES: list[Participation] = [
     MinSeparation(20, 4, 3),
     Poisson(10, 0.1),
     FixedSize(10, 5, 50),
+    CyclicPoisson(10, 4, 0.5),
     Restarted(Epochs(10, 4), 8),
     Restarted(MinSeparation(20, 4, 3), 6),
 ]

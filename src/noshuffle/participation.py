@@ -10,9 +10,11 @@ maximum over every pattern of steps that it allows:
                     freely, in the next block (trees that restart)
     Poisson         each step independently with probability `rate` (secret coin flips)
     FixedSize       each step a uniform random subset of `batch` out of `population`
+    CyclicPoisson   unit i belongs to group i mod `groups`; step t flips coins for group t mod
+                    `groups` only
 
-The last two are sampled: their guarantee needs the randomness of the draw, and only independent
-noise (DP-SGD) is accounted under them.
+The last three are sampled: their guarantee needs the randomness of the draw. Under the first two
+only independent noise (DP-SGD) is accounted, under the last also noise of at most `groups` bands.
 
 >>> Epochs(epochs=20, steps_per_epoch=240).steps
 4800
@@ -214,6 +216,46 @@ class FixedSize(Participation):
         )
 
 
+@dataclass(frozen=True)
+class CyclicPoisson(Participation):
+    """Step t includes every unit of group t mod `groups` by a secret coin flip of `rate`.
+
+    Who is in which group is public and never changes (unit i is in group i mod `groups`), so two
+    steps of one unit are at least `groups` apart (Choquette-Choo et al. 2023, arXiv 2306.08153).
+    """
+
+    steps: int
+    groups: int
+    rate: float
+    kind: ClassVar[str] = "cyclic-poisson"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unit_rate(rate=self.rate)
+
+    @classmethod
+    def of(cls, *, steps: int, groups: int, batch: int, population: int) -> CyclicPoisson:
+        """With an expected batch out of a population that `groups` divide evenly (or nearly)."""
+        whole(steps=steps, groups=groups, batch=batch, population=population)
+        if groups * batch > population:
+            raise InvalidInput(
+                f"groups * batch must be at most the population ({population}), got "
+                f"{groups} * {batch}; use fewer groups or a smaller batch"
+            )
+        return cls(steps, groups, groups * batch / population)
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.groups)
+
+    def words(self) -> str:
+        return (
+            f"units are in {self.groups} groups that take turns over {self.steps} steps; when its "
+            "group's turn comes, every unit is included by an independent secret coin flip of "
+            f"probability {self.rate:.6g}"
+        )
+
+
 def narrowed(part: Participation, most: int) -> Participation | None:
     """The same pattern with at most `most` steps of one unit; None where no narrower one is known.
 
@@ -232,7 +274,7 @@ def narrowed(part: Participation, most: int) -> Participation | None:
 
 
 _KINDS: dict[str, type[Participation]] = {
-    cls.kind: cls for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize)
+    cls.kind: cls for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize, CyclicPoisson)
 }
 
 

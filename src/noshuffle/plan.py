@@ -43,7 +43,7 @@ from noshuffle.errors import (
     positive,
     whole,
 )
-from noshuffle.participation import FixedSize, Participation, Poisson
+from noshuffle.participation import CyclicPoisson, FixedSize, Participation, Poisson
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
@@ -61,6 +61,7 @@ UNITS = ("example", "user")
 _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
     Poisson: ("add-remove", "fourier"),
     FixedSize: ("replace-one", "fourier"),
+    CyclicPoisson: ("add-remove", "fourier"),
 }
 
 
@@ -116,7 +117,7 @@ class Plan:
                 'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
             )
         if (
-            isinstance(self.participation, Poisson)
+            isinstance(self.participation, Poisson | CyclicPoisson)
             and self.accountant == "rdp"
             and self.neighbours == "replace-one"
         ):
@@ -159,6 +160,9 @@ class Plan:
         workload = checked_workload(workload)
         if isinstance(mechanism, strategies.Strategy):
             strategy = mechanism
+        elif isinstance(participation, CyclicPoisson) and mechanism == "best":
+            given = {"workload": workload, "bands": participation.groups, **options}
+            strategy = fit_strategy("banded", participation, **given).strategy
         elif participation.is_sampled and mechanism in ("best", "identity"):
             strategy = strategies.identity()
         elif mechanism == "best":
@@ -330,12 +334,13 @@ class Plan:
 
 
 def _sampled_epsilon(plan: Plan, steps: int) -> float:
-    """ε of so many steps with a secret draw each."""
-    z, part = plan.noise_multiplier, plan.participation
+    """ε of so many steps with a secret draw each, as seen by a unit that joins `most` of them."""
+    z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
     if z == 0:
         return math.inf
-    assert isinstance(part, Poisson | FixedSize)
-    common: dict[str, Any] = {"rate": part.rate, "steps": steps, "delta": plan.delta}
+    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
+    turns = part.most_within(steps)
+    common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
     if plan.accountant == "rdp":
         if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
             return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
@@ -356,5 +361,12 @@ def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
         while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # last-digit rounding
             z = z * (1 + 1e-13)
         return replace(plan, noise_multiplier=z)
-    z = calibrate.smallest(lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon)
+    part, start = plan.participation, 1.0
+    if isinstance(part, Poisson | FixedSize | CyclicPoisson):  # the central limit is near
+        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        turns, rate = part.most_within(part.steps), min(part.rate, 0.999)
+        start = plan.sensitivity.value / math.sqrt(math.log1p((mu / rate) ** 2 / turns))
+    z = calibrate.smallest(
+        lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon, start=start
+    )
     return replace(plan, noise_multiplier=z)

@@ -20,7 +20,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from noshuffle.participation import FixedSize, Participation, Poisson, Restarted
+from noshuffle.participation import CyclicPoisson, Participation, Poisson, Restarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def sentences(
         "covered; raw losses, raw norms and hyper-parameters tuned on the same data are not."
     )
     out.append("Noise is treated as real-valued; the rounding of floating point is not analysed.")
-    if isinstance(participation, Poisson) and neighbours == "replace-one":
+    if isinstance(participation, Poisson | CyclicPoisson) and neighbours == "replace-one":
         out.append(
             "Among all replacements under Poisson sampling, opposite gradients are taken to be the "
             "worst; other libraries do the same, but no proof is known to us."
@@ -148,7 +148,7 @@ def so_far(released: int, steps: int) -> str:
 def _order(part: Participation) -> str:
     words = part.words()
     words = words[0].upper() + words[1:]
-    if isinstance(part, Poisson | FixedSize):
+    if part.is_sampled:
         return f"{words}; the draw is uniform, kept secret, and made by nobody who knows the data."
     if isinstance(part, Restarted):
         return f"{words}; the order itself may be known to the attacker, and need not be random."

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from noshuffle.accounting import calibrate, composition, fourier, gaussian, mechanisms, renyi
+from noshuffle.participation import CyclicPoisson
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", _ROOT.parent / "shared"))
@@ -144,10 +145,13 @@ def test_divergence(e: dict[str, Any]) -> None:
 def test_sampled_steps(e: dict[str, Any]) -> None:
     p = e["params"]
     if e["group"] == "bandmf":
-        cyclic = mechanisms.CyclicPoisson(
-            p["n_steps"], p["bands"], p["expected_batch"], p["dataset"]
+        cyclic = CyclicPoisson.of(
+            steps=p["n_steps"],
+            groups=p["bands"],
+            batch=p["expected_batch"],
+            population=p["dataset"],
         )
-        assert (cyclic.rate, cyclic.rounds) == (p["q_in_group"], p["rounds"])
+        assert (cyclic.rate, cyclic.most) == (p["q_in_group"], p["rounds"])
     low, high = bracket(p)
     equal(high, e)
     assert low <= high <= low * (1 + 1e-3)

@@ -55,14 +55,6 @@ def test_noisy_max_with_gumbel_noise_is_the_exponential_mechanism() -> None:
     assert mechanisms.ReportNoisyMax(scale=1.5, noise="laplace").rho == pick.epsilon**2 / 2
 
 
-def test_cyclic_poisson() -> None:
-    cyclic = mechanisms.CyclicPoisson(steps=2401, bands=4, batch=250, population=60000)
-    assert cyclic.rounds == 601
-    assert cyclic.rate == pytest.approx(1 / 60)
-    with pytest.raises(InvalidInput, match="fewer bands"):
-        mechanisms.CyclicPoisson(steps=100, bands=300, batch=250, population=60000)
-
-
 def test_refusals() -> None:
     for build in (mechanisms.Gaussian, mechanisms.Laplace, mechanisms.ReportNoisyMax):
         with pytest.raises(InvalidInput):

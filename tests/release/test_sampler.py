@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.participation import Epochs, FixedSize, Poisson
+from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Poisson
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
     FixedSizeSampler,
@@ -41,6 +41,21 @@ def test_fixed_size_is_uniform_without_replacement():
     assert np.abs(counts / 3000 - 3 / 8).max() < 5 * np.sqrt(3 / 8 * 5 / 8 / 3000)
     off = pairs[~np.eye(8, dtype=bool)] / 3000
     assert np.abs(off - 3 * 2 / (8 * 7)).max() < 5 * np.sqrt(0.107 * 0.893 / 3000)
+
+
+def test_groups_take_turns():
+    sampler = make_sampler(CyclicPoisson(steps=600, groups=3, rate=0.2), key=KEY, population=100)
+    hits = np.zeros((600, 100))
+    for t, ids in enumerate(sampler):
+        assert (ids % 3 == t % 3).all()
+        hits[t, ids] = 1
+    turns = np.array([hits[i % 3 :: 3, i] for i in range(100)])  # the turns of every unit
+    assert turns.shape == (100, 200)
+    assert abs(turns.mean() - 0.2) < 5 * np.sqrt(0.16 / turns.size)
+    overlap = (turns[:, 1:] * turns[:, :-1]).mean()
+    assert abs(overlap - 0.04) < 5 * np.sqrt(0.04 / turns.size)
+    with pytest.raises(InvalidInput, match="at least one a group"):
+        make_sampler(CyclicPoisson(steps=6, groups=3, rate=0.2), key=KEY, population=2)
 
 
 def test_draws_depend_on_key_and_step_only():

@@ -19,9 +19,16 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import NoiseStream, test_source
 from noshuffle.optim import FTRL
-from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson, SinglePass
+from noshuffle.participation import (
+    CyclicPoisson,
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Poisson,
+    SinglePass,
+)
 from noshuffle.plan import Plan
-from noshuffle.strategies import identity, tree
+from noshuffle.strategies import banded, identity, tree
 from noshuffle.training import privatize
 
 LOSS = nn.CrossEntropyLoss()
@@ -376,14 +383,14 @@ def test_per_layer_clipping_and_model_loss():
     assert private.steps_released == 1
 
 
-@pytest.mark.parametrize("kind", ["poisson", "fixed"])
+@pytest.mark.parametrize("kind", ["poisson", "fixed", "cyclic"])
 def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     x, y = data(40)
-    rule = (
-        Poisson(steps=5, rate=0.2)
-        if kind == "poisson"
-        else FixedSize(steps=5, batch=8, population=40)
-    )
+    rule = {
+        "poisson": Poisson(steps=5, rate=0.2),
+        "fixed": FixedSize(steps=5, batch=8, population=40),
+        "cyclic": CyclicPoisson(steps=5, groups=2, rate=0.4),
+    }[kind]
     private = make(network(), plan_of(rule, z=1.0))
     with pytest.raises(ParticipationViolation, match="our sampler"):
         private.step(LOSS, x[:6], y[:6], ids=range(6))
@@ -391,6 +398,9 @@ def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     for ids in sampler:
         private.step(LOSS, x[ids], y[ids], ids=ids)
     assert private.steps_released == 5
+    if kind == "cyclic":
+        with pytest.raises(Unsupported, match="at most 2 bands"):
+            plan_of(rule, strategy=banded((1.0, 0.5, 0.2)), z=1.0)
     other = make(network(), plan_of(rule, z=1.0))
     ids = other.sampler(40).draw(0)
     with pytest.raises(ParticipationViolation, match="not the one"):

@@ -6,7 +6,7 @@
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     composition   basic, advanced and optimal composition, groups, amplification
     selection     the best of a random number of runs
-    mechanisms    Gaussian, Laplace, report-noisy-max, banded noise with cyclic sampling
+    mechanisms    Gaussian, Laplace, report-noisy-max
     calibrate     searches for noise, steps and rate that end on the safe side
 
 >>> from noshuffle import accounting

@@ -1,17 +1,12 @@
-"""Privacy numbers of single mechanisms, and the reduction of banded noise to plain sampling.
+"""Privacy numbers of single mechanisms.
 
     Gaussian            μ = sensitivity / standard deviation, then `gaussian`
     Laplace             ε₀ = sensitivity / scale, δ(ε) = (1 − e^{(ε − ε₀)/2})₊
     report-noisy-max    ε = 2·sensitivity / scale, half of it if all scores move the same way;
                         with Gumbel noise it is the exponential mechanism, (ε²/8)-zCDP
-    banded + cyclic     noise C⁻¹Z with b bands, data in b groups, group t mod b Poisson-sampled at
-                        step t: ⌈n/b⌉ Poisson-sampled Gaussians of rate b·batch/population
-                        (Choquette-Choo et al., 2023)
 
 >>> Laplace(scale=2.0).epsilon
 0.5
->>> CyclicPoisson(steps=2400, bands=4, batch=250, population=60000).rounds
-600
 >>> round(ReportNoisyMax(scale=4.0).rho, 6)      # Gumbel noise: ε = 0.5
 0.03125
 """
@@ -22,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from noshuffle.accounting import gaussian
-from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
+from noshuffle.errors import non_negative, one_of, open_unit, positive
 
 NOISES = ("gumbel", "laplace")
 
@@ -126,37 +121,3 @@ class ReportNoisyMax:
     def rho(self) -> float:
         """zCDP: ε²/8 by bounded range for the exponential mechanism, else ε²/2."""
         return self.epsilon**2 / (8 if self.noise == "gumbel" else 2)
-
-
-@dataclass(frozen=True)
-class CyclicPoisson:
-    """Banded noise with cyclic Poisson sampling, as equal Poisson-sampled Gaussian steps.
-
-    Guarantees: holds if the encoder has at most `bands` non-zero diagonals, the population is
-    split into `bands` fixed groups of equal size, and step t draws a Poisson sample with expected
-    size `batch` from group t mod bands only. The noise multiplier to account with is the noise
-    over the largest column norm of the encoder.
-    """
-
-    steps: int
-    bands: int
-    batch: int
-    population: int
-
-    def __post_init__(self) -> None:
-        whole(steps=self.steps, bands=self.bands, batch=self.batch, population=self.population)
-        if self.bands * self.batch > self.population:
-            raise InvalidInput(
-                f"bands * batch must be at most the population ({self.population}), got "
-                f"{self.bands} * {self.batch}; use fewer bands or a smaller batch"
-            )
-
-    @property
-    def rate(self) -> float:
-        """Sampling rate inside one group."""
-        return self.bands * self.batch / self.population
-
-    @property
-    def rounds(self) -> int:
-        """The most steps that any one unit can be sampled in."""
-        return -(-self.steps // self.bands)

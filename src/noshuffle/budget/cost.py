@@ -32,7 +32,7 @@ import numpy as np
 
 from noshuffle.accounting import fourier, gdp, renyi
 from noshuffle.errors import Unsupported
-from noshuffle.participation import FixedSize, Poisson
+from noshuffle.participation import CyclicPoisson, FixedSize, Poisson
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
 
@@ -118,7 +118,9 @@ def _cost(
         return Cost(said.mu, is_exact=said.exact)
     if is_sampled and delta:
         assert plan is not None
-        return _sampled(*_law(plan), plan.noise_multiplier, steps, _SHARE * delta)
+        noise = plan.noise_multiplier / plan.sensitivity.value
+        turns = plan.participation.most_within(steps)
+        return _sampled(*_law(plan), noise, turns, _SHARE * delta)
     if said.rho is not None and said.accountant == "rdp" and delta:
         return _concentrated(said.rho, _SHARE * delta)
     if said.epsilon <= aside:
@@ -129,7 +131,7 @@ def _cost(
 def _law(plan: Plan) -> tuple[str, float]:
     """How the privacy of a sampled plan is bounded, and its sampling rate."""
     part = plan.participation
-    assert isinstance(part, Poisson | FixedSize)
+    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     if plan.accountant == "rdp":
         return "rdp-fixed" if isinstance(part, FixedSize) else "rdp-poisson", part.rate
     if isinstance(part, FixedSize):

@@ -7,7 +7,7 @@ its pattern makes the stated ε false. The rules, for a unit first seen at step 
     Epochs          t = j + i·b for a whole i ≥ 1, and t > l
     MinSeparation   t − l ≥ b, and seen fewer than k times
     Restarted       the rule of its base; for Epochs, j starts anew in every block of steps
-    Poisson, FixedSize   exactly the units that the secret sampler drew for this step
+    sampled         exactly the units that the secret sampler drew for this step
 
 Everything works on whole batches; nothing is kept here (see `units` for the table).
 

@@ -3,10 +3,11 @@
     in_order(n, batch_size)   consecutive slices, the same every epoch; the remainder is left out
     PoissonSampler            every example joins by its own coin flip
     FixedSizeSampler          a uniform subset of a fixed size
+    CyclicSampler             coin flips among one of several groups that take turns
 
 Natural order is public and needs no randomness. The secret draws are what amplification rests on:
 they come from the ChaCha20 stream of a 256-bit key from the operating system, one nonce per step,
-so that step t can be drawn again (after a crash, by the guard, by `verify`) but not guessed. Both
+so that step t can be drawn again (after a crash, by the guard, by `verify`) but not guessed. All
 samplers iterate over index arrays from `start` on, as torch's `batch_sampler` does.
 
 >>> [batch.tolist() for batch in in_order(7, 3)]
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
-from noshuffle.participation import FixedSize, Participation, Poisson
+from noshuffle.participation import CyclicPoisson, FixedSize, Participation, Poisson
 from noshuffle.release.units import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
@@ -47,7 +48,7 @@ def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
 class Sampler:
     """Secret draws, reproducible from the key and the step."""
 
-    participation: Poisson | FixedSize
+    participation: Poisson | FixedSize | CyclicPoisson
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
@@ -64,14 +65,14 @@ class Sampler:
         """The units of this step, in increasing order."""
         raise NotImplementedError
 
-    def _words(self, step: int) -> NDArray[np.uint64]:
+    def _words(self, step: int, count: int) -> NDArray[np.uint64]:
         """A random word a unit, of the step's own ChaCha20 stream (counter 0, nonce = step)."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
         key = self.key if isinstance(self.key, bytes) else self.key(step)
         nonce = bytes(8) + step.to_bytes(8, "little")
         cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
-        return np.frombuffer(cipher.update(bytes(8 * self.population)), dtype="<u8")
+        return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
     def __iter__(self) -> Iterator[Ids]:
         return (self.draw(step) for step in range(self.start, self.steps))
@@ -93,7 +94,7 @@ class PoissonSampler(Sampler):
         if self.participation.rate == 1:
             return np.arange(self.population, dtype=np.int64)
         threshold = np.uint64(int(self.participation.rate * 2**64))
-        return np.flatnonzero(self._words(step) < threshold).astype(np.int64)
+        return np.flatnonzero(self._words(step, self.population) < threshold).astype(np.int64)
 
 
 class FixedSizeSampler(Sampler):
@@ -106,8 +107,25 @@ class FixedSizeSampler(Sampler):
     participation: FixedSize
 
     def draw(self, step: int) -> Ids:
-        order = np.argsort(self._words(step), kind="stable")
+        order = np.argsort(self._words(step, self.population), kind="stable")
         return np.sort(order[: self.participation.batch]).astype(np.int64)
+
+
+class CyclicSampler(Sampler):
+    """Every example of the group whose turn it is by its own coin flip; example i is in group
+    i mod groups.
+
+    Guarantees: those of `PoissonSampler` within the group; no example of another group is drawn.
+    """
+
+    participation: CyclicPoisson
+
+    def draw(self, step: int) -> Ids:
+        groups, rate = self.participation.groups, self.participation.rate
+        group = np.arange(step % groups, self.population, groups, dtype=np.int64)
+        if rate == 1:
+            return group
+        return group[self._words(step, len(group)) < np.uint64(int(rate * 2**64))]
 
 
 def make_sampler(
@@ -124,6 +142,13 @@ def make_sampler(
         if population is None:
             raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
         return PoissonSampler(participation, population, key)
+    if isinstance(participation, CyclicPoisson):
+        if population is None or population < participation.groups:
+            raise InvalidInput(
+                "a cyclic sampler needs the number of examples, at least one a group "
+                f"({participation.groups}), got {population}; give population="
+            )
+        return CyclicSampler(participation, population, key)
     raise Unsupported(
         f"{participation.kind} is not sampled: feed the data in the order that the plan promises"
     )

@@ -32,7 +32,7 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from noshuffle.errors import Unsupported, instance_of, one_of, whole
-from noshuffle.participation import Participation, Restarted
+from noshuffle.participation import CyclicPoisson, Participation, Restarted
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normalized
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
@@ -119,7 +119,8 @@ class Mechanism:
     """One mechanism: its fit, the names of its options, and where it applies.
 
     `needs_horizon`: its strategies serve runs of the fitted length only. `is_restarted`: proved for
-    orders that change at restarts; `is_sampled`: proved for secret draws.
+    orders that change at restarts; `is_sampled`: proved for secret draws; `is_cyclic`: proved for
+    groups that take turns.
     """
 
     name: str
@@ -129,10 +130,12 @@ class Mechanism:
     needs_horizon: bool = False
     is_restarted: bool = False
     is_sampled: bool = False
+    is_cyclic: bool = False
 
     def check(self, participation: Participation) -> None:
         """Refuse what has no proof."""
-        if participation.is_sampled and not self.is_sampled:
+        is_fine = self.is_sampled or (self.is_cyclic and isinstance(participation, CyclicPoisson))
+        if participation.is_sampled and not is_fine:
             raise Unsupported(
                 f"{participation.kind} sampling is accounted for independent noise only, got the "
                 f"mechanism {self.name!r}; use identity, or Epochs or MinSeparation"
@@ -265,9 +268,9 @@ MECHANISMS: dict[str, Mechanism] = {
         ),
         Mechanism("tree", "binary tree aggregation", _tree, _TREE, is_restarted=True),
         Mechanism("sqrt", "square root of the workload", _sqrt),
-        Mechanism("bsr", "first bands of the square root", _bsr, _BANDS),
+        Mechanism("bsr", "first bands of the square root", _bsr, _BANDS, is_cyclic=True),
         Mechanism("bisr", "first bands of the inverse square root", _bisr, _BANDS),
-        Mechanism("banded", "best bands of the encoder", _banded, _BANDS),
+        Mechanism("banded", "best bands of the encoder", _banded, _BANDS, is_cyclic=True),
         Mechanism("banded_inverse", "best bands of the inverse encoder", _banded_inverse, _BANDS),
         *(
             Mechanism(name, words, partial(_blt, name=name), options, needs_horizon)

@@ -8,6 +8,7 @@ that the whole run would have used. Where C is square and lower triangular (all 
 its leading block; nothing here forms a matrix unless the strategy is one, or the run is short.
 
     single pass                     the largest column norm
+    cyclic Poisson, bands ≤ groups  the same, for each turn of a unit
     c ≥ 0, non-increasing           ‖Σ_{j<k} C_{:,jb}‖² for both epochs and min-separation
                                     (Kalinin–Lampert, arXiv 2405.13763, Theorem 2)
     bands ≤ separation              columns of one pattern are orthogonal: a dynamic program
@@ -43,6 +44,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import (
+    CyclicPoisson,
     Epochs,
     FixedSize,
     MinSeparation,
@@ -111,7 +113,9 @@ def prefix_sensitivity(
     if isinstance(participation, Restarted) and isinstance(participation.participation, SinglePass):
         participation = participation.participation
     plain = type(strategy) is Identity and not strategy.has_gains
-    if isinstance(participation, Poisson | FixedSize):
+    if isinstance(participation, CyclicPoisson) and not plain:
+        return _one_turn(strategy, participation, steps)
+    if isinstance(participation, Poisson | FixedSize | CyclicPoisson):
         if plain:
             return _record(1.0, 1.0, "per step; the amplified accountant composes the steps")
         raise Unsupported(
@@ -138,6 +142,32 @@ def prefix_sensitivity(
     if type(strategy) is Dense:
         return _explicit(_gram(strategy.encoder(steps)), participation)
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
+
+
+def _one_turn(strategy: Strategy, participation: CyclicPoisson, n: int) -> Sensitivity:
+    """The largest column, for encoders with no more diagonals than there are groups.
+
+    The steps of a unit are then so far apart that their columns share no row: each of its turns is
+    seen in rows of its own, as one sampled Gaussian step with the noise over its column norm
+    (docs/proofs.md, "Groups that take turns").
+    """
+    if isinstance(strategy, ToeplitzStrategy) and n <= MAX_COEFFICIENTS:
+        c, g = strategy.coefficients(n), strategy.gain_values(n)
+        is_banded = not np.any(c[participation.groups :])
+        columns = toeplitz.squared_columns(c, g)
+    elif type(strategy) is Dense:
+        C = strategy.encoder(n)
+        is_banded = not np.any(np.tril(C, -participation.groups)) and not np.any(np.triu(C, 1))
+        columns = np.sum(C * C, axis=0)
+    else:
+        is_banded, columns = False, np.zeros(1)
+    if not is_banded:
+        raise Unsupported(
+            f"cyclic-poisson sampling is accounted for noise of at most {participation.groups} "
+            f"bands (its groups), got the strategy {strategy.name!r}; use the mechanism banded"
+        )
+    largest = float(columns.max())
+    return _record(largest, largest, "per turn; the amplified accountant composes the turns")
 
 
 def _record(upper: float, reached: float, notes: str = "") -> Sensitivity:
