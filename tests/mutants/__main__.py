@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -25,6 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis  # noqa: F401 (imported here for the forks)
+import pytest
+import scipy.stats  # noqa: F401
+import torch  # noqa: F401
 from tests.mutants.listed import MUTANTS
 from tests.mutants.mutant import ROOT, Mutant
 
@@ -35,17 +39,37 @@ QUICK, SLOW, ALL = "not slow", "slow", "slow or not slow"
 def run_tests(
     by: Sequence[str], source: Path, *, seconds: int = 900, which: str = ALL
 ) -> tuple[int, str]:
-    """pytest's exit status over these tests with `source` in front of the path, and its output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [*command, "-m", which, *by], cwd=ROOT, env=environment,
-            capture_output=True, text=True, timeout=seconds, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return -1, f"not done within {seconds} s"
-    return done.returncode, done.stdout + done.stderr
+    """pytest's exit status over these tests with `source` in front of the path, and its output.
+
+    In a fork of this process, which has imported what takes long and nothing of this package.
+    """
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            os.chdir(ROOT)
+            os.environ |= {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+            sys.path.insert(0, str(source))
+            code = 3
+            try:
+                code = pytest.main([*"-q -x -n 0 -p no:cacheprovider -m".split(), which, *by])
+            finally:
+                sys.stdout.flush()
+                os._exit(int(code))
+        code, end = None, time.monotonic() + seconds
+        while code is None:
+            time.sleep(0.2)
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return -1, f"not done within {seconds} s"
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
 
 
 def killer(output: str) -> str:

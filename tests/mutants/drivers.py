@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PRIVATE = ("tests/training/test_private.py", "tests/release/test_contract.py")
+PRIVATE = ("tests/training/test_private.py",)
 GROUP = ("tests/training/test_distributed.py",)
 FEDERATED = ("tests/federated/test_server.py",)
 
