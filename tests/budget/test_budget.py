@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from noshuffle import (
     verify,
 )
 from noshuffle.accounting import gaussian
-from noshuffle.budget import Budget
+from noshuffle.budget import Budget, store, units
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.errors import (
     BudgetExceeded,
@@ -42,8 +43,11 @@ from noshuffle.errors import (
     Unsupported,
     VerificationFailed,
 )
+from noshuffle.release import account
 from noshuffle.release.account import Account
+from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
+from noshuffle.release.release import Release
 from noshuffle.statement import PrivacyStatement
 
 DELTA = 1e-5
@@ -369,12 +373,13 @@ def test_sampled_runs_cost_what_their_loss_distribution_says(tmp_path: Path) -> 
     assert budget.total().mu == 0  # nothing was drawn
 
 
-def test_what_is_set_aside_for_pure_epsilon(tmp_path: Path) -> None:
-    def pure(epsilon: float) -> PrivacyStatement:
-        return guarantee(
-            epsilon=epsilon, noise=1.0, sensitivity=1.0, mechanism="m", neighbours="zero-out"
-        )
+def pure(epsilon: float) -> PrivacyStatement:
+    return guarantee(
+        epsilon=epsilon, noise=1.0, sensitivity=1.0, mechanism="m", neighbours="zero-out"
+    )
 
+
+def test_what_is_set_aside_for_pure_epsilon(tmp_path: Path) -> None:
     budget = Budget(tmp_path / "b", epsilon=3.0, delta=DELTA, pure=1.0)
     budget.open("a choice", pure(0.6)).settle(pure(0.6))
     sums_of(budget, plan_of(1.0))
@@ -457,3 +462,135 @@ def test_a_run_that_cannot_leave_units_out_is_refused(tmp_path: Path) -> None:
         sums_of(budget, plan)
     with pytest.raises(Unsupported, match="needs a delta"):
         Budget(tmp_path / "d", epsilon=1.0, delta=0.0, individual=True)
+
+
+def test_units_are_named_in_the_same_way_in_every_run(tmp_path: Path) -> None:
+    """1 and "1" would be two units, each with a limit of its own."""
+    budget = Budget(tmp_path / "b", epsilon=4.0, delta=DELTA, individual=True)
+    first = sums_of(budget)
+    first.add([1.0], ids=["1"])
+    second = sums_of(budget, run=tmp_path / "run")
+    with pytest.raises(InvalidInput, match="by names, and now integers came"):
+        second.add([1.0], ids=[1])
+    second.add([1.0], ids=["1"])
+    for run in (first, second):
+        run.close()
+    with pytest.raises(InvalidInput, match="by names, and now integers came"):
+        budget.spent_by([1])
+    with pytest.raises(InvalidInput, match="by names, and now integers came"):
+        budget.used_up([1], plan=plan_of())
+    assert budget.spent_by(["1"])[0] > 0
+    other = sums_of(None, run=tmp_path / "other")
+    other.add([1.0], ids=[1])
+    other.close()
+    with pytest.raises(InvalidInput, match="by names, and now integers came"):
+        sums_of(budget, run=tmp_path / "other")
+    free = Budget(tmp_path / "c", epsilon=4.0, delta=DELTA)  # follows nobody: any kind will do
+    for ids in ([1], ["1"]):
+        sums = sums_of(free)
+        sums.add([1.0], ids=ids)
+        sums.close()
+
+
+def test_two_processes_begin_the_same_budget(tmp_path: Path, monkeypatch: Any) -> None:
+    """Whoever comes second takes the secret of the first."""
+    real, inside = units.write_bytes, []
+
+    def overtaken(path: Path, *rest: Any, **more: Any) -> None:
+        real(path, *rest, **more)
+        if not inside:
+            inside.append(path)
+            Budget(tmp_path / "b", epsilon=1.0, delta=DELTA, individual=True)
+
+    monkeypatch.setattr(units, "write_bytes", overtaken)
+    budget = Budget(tmp_path / "b", epsilon=1.0, delta=DELTA, individual=True)
+    monkeypatch.undo()
+    assert budget.spent_by(["ada"]) == [0.0]
+    assert sorted(p.name for p in budget.folder.iterdir()) == [
+        "books.sqlite", "budget.json", "ids.key"
+    ]  # fmt: skip
+
+
+def test_files_of_units_stay_while_somebody_reads(tmp_path: Path, monkeypatch: Any) -> None:
+    budget = Budget(tmp_path / "b", epsilon=4.0, delta=DELTA, individual=True)
+    first, second = sums_of(budget), sums_of(budget)
+    for run in (first, second):
+        run.add([1.0], ids=[1])
+    first.close()
+    monkeypatch.setattr(store, "_PATIENCE", 0.05)
+    with budget._books.reading():
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            second.release.settle_budget()
+        assert len(list(budget.folder.glob("units-*.npy"))) >= 1
+    before = budget.total().mu
+    second.close()
+    assert budget.total().mu < before
+
+
+def test_a_fork_pays_for_a_parent_in_another_budget(tmp_path: Path) -> None:
+    one, two = (Budget(tmp_path / name, epsilon=4.0, delta=DELTA) for name in "ab")
+    parent = sums_of(one, run=tmp_path / "parent")
+    for step in range(4):
+        parent.add([1.0], ids=[step])
+    parent.close(keep_keys=True)
+    for budget, runs in ((one, 1), (two, 2)):
+        folder = fork(tmp_path / "parent", tmp_path / f"fork-{budget.folder.name}")
+        child = sums_of(budget, run=folder)
+        entry = budget.entries()[-1]
+        assert entry.cost.mu == pytest.approx(math.sqrt(runs) * plan_of().statement().mu)
+        child.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_cannot_settle_a_run_that_goes_on(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=2.0, delta=DELTA)
+    sums = sums_of(budget)
+    child = os.fork()
+    if not child:
+        try:
+            sums.release.settle_budget()
+        except BaseException:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert budget.entries()[0].is_open
+    sums.close()
+
+
+def test_a_run_that_fails_to_open_lets_go_of_its_ledger(tmp_path: Path, monkeypatch: Any) -> None:
+    closed: list[bool] = []
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no books")
+
+    monkeypatch.setattr(account, "leave", fails)
+    monkeypatch.setattr(Ledger, "let_go", lambda self: closed.append(True))
+    with pytest.raises(RuntimeError, match="no books"):
+        Release.begin(plan_of(), {"a": (2,)}, clip=1.0, facts={"unit": "user"})
+    assert closed == [True]
+
+
+def test_a_sampled_plan_does_not_let_in_units_that_are_used_up() -> None:
+    ledger = Ledger(Poisson(4, 0.5))
+    ledger.sampler, ledger.barred = object(), np.array([3])  # type: ignore[assignment]
+    with pytest.raises(ParticipationViolation, match="cannot leave them out"):
+        ledger.admit(0, np.array([3]), b"")
+
+
+@pytest.mark.parametrize("part", [-1.0, math.nan, math.inf, 1.0 + 1e-12])
+def test_pure_is_a_part_of_epsilon(tmp_path: Path, part: float) -> None:
+    with pytest.raises(InvalidInput):
+        Budget(tmp_path / "b", epsilon=1.0, delta=DELTA, pure=part)
+    assert not (tmp_path / "b").exists()
+
+
+def test_all_of_epsilon_may_be_pure(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=1.0, delta=DELTA, pure=1.0)
+    with pytest.raises(BudgetExceeded):
+        sums_of(budget, plan_of(0.001))
+    said = pure(0.5)
+    for _ in range(2):
+        budget.open("run", said).settle(said)
+    assert budget.total().pure == 1.0
+    with pytest.raises(BudgetExceeded):
+        budget.open("run", pure(0.1))

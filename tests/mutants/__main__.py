@@ -54,7 +54,7 @@ def run_tests(
             sys.path.insert(0, str(source))
             code = 3
             try:
-                code = pytest.main([*"-q -x -n 0 -p no:cacheprovider -m".split(), which, *by])
+                code = pytest.main(["-qx", "-n0", "-pno:cacheprovider", "-m", which, *by])
             finally:
                 sys.stdout.flush()
                 os._exit(int(code))

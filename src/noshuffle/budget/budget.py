@@ -56,7 +56,7 @@ from noshuffle.budget.cost import Cost, total
 from noshuffle.budget.dead import shown_by_ledger
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
-from noshuffle.budget.open_run import OpenRun
+from noshuffle.budget.open_run import OpenRun, check_kind
 from noshuffle.budget.store import Books, folder_of
 from noshuffle.budget.units import UnitSpending, new_secret, secret_of
 from noshuffle.errors import (
@@ -71,7 +71,7 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.units import as_ids
+from noshuffle.release.units import Ids, as_ids, kind_of_ids
 from noshuffle.statement import PrivacyStatement
 
 NUMBERS = ("epsilon", "delta", "pure")
@@ -161,7 +161,8 @@ class Budget:
     # -- what there is -------------------------------------------------------------------------
 
     def _state(self) -> BooksState:
-        return BooksState.of(self._books.read())
+        with self._books.reading() as events:
+            return BooksState.of(events)
 
     @property
     def name(self) -> str:
@@ -186,7 +187,8 @@ class Budget:
 
         Where units are followed, it is that of the unit that has spent most.
         """
-        return self._limit.total(self._state())
+        with self._books.reading() as events:
+            return self._limit.total(BooksState.of(events))
 
     def left(self) -> float:
         """The largest ε, at the budget's δ, of one more Gaussian run (of pure ε, where δ = 0)."""
@@ -253,7 +255,7 @@ class Budget:
                 f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
                 "apart: budget=budget.unprotected('baseline')"
             )
-        if not self._limit.fits(total([self._limit.total(state), cost])):
+        if not self._limit.fits(total([self.total(), cost])):
             self.sweep()
         with self._books.writing() as (events, append):
             state = BooksState.of(events)
@@ -280,7 +282,7 @@ class Budget:
                     "cost": asdict(cost), "reserved": asdict(cost), "lives": list(lives),
                     "run": "" if run is None else str(run), "process": process,
                 })  # fmt: skip
-        barred = self._limit.barred(state, cost, but=own)
+            barred = self._limit.barred(state, cost, but=own)
         return OpenRun(self._limit, self._books, own, origin or own, barred, secret)
 
     def _found(
@@ -338,24 +340,27 @@ class Budget:
 
         It tells how often a unit took part: keep it as secret as the data.
         """
-        state, spent = self._state(), self._unit_spending(ids)
+        if not self.is_individual:
+            raise InvalidInput("this budget does not follow units; make it with individual=True")
+        with self._books.reading() as events:
+            state = BooksState.of(events)
+            units = self._units_of(ids, state)
+            spent = UnitSpending.load(self.folder, state.units).of(units)
         shared = state.everybody()
-        both = [total([shared, Cost(math.sqrt(own))]) for own in spent]
+        both = [total([shared, Cost(math.sqrt(own))]) for own in spent.tolist()]
         return [one.epsilon(self.delta) for one in both]
 
     def used_up(self, ids: Any, *, plan: Plan) -> np.ndarray:
         """Which of these units could not take part in a run of that plan; a truth value each."""
-        state = self._state()
-        cost = self._limit.cost(plan.statement(), plan, plan.steps, state)
-        barred = self._limit.barred(state, cost, but="")
-        return np.isin(as_ids(ids, secret=secret_of(self.folder, self.limit)), barred)
+        cost = self._limit.cost(plan.statement(), plan, plan.steps, self._state())
+        with self._books.reading() as events:
+            state = BooksState.of(events)
+            barred = self._limit.barred(state, cost, but="")
+        return np.isin(self._units_of(ids, state), barred)
 
-    def _unit_spending(self, ids: Any) -> list[float]:
-        if not self.is_individual:
-            raise InvalidInput("this budget does not follow units; make it with individual=True")
-        units = as_ids(ids, secret=secret_of(self.folder, self.limit))
-        found = UnitSpending.load(self.folder, self._state().units).of(units)
-        return [float(one) for one in found]
+    def _units_of(self, ids: Any, state: BooksState) -> Ids:
+        check_kind(state.kind_of_ids, kind_of_ids(ids))
+        return as_ids(ids, secret=secret_of(self.folder, self.limit))
 
 
 def _is_shared(plan: Plan | None) -> bool:

@@ -67,6 +67,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
         steps = plan.steps
     elif rows and facts.get("identified_by") == "ids" and not plan.participation.is_sampled:
         units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
-    before = [ancestor for ancestor in run.ancestors() if not ancestor.budget]
+    name = origin.partition("/")[0]
+    before = [one for one in run.ancestors() if one.budget.partition("/")[0] != name]
     said = spent(plan, steps, ancestors=before)
     return DeadRun(said, None if before else plan, steps, units, nullcontext(lock), len(rows))

@@ -3,6 +3,7 @@
     open          a run and what it reserves
     settle        what it is charged now: at its end, or when it comes back
     unprotected   a name that a run without privacy may have
+    ids           how runs tell units apart, where those are followed: 1 and "1" would be two
 
 State: none; `BooksState.of` replays the events.
 """
@@ -46,6 +47,7 @@ class BooksState:
     entries: dict[str, Entry] = field(default_factory=dict)
     unprotected: list[str] = field(default_factory=list)
     units: dict[str, Any] | None = None
+    kind_of_ids: str = ""
 
     @classmethod
     def of(cls, events: Entries) -> BooksState:
@@ -66,6 +68,8 @@ class BooksState:
                 lives = (*old.lives, *body.get("lives", ()))
                 state.entries[old.id] = replace(new, lives=lives, **more)
                 state.units = body.get("units", state.units)
+            elif kind == "ids":
+                state.kind_of_ids = body["kind"]
             elif kind == "unprotected":
                 state.unprotected.append(body["name"])
         return state

@@ -15,9 +15,19 @@ from noshuffle.budget.entries import BooksState
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.store import Books
 from noshuffle.budget.units import UnitSpending, amounts
+from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
+
+
+def check_kind(known: str, kind: str) -> None:
+    """Raise where units were told apart in another way before."""
+    if known and kind and kind != known:
+        raise InvalidInput(
+            f"the runs of this budget tell their units apart by {known}, and now {kind} came; 5 "
+            "and '5' would count as two units, so give the same kind in every run"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,16 @@ class OpenRun:
     barred: Ids
     id_secret: bytes | None
 
+    def identify(self, kind: str) -> None:
+        """Where units are followed, all runs name them in the same way: a fact of the books."""
+        if not self.limit.is_individual:
+            return
+        with self.books.writing() as (events, append):
+            known = BooksState.of(events).kind_of_ids
+            check_kind(known, kind)
+            if not known:
+                append("ids", {"kind": kind})
+
     def settle(
         self,
         statement: PrivacyStatement,
@@ -43,9 +63,9 @@ class OpenRun:
         """Charge what was released. More than was reserved is refused where it passes the limit."""
         limit = self.limit
         if plan is not None and plan.participation.is_sampled:
-            limit.cost(
-                statement, plan, steps, BooksState.of(self.books.read())
-            )  # long work, and remembered
+            with self.books.reading() as events:
+                state = BooksState.of(events)
+            limit.cost(statement, plan, steps, state)  # long work, and remembered
         with self.books.writing() as (events, append):
             state = BooksState.of(events)
             entry = state.entries[self.id]
@@ -72,9 +92,10 @@ class OpenRun:
     def words(self) -> str:
         """Which run this is, and what all of them cost, for its statement."""
         limit = self.limit
-        state = BooksState.of(self.books.read())
+        with self.books.reading() as events:
+            state = BooksState.of(events)
+            spent = limit.total(state)
         number = list(state.entries).index(self.id) + 1
-        spent = limit.total(state)
         bare = [one.what for one in state.entries.values() if not math.isfinite(one.cost.mu)]
         beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
         whose = "the unit that has spent most: " if limit.is_individual else ""

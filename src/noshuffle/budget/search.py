@@ -100,6 +100,13 @@ class Trial:
         self.costs.append(cost)
         return self
 
+    @property
+    def name(self) -> str:
+        return self.origin
+
+    def identify(self, kind: str) -> None:
+        """Units are not followed inside a search."""
+
     def settle(self, statement: PrivacyStatement, **more: Any) -> None:
         """Nothing is given back: the bound is on a run as it was planned."""
 

@@ -66,11 +66,12 @@ class Books:
             db.execute("COMMIT")
             self._write_anchor(db, limit)
 
-    def read(self) -> Entries:
-        """Every event, oldest first."""
+    @contextmanager
+    def reading(self) -> Iterator[Entries]:
+        """Every event, oldest first; meanwhile nobody adds one, nor removes files they name."""
         with closing(self._connect()) as db:
             db.execute("BEGIN")
-            return self._checked(db)
+            yield self._checked(db)
 
     @contextmanager
     def writing(self) -> Iterator[tuple[Entries, Append]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ import numpy as np
 from noshuffle.errors import VerificationFailed
 from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
-from noshuffle.release.files import write_bytes
+from noshuffle.release.files import sync_folder, write_bytes
 from noshuffle.release.units import Ids
 
 Array = np.ndarray
@@ -130,8 +131,20 @@ def amounts(plan: Plan, steps: int, counts: Ids, *, at_most: float, factor: floa
 def new_secret(folder: Path) -> str:
     """A secret by which names of units become numbers; returns what shows that it is the one."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "ids.key").exists():  # another process may be beginning the same budget
-        write_bytes(folder / "ids.key", secrets.token_bytes(32), mode=0o600)
+    own = folder / f".ids.key.{secrets.token_hex(8)}"
+    write_bytes(own, secrets.token_bytes(32), mode=0o600)
+    try:
+        os.link(
+            own, folder / "ids.key"
+        )  # of several processes that begin the same budget, one does
+        sync_folder(folder)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not (folder / "ids.key").exists():
+            write_bytes(folder / "ids.key", own.read_bytes(), mode=0o600)
+    finally:
+        own.unlink()
     return _print_of(folder)
 
 

@@ -182,7 +182,12 @@ class LearningStream(OneOwner):
         self._has_ended = False
         self._secret = self._secret or self.release.id_secret.hex()
         if self.kind_of_ids:
-            self.release.ledger.bind("ids", self.kind_of_ids)
+            self._bind_kind(self.kind_of_ids)
+
+    def _bind_kind(self, kind: str) -> None:
+        if self.charge is not None:
+            self.charge.identify(kind)
+        self.release.ledger.bind("ids", kind)
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
@@ -233,7 +238,7 @@ class LearningStream(OneOwner):
             )
         if not self.kind_of_ids:
             self.kind_of_ids = kind
-            self.release.ledger.bind("ids", kind)
+            self._bind_kind(kind)
         self._units.update(np.sort(units), step=0)
         self._pending = np.concatenate([self._pending, units])
 

@@ -45,6 +45,10 @@ class Charge(Protocol):
         """By which names become the same numbers in every run; None: each run has its own."""
         ...
 
+    def identify(self, kind: str) -> None:
+        """The run tells its units apart by "integers" or "names"; raises where others do not."""
+        ...
+
     def settle(
         self,
         statement: PrivacyStatement,
@@ -66,6 +70,11 @@ class Charge(Protocol):
 
 class Account(Protocol):
     """What runs draw on; `noshuffle.Budget` is one."""
+
+    @property
+    def name(self) -> str:
+        """Runs are known to it as "name/…"."""
+        ...
 
     def open(
         self,
@@ -108,7 +117,7 @@ def enter(
                 "release more than was charged; give budget="
             )
         return None
-    before, notes = _uncounted(ancestors), ledger.notes("life")
+    before, notes = _uncounted(ancestors, budget.name), ledger.notes("life")
     # A ledger in another file than in its last life was copied or restored: its newest keys alone
     # name it, so that it pays for itself.
     files = [life.get("inode") for life in notes[-2:]]
@@ -123,6 +132,8 @@ def enter(
         lives=[str(life["keys"]) for life in (notes[-1:] if is_copy else notes)],
         released=ledger.released,
     )
+    if kind := ledger.meta("ids"):
+        charge.identify(kind)
     ledger.bind("budget", charge.origin)
     ledger.barred = charge.barred
     ledger.note("budget", words=charge.words())
@@ -143,8 +154,9 @@ def leave(
     """
     if charge is None:
         return
+    ledger.check_owner()  # a forked process has a copy of a run that goes on
     facts, units, rows = ledger.facts(), None, ledger.released
-    before = _uncounted(ancestors)
+    before = _uncounted(ancestors, charge.origin.partition("/")[0])
     has_rows = ledger.released == released and facts.get("identified_by") == "ids"
     if has_rows and not before and not plan.participation.is_sampled:
         ids, seen = ledger.units()
@@ -157,6 +169,6 @@ def leave(
     ledger.note("budget", words=charge.words())
 
 
-def _uncounted(ancestors: Sequence[Ancestor]) -> list[Ancestor]:
-    """Runs that this one was forked from, as far as they draw on no budget themselves."""
-    return [ancestor for ancestor in ancestors if not ancestor.budget]
+def _uncounted(ancestors: Sequence[Ancestor], name: str) -> list[Ancestor]:
+    """Runs that this one was forked from, as far as they do not draw on the same budget."""
+    return [one for one in ancestors if one.budget.partition("/")[0] != name]

@@ -159,6 +159,11 @@ class Ledger(LedgerFile):
                 "a sampled plan takes its batches from our sampler; make one with "
                 "private.sampler(population)"
             )
+        if len(self.barred):
+            raise ParticipationViolation(
+                f"{len(self.barred)} units have used up the budget of this data, and a sampled "
+                "plan cannot leave them out: its ε rests on the draw; use one without sampling"
+            )
         drawn = self.sampler.draw(step)
         if ids is not None and self._groups_users:
             ids = np.unique(ids)

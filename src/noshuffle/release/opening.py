@@ -200,8 +200,9 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     """A new run folder that carries the spending of `parent`; give it to `privatize`.
 
     Guarantees: `parent` can release nothing after this (it refuses, also where it is open now), so
-    the steps that the fork adds up are all there will ever be. A copy of a run folder is refused
-    (unless the caller promises that it was `moved`): its original could go on.
+    the steps that the fork adds up are all there will ever be. Of a copy of a run folder it is the
+    copy that ends: its original is another run, which may go on, and its later steps are not
+    counted here. `moved` is no longer needed.
     """
     old, new = RunFolder.of(parent), RunFolder(path)
     plan = old.plan()

@@ -97,9 +97,11 @@ class Release(RunState):
         try:
             return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)
         except BaseException:
-            done = opened.ledger.released
-            account.leave(opened.charge, plan, opened.ledger, opened.ancestors, released=done)
-            opened.ledger.let_go()
+            try:
+                done = opened.ledger.released
+                account.leave(opened.charge, plan, opened.ledger, opened.ancestors, released=done)
+            finally:
+                opened.ledger.let_go()
             raise
 
     def seed(self, step: int, part: int = 0) -> int:
@@ -116,6 +118,8 @@ class Release(RunState):
                     f"this run told its units apart by {self._kind_of_ids}, and now {kind} came; "
                     "5 and '5' would count as two units, so give the same kind in every step"
                 )
+            if self.charge is not None:
+                self.charge.identify(kind)
             self.ledger.bind("ids", kind)
             self._kind_of_ids = kind
         return as_ids(ids, secret=self.id_secret)
