@@ -64,15 +64,15 @@ def _search_cells(task: StudyTask, line: StudyLine, asked: Request) -> list[Cell
         for epsilon, tried in search_grid(results, task.name, line.name).items():
             best = max(tried, key=lambda rate: tried[rate])
             if best == max(tried):
-                outer += [(epsilon, _rounded(best * step**k), 0) for k in (1, 2)]
+                outer.append((epsilon, _rounded(best * step), 0))
             elif best == min(tried):
-                outer += [(epsilon, _rounded(best / step**k), 0) for k in (1, 2)]
+                outer.append((epsilon, _rounded(best / step), 0))
         if not outer:
             return {"runs": []}
         return _work(task, line, asked, outer, results, is_search=True)
 
     first = tuple(cell.key for cell in found)
-    cost = 2.0 * sum(cell.cost for cell in found) / len(factors)
+    cost = sum(cell.cost for cell in found) / len(factors)
     last = Cell(f"{task.name}/{line.name}/widen", widen, cost=cost, kind=_kind(task), needs=first)
     return [*found, last]
 
