@@ -5,14 +5,16 @@ import hashlib
 import http.server
 import os
 import threading
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from noshuffle.datasets import NAMES, DataSet, load
+from noshuffle.datasets import NAMES, DataSet, images, load
 from noshuffle.datasets.images import _read_idx
 from noshuffle.datasets.store import Remote, fetch
 from noshuffle.errors import DataUnavailable, InvalidInput
@@ -32,7 +34,9 @@ def test_digits_need_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_data
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "cifar10")])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in ("digits", "cifar10", "emnist_bymerge")]
+)
 def test_every_set_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOSHUFFLE_DATA", str(SHARED))
     data = load(name)
@@ -117,3 +121,33 @@ def test_idx_files(tmp_path: Path) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(header + values.tobytes()))
     assert np.array_equal(_read_idx(path), values)
+
+
+def test_emnist_is_read_from_the_published_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same layout, fewer rows: images stand on their side there, and every file is checked."""
+    monkeypatch.setenv("NOSHUFFLE_DATA", str(tmp_path))
+    with pytest.raises(DataUnavailable, match=r"gzip\.zip"):
+        load("emnist_bymerge")
+    image = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    with zipfile.ZipFile(tmp_path / "gzip.zip", "w") as archive:
+        for part, rows in (("train", 3), ("test", 2)):
+            for kind, values in (
+                ("images-idx3", np.repeat(image, rows, 0)),
+                ("labels-idx1", np.arange(rows, dtype=np.uint8)),
+            ):
+                header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+                packed = gzip.compress(header + values.tobytes())
+                archive.writestr(f"gzip/emnist-bymerge-{part}-{kind}-ubyte.gz", packed)
+    with pytest.raises(DataUnavailable, match="checksum"):
+        load("emnist_bymerge")
+    own = hashlib.md5((tmp_path / "gzip.zip").read_bytes()).hexdigest()
+    monkeypatch.setattr(images, "_EMNIST", replace(images._EMNIST, md5=own))
+    with pytest.raises(InvalidInput, match="expected"):
+        load("emnist_bymerge")
+    monkeypatch.setattr(images, "_BY_MERGE", (3, 2, 3))
+    data = load("emnist_bymerge")
+    expected = torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]) / 127.5 - 1
+    torch.testing.assert_close(data.x_train[2, 0], expected)
+    assert (data.classes, data.y_test.tolist()) == (3, [0, 1])

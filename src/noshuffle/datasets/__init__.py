@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from noshuffle.datasets.images import cifar10, digits, fashion_mnist, mnist
+from noshuffle.datasets.images import cifar10, digits, emnist_bymerge, fashion_mnist, mnist
 from noshuffle.datasets.record import DataSet
 from noshuffle.datasets.tables import adult, bank_marketing
 from noshuffle.datasets.text import shakespeare
@@ -23,6 +23,7 @@ _LOADERS: dict[str, Callable[[], DataSet]] = {
     "digits": digits,
     "mnist": mnist,
     "fashion_mnist": fashion_mnist,
+    "emnist_bymerge": emnist_bymerge,
     "cifar10": cifar10,
     "shakespeare": shakespeare,
     "adult": adult,

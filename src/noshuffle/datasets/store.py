@@ -45,6 +45,15 @@ def needed(name: str) -> Path:
     return path
 
 
+def checked(path: Path, remote: Remote) -> None:
+    """Refuse a file that is not what its publisher has."""
+    found = _md5(path)
+    if found != remote.md5:
+        raise DataUnavailable(
+            f"{path} has checksum {found}, expected {remote.md5}; fetch it again from {remote.url}"
+        )
+
+
 def fetch(remote: Remote, *, folder: Path | None = None) -> Path:
     """The file from the cache ($XDG_CACHE_HOME or ~/.cache), else downloaded and checked."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -12,6 +12,7 @@ construction. What all runs of a study cost together, and choosing among them, i
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -123,6 +124,7 @@ def train(
     )
     why, fallbacks = chosen.why, chosen.fallbacks
     del chosen, network, average
+    gc.collect()  # a captured graph refers to itself, and its memory is large
     if is_fast:
         torch.cuda.empty_cache()
     return {
