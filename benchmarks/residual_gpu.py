@@ -154,7 +154,7 @@ def measure(name: str, dtype: str, given: argparse.Namespace) -> None:
     x = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=layout)
     y = torch.randint(10, (batch,), device="cuda")
     methods: dict[str, Callable[..., Step]] = {"SGD, graph": plain}
-    methods["noshuffle, compiled"] = lambda *a: ours(*a, compile=True)
+    methods["noshuffle, compiled"] = lambda *a: ours(*a, compile="auto")
     if given.eager:
         methods["noshuffle, eager"] = lambda *a: ours(*a, compile=False)
     if given.peers:

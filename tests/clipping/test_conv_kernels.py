@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 if HAS_TRITON and not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
 
-from noshuffle.clipping import Flat, Ghost, conv_kernels, rules_conv  # noqa: E402
+from noshuffle.clipping import Flat, Ghost, conv_kernels, norm_kernels, rules_conv  # noqa: E402
 
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -143,3 +143,36 @@ def test_kernels_and_windows_agree_on_a_network(monkeypatch: pytest.MonkeyPatch)
     for name, value in found[1].values.items():
         assert (found[0].values[name] - value).norm() <= 1e-2 * value.norm() + 1e-6
     assert torch.allclose(found[0].norms, found[1].norms, rtol=1e-2)
+
+
+@with_triton
+def test_halves_have_the_unit_of_their_example() -> None:
+    x = torch.randn(4, 20, 7, 6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    x[1], x[2], x[3] = x[1] * 1e20, x[2] * 1e-30, 0.0
+    half, units = conv_kernels.halves(x)
+    back = half.double() * units.double().reshape(-1, 1, 1, 1)
+    gap = (back - x.double()).abs().flatten(1)
+    largest = x.double().abs().flatten(1).amax(1, keepdim=True)
+    assert bool((gap <= 2.0**-11 * x.double().abs().flatten(1) + 2.0**-38 * largest).all())
+    alone, unit = conv_kernels.halves(x[1:2])
+    assert torch.equal(alone[0], half[1])
+    assert float(unit[0]) == float(units[1])
+    x[0, 0, 0, 0], x[1, 1, 1, 1] = torch.nan, torch.inf
+    half, _ = conv_kernels.halves(x)
+    assert torch.isfinite(half).flatten(1).all(1).tolist() == [False, False, True, True]
+
+
+@with_triton
+@pytest.mark.parametrize("held", [8192, 64])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_group_norms_by_a_kernel(held: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "MOST_HELD", held)
+    draw = torch.Generator().manual_seed(4)
+    x = (torch.randn(3, 12, 5, 9, generator=draw) * 2.0 + 3.0).to(DEVICE)
+    g = torch.randn(3, 12, 5, 9, generator=draw).to(DEVICE)
+    if last:
+        x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
+    weight, bias = norm_kernels.channel_sums(x, g, groups=4, eps=1e-5)
+    unit = F.group_norm(x, 4, eps=1e-5)
+    torch.testing.assert_close(weight, (unit * g).sum((2, 3)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias, g.sum((2, 3)), rtol=1e-4, atol=1e-4)

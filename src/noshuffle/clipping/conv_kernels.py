@@ -115,6 +115,54 @@ def walk(
         tl.store(out + to, total, mask=is_row & (columns < CHANNELS * TAPS)[None, :])
 
 
+@jit
+def shrink(
+    x, out, units, channels, places, x_example, x_channel, x_place, BC: tl.constexpr,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """out = half(x / unit) as [B, places, C], the unit of an example being a power of two."""
+    example = tl.program_id(0).to(tl.int64)
+    own = x + example * x_example
+    most = tl.zeros((BC, BP), tl.float32)
+    for c in range(0, channels, BC):
+        for p in range(0, places, BP):
+            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
+            mask = (channel < channels)[:, None] & (place < places)[None, :]
+            where = channel[:, None] * x_channel + place[None, :] * x_place
+            value = tl.abs(tl.load(own + where, mask=mask, other=0.0))
+            most = tl.where(value > most, value, most)  # a NaN stays one in any unit
+    bits = tl.max(most.to(tl.int32, bitcast=True))  # of numbers that are not negative, in order
+    field = tl.minimum(tl.maximum(268 - (bits >> 23), 2), 252)  # the largest comes to 2¹⁴
+    factor = (field << 23).to(tl.float32, bitcast=True)
+    tl.store(units + example, ((254 - field) << 23).to(tl.float32, bitcast=True))
+    for c in range(0, channels, BC):
+        for p in range(0, places, BP):
+            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
+            mask = (channel < channels)[:, None] & (place < places)[None, :]
+            where = channel[:, None] * x_channel + place[None, :] * x_place
+            value = tl.load(own + where, mask=mask, other=0.0) * factor
+            to = (example * places + place[None, :]) * channels + channel[:, None]
+            tl.store(out + to, value.to(tl.float16), mask=mask)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in units of a power of two of each example, as float16 with channels last; the units.
+
+    float16 has the ten bits of TF32. What is 2²⁸ times smaller than the largest entry of its
+    example loses some, which no other example can change.
+    """
+    x = x if x.stride(2) == x.shape[3] * x.stride(3) else x.contiguous()
+    size, channels, places = len(x), x.shape[1], x.shape[2] * x.shape[3]
+    out = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
+    units = torch.empty(size, dtype=torch.float32, device=x.device)
+    high, wide = min(64, 1 << (channels - 1).bit_length()), 64
+    shrink[(size,)](
+        x, out, units, channels, places, x.stride(0), x.stride(1), x.stride(3),
+        BC=max(16, high), BP=wide, num_warps=8,
+    )  # fmt: skip
+    return out, units
+
+
 def taps_inside(
     kernel: Pair, size: Pair, *, stride: Pair, padding: Pair, dilation: Pair, out: Pair
 ) -> list[int]:
@@ -154,25 +202,19 @@ def _tables(
     return first, second, unit
 
 
-def layout_of(dtype: torch.dtype) -> torch.memory_format:
-    """How x and g should lie: tensor cores take TF32 along positions, smaller types either way."""
-    return torch.contiguous_format if dtype is torch.float32 else torch.channels_last
-
-
 def _launch(
     x: Tensor, g: Tensor, kernel: Pair, how: tuple[Pair, Pair, Pair], factors: Tensor | None
 ) -> Tensor:
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
-    x, g = (t.contiguous(memory_format=layout_of(g.dtype)) for t in (x, g))
+    x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
     (examples, channels, *size), (_, outputs, *out) = x.shape, g.shape
     _, padding, dilation = how
     starts, inside, unit = _tables(
         x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, (x.stride(2), x.stride(3))
     )
     taps, positions = kernel[0] * kernel[1], out[0] * out[1]
-    is_half = g.dtype != torch.float32
-    deep = 64 if is_half else 32  # 128 bytes
+    deep = 64 if g.dtype != torch.float32 else 32  # 128 bytes
     high = min(128, max(16, 1 << (outputs - 1).bit_length()))
     across = min(128, max(16, 1 << (channels * taps - 1).bit_length()))
     tiles_across = -(-channels * taps // across)

@@ -88,6 +88,7 @@ class Convolution(GradientForm):
     size: int
     sides: Sides = ()
     keep: Tensor | None = None  # of kernels, which need no zeros to leave an example out
+    units: Tensor | None = None  # of kernels: what g·x of every example is counted in
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -98,7 +99,9 @@ class Convolution(GradientForm):
     @cached_property
     def is_fused(self) -> bool:
         """Whether kernels give norms and sum, so that it is better not written out."""
-        return not self.written and _has_kernels(self.layer, self.x, self.g, self.size, self.sides)
+        if self.written or self.x.dtype not in HALF:
+            return False
+        return _has_kernels(self.layer, self.x, self.g, self.size, self.sides)
 
     @property
     def _kernels(self) -> dict[str, Any]:
@@ -106,12 +109,14 @@ class Convolution(GradientForm):
         how = (layer.stride, tuple(before for before, _ in sides), layer.dilation)
         return {"kernel": layer.kernel_size, "how": how}
 
-    def _zeroed(self) -> Convolution:
-        """The same with zeros instead of a mask."""
-        if self.keep is None:
-            return self
-        x, g = zeroed(self.x, self.keep), zeroed(self.g, self.keep)
-        return replace(self, x=x, g=g, keep=None)
+    def _plain(self) -> Convolution:
+        """The same without a mask and units, in at least single precision."""
+        x, g = wide(self.x), wide(self.g)
+        if self.keep is not None:
+            x, g = zeroed(x, self.keep), zeroed(g, self.keep)
+        if self.units is not None:
+            g = scaled(g, self.units)
+        return replace(self, x=x, g=g, keep=None, units=None)
 
     def _outer(self) -> OuterGradient:
         """One OuterGradient over (example, group) pairs."""
@@ -147,6 +152,7 @@ class Convolution(GradientForm):
     def squares(self) -> Tensor:
         if self.is_fused:
             found = conv_kernels.squares(self.x, self.g, **self._kernels) * (1.0 + _LOST)
+            found = found if self.units is None else found * self.units.square()
             return found if self.keep is None else torch.where(self.keep, found, 0.0)
         loops = self._loops
         if loops is not None:
@@ -162,7 +168,7 @@ class Convolution(GradientForm):
 
     def dense(self, outer: OuterGradient | None = None) -> Tensor:
         if not self.written:
-            full = (outer or self._zeroed()._outer()).dense()
+            full = (outer or self._plain()._outer()).dense()
             self.written.append(full.reshape(self.size, *self.layer.weight.shape))
         return self.written[0]
 
@@ -171,6 +177,8 @@ class Convolution(GradientForm):
             return DenseGradient(self.written[0]).total(factors)
         if self.is_fused:
             kept = factors if self.keep is None else torch.where(self.keep, factors, 0.0)
+            if self.units is not None:  # where both are huge and never meet, 0·∞ would be NaN
+                kept = (kept.double() * self.units).clamp_max(1e38)
             return conv_kernels.total(self.x, self.g, kept, **self._kernels)
         loops = self._loops
         if loops is not None and loops.is_small:
@@ -186,8 +194,7 @@ class Convolution(GradientForm):
         """Σ g over frames and positions, [B, O]: the gradients of the bias."""
         loops = self._loops
         if loops is None:
-            per_channel = self.g.reshape(self.size, -1, self.g.shape[1], self.g[0, 0].numel())
-            return per_channel.sum((1, 3), dtype=sum_dtype(self.g.dtype))
+            return _by_channel(self.g, self.size)
         _ = self.square if loops.channels is None else None  # they come along
         assert loops.channels is not None
         return loops.channels
@@ -200,11 +207,17 @@ class Convolution(GradientForm):
         return replace(self, x=zeroed(self.x, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
-        own = self._zeroed()
+        own = self._plain() if self.is_fused else self
         return replace(own, g=own._scaled(factors), written=[])
 
     def _scaled(self, factors: Tensor) -> Tensor:
         return scaled(self.g, factors.repeat_interleave(self.g.shape[0] // self.size))
+
+
+def _by_channel(g: Tensor, size: int) -> Tensor:
+    """Σ g over frames and positions, [B, O]."""
+    frames = g.reshape(size, -1, *g.shape[1:])
+    return frames.sum((1, *range(3, frames.dim())), dtype=sum_dtype(g.dtype))
 
 
 def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> bool:
@@ -225,32 +238,42 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     return _agrees(x.device, x.dtype, g.dtype)
 
 
+def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolution:
+    """In the form that kernels read: half precision, channels last."""
+    if g.dtype in HALF:
+        x, g = (t.to(g.dtype, memory_format=torch.channels_last) for t in (x, g))
+        return Convolution(layer, x, g, size, sides)
+    (x, of_x), (g, of_g) = conv_kernels.halves(x.float()), conv_kernels.halves(g)
+    return Convolution(layer, x, g, size, sides, units=of_x.double() * of_g)
+
+
 @lru_cache(maxsize=16)
 def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
     """Whether the kernels run here and give what the windows give."""
     draw = torch.Generator(device=device).manual_seed(7)
-    for layer, sides in (
-        (nn.Conv2d(24, 40, 3, padding=1), ((1, 1), (1, 1))),
-        (nn.Conv2d(70, 130, (3, 2), stride=(2, 1), dilation=(1, 2)), ()),
+    for layer, pad in (
+        (nn.Conv2d(24, 40, 3, padding=1), 1),
+        (nn.Conv2d(70, 130, (3, 2), stride=(2, 1), dilation=(1, 2)), 0),
     ):
+        sides: Sides = ((pad, pad), (pad, pad)) if pad else ()
         x = torch.randn(5, layer.in_channels, 13, 11, device=device, generator=draw).to(x_type)
         out = layer.to("meta")(x.float().to("meta")).shape
         g = torch.randn(out, device=device, generator=draw).to(g_type)
-        how = {"kernel": layer.kernel_size, "how": (layer.stride, layer.padding, layer.dilation)}
-        plain = Convolution(layer, _padded(x.to(g_type).float(), sides, mode="zeros"), g, 5)
+        plain = Convolution(layer, _padded(x.float(), sides, mode="zeros"), g.float(), 5)
         truth = plain._outer().dense().reshape(5, -1).double()
         factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0], device=device)
-        wanted = factors.double() @ truth
+        wanted, good = factors.double() @ truth, factors != 0.0
         g[2] = torch.nan
         try:
-            found = conv_kernels.squares(x, g, **how)  # type: ignore[arg-type]
-            total = conv_kernels.total(x, g, factors, **how)  # type: ignore[arg-type]
+            form = _fused(layer, x, g, 5, sides)
+            units = 1.0 if form.units is None else form.units
+            found = conv_kernels.squares(form.x, form.g, **form._kernels) * units**2
+            total = conv_kernels.total(form.x, form.g, factors * units, **form._kernels)
         except Exception:  # a compiler may fail in any way; the windows are always there
             return False
-        good = factors != 0.0
         own = truth.square().sum(1)
         gap = (total.reshape(-1).double() - wanted).norm() / wanted.norm()
-        if not torch.allclose(found[good], own[good], rtol=8e-3) or not bool(gap < 4e-3):
+        if not torch.allclose(found[good], own[good], rtol=2e-2) or not bool(gap < 1e-2):
             return False
     return True
 
@@ -274,13 +297,13 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
     if mode != "zeros":
         a, sides = _padded(wide(a), sides, mode=mode), ()
     if _has_kernels(layer, a, g, size, sides):
-        layout = conv_kernels.layout_of(g.dtype)
-        a = a.to(g.dtype, memory_format=layout)
-        g = g.contiguous(memory_format=layout)
-    else:
-        a, g = wide(a), wide(g)
-        if a.device.type != "cpu":
-            a, sides = _padded(a, sides, mode=mode), ()
+        weight = _fused(layer, a, g, size, sides)
+        if layer.bias is None:
+            return {"weight": weight}
+        return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}
+    a, g = wide(a), wide(g)
+    if a.device.type != "cpu":
+        a, sides = _padded(a, sides, mode=mode), ()
     weight = Convolution(layer, a, g, size, sides)
     bias = Channels(weight) if a.device.type == "cpu" else DenseGradient(weight.channels)
     return {"weight": weight, "bias": bias}
