@@ -226,7 +226,8 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
     test = {}
     if kind == "summary":  # every task that can be asked for by name is a published data set
         words = f"examples of users of {job.settings.task} who took no part"
-        about = {"words": words, "rows": len(job.task.x_test), "is_public": True}
+        is_public = not job.settings.is_own
+        about = {"words": words, "rows": len(job.task.x_test), "is_public": is_public}
         test = {"test_data": about}
     server.run.append_metrics({"kind": kind, "step": server.round, **row, **test})
 

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from noshuffle.cli.federated_settings import (
+    IMAGE_MODELS,
     INDEPENDENT,
+    TEXT_MODELS,
     FederatedSettings,
     Limits,
     clip_of,
@@ -24,12 +26,13 @@ from noshuffle.cli.federated_settings import (
 )
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, one_of
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, char_models
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.server import OptimizerFn
 from noshuffle.federated.simulate import CheckIns, in_random_order, in_stream_order
 from noshuffle.federated.tasks import FederatedTask, load_task
+from noshuffle.federated.word_models import WordLSTM
 from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import MinSeparation, Participation, Poisson
@@ -71,10 +74,15 @@ class Job:
 
 def make_model(settings: FederatedSettings, task: FederatedTask) -> nn.Module:
     torch.manual_seed(settings.seed)
-    if task.kind == "text":
-        name, length = f"char_{settings.model}", task.shape[0]
+    is_text = task.kind == "text"
+    chosen = settings.model or ("lstm" if is_text else "mlp")
+    one_of(TEXT_MODELS if is_text else IMAGE_MODELS, **{f"model for {task.kind}": chosen})
+    if chosen == "word_lstm":
+        return WordLSTM(task.classes).to(settings.device)
+    if is_text:
+        name, length = f"char_{chosen}", task.shape[0]
         return char_models.build(name, classes=task.classes, length=length).to(settings.device)
-    name = models.default_for("image", task.shape) if settings.model == "cnn" else settings.model
+    name = models.default_for("image", task.shape) if chosen == "cnn" else chosen
     return models.build(name, task.shape, task.classes).to(settings.device)
 
 

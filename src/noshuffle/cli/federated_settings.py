@@ -31,8 +31,8 @@ from noshuffle.cli.from_record import setting
 from noshuffle.cli.settings import RunSettings, folder, how, privacy
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
 
-TASKS = ("digits", "shakespeare", "drama", "writers")
-TEXT_MODELS = ("lstm", "transformer")
+TASKS = ("digits", "shakespeare", "drama", "writers", "stackoverflow")
+TEXT_MODELS = ("lstm", "transformer", "word_lstm")
 IMAGE_MODELS = ("mlp", "cnn", "linear")
 OPTIMIZERS = ("ftrl", "sgd", "momentum", "adam")
 ORDERS = ("random", "year", "list")
@@ -58,6 +58,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "shakespeare": {**_TEXT, "rounds": 200, "delta": 1e-4},
     "drama": {**_TEXT, "rounds": 1000, "clients_per_round": 100},
+    "stackoverflow": {
+        "model": "word_lstm",
+        "rounds": 1600,
+        "clients_per_round": 100,
+        "delta": 1e-6,
+        "server_lr": 3.0,
+        "local_batch": 16,
+    },
     "writers": {
         "model": "cnn",
         "clients_per_round": 100,
@@ -74,9 +82,10 @@ class FederatedSettings(RunSettings):
     preset_by: ClassVar[str] = "task"
 
     task: str = setting(
-        "digits", "digits (comes with scikit-learn, made-up users), shakespeare, drama, writers",
-        check=partial(one_of, TASKS),
-    )  # fmt: skip
+        "digits",
+        "digits (comes with scikit-learn, made-up users), shakespeare, drama, writers, "
+        "stackoverflow, or module:function of your own",
+    )
     model: str = setting("", f"text: {', '.join(TEXT_MODELS)}; images: {', '.join(IMAGE_MODELS)}")
     mechanism: str = privacy(
         "blt", "blt, tree, banded, … as in plan; best; dp-fedavg: independent noise"
@@ -135,13 +144,23 @@ class FederatedSettings(RunSettings):
         clip = given.get("clip")
         return super().of(given if clip is None else {**given, "clip": str(clip)})
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the task is a function of the caller's, whose data nobody here knows."""
+        return ":" in self.task
+
     def folder_name(self) -> str:
-        return f"federated-{self.task}"
+        return f"federated-{self.task.replace(':', '-')}"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_text = self.task in ("shakespeare", "drama")
-        one_of(TEXT_MODELS if is_text else IMAGE_MODELS, **{f"model for {self.task}": self.model})
+        if self.is_own:
+            one_of(("", *TEXT_MODELS, *IMAGE_MODELS), model=self.model)
+        else:
+            one_of((*TASKS, "module:function"), task=self.task)
+            is_text = self.task in ("shakespeare", "drama", "stackoverflow")
+            kinds = TEXT_MODELS if is_text else IMAGE_MODELS
+            one_of(kinds, **{f"model for {self.task}": self.model})
         if self.server_momentum >= 1 or self.cooldown > 1:
             raise InvalidInput("server_momentum must lie in [0, 1) and cooldown in [0, 1]")
         if self.drop_out >= 1 or self.check_in_rate > 1:
@@ -149,7 +168,7 @@ class FederatedSettings(RunSettings):
         if self.engine == "flower" and self.drop_out:
             raise InvalidInput("engine flower waits for all clients; leave out drop_out")
         clip_of(self.clip)
-        if self.order == "year" and self.task != "drama":
+        if self.order == "year" and self.task != "drama" and not self.is_own:
             raise InvalidInput(f"order year needs a task with years (drama), got {self.task!r}")
         if not self.amplified:
             return

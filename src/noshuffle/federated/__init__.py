@@ -5,7 +5,8 @@ clients     local training and clipping           vectorised  the same, many cli
 server      clipped sum → noise → new parameters  server_checks  what it refuses
 rounds      the protocol, crash-safe              per_user    ε of one user
 simulate    all of it in one process              tasks       data by user
-recurrent   LSTM layers that can be stacked       timer       a device that limits itself
+stackoverflow, word_models   the published files   timer       a device that limits itself
+recurrent   LSTM layers that can be stacked
 flower      the same rounds on Flower             flower_client, flower_identity, flower_simulation
 
 Names are imported when they are first used: a client that only clips, and may be started anew for

@@ -4,6 +4,8 @@
     german_drama    next character, 11,200 speaking roles of 774 plays in order of year (1510-1947)
     mnist_writers   digits of 539 writers
     digits          479 made-up users of three digits each, from inside scikit-learn: no download
+    stackoverflow   next word, 342,477 users, from the published files (`stackoverflow`)
+    module:function a function of your own that returns a FederatedTask
 
 The rows of a user lie together: user i owns starts[i] … starts[i + 1] − 1. Every tenth user is held
 out whole for testing (MNIST has test writers of its own). A text is cut into windows of `length` +
@@ -16,6 +18,7 @@ out whole for testing (MNIST has test writers of its own). A text is cut into wi
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -202,9 +205,28 @@ TASKS: dict[str, Callable[[], FederatedTask]] = {
     "german_drama": german_drama,
     "mnist_writers": mnist_writers,
     "digits": digits,
+    "stackoverflow": lambda: _own("noshuffle.federated.stackoverflow:stackoverflow"),
 }
 
 
 def load_task(name: str) -> FederatedTask:
+    """A task by name, or your own by `module:function`."""
+    if isinstance(name, str) and ":" in name:
+        return _own(name)
     one_of(tuple(TASKS), task=name)
     return TASKS[name]()
+
+
+def _own(name: str) -> FederatedTask:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(f"task {name!r} could not be imported: {error}") from None
+    task = function()
+    if not isinstance(task, FederatedTask):
+        raise InvalidInput(
+            f"{name} must return a noshuffle.federated.tasks.FederatedTask, got "
+            f"{type(task).__name__}"
+        )
+    return task
