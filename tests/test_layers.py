@@ -36,6 +36,7 @@ LAYERS = {
     "convex": 6,
     "auditing": 6,
     "report": 7,
+    "integrations": 7,
     "experiments": 8,
     "cli": 9,
     "__init__": 9,

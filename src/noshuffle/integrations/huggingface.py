@@ -1,0 +1,313 @@
+"""Hugging Face's Trainer with private steps: its arguments, collators and callbacks as they are.
+
+    trainer = PrivateTrainer(model, args, train_dataset=data, data_collator=collator,
+                             plan=plan, clip_norm=1.0, run="runs/NAME")
+
+A step of the Trainer (`gradient_accumulation_steps` batches of `per_device_train_batch_size`) is
+one private step: what the model gives as `.loss` is asked for example by example, clipped and
+summed over all of these batches, and released once. `num_items_in_batch`, the division for
+accumulation and `max_grad_norm` act on the whole batch, so they have no place here: `clip_norm`
+decides the scale. Data are read in their order. Losses of the training data are raw: they are not
+logged, ε is.
+
+With a run folder training goes on where it was, whoever killed it: the folder holds the state of
+the model, the optimizer, the schedule, the noise and the Trainer, written whenever the Trainer
+saves. State: the batches of the step in the making.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.criteria import CriteriaByRow
+from noshuffle.clipping.objective import batch_size
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.participation import Epochs, Restarted
+from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
+from noshuffle.release.folder import RunFolder
+from noshuffle.training import Private, privatize
+from noshuffle.training.private import restore_rng
+from noshuffle.training.unchanged import PrivateOptimizer
+
+STATE_NAME = "trainer_state.json"
+
+
+def _own_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    with CriteriaByRow(batch_size((batch,))):
+        out = model(**batch)
+    loss: Tensor = out["loss"] if isinstance(out, Mapping) else out[0]
+    return loss
+
+
+#: The loss that a model of transformers computes from its `labels`, one number per example.
+output_loss = ModelLoss(_own_loss, by_row=True)
+
+
+def participation_of(args: transformers.TrainingArguments, dataset: Any) -> Epochs:
+    """What one example may do in a training with these arguments: once in every epoch."""
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = len(dataset)
+    if args.dataloader_drop_last:
+        rows -= rows % args.per_device_train_batch_size
+    per_epoch = -(-rows // size)
+    epochs = math.ceil(args.num_train_epochs)
+    if args.max_steps > 0:
+        epochs = -(-args.max_steps // per_epoch)
+    return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
+
+
+_Trainer: Any = transformers.Trainer  # its signatures change with every release
+
+
+class PrivateTrainer(_Trainer):  # type: ignore[misc]
+    """A Trainer whose every step is private.
+
+    Arguments beyond those of the Trainer:
+        plan: every privacy decision; `participation_of(args, dataset)` says what it is fitted for.
+        clip_norm: bound on one example's (user's) contribution.
+        run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
+        units: whose each example is (one id per row of the data set), for plans of unit "user".
+        loss_fn: one number per example, `ModelLoss(fn, by_row=True)`; by default the model's own.
+        privacy: further options of `privatize`.
+    """
+
+    private: Private
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan,
+        clip_norm: float | None = None,
+        run: RunFolder | str | Path | None = None,
+        units: Sequence[Any] | None = None,
+        loss_fn: ModelLoss = output_loss,
+        privacy: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.plan, self._loss_fn = plan, loss_fn
+        self._options = {"clip_norm": clip_norm, "run": run, **(privacy or {})}
+        self._run = None if run is None else RunFolder.of(run)
+        self._units = None if units is None else np.asarray(units)
+        self._parts: list[tuple[Any, Any]] = []
+        self._resumed: dict[str, Any] | None = None
+        _refuse(self, plan, loss_fn)
+
+    def statement(self) -> Any:
+        """The guarantee of what was released so far, with all its assumptions."""
+        return self.private.statement()
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer that the arguments ask for, inside a private run."""
+        if isinstance(self.optimizer, PrivateOptimizer):
+            return self.optimizer
+        inner = super().create_optimizer() if model is None else super().create_optimizer(model)
+        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        options = {"batch_size": size, **self._options}
+        self.private = privatize(self.model, inner, self.plan, **options)
+        self.optimizer = _StepOptimizer(self)
+        return self.optimizer
+
+    def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
+        """Train, from the newest checkpoint of the run folder on if it has one."""
+        found = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
+        if resume_from_checkpoint not in (None, False, True):
+            raise InvalidInput(
+                "a private run goes on from its run folder, which holds the noise as well; give "
+                f"run=, and no resume_from_checkpoint (got {resume_from_checkpoint!r})"
+            )
+        if resume_from_checkpoint is True and not found:
+            raise InvalidInput("nothing to resume: the run folder has no checkpoint; give run=")
+        self._resumed = checkpoint.load(found[-1]) if found else None
+        if self._resumed is None:
+            return _without_loss(super().train(**options))
+        with tempfile.TemporaryDirectory() as folder:
+            state = self._resumed["attached"]["trainer"]["state"]
+            Path(folder, STATE_NAME).write_text(state, encoding="utf8")
+            return _without_loss(super().train(resume_from_checkpoint=folder, **options))
+
+    # What the Trainer would load from a folder of its own comes from the run folder.
+    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Weights come with everything else."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.private.attach(trainer=_TrainerState(self))
+            self.private.resume()
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """There is none: half precision is bfloat16."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is not None:
+            restore_rng(self._resumed["random"])
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._run is not None:
+            self.private.save()
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        data = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(data) if hasattr(data, "__len__") else None
+
+    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> None:
+        """A count over the whole batch, which no example's loss may be divided by."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Take one batch into the step that `optimizer.step` makes."""
+        self._begin()
+        model.train()
+        given = dict(self._prepare_inputs(inputs))
+        self._parts.append((given, self._ids(batch_size((given,)))))
+        return torch.zeros((), device=self.args.device)
+
+    def _begin(self) -> None:
+        """Before the first step: what it starts from is kept, so that it can begin alike."""
+        if self._run is not None and not self.private.steps_done and not self._parts:
+            self.private.attach(trainer=_TrainerState(self))
+            if not self.private.steps_released:
+                self.private.save()
+
+    def _ids(self, rows: int) -> Any:
+        """Which examples of the data set (whose) a batch holds: it is read in order."""
+        data: Any = self.train_dataset
+        if not hasattr(data, "__len__"):
+            if self._units is not None:
+                raise InvalidInput("units= needs a data set with a length and rows in order")
+            return None
+        size, total = self.args.per_device_train_batch_size, len(data)
+        at = self.private.steps_done % _per_epoch(self)
+        start = (at * self.args.gradient_accumulation_steps + len(self._parts)) * size
+        if rows != min(size, total - start):
+            raise InvalidInput(
+                f"the collator made {rows} rows of {min(size, total - start)} examples, so that it "
+                "cannot be told whose they are; let every example be one row (no packing)"
+            )
+        ids = np.arange(start, start + rows)
+        return ids if self._units is None else self._units[ids]
+
+    def release(self) -> None:
+        """One private step of the batches since the last one."""
+        parts, self._parts = self._parts, []
+        with self.compute_loss_context_manager():
+            if len(parts) == 1:
+                self.private.advance(self._loss_fn, (parts[0][0],), ids=parts[0][1])
+                return
+            with self.private.accumulate() as step:
+                for batch, ids in parts:
+                    step.add(self._loss_fn, (batch,), ids=ids)
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Examples are clipped, one by one; the noisy mean is not."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """Nothing raw is logged."""
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log released values only: ε, the learning rate, what the evaluation found."""
+        shown = {k: v for k, v in logs.items() if k not in ("loss", "train_loss", "grad_norm")}
+        if hasattr(self, "private"):
+            shown["epsilon"] = self.private.epsilon
+        super().log(shown, *args, **options)
+
+
+class _StepOptimizer(PrivateOptimizer):
+    """Stands in for the Trainer's optimizer; `step` releases what the Trainer has collected."""
+
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        base = trainer.private.optimizer
+        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
+        self._release = trainer.release
+
+    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
+        self._release()
+
+
+class _TrainerState:
+    """The part of a checkpoint that the Trainer goes on from."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        text = json.dumps({k: v for k, v in vars(state).items() if _is_plain(v)})
+        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._trainer.lr_scheduler.load_state_dict(state["schedule"])
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _per_epoch(trainer: PrivateTrainer) -> int:
+    return participation_of(trainer.args, trainer.train_dataset).steps_per_epoch
+
+
+def _without_loss(output: Any) -> Any:
+    metrics = {k: v for k, v in output.metrics.items() if k != "train_loss"}
+    return output._replace(training_loss=math.nan, metrics=metrics)
+
+
+def _refuse(trainer: PrivateTrainer, plan: Plan, loss_fn: Any) -> None:
+    """Raise where the Trainer would do something that the guarantee does not cover."""
+    args = trainer.args
+    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    reasons = {
+        "train_sampling_strategy orders examples by what is in them; use 'sequential'": grouped,
+        "fp16 scales the loss of a batch; use bf16": args.fp16,
+        "several processes or devices; use noshuffle.training.privatize_distributed": (
+            args.world_size > 1 or args.n_gpu > 1
+        ),
+        "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
+            args.deepspeed or getattr(args, "fsdp", None)
+        ),
+        "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
+        "label_smoothing_factor is a mean over the batch; put it into loss_fn": (
+            args.label_smoothing_factor > 0 and loss_fn is output_loss
+        ),
+        "compute_loss_func is of the whole batch; give loss_fn=ModelLoss(fn, by_row=True)": (
+            trainer.compute_loss_func is not None
+        ),
+        "torch.compile; clipping needs the calls of the layers": args.torch_compile,
+        "plans that sample: they need private.sampler; use private.step": (
+            plan.participation.is_sampled
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsupported(f"PrivateTrainer does not take {reason}")
+    data, rule = trainer.train_dataset, plan.participation
+    rule = rule.participation if isinstance(rule, Restarted) else rule
+    if hasattr(data, "__len__"):
+        wanted = participation_of(args, data)
+        steps = args.max_steps if args.max_steps > 0 else wanted.epochs * wanted.steps_per_epoch
+        per_epoch = rule.steps_per_epoch if isinstance(rule, Epochs) else wanted.steps_per_epoch
+        if steps > plan.steps or per_epoch != wanted.steps_per_epoch:
+            raise InvalidInput(
+                f"the Trainer makes {steps} steps, {wanted.steps_per_epoch} an epoch; the plan has "
+                f"{plan.steps}, {per_epoch} an epoch; fit it for participation_of(args, dataset)"
+            )
+    if plan.unit == "user" and trainer._units is None:
+        raise InvalidInput("a plan with unit='user' needs units=: whose each example is")

@@ -1,0 +1,274 @@
+"""PrivateTrainer is `privatize` by hand to the bit, killed and resumed, and refuses what is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+import noshuffle as ns
+from noshuffle.clipping import next_token
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
+from noshuffle.noise import test_source
+from noshuffle.training import privatize, verify
+
+ROWS = 22  # batches of 4: the last one has 2
+
+
+class Sentences(Dataset):
+    """Token ids with labels of different number."""
+
+    def __init__(self, rows=ROWS):
+        g = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(2, 24, (rows, 6), generator=g)
+        self.labels = self.ids.clone()
+        self.labels[torch.rand(rows, 6, generator=g) < 0.3] = -100
+        self.labels[:, 1] = self.ids[:, 1]
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "labels": self.labels[i]}
+
+
+def gpt2(kind="full", seed=0):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=24, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    if kind == "full":
+        return model
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1)
+    return peft.get_peft_model(model, lora)
+
+
+def arguments(out, **options):
+    settings = {
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "logging_steps": 2,
+        "learning_rate": 0.05,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+    return transformers.TrainingArguments(str(out), **{**settings, **options})
+
+
+@cache
+def _fitted(rule, mechanism, unit):
+    return ns.Plan.fit(rule, mechanism=mechanism, unit=unit, noise_multiplier=0.8, delta=1e-5)
+
+
+def fitted(args, data=None, *, mechanism="blt", unit="example"):
+    rule = participation_of(args, Sentences() if data is None else data)
+    return _fitted(rule, mechanism, unit)
+
+
+def trainer(out, kind="full", *, seed=0, run=None, callbacks=(), data=None, **options):
+    given = {
+        k: options.pop(k)
+        for k in ("units", "compute_loss_func", "data_collator", "eval_dataset")
+        if k in options
+    }
+    plan = options.pop("plan", None)
+    args = arguments(out, **options)
+    data = data or Sentences()
+    return PrivateTrainer(
+        gpt2(kind, seed),
+        args,
+        train_dataset=data,
+        callbacks=list(callbacks),
+        run=run,
+        plan=plan or fitted(args, data),
+        clip_norm=0.6,
+        privacy={"source": test_source(seed=1)},
+        **given,
+    )
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def by_hand(out, kind, parts, epochs=2):
+    """The same training, written out: natural order, `next_token`, one release a step."""
+    settings = {"gradient_accumulation_steps": parts, "num_train_epochs": epochs}
+    model, data, args = gpt2(kind), Sentences(), arguments(out, **settings)
+    plan = fitted(args)
+    optimizer = transformers.Trainer(model, args).create_optimizer()
+    schedule = transformers.get_scheduler("linear", optimizer, 0, plan.steps)
+    size = {"clip_norm": 0.6, "batch_size": 4 * parts, "source": test_source(seed=1)}
+    private = privatize(model, optimizer, plan, **size)
+    model.train()
+    for t in range(plan.steps):
+        start = t % plan.participation.steps_per_epoch * 4 * parts
+        with private.accumulate() as step:
+            for at in range(start, min(start + 4 * parts, ROWS), 4):
+                rows = np.arange(at, min(at + 4, ROWS))
+                batch = {"input_ids": data.ids[rows], "labels": data.labels[rows]}
+                step.add(next_token, (batch,), ids=rows)
+        schedule.step()
+    return private
+
+
+class Stop(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("full", 2), ("lora", 1)])
+def test_the_same_as_by_hand_stopped_and_resumed(tmp_path, kind, parts):
+    hand = by_hand(tmp_path / "hand", kind, parts, epochs=parts)
+    options = {"run": tmp_path / "run", "gradient_accumulation_steps": parts}
+    options |= {"num_train_epochs": parts, "save_only_model": True}
+    first = trainer(tmp_path / "out", kind, callbacks=[Stop(3)], **options)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    del first
+    again = trainer(tmp_path / "out", kind, seed=9, **options)  # its weights come from the run
+    torch.manual_seed(77)
+    done = again.train()
+    assert again.private.steps_released == hand.steps_released == done.global_step
+    assert torch.equal(weights(again.model), weights(hand.model))
+    assert again.statement().epsilon == hand.statement().epsilon == hand.plan.epsilon()
+    assert again.private.fallbacks == hand.fallbacks == []
+    steps = [line["step"] for line in again.state.log_history]
+    assert steps == sorted(steps)
+    again.private.close(keep_keys=True)
+    assert not verify(tmp_path / "run").refuted
+
+
+def test_nothing_raw_is_logged_and_evaluation_works(tmp_path):
+    class Look(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **rest):
+            seen.append(set(logs))
+
+    seen = []
+    args = arguments(tmp_path, num_train_epochs=1)
+    made = trainer(
+        tmp_path,
+        plan=fitted(args, mechanism="tree"),
+        num_train_epochs=1,
+        eval_dataset=Sentences(4),
+        eval_strategy="epoch",
+        callbacks=[Look()],
+        save_strategy="no",
+        logging_steps=3,
+    )
+    output = made.train()
+    assert output.training_loss != output.training_loss
+    for names in (*seen, *map(set, made.state.log_history), set(output.metrics)):
+        assert not names & {"loss", "train_loss", "grad_norm"}
+    assert any("eval_loss" in names for names in seen)
+    assert made.state.log_history[-1]["epsilon"] == made.private.epsilon
+
+
+def test_users_with_many_sequences(tmp_path):
+    data = Sentences(8)
+    args = arguments(tmp_path, per_device_train_batch_size=8, num_train_epochs=1)
+    plan = fitted(args, data, unit="user", mechanism="tree")
+    made = trainer(
+        tmp_path,
+        data=data,
+        plan=plan,
+        units=[0, 0, 0, 1, 1, 2, 3, 3],
+        save_strategy="no",
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+    )
+    made.train()
+    assert len(made.private.outcome.norms) == 4  # one contribution a user, whatever they wrote
+    with pytest.raises(InvalidInput, match="whose each example is"):
+        trainer(tmp_path, data=data, plan=plan, per_device_train_batch_size=8, num_train_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "use 'sequential'"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "use 'sequential'"),
+        ({"label_smoothing_factor": 0.1}, "put it into loss_fn"),
+        ({"auto_find_batch_size": True}, "part of the plan"),
+        ({"compute_loss_func": lambda out, labels, num_items_in_batch: 0}, "by_row=True"),
+    ],
+)
+def test_what_the_guarantee_does_not_cover_is_refused(tmp_path, options, words):
+    with pytest.raises(Unsupported, match=words):
+        trainer(tmp_path, **options)
+
+
+def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):
+    whole = fitted(arguments(tmp_path), mechanism="tree")
+    assert whole.steps == 12
+    dropped = fitted(arguments(tmp_path, dataloader_drop_last=True), mechanism="tree")
+    assert dropped.participation.steps_per_epoch == 5
+    for plan, options in ((whole, {"dataloader_drop_last": True}), (dropped, {})):
+        with pytest.raises(InvalidInput, match="participation_of"):
+            trainer(tmp_path, plan=plan, **options)
+    with pytest.raises(InvalidInput, match="fit it for"):
+        trainer(tmp_path, plan=whole, num_train_epochs=3)
+
+    def packed(items):
+        flat = torch.cat([item["input_ids"] for item in items])[None]
+        return {"input_ids": flat[:, :8], "labels": flat[:, :8]}
+
+    made = trainer(tmp_path, data_collator=packed, save_strategy="no", plan=whole)
+    with pytest.raises(InvalidInput, match="no packing"):
+        made.train()
+    assert made.private.steps_released == 0
+    with pytest.raises(InvalidInput, match="run folder"):
+        made.train(resume_from_checkpoint="somewhere")
+
+
+@pytest.mark.slow
+def test_killed_by_the_system_and_resumed(tmp_path):
+    """SIGKILL in the middle of a step, twice; the third process ends where an unbroken run does."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_huggingface as t\n"
+        "import os, signal, transformers\n"
+        "class Kill(transformers.TrainerCallback):\n"
+        "    def on_pre_optimizer_step(self, args, state, control, **rest):\n"
+        "        if state.global_step == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "made = t.trainer(sys.argv[2] + '/out', 'lora', run=sys.argv[2] + '/run',\n"
+        "                 callbacks=[Kill()]); made.train()\n"
+        "import torch; torch.save(t.weights(made.model), sys.argv[2] + '/weights.pt')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for stop in (3, 7, -1):
+        command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path), str(stop)]
+        status = subprocess.run(command, env=env, check=False, timeout=600).returncode
+        assert status == (-signal.SIGKILL if stop > 0 else 0)
+    found = torch.load(tmp_path / "weights.pt")
+    assert torch.equal(found, weights(by_hand(tmp_path / "hand", "lora", 1).model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_half_precision_trains(tmp_path, kind):
+    made = trainer(tmp_path, kind, bf16=True, save_strategy="no", num_train_epochs=1)
+    before = weights(made.model)
+    made.train()
+    assert made.private.steps_released == 6
+    assert bool(torch.isfinite(weights(made.model)).all())
+    assert not torch.equal(before, weights(made.model))
