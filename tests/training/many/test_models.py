@@ -14,7 +14,7 @@ from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
-from noshuffle.training.many.stacked import Stacked, _patches, _thirds
+from noshuffle.training.many.stacked import ShiftedByRun, Stacked, _patches, _thirds
 from noshuffle.training.many.sum import clipped_sums, network_for, products
 from noshuffle.training.many.vmapped import Vmapped
 from noshuffle.training.models import build
@@ -403,6 +403,26 @@ def test_patches_are_those_of_unfold(options) -> None:
     settings = {n: getattr(layer, n) for n in ("stride", "padding", "dilation")}
     expected = F.unfold(x, layer.kernel_size, **settings)
     assert torch.equal(_patches(layer, x), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1}, {"padding": (2, 0)}])
+def test_products_of_shifted_slices_are_those_of_patches(options) -> None:
+    torch.manual_seed(0)
+    make = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Conv2d(8, 3, (2, 3), **options))
+    model = nn.Sequential(*make, nn.Flatten(), nn.LazyLinear(3))
+    x, y = images()
+    model(x)
+    params = {name: p.detach()[None].clone() for name, p in model.named_parameters()}
+    network = Stacked(model, runs=1)
+    keep, clip = torch.tensor([True, True, True, False, True]), torch.tensor([0.3])
+    right, _ = clipped_sums(network, params, (x, y), keep=keep, clip=clip)
+    network.is_shifted = True
+    grads, _ = network.example_gradients(params, (x, y))
+    assert isinstance(grads["2.weight"], ShiftedByRun)
+    assert not isinstance(grads["0.weight"], ShiftedByRun)  # two channels: patches
+    found, _ = clipped_sums(network, params, (x, y), keep=keep, clip=clip)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.parametrize("make", [conv, group_norm])

@@ -78,6 +78,13 @@ def _lengths(t: Tensor) -> Tensor:
     return wide(t).square().sum(2).double() + t.shape[2] * smallest(t.dtype)
 
 
+class ShiftedByRun(DenseByRun):
+    """Gradients of a convolution with the channels of its input last: (batch, 1, out, h, w, in)."""
+
+    def total(self, factor: Tensor) -> Tensor:
+        return super().total(factor).permute(0, 1, 4, 2, 3)
+
+
 @dataclass(frozen=True)
 class OuterByRun:
     """Per-example gradients g ⊗ a of a linear layer, never formed.
@@ -116,6 +123,8 @@ class Stacked:
         if isinstance(loss_fn, ModelLoss):
             raise Unsupported("a loss that calls the model itself has no stacked form")
         self.runs = runs
+        #: Whether convolutions of one run take a product a place of the kernel, not patches.
+        self.is_shifted = False
         self._loss_fn = loss_fn
         self._layers = list(_layers(model))
         for name, layer in self._layers:
@@ -147,8 +156,12 @@ class Stacked:
         found: Gradients = {}
         for (name, layer, given, _), g in zip(seen, gradients):
             if isinstance(layer, nn.Conv2d):
-                g = _split(g, self.runs).flatten(3)
-                found[f"{name}.weight"] = DenseByRun(self._conv_weight(layer, given, g))
+                if self.is_shifted and _can_shift(layer, given, self.runs):
+                    found[f"{name}.weight"] = ShiftedByRun(_shifted(layer, given, g)[:, None])
+                    g = _split(g, self.runs).flatten(3)
+                else:
+                    g = _split(g, self.runs).flatten(3)
+                    found[f"{name}.weight"] = DenseByRun(self._conv_weight(layer, given, g))
                 if layer.bias is not None:
                     found[f"{name}.bias"] = DenseByRun(g.sum(3))
             else:
@@ -251,6 +264,33 @@ def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
     strides = (*steps[:2], dh * steps[2], dw * steps[3], sh * steps[2], sw * steps[3])
     seen = x.as_strided((b, c, kh, kw, high, wide), strides)
     return seen.reshape(b, c * kh * kw, high * wide)
+
+
+def _can_shift(layer: nn.Conv2d, given: Tensor, runs: int) -> bool:
+    plain = layer.stride == (1, 1) and layer.dilation == (1, 1)
+    return runs == 1 and plain and given.shape[1] % 8 == 0
+
+
+def _shifted(layer: nn.Conv2d, x: Tensor, g: Tensor) -> Tensor:
+    """Per-example gradients (batch, out, kernel height, width, in), without patches.
+
+    With channels last and both padded to rows of one width w, position p of g meets p + i·w + j of
+    x for place (i, j) of the kernel: one product of two slices a place, nothing is copied.
+    """
+    assert not isinstance(layer.padding, str)
+    (ph, pw), (kh, kw) = layer.padding, layer.kernel_size
+    b, c, o, high = len(x), x.shape[1], g.shape[1], g.shape[2]
+    x = f.pad(x.permute(0, 2, 3, 1), (0, 0, pw, pw, ph, ph)).to(g.dtype).contiguous()
+    wide = x.shape[2]
+    g = f.pad(g.permute(0, 2, 3, 1), (0, 0, 0, wide - g.shape[3])).contiguous()
+    length = high * wide - (kw - 1)  # what is cut off is the border of the last row
+    rows, left = x.reshape(b, -1, c), g.reshape(b, -1, o)[:, :length].transpose(1, 2)
+    out = left.new_empty(b, o, kh, kw, c)
+    for i in range(kh):
+        for j in range(kw):
+            at = i * wide + j
+            torch.bmm(left, rows[:, at : at + length], out=out[:, :, i, j])
+    return out
 
 
 def _split(x: Tensor, groups: int) -> Tensor:
