@@ -123,7 +123,9 @@ def adult_table(seeds: int) -> None:
             for _ in range(seeds):
                 if name in makers:
                     kind = PrivateSVC if name.startswith("SVC") else PrivateLogisticRegression
-                    model = kind(epsilon=epsilon, delta=DELTA, classes=[0, 1], **makers[name])
+                    model = kind(
+                        epsilon=epsilon, delta=DELTA, classes=[0, 1], solver="ftrl", **makers[name]
+                    )
                     found.append(measured(y_test, model.fit(x, y).decision_function(x_test)))
                 elif name.startswith("objective"):
                     found.append(measured(y_test, objective(x, y, x_test, epsilon=epsilon)))

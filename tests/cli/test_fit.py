@@ -45,7 +45,8 @@ COMMON = ["--mechanism", "tree", "--test-seed", "t", "--bounds", "0,10", "--hash
 def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     command([str(table), "--target", "sold", "--ids", "who", "--epsilon", "4", "--batch-size", "8",
-             "--bounds", "price=-10,10", "--out", str(out), "--json", *COMMON])  # fmt: skip
+             "--bounds", "price=-10,10", "--out", str(out), "--score", "--json",
+             *COMMON])  # fmt: skip
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 75
     assert told["statement"]["epsilon"] <= 4

@@ -21,12 +21,14 @@ _ESTIMATORS = {
     "linear": "PrivateLinearRegression",
 }
 TASKS = tuple(_ESTIMATORS)
+#: Those whose steps a ledger can show.
+SOLVERS = ("auto", "gd", "ftrl", "sums")
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
     "are taken to be public knowledge."
 )
 #: Settings that go to the estimator under their own name.
-_PASSED_ON = ("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha")
+_PASSED_ON = ("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha", "solver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +47,19 @@ class FitSettings:
     )
     mechanism: str = setting("blt", HELP)
     batch_size: int | None = setting(None, "rows a step (default: by length)")
-    passes: int = setting(1, "passes over the table, in the same order")
+    passes: int = setting(1, "passes over the table, in the same order (gd: readings)")
     clip_norm: float = setting(1.0, "bound on the gradient of one row")
     penalty: str | None = setting(None, "l1, l2, elasticnet or group")
     alpha: float = setting(1e-4, "strength of the penalty", check=non_negative)
     radius: float | None = setting(None, "norm of the weights aimed at")
     solver: str = setting(
-        "ftrl", "linear: ftrl or sums (few columns)", check=partial(one_of, ("ftrl", "sums"))
+        "auto", "auto, gd, ftrl, or for linear sums", check=partial(one_of, SOLVERS)
     )
     ids: str | None = setting(None, "column that names the unit of a row")
     hash_text: int | None = setting(None, "text columns become so many hashed indicators")
     score: bool = setting(
-        True,
-        "release the progressive score with noise, for 3 % more of it, and draw it",
+        False,
+        "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
         "--score/--no-score",
     )
     out: Path | None = setting(None, FOLDER_HELP)
@@ -70,7 +72,7 @@ class FitSettings:
 
 @takes(FitSettings, Output)
 def fit(asked: FitSettings, output: Output) -> None:
-    """Fit a linear model to a table with differential privacy, in one pass, in file order.
+    """Fit a linear model to a table with differential privacy.
 
     FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
     what is known of the data beforehand costs no privacy.
@@ -98,7 +100,13 @@ def fit(asked: FitSettings, output: Output) -> None:
     model.fit(table.x, table.y, ids=table.ids, run=path)
     kept = {name: value for name, value in settings.items() if value is not None}
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
-    how |= {"task": asked.task, **kept, "rows": len(table.y), "score": _scored(model)}
+    how |= {
+        "task": asked.task,
+        **kept,
+        "solver": model.solver_,
+        "rows": len(table.y),
+        "score": _scored(model),
+    }
     statement = _write_results(RunFolder(path), model, table.columns, how)
     write_report(path)
     note_files(path)
@@ -143,7 +151,8 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
                 "so use --task logistic or svc"
             )
         settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
-        settings["solver"] = asked.solver
+    elif asked.solver == "sums":
+        raise InvalidInput("--solver sums is for --task linear; use auto, gd or ftrl")
     elif asked.classes is not None:
         settings["classes"] = _classes(asked.classes, table.y)
     return settings
@@ -227,23 +236,27 @@ def _classes(text: str, y: Any) -> list[Any]:
 def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
     page = path / "report.html"
     score = "accuracy" if hasattr(model, "classes_") else "R²"
+    unscored = model.progressive_score_ != model.progressive_score_  # batches predict nothing first
     if as_json:
         record = {
             "run": str(path),
             "steps": model.n_steps_,
             "rows": model.n_rows_,
             "report": str(page),
-            "progressive_score_not_private": model.progressive_score_,
+            "solver": model.solver_,
+            "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
         }
         print_json(record)
         return
     print(statement.words())
-    print(f"\n{model.n_rows_:,} rows in {model.n_steps_:,} steps; model: {path / 'model.json'}")
-    print(
-        f"progressive {score} {model.progressive_score_:.4f} "
-        "(from raw targets, not private: for your eyes, not in the run folder)"
-    )
+    print(f"\n{model.n_rows_:,} rows in {model.n_steps_:,} steps of {model.solver_}")
+    print(f"model: {path / 'model.json'}")
+    if not unscored:
+        print(
+            f"progressive {score} {model.progressive_score_:.4f} "
+            "(from raw targets, not private: for your eyes, not in the run folder)"
+        )
     if hasattr(model, "progress_"):
         _, value, deviation = model.progress_[-1]
         shown = f"{_scored(model)} {value:.4f} ± {2 * deviation:.4f}"

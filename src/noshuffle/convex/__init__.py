@@ -2,9 +2,9 @@
 
     PrivateLogisticRegression, PrivateSVC, PrivateLinearRegression
 
-follow scikit-learn: `fit` on a table, `partial_fit` on a stream, one pass, any order, every iterate
-private; `privacy_` holds the statement. `noshuffle.convex.solvers` has the algorithms of the
-literature, each usable alone on a loss.
+follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
+pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
+has the algorithms of the literature, each usable alone on a loss.
 """
 
 from noshuffle.convex.classify import PrivateLogisticRegression, PrivateSVC

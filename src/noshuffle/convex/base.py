@@ -1,4 +1,4 @@
-"""What all private estimators share: parameters, the pass over the rows, the statement, pickling.
+"""What all private estimators share: parameters, the readings of the rows, the statement, pickling.
 
 The parameters are those of scikit-learn where there is one of that meaning. Everything that the
 mechanism depends on is given, nothing is measured: columns have `bounds`, rows a `feature_bound` or
@@ -28,36 +28,45 @@ from noshuffle.convex.rows import RowMap
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
+from noshuffle.convex.table_fit import IDS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    Unsupported,
+    instance_of,
+    one_of,
+    positive,
+)
 from noshuffle.noise import test_source
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
 from noshuffle.release.facts import TEST_SEED
-from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies import Strategy
+from noshuffle.strategies import Strategy, identity
 
 #: Rows that are brought inside their bounds together; all memory beyond the model's is this.
 _BLOCK = 4096
-_NO_IDS = "No ids were given: every row is taken to be a unit of its own."
-_IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
+#: Tables of up to this many numbers are brought inside their bounds once for all readings.
+_KEPT = 20_000_000
 _RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
-_BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
-_UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
-_SETTINGS = "All other settings are taken to have been chosen without the data, too."
 _FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
-    """A linear model learned by DP-FTRL from rows in any order.
+class PrivateLinearModel(TableFit, Saveable, BaseEstimator):  # type: ignore[misc]
+    """A linear model: of a table by the solver that suits it, of a stream by DP-FTRL.
 
     Parameters
     ----------
+    solver : of `fit`. "auto" takes "ftrl" where a setting is given that only it has, else "gd", and
+        says so in `solver_` and in the statement. "gd": full-batch descent on columns that are
+        standardised in private (`gradient_rule`); "ftrl": passes over batches in the given order,
+        every iterate private; "objective" and "frank_wolfe": one answer (`one_shot`).
+        `partial_fit` is always "ftrl".
     epsilon, delta : the guarantee for the whole stream and every iterate. math.inf: no noise.
     horizon : number of rows that will come. None: `fit` takes the number of rows it is given (it is
         public under zero-out neighbours), `partial_fit` doubles (see `phases`).
     batch_size : rows per step; None aims at five hundred steps of at most 256 rows.
-    passes : passes of `fit` over the rows, in the same order.
+    passes : passes of `fit` over the rows, in the same order; for "gd" readings, 1 means by rule.
     clip_norm : bound on the gradient of one row, clipped to it. None: derived from feature_bound.
     feature_bound : rows are shortened to this norm.
     bounds : (low, high) for all columns, or one pair per column; clamped and scaled (see `rows`).
@@ -80,6 +89,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
     """
 
+    solver: str = "auto"
     epsilon: float = 1.0
     delta: float = 1e-6
     horizon: int | None = None
@@ -130,14 +140,18 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         """What the caller of `partial_fit` said of y beforehand."""
 
     def _rule(self, features: int, classes: int) -> Rule:
+        """The rule of `solver_`, one of those that read rows in steps."""
         loss, outputs = self._loss(classes), 1 if classes <= 2 else classes
+        clip_norm = self._clip(loss, outputs)
+        if self.solver_ == "gd":
+            return self._gradient_rule(loss, features, outputs, clip_norm)
         composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
         averaging = "last" if makes_zeros(composite) else "linear"
         return LinearRule(
             loss=loss,
             features=features,
             outputs=outputs,
-            clip_norm=self._clip(loss, outputs),
+            clip_norm=clip_norm,
             radius=self.radius,
             fixed_rate=self.learning_rate,
             fit_intercept=self.fit_intercept,
@@ -183,12 +197,17 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         X, y = self._checked(X, y, reset=True)
         notes = self._take_classes(y)
         targets = self._targets(y)  # refuses unknown classes before anything begins
+        instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
+        why = self._choose(X, run=run)
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(X)
+        if self.solver_ in ONE_SHOT:
+            self._answer(X, targets, ids, why, *notes)
+            return self
         self._begin(X.shape[1], rows=X.shape[0], run=run)
-        self._learn(X, targets, ids, passes=self.passes)
+        self._learn(X, targets, ids, passes=self._stream.passes)
         self._stream.close()
-        self._finish(*notes)
+        self._finish(*((why,) if why else ()), *notes)
         return self
 
     def partial_fit(
@@ -207,6 +226,9 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
     ) -> Self:
         goes_on = self._continued()
         X, y = self._checked(X, y, reset=not goes_on)
+        if not goes_on:
+            one_of(self._SOLVERS, solver=self.solver)
+            self.solver_ = "sums" if self.solver == "sums" else "ftrl"
         self._name_classes(classes, goes_on=goes_on)
         if not goes_on:
             self._begin(X.shape[1], rows=None, run=run)
@@ -223,6 +245,7 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
         # A number would be read as the square of the constant column, and half of one bounds less.
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
+        is_batch = rows is not None and self._is_batch(rows)
         horizon = self.horizon if self.horizon is not None else rows
         if self.passes != 1 and horizon != rows:
             raise Unsupported(
@@ -232,7 +255,11 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
         self._progress = self._SCORE()
         self._stream = self._new_stream(
-            features, horizon=horizon, passes=self.passes, run=run, account=self.budget
+            features,
+            horizon=horizon,
+            passes=self._passes if is_batch else self.passes,
+            run=run,
+            account=self.budget,
         )
 
     def _new_stream(
@@ -253,13 +280,15 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         if self.test_seed is not None:
             source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
         rule = self._rule(features, len(getattr(self, "classes_", ())))
+        is_batch = horizon is not None and self._is_batch(horizon)
+        mechanism = identity() if is_batch else self.mechanism
         return LearningStream(
             ScoredRule(rule, self._SCORE.each) if self.release_score else rule,
-            PhaseBudget(self.epsilon, self.delta, self.mechanism, self.neighbours),
+            PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours),
             source=source,
             horizon=horizon,
             passes=passes,
-            batch_size=self.batch_size,
+            batch_size=horizon if is_batch else self.batch_size,
             run=run,
             account=account,
         )
@@ -270,16 +299,21 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.admit(x.shape[0], ids)
+        if passes > 1 and x.shape[0] * x.shape[1] <= _KEPT:
+            x, apply_fn = self._rows.apply(x), None
+        else:
+            apply_fn = self._rows.apply
         for index in range(passes):
             # A second look at a row is no validation.
-            stream.rule.watch = None if index else self._watch
+            if self.solver_ != "gd":
+                stream.rule.watch = None if index else self._watch
             for first in range(0, x.shape[0], _BLOCK):
                 block = slice(first, first + _BLOCK)
-                stream.feed(self._rows.apply(x[block]), y[block])
+                stream.feed(x[block] if apply_fn is None else apply_fn(x[block]), y[block])
 
     def _finish(self, *notes: str) -> None:
         stream = self._stream
-        self._weights: Array = stream.rule.weights.copy()
+        self._weights = stream.rule.weights.copy()
         self.n_steps_ = stream.steps
         self.n_rows_ = stream.rows
         self.learning_rate_ = stream.rule.learning_rate
@@ -287,13 +321,13 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
         self.progressive_score_ = self._progress.value
         self._publish()
         self._notes = notes
-        given = [n for n in self._BOUNDS if getattr(self, n) is not None]
-        bounds = _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED
-        ids = _IDS if stream.has_ids else _NO_IDS
+        ids = IDS if stream.has_ids else NO_IDS
         if stream.is_closed:
             stream.release.settle_budget()
         others = OTHER_FITS if stream.charge is None else stream.charge.words()
-        said = [ids, NOT_COVERED, bounds, _SETTINGS, others, *notes]
+        said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
+        if self.solver_ != "gd":
+            said.insert(1, NOT_COVERED)
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
             curve = np.array(stream.rule.curve).reshape(-1, 3)
@@ -308,12 +342,17 @@ class PrivateLinearModel(Saveable, BaseEstimator):  # type: ignore[misc]
             stream.release.write_statement()
             if stream.release.released == self.plan_.steps:
                 stream.end_run()
-        self.privacy_: PrivacyStatement = statement_of(stream.phases, notes=tuple(said))
+        self.privacy_ = statement_of(stream.phases, notes=tuple(said))
 
     def _continued(self) -> bool:
         """Whether partial_fit goes on with an earlier stream."""
         if not hasattr(self, "privacy_"):
             return False
+        if self.solver_ in ("gd", *ONE_SHOT):
+            raise InvalidInput(
+                f"fit learned this model from a whole table (solver {self.solver_}); for a stream "
+                "call partial_fit from the first row on, or fit with solver='ftrl'"
+            )
         if not hasattr(self, "_stream"):
             raise InvalidInput(
                 "this model was pickled or copied, which leaves its noise key behind; to go on "

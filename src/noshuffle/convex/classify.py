@@ -1,4 +1,4 @@
-"""PrivateLogisticRegression and PrivateSVC: classifiers that learn from a stream.
+"""PrivateLogisticRegression and PrivateSVC: classifiers of a table or a stream.
 
 Two classes have one margin. More have one margin each: softmax for logistic regression, one against
 the rest for the SVC, and in both a row is clipped once, over all its margins together.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from sklearn.utils.validation import column_or_1d
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.losses import hinge, logistic, smoothed_hinge
+from noshuffle.convex.losses import Loss, hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import told
 from noshuffle.errors import InvalidInput, one_of
@@ -108,7 +108,12 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLogisticRegression(PrivateLinearClassifier):
-    """Logistic (two classes) or softmax regression by DP-FTRL, with probabilities."""
+    """Logistic (two classes) or softmax regression, with probabilities."""
+
+    _RATE: ClassVar[float | None] = 4.0
+
+    def _record(self, **bounds: Any) -> Loss:
+        return logistic(**bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
         return PerMargin(logistic()) if classes == 2 else Softmax()
@@ -132,6 +137,9 @@ class PrivateSVC(PrivateLinearClassifier):
     """A linear support vector classifier: "huber" rounds the hinge's kink, "hinge" keeps it."""
 
     loss: str = "huber"
+
+    def _record(self, **bounds: Any) -> Loss:
+        return smoothed_hinge(**bounds) if self.loss == "huber" else hinge(**bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
         one_of(("huber", "hinge"), loss=self.loss)

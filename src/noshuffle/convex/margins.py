@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from scipy.special import softmax
@@ -34,6 +34,8 @@ from noshuffle.convex.arrays import Array, Targets
 class MarginLoss(Protocol):
     """A convex function of the margins of one row."""
 
+    @property
+    def is_classifier(self) -> bool: ...
     def lipschitz(self, outputs: int) -> float: ...
     def curvature(self) -> float | None: ...
     def residual(self, margins: Array, y: Targets) -> Array: ...
@@ -44,6 +46,10 @@ class PerMargin:
     """ℓ = Σ_k φ(m_k, s_k)."""
 
     phi: losses.Loss
+
+    @property
+    def is_classifier(self) -> bool:
+        return self.phi.is_classifier
 
     def lipschitz(self, outputs: int) -> float:
         return self.phi.slope_bound * math.sqrt(outputs)
@@ -68,6 +74,8 @@ class PerMargin:
 @dataclass(frozen=True)
 class Softmax:
     """ℓ = −log softmax(m)_y; ‖r‖ ≤ √2, and its Hessian is at most ½."""
+
+    is_classifier: ClassVar[bool] = True
 
     def lipschitz(self, outputs: int) -> float:
         return math.sqrt(2.0)

@@ -1,7 +1,7 @@
 """PrivateLinearRegression: least squares on a stream, by gradients or by private sums.
 
 Targets are clamped to the given `target_bounds` and scaled to [−1, 1] inside; coefficients are told
-in the units of the data. Two solvers:
+in the units of the data. Beside the solvers of every estimator there is "sums":
 
     "ftrl"   clipped gradients of the squared loss (clipping makes it Huber's loss): any number of
              features, any penalty and constraint
@@ -27,13 +27,13 @@ from sklearn.base import RegressorMixin
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
-from noshuffle.convex.losses import squared
+from noshuffle.convex.losses import Loss, huber, squared
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import Accuracy, RSquared
 from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
-from noshuffle.errors import InvalidInput, Unsupported, one_of
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.optim.constraints import L2Ball
 
 
@@ -44,17 +44,21 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
     Parameters
     ----------
     target_bounds : (low, high) of y, known beforehand; y is clamped to it.
-    solver : "ftrl" or "sums".
+    solver : "sums", too: private sums of x̃x̃ᵀ and y x̃ and their solution.
     tau : "sums" only: weight of y x̃ beside x̃x̃ᵀ in what is clipped and noised together.
     """
 
     radius: float = 2.0  # targets and features are of order one inside, so weights are too
     target_bounds: tuple[float, float] = (-1.0, 1.0)
-    solver: str = "ftrl"
     tau: float = 1.0
 
+    _SOLVERS: ClassVar[tuple[str, ...]] = (*PrivateLinearModel._SOLVERS, "sums")
+    _RATE: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound", "target_bounds")
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = RSquared
+
+    def _record(self, **bounds: Any) -> Loss:
+        return huber(**bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
         return PerMargin(squared(radius=np.inf))  # clipping turns it into Huber's loss
@@ -64,8 +68,7 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         return high - low  # 2 · (high − low)/2: a mean absolute error in units of y
 
     def _rule(self, features: int, classes: int) -> Rule:
-        one_of(("ftrl", "sums"), solver=self.solver)
-        if self.solver == "ftrl":
+        if self.solver_ != "sums":
             return super()._rule(features, classes)
         if self.penalty not in (None, "l2"):
             raise Unsupported(f"solver='sums' has penalty None or 'l2', got {self.penalty!r}")

@@ -1,0 +1,209 @@
+"""TableFit: which solver `fit` takes for a table, and the solvers that answer once.
+
+"auto" is decided by public settings alone: a setting that only the stream has (a horizon, passes,
+batches, a mechanism, averaging, a learning rate, a released score, a penalty or set of its own)
+takes "ftrl", everything else "gd", which was ahead of the others on all synthetic tables but a few
+(benchmarks/convex_rule.py). Evidence for a run folder is kept by solvers that read rows in steps.
+State: none of its own; it writes the attributes of the estimator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from scipy import sparse
+
+from noshuffle.accounting import gaussian
+from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.gradient_rule import LENGTH, GradientRule, Schedule, steps_for
+from noshuffle.convex.loss_record import Loss
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.one_shot import chosen_vertices, tilted
+from noshuffle.convex.rows import RowMap
+from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
+from noshuffle.statement import PrivacyStatement
+
+#: Solvers that answer once, outside of the stream.
+ONE_SHOT = ("objective", "frank_wolfe")
+NO_IDS = "No ids were given: every row is taken to be a unit of its own."
+IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
+SETTINGS = "All other settings are taken to have been chosen without the data, too."
+_BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
+_UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
+
+
+class TableFit:
+    """What estimators need to learn a table as a whole."""
+
+    _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd", "objective", "frank_wolfe")
+    #: Step size of "gd"; None for regressions.
+    _RATE: ClassVar[float | None] = 1.0
+    _BOUNDS: ClassVar[tuple[str, ...]] = ()
+
+    if TYPE_CHECKING:  # of the estimator
+        solver: str
+        solver_: str
+        epsilon: float
+        delta: float
+        horizon: int | None
+        batch_size: int | None
+        passes: int
+        mechanism: Any
+        averaging: str | None
+        learning_rate: float | None
+        release_score: bool
+        penalty: Any
+        alpha: float
+        constraint: Any
+        radius: float
+        bounds: Any
+        feature_bound: float | None
+        fit_intercept: bool
+        neighbours: str
+        budget: Any
+        test_seed: int | str | None
+        privacy_: PrivacyStatement
+        _weights: Array
+
+        def _record(self, **bounds: Any) -> Loss: ...
+        def _publish(self) -> None: ...
+
+    def _stream_settings(self) -> tuple[str, ...]:
+        """Settings that were given and that only a stream has."""
+        given = {
+            "horizon": self.horizon is not None,
+            "batch_size": self.batch_size is not None,
+            "passes": self.passes != 1,
+            "mechanism": self.mechanism != "blt",
+            "averaging": self.averaging is not None,
+            "learning_rate": self.learning_rate is not None,
+            "release_score": self.release_score,
+            "penalty": self.penalty not in (None, "l2"),
+            "constraint": self.constraint is not None,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    def _choose(self, X: Any, *, run: str | Path | None) -> str:
+        """Set `solver_` and how often it reads the table; says why where it was chosen here."""
+        one_of(self._SOLVERS, solver=self.solver)
+        given, why = self._stream_settings(), ""
+        self.solver_ = self.solver
+        if self.solver == "auto":
+            self.solver_ = "ftrl" if given else "gd"
+            reason = f"{', '.join(given)} given" if given else "the table is there as a whole"
+            why = f"Solver {self.solver_} was taken, from public settings alone: {reason}."
+        if self.solver_ in ("gd", *ONE_SHOT):
+            odd = [n for n in given if n not in ("passes", "learning_rate", "constraint")]
+            if odd:
+                raise Unsupported(
+                    f"solver={self.solver_!r} has no {odd[0]}; use solver='ftrl', or leave it out"
+                )
+        if self.solver_ in ONE_SHOT and run is not None:
+            raise Unsupported(
+                f"solver={self.solver_!r} answers once and keeps no ledger for a run folder; use "
+                "'gd', 'ftrl' or 'auto'"
+            )
+        if self.solver_ == "gd":
+            found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
+            self._schedule, self._passes = found, found.readings + found.steps
+        elif self.solver_ == "sums":
+            self._passes = 1
+        return why
+
+    def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
+        """How "gd" reads a table: from public numbers, or from passes and learning_rate."""
+        mu = math.inf
+        if self.epsilon != math.inf:
+            mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
+        found = steps_for(
+            rows=rows,
+            columns=columns,
+            mu=mu,
+            rate=self._RATE,
+            fit_intercept=self.fit_intercept,
+            is_sparse=is_sparse,
+        )
+        if self.passes != 1:
+            whole(at_least=2, passes=self.passes)
+            readings = 0 if is_sparse else max(1, round(self.passes / 10))
+            found = Schedule(self.passes - readings, readings, LENGTH, found.rate)
+        if self.learning_rate is not None:
+            positive(learning_rate=self.learning_rate)
+            found = found._replace(rate=float(self.learning_rate))
+        return found
+
+    def _is_batch(self, rows: int) -> bool:
+        """Whether a table is one batch of every reading."""
+        if self.solver_ == "sums":
+            return not self._stream_settings()
+        return self.solver_ == "gd"
+
+    def _answer(
+        self,
+        X: Any,
+        y: Targets,
+        ids: Iterable[Hashable] | None,
+        *notes: str,
+    ) -> None:
+        """A solver that answers once; every row is a unit."""
+        if len(classes := getattr(self, "classes_", ())) > 2:
+            raise Unsupported(
+                f"solver={self.solver_!r} has two classes, got {len(classes)}; use 'gd'"
+            )
+        if ids is not None:
+            given = list(ids)
+            if len(given) != X.shape[0] or len(set(given)) != len(given):
+                raise InvalidInput("ids must hold one id for each row, and none of them twice")
+        if self.epsilon == math.inf:
+            raise Unsupported(f"solver={self.solver_!r} needs a finite epsilon; use 'gd'")
+        self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=X.shape[1])
+        labels = np.asarray(y if self._RATE is None else 2.0 * y - 1.0, dtype=np.float64)
+        settings: dict[str, Any] = {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "fit_intercept": self.fit_intercept,
+            "neighbours": self.neighbours,
+            "budget": self.budget,
+            "test_seed": self.test_seed,
+        }
+        rows = self._rows.apply(X)
+        if self.solver_ == "objective":
+            settings["mu"] = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
+            reach = 1.0 if self._RATE is not None else math.hypot(1.0, LENGTH)
+            record = self._record(feature_bound=reach)
+            self._weights, found = tilted(record, rows, labels, **settings)
+        else:
+            record = self._record(order=math.inf)
+            settings["radius"] = self.radius
+            self._weights, found = chosen_vertices(record, rows, labels, **settings)
+        self.__dict__.pop("_stream", None)
+        self.n_steps_, self.n_rows_ = int(found.details.get("steps", 1)), X.shape[0]
+        self.learning_rate_, self.batch_size_ = 1.0, X.shape[0]
+        self.progressive_score_ = float("nan")
+        self._publish()
+        self._notes = tuple(note for note in notes if note)
+        said = (NO_IDS if ids is None else IDS, self._words_of_bounds(), SETTINGS, *self._notes)
+        self.privacy_ = found.statement.with_assumptions(*said)
+
+    def _gradient_rule(
+        self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
+    ) -> GradientRule:
+        return GradientRule(
+            loss=loss,
+            features=features,
+            outputs=outputs,
+            clip_norm=clip_norm,
+            rate=self._schedule.rate,
+            readings=self._schedule.readings,
+            length=self._schedule.length,
+            ridge=self.alpha if self.penalty == "l2" else 0.0,
+            fit_intercept=self.fit_intercept,
+        )
+
+    def _words_of_bounds(self) -> str:
+        given = [n for n in self._BOUNDS if getattr(self, n) is not None]
+        return _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED

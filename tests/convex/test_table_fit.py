@@ -1,0 +1,203 @@
+"""Whole tables behind the estimators: choice, sensitivity, noise law, evidence, audit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import sparse
+from scipy.stats import beta
+
+from noshuffle.accounting import gaussian
+from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
+from noshuffle.convex.gradient_rule import GradientRule, steps_for
+from noshuffle.convex.losses import logistic, squared
+from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.release.verify import verify
+
+
+def table(n: int = 3000, p: int = 4, seed: int = 0) -> tuple[Any, Any]:
+    """Columns of unequal spread far from zero, which a step on raw columns would not resolve."""
+    rng = np.random.default_rng(seed)
+    z = rng.normal(size=(n, p))
+    x = np.clip(0.6 + 0.1 * z * 0.5 ** np.arange(p), 0, 1)
+    return x, (z @ np.resize([1.0, -1.0], p) + 0.3 * rng.normal(size=n) > 0).astype(int)
+
+
+def quick(**settings: Any) -> PrivateLogisticRegression:
+    return PrivateLogisticRegression(**{"bounds": (0, 1), "classes": [0, 1], **settings})
+
+
+def test_auto_takes_gd_and_says_so() -> None:
+    x, y = table()
+    model = quick(test_seed=0).fit(x, y)
+    assert (model.solver_, model.plan_.steps) == ("gd", model.n_steps_)
+    assert model.score(x, y) > 0.9
+    assert model.privacy_.epsilon == pytest.approx(1.0)
+    assert model.privacy_.exact
+    words = model.privacy_.words()
+    assert "Solver gd was taken, from public settings alone" in words
+    assert "progressive_score_" not in words
+    assert math.isnan(model.progressive_score_)
+    by_stream = quick(test_seed=0, batch_size=100).fit(x, y)
+    assert by_stream.solver_ == "ftrl"
+    assert "batch_size given" in by_stream.privacy_.words()
+    assert by_stream.score(x, y) < model.score(x, y)
+    assert quick(solver="gd", passes=5, test_seed=0).fit(x, y).n_steps_ == 5
+
+
+def rules() -> list[GradientRule]:
+    common = {"features": 3, "clip_norm": 0.7, "rate": 1.0}
+    kinds = ((PerMargin(logistic()), 1), (Softmax(), 4), (PerMargin(squared(radius=np.inf)), 1))
+    return [
+        GradientRule(loss=loss, outputs=k, readings=r, length=length, **common)  # type: ignore[arg-type]
+        for loss, k in kinds
+        for r, length in ((1, 3.0), (0, 3.0), (0, 0.0))
+    ]
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_one_row_adds_at_most_the_clip_norm(rule: GradientRule) -> None:
+    """In readings and in gradients, at iterates far away, for rows of every size."""
+    rng, worst = np.random.default_rng(0), 0.0
+    for count in (0, rule.readings):
+        rule._count = count
+        rule._centre, rule._scale = rng.normal(size=3), 10.0 ** rng.uniform(-2, 2, 3)
+        for size in (0.0, 1e-3, 1.0, 1e6, 1e200):
+            rule._theta = 3.0 * rng.normal(size=rule._theta.shape)
+            x = size * rng.normal(size=(30, 3))
+            y = rng.integers(2, size=30) if rule.loss.is_classifier else rng.uniform(-1, 1, 30)
+            one = [
+                float(np.linalg.norm(rule.clipped_sum(x[i : i + 1], y[i : i + 1])))
+                for i in range(30)
+            ]
+            assert np.isfinite(one).all()
+            worst = max(worst, *one)
+            whole = rule.clipped_sum(x, y)
+            gone = rule.clipped_sum(x[1:], y[1:])
+            assert np.linalg.norm(whole - gone) <= 0.7 * (1 + 1e-9)
+    assert 0.69 < worst <= 0.7
+
+
+def test_noise_has_the_stated_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    update = GradientRule.update
+
+    def watched(self: GradientRule, mean: Any, *, step: int) -> None:
+        seen.append(mean.copy())
+        update(self, mean, step=step)
+
+    monkeypatch.setattr(GradientRule, "update", watched)
+    n = 4000
+    x, y = np.zeros((n, 500)), np.tile([0, 1], n // 2)
+    model = quick(bounds=(-1, 1), test_seed=3).fit(x, y)
+    z = model.plan_.noise_multiplier
+    steps = model.plan_.steps
+    assert gaussian.epsilon(mu=math.sqrt(steps) / z, delta=1e-6) == pytest.approx(1.0)
+    readings = round(steps / 10)
+    drawn = np.concatenate([m[1000:] if t < readings else m[:500] for t, m in enumerate(seen)])
+    assert len(drawn) > 2000
+    spread = float(np.std(drawn * n / z))
+    assert abs(spread - 1) < 0.06  # 2/3 and 3/2 of the right scale are far outside
+
+
+def test_small_tables_learn_the_intercept_only() -> None:
+    x, _ = table(200, 20)
+    model = quick(epsilon=0.2, test_seed=1).fit(x, np.r_[np.ones(170, int), np.zeros(30, int)])
+    assert not model.coef_.any()
+    assert model.intercept_[0] > 0
+    assert steps_for(rows=200, columns=20, mu=0.03).length == 0
+
+
+def test_a_run_folder_of_gd_is_verified(tmp_path: Path) -> None:
+    x, y = table(400)
+    model = quick(epsilon=4.0).fit(x, y, ids=range(400), run=tmp_path / "run")
+    verdict = verify(tmp_path / "run")
+    assert verdict.answer == "PROVED"
+    assert verdict.released == model.n_steps_
+
+
+def test_a_batch_is_no_stream(tmp_path: Path) -> None:
+    x, y = table(400)
+    model = quick(epsilon=4.0, test_seed=0).fit(x, y)
+    with pytest.raises(InvalidInput, match="from the first row on"):
+        model.partial_fit(x, y)
+    model.save(tmp_path / "kept")
+    again = PrivateLogisticRegression.load(tmp_path / "kept")
+    np.testing.assert_array_equal(again.coef_, model.coef_)
+    stream = quick(epsilon=4.0, test_seed=0).partial_fit(x, y)
+    assert stream.solver_ == "ftrl"
+
+
+@pytest.mark.parametrize("solver", ["objective", "frank_wolfe"])
+def test_solvers_that_answer_once(solver: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, size=(4000, 5))
+    y = (x[:, 0] - x[:, 1] > 0).astype(int)
+    settings = {"solver": solver, "bounds": (-1, 1), "test_seed": 0}
+    model = quick(**settings).fit(x, y, ids=range(4000))
+    assert model.score(x, y) > 0.9
+    assert model.privacy_.epsilon == pytest.approx(1.0, rel=1e-6)
+    assert model.privacy_.neighbours == "zero-out"
+    assert "bounds were given" in model.privacy_.words()
+    assert PrivateSVC(**settings, classes=[0, 1]).fit(x, y).score(x, y) > 0.9
+    line = PrivateLinearRegression(**settings).fit(x, 0.5 * x[:, 0])
+    assert line.score(x, 0.5 * x[:, 0]) > 0.5
+    assert quick(**{**settings, "test_seed": None}).fit(x[:50], y[:50]).privacy_.epsilon <= 1
+    for bad, more in (
+        ({"passes": 1, "batch_size": 5}, {}),
+        ({}, {"run": tmp_path / "r"}),
+        ({"epsilon": math.inf}, {}),
+        ({"classes": [0, 1, 2]}, {}),
+    ):
+        with pytest.raises(Unsupported, match="use"):
+            quick(**{**settings, **bad}).fit(x, y, **more)
+    with pytest.raises(InvalidInput, match="none of them twice"):
+        quick(**settings).fit(x, y, ids=np.zeros(4000, dtype=int))
+
+
+def test_other_tables() -> None:
+    rng = np.random.default_rng(0)
+    centres = rng.uniform(-1, 1, size=(3, 6))
+    y = rng.integers(3, size=2000)
+    x = np.clip(centres[y] + 0.2 * rng.normal(size=(2000, 6)), -1, 1)
+    many = PrivateLogisticRegression(bounds=(-1, 1), classes=[0, 1, 2], test_seed=0).fit(x, y)
+    assert (many.solver_, many.coef_.shape) == ("gd", (3, 6))
+    assert many.score(x, y) > 0.9
+    np.testing.assert_allclose(many.predict_proba(x[:5]).sum(axis=1), 1)
+    flat = quick(bounds=(-1, 1), test_seed=0).fit(sparse.csr_array(x), (y == 0).astype(int))
+    assert flat.solver_ == "gd"
+    assert flat.score(x, (y == 0).astype(int)) > 0.8
+    target = x @ np.arange(1.0, 7.0) / 20 + 0.3
+    line = PrivateLinearRegression(bounds=(-1, 1), test_seed=0).fit(x, target)
+    assert line.solver_ == "gd"
+    assert line.score(x, target) > 0.8
+    bare = quick(bounds=(-1, 1), fit_intercept=False, test_seed=0).fit(x, (y == 0).astype(int))
+    assert bare.intercept_[0] == 0
+    assert bare.coef_.any()
+
+
+@pytest.mark.slow
+def test_audit_of_gd_finds_a_lower_bound() -> None:
+    """The intercept of small fits with and without one row: ε is at least 1, of the 8 stated."""
+    x = np.zeros((8, 1))
+    labels = np.r_[np.zeros(4, int), np.ones(4, int)]
+    told: list[list[float]] = [[], []]
+    for side in (0, 1):
+        for _ in range(600):
+            rows = x.copy()
+            rows[0] = 1.0 if side == 0 else 0.0
+            told[side].append(
+                float(quick(epsilon=8.0, bounds=(-1, 1), delta=1e-5).fit(rows, labels).coef_[0, 0])
+            )
+    low, high = sorted(told, key=np.mean)
+    line = (np.mean(low) + np.mean(high)) / 2
+    hits, misses = sum(v > line for v in high), sum(v > line for v in low)
+    power = beta.ppf(0.025, hits, 600 - hits + 1)
+    false = beta.ppf(0.975, misses + 1, 600 - misses)
+    found = math.log(power / false)
+    assert 0 < found <= 8.0
