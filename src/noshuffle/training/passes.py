@@ -51,7 +51,8 @@ class Pass:
 
     def __init__(self, args: Any, kwargs: Any, *, seed: int) -> None:
         self.args, self.kwargs, self.seed = args, kwargs, seed
-        self.is_cast = self.is_random = False
+        self.is_random = False
+        self.cast = ""  # the type of an autocast that it ran under, and its device
         self.reading: LossReading | None = None
         #: By number of the output: gradients as they came, and of the examples' own losses.
         self.raw: dict[str, Tensor] = {}
@@ -160,7 +161,9 @@ class Listener:
         for number, out in enumerate(tensors_of(output)):
             if not out.requires_grad or out.grad_fn is None:
                 continue
-            one.is_cast = torch.is_autocast_enabled(out.device.type)
+            kind = out.device.type
+            if torch.is_autocast_enabled(kind):
+                one.cast = f"{kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
             start = out.grad_fn._sequence_nr()
             self._starts.append(start)
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())

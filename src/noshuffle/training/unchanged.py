@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,9 +42,20 @@ MASKS = (
 )
 
 
-def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: dict[str, Tensor]) -> Tensor:
+def as_cast(cast: str) -> AbstractContextManager[Any]:
+    """The autocast that a pass ran under, if it did."""
+    if not cast:
+        return nullcontext()
+    device, dtype = cast.split()
+    return torch.autocast(device, dtype=getattr(torch, dtype))
+
+
+def linear_loss(
+    model: Any, args: Any, kwargs: Any, cast: str, sent_back: dict[str, Tensor]
+) -> Tensor:
     """⟨model(x_i), c_i⟩ for every row."""
-    out = tensors_of(model(*args, **kwargs))
+    with as_cast(cast):
+        out = tensors_of(model(*args, **kwargs))
     terms = [(out[int(k)] * c).reshape(c.shape[0], -1).sum(1) for k, c in sent_back.items()]
     return sum(terms[1:], start=terms[0])
 
@@ -52,8 +63,8 @@ def linear_loss(model: Any, args: Any, kwargs: Any, sent_back: dict[str, Tensor]
 def own_loss(number: int) -> ModelLoss:
     """The loss that a model computes itself, the `number`-th tensor of its output, by row."""
 
-    def by_row(model: Any, args: Any, kwargs: Any) -> Tensor:
-        with CriteriaByRow(batch_size((args, kwargs))):
+    def by_row(model: Any, args: Any, kwargs: Any, cast: str) -> Tensor:
+        with as_cast(cast), CriteriaByRow(batch_size((args, kwargs))):
             return tensors_of(model(*args, **kwargs))[number]
 
     return ModelLoss(by_row, by_row=True)
@@ -141,10 +152,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 at += size
                 if one.is_random and not step.can_replay_masks:
                     raise Unsupported(MASKS.format(why="on several ranks"))
-                batch: tuple[Any, ...] = (*inputs, one.sent_back)
+                batch: tuple[Any, ...] = (*inputs, one.cast, one.sent_back)
                 loss_fn = ModelLoss(linear_loss, by_row=True)
                 if one.own_loss is not None:
-                    loss_fn, batch = own_loss(int(one.own_loss)), inputs
+                    loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
                 if step.can_replay_masks and (one.is_random or not self._is_compared):
                     _check_again(one, step.losses)
@@ -160,7 +171,7 @@ def _check_again(one: Pass, found: Tensor) -> None:
         return
     first, again = one.inner.double(), found.double().to(one.inner.device)
     size = sum(c.double().square().sum() for c in one.sent_back.values())
-    gap, is_low = float((first - again).norm()), one.is_cast or one.inner.dtype != torch.float32
+    gap, is_low = float((first - again).norm()), one.cast or one.inner.dtype != torch.float32
     if gap > (5e-2 if is_low else 1e-3) * float(first.norm() + 1e-3 * torch.as_tensor(size).sqrt()):
         raise Unsupported(MASKS.format(why="in parts or one by one, see private.fallbacks"))
 
@@ -175,8 +186,8 @@ def _check_raw(parts: Parts, passes: list[Pass]) -> None:
     found = [torch.zeros_like(p) for p in own]
     is_exact = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in own)
     for one in passes:
-        is_exact = is_exact and not one.is_cast
-        with torch.enable_grad(), seeded(one.seed, parts.device):
+        is_exact = is_exact and not one.cast
+        with torch.enable_grad(), seeded(one.seed, parts.device), as_cast(one.cast):
             out = tensors_of(parts.model(*one.args, **one.kwargs))
         ends = [out[int(k)] for k in one.raw]
         back = [grad.to(end.dtype) for end, grad in zip(ends, one.raw.values())]

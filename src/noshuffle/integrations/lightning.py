@@ -1,0 +1,194 @@
+"""Lightning's automatic optimisation with private steps: one callback.
+
+    trainer = Trainer(max_epochs=2, callbacks=[PrivateCallback(plan, clip_norm=1.0, batch_size=250,
+                                                               run="runs/NAME")])
+    trainer.fit(module, loader)
+
+`training_step` stays as it is: its loss goes back through the model, the passes since the last step
+are heard (`training.passes`), and the optimizer's step makes them private; the division for
+`accumulate_grad_batches` and the scale of 16-bit training are taken out (`training.loss_graph`).
+What `training_step` logs is raw data, and is its author's to keep.
+
+With a run folder a checkpoint is written before every epoch, and the same script started again goes
+on there by itself; steps that were released after it leave again with the same sums. State: the
+run, and ids of the batches since the last step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.utils.data import RandomSampler
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.plan import Plan
+from noshuffle.release.folder import RunFolder
+from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies.identity import Identity
+from noshuffle.training import Private, privatize
+from noshuffle.training.unchanged import PrivateOptimizer
+
+# The package has two names, and a process must not mix them.
+_NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_FOUND = [name for package, name in _NAMES.items() if find_spec(package) is not None]
+_FOUND.sort(key=lambda name: name not in sys.modules)
+_Callback: Any = import_module(_FOUND[0]).Callback if _FOUND else object
+
+
+class PrivateCallback(_Callback):  # type: ignore[misc]
+    """Makes every optimizer step of `trainer.fit` private.
+
+    Arguments:
+        plan: every privacy decision.
+        clip_norm: bound on one example's (user's) contribution.
+        batch_size: examples of one optimizer step, accumulated batches together.
+        run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
+        ids: the unit of every example of a batch, `ids(batch)`; without, batches are told apart
+            by their content.
+        privacy: further options of `privatize`.
+    """
+
+    private: Private
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        batch_size: int,
+        clip_norm: float | None = None,
+        run: RunFolder | str | Path | None = None,
+        ids: Callable[[Any], Any] | None = None,
+        **privacy: Any,
+    ) -> None:
+        if not _FOUND:
+            raise Unsupported("PrivateCallback needs Lightning: pip install 'noshuffle[lightning]'")
+        self.plan = plan
+        self._options = {"batch_size": batch_size, "clip_norm": clip_norm, "run": run, **privacy}
+        self._ids_of, self._ids = ids, list[Any]()
+
+    def statement(self) -> PrivacyStatement:
+        """The guarantee of what was released so far, with all its assumptions."""
+        return self.private.statement()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the optimizer into a private run, and go on where the run was."""
+        _refuse(trainer, pl_module, self.plan)
+        (inner,) = trainer.strategy.optimizers
+        self.private = privatize(trained_part(pl_module), inner, self.plan, **self._options)
+        trainer.strategy.optimizers = [_FitOptimizer(self)]
+        if self.private.run is not None:
+            self.private.attach(fit=_Progress(trainer))
+            self.private.resume()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before the first step is charged: the order and the number of the batches."""
+        loader, plan = trainer.train_dataloader, self.plan
+        is_shuffled = isinstance(getattr(loader, "sampler", None), RandomSampler)
+        if is_shuffled and not isinstance(plan.strategy, Identity):
+            raise InvalidInput(
+                "the plan counts on the order of the data, and the loader shuffles them; give "
+                "DataLoader(…, shuffle=False)"
+            )
+        steps = trainer.estimated_stepping_batches
+        if steps > plan.steps:
+            raise InvalidInput(
+                f"trainer.fit makes {steps} steps, the plan has {plan.steps}; fit the plan again, "
+                "or give max_epochs or max_steps"
+            )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.private.run is not None:
+            self.private.save()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._ids_of is not None:
+            self._ids.append(np.asarray(self._ids_of(batch)))
+
+    def take_ids(self) -> Any:
+        """The units of the batches since the last step."""
+        ids, self._ids = self._ids, []
+        return np.concatenate(ids) if ids else None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.private.run is not None:
+            self.private.save()
+
+
+class _FitOptimizer(PrivateOptimizer):
+    """Stands in for the optimizer of `trainer.fit`; its step brings the ids of its batches."""
+
+    def __init__(self, callback: PrivateCallback) -> None:
+        base = callback.private.optimizer
+        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
+        self._take_ids = callback.take_ids
+
+    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
+        return super().step(closure, ids=self._take_ids())
+
+
+class _Progress:
+    """How far `trainer.fit` is, at the beginning of an epoch, and its learning rates."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def _schedules(self) -> list[Any]:
+        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self._trainer.current_epoch,
+            "step": self._trainer.global_step,
+            "schedules": [s.state_dict() for s in self._schedules()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loop = self._trainer.fit_loop
+        done = loop.epoch_progress.current
+        done.ready = done.started = done.processed = done.completed = state["epoch"]
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        steps.ready = steps.completed = state["step"]
+        loop.epoch_loop._batches_that_stepped = state["step"]
+        for schedule, saved in zip(self._schedules(), state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+
+
+def trained_part(module: nn.Module) -> nn.Module:
+    """The module whose passes are heard: the one child that has all that is trained, or itself.
+
+    `training_step` often calls `self.net(x)` and never `self(x)`.
+    """
+    trained = {p for p in module.parameters() if p.requires_grad}
+    for child in module.children():
+        has_forward = type(child).forward is not nn.Module.forward
+        if has_forward and trained and trained <= set(child.parameters()):
+            return child
+    return module
+
+
+def _refuse(trainer: Any, module: Any, plan: Plan) -> None:
+    """Raise where `trainer.fit` would do something that the guarantee does not cover."""
+    reasons = {
+        "manual optimisation; use private.step there": not module.automatic_optimization,
+        "several optimizers; use private.step": len(trainer.strategy.optimizers) != 1,
+        "several processes; use noshuffle.training.privatize_distributed": trainer.world_size > 1,
+        "gradient_clip_val, which clips the batch; clip_norm clips each example": bool(
+            trainer.gradient_clip_val
+        ),
+        "plans that sample: they need private.sampler; use private.step": (
+            plan.participation.is_sampled
+        ),
+        "ckpt_path; a private run goes on from its run folder": bool(trainer.ckpt_path),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsupported(f"PrivateCallback does not take {reason}")

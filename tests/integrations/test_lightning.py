@@ -1,0 +1,206 @@
+"""PrivateCallback: Lightning's loop is `private.step` by hand, stopped and resumed, or refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import noshuffle as ns
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import test_source
+from noshuffle.training import privatize
+
+pl = pytest.importorskip("pytorch_lightning")
+from noshuffle.integrations.lightning import PrivateCallback, trained_part  # noqa: E402
+
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(18, 1, 6, 6, generator=G), torch.randint(4, (18,), generator=G)
+
+
+@pytest.fixture(autouse=True)
+def _off_grid(monkeypatch):
+    """Sums that differ in their last bits may be rounded to neighbouring points of the grid."""
+    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
+
+
+def cnn(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.Tanh(),
+        nn.GroupNorm(1, 3),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(48, 4),
+    )
+
+
+class Module(pl.LightningModule):
+    def __init__(self, seed=0):
+        super().__init__()
+        self.net = cnn(seed)
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+PLANS = {}
+
+
+def planned(steps, epochs=2):
+    if (steps, epochs) not in PLANS:
+        rule = ns.Epochs(epochs=epochs, steps_per_epoch=steps)
+        PLANS[steps, epochs] = ns.Plan.fit(rule, mechanism="blt", noise_multiplier=0.5, delta=1e-5)
+    return PLANS[steps, epochs]
+
+
+def fit(
+    root, module, *, run=None, plan=None, parts=1, shuffle=False, ids=None, extra=(), **options
+):
+    private = PrivateCallback(
+        plan or planned(-(-5 // parts)),
+        clip_norm=0.5,
+        batch_size=4 * parts,
+        run=run,
+        ids=ids,
+        source=test_source(seed=1),
+    )
+    settings = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "default_root_dir": root,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            **{**settings, **options}, accumulate_grad_batches=parts, callbacks=[private, *extra]
+        )
+        trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=shuffle))
+    return private.private
+
+
+def by_hand(parts, *, is_loop):
+    """`private.step` in parts, or `loss.backward(); private.optimizer.step()`."""
+    model, plan = cnn(), planned(-(-5 // parts))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    size = {"clip_norm": 0.5, "batch_size": 4 * parts, "source": test_source(seed=1)}
+    private = privatize(model, optimizer, plan, **size)
+    for _ in range(2):
+        for start in range(0, 18, 4 * parts):
+            if is_loop:
+                for at in range(start, min(start + 4 * parts, 18), 4):
+                    rows = slice(at, min(at + 4, 18))
+                    (nn.functional.cross_entropy(model(X[rows]), Y[rows]) / parts).backward()
+                private.optimizer.step()
+                continue
+            with private.accumulate() as step:
+                for at in range(start, min(start + 4 * parts, 18), 4):
+                    rows = slice(at, min(at + 4, 18))
+                    step.add(nn.CrossEntropyLoss(), (X[rows], Y[rows]))
+        schedule.step()
+    return model
+
+
+def agree(a, b, **how):
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, **how)
+
+
+EXACT = {"rtol": 0, "atol": 0}
+
+
+class Stop(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *rest):
+        if trainer.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_same_as_by_hand_stopped_and_resumed_to_the_bit(tmp_path, parts):
+    whole = fit(tmp_path, Module(), parts=parts)
+    agree(whole.model, by_hand(parts, is_loop=True), **EXACT)
+    agree(whole.model, by_hand(parts, is_loop=False), rtol=1e-5, atol=1e-6)
+    run, stop = tmp_path / "run", 1 if parts == 2 else 7
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path, Module(), parts=parts, run=run, extra=[Stop(stop)])
+    again = fit(tmp_path, Module(seed=5), parts=parts, run=run)
+    assert again.steps_released == again.plan.steps
+    agree(again.model, whole.model, **EXACT)
+    assert again.epsilon == again.plan.epsilon()
+
+
+class OwnForward(Module):
+    """Everything is trained by its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, layers = None, cnn()
+        self.first, self.last = layers[:4], layers[4:]
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class PastForward(OwnForward):
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.last(self.first(batch[0])), batch[1])
+
+
+def test_which_module_is_heard(tmp_path):
+    assert isinstance(trained_part(Module()), nn.Sequential)
+    private = fit(tmp_path, module := OwnForward())
+    assert private.model is module
+    assert private.steps_released == 10
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        fit(tmp_path, PastForward())
+
+
+def test_ids_and_half_precision(tmp_path):
+    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
+    private = fit(
+        tmp_path,
+        Module(),
+        ids=lambda batch: [index[tuple(x.flatten().tolist())] for x in batch[0]],
+        precision="bf16-mixed",
+    )
+    assert private.ledger.identified_by == "ids"
+    assert private.steps_released == 10
+
+
+def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
+    class Manual(Module):
+        pass
+
+    Manual.automatic_optimization = property(lambda self: False)
+    with pytest.raises(Unsupported, match="manual optimisation"):
+        fit(tmp_path, Manual())
+    with pytest.raises(Unsupported, match="gradient_clip_val"):
+        fit(tmp_path, Module(), gradient_clip_val=1.0)
+    with pytest.raises(InvalidInput, match="shuffle=False"):
+        fit(tmp_path, Module(), shuffle=True)
+    with pytest.raises(InvalidInput, match="makes 15 steps"):
+        fit(tmp_path, Module(), max_epochs=3)
