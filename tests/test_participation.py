@@ -4,6 +4,7 @@ import pytest
 
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import (
+    BallsInBins,
     CyclicPoisson,
     Epochs,
     FixedSize,
@@ -22,6 +23,7 @@ EXAMPLES: list[Participation] = [
     Poisson(10, 0.1),
     FixedSize(10, 5, 50),
     CyclicPoisson(10, 4, 0.5),
+    BallsInBins(3, 4),
     Restarted(Epochs(10, 4), 8),
     Restarted(MinSeparation(20, 4, 3), 6),
 ]

@@ -12,9 +12,11 @@ maximum over every pattern of steps that it allows:
     FixedSize       each step a uniform random subset of `batch` out of `population`
     CyclicPoisson   unit i belongs to group i mod `groups`; step t flips coins for group t mod
                     `groups` only
+    BallsInBins     one secret uniform position for every unit, the same in every epoch
 
-The last three are sampled: their guarantee needs the randomness of the draw. Under the first two
-only independent noise (DP-SGD) is accounted, under the last also noise of at most `groups` bands.
+The last four are sampled: their guarantee needs the randomness of the draw. Under the first two
+only independent noise (DP-SGD) is accounted, under cyclic draws also noise of at most `groups`
+bands, under secret positions any noise but that of trees.
 
 >>> Epochs(epochs=20, steps_per_epoch=240).steps
 4800
@@ -256,6 +258,42 @@ class CyclicPoisson(Participation):
         )
 
 
+@dataclass(frozen=True)
+class BallsInBins(Participation):
+    """Every unit is at one secret, uniform position of the epoch, the same in every epoch.
+
+    One secret shuffle before the run, into batches of varying sizes (Chua et al. 2024, arXiv
+    2412.16802; Choquette-Choo et al. 2024, arXiv 2410.06266).
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    kind: ClassVar[str] = "balls-in-bins"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def in_order(self) -> Epochs:
+        """The same promise without the secret: what strategies are fitted for."""
+        return Epochs(self.epochs, self.steps_per_epoch)
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)
+
+    def words(self) -> str:
+        return (
+            f"every unit has one secret, uniformly random position among {self.steps_per_epoch} "
+            f"steps, independent of all others, and takes part there in {self.epochs} epochs"
+        )
+
+
 def narrowed(part: Participation, most: int) -> Participation | None:
     """The same pattern with at most `most` steps of one unit; None where no narrower one is known.
 
@@ -274,7 +312,8 @@ def narrowed(part: Participation, most: int) -> Participation | None:
 
 
 _KINDS: dict[str, type[Participation]] = {
-    cls.kind: cls for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize, CyclicPoisson)
+    cls.kind: cls
+    for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize, CyclicPoisson, BallsInBins)
 }
 
 

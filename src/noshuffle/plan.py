@@ -32,7 +32,7 @@ from typing import Any
 
 from noshuffle import participation as participations
 from noshuffle import strategies
-from noshuffle.accounting import calibrate, fourier, gaussian, renyi
+from noshuffle.accounting import bins, calibrate, fourier, gaussian, renyi
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
@@ -43,11 +43,12 @@ from noshuffle.errors import (
     positive,
     whole,
 )
-from noshuffle.participation import CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.own import check_own
+from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
@@ -55,13 +56,14 @@ from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
-ACCOUNTANTS = ("exact", "rdp", "fourier")
+ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
 UNITS = ("example", "user")
 #: Neighbours and accountant of sampled participations, where nobody said.
 _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
     Poisson: ("add-remove", "fourier"),
     FixedSize: ("replace-one", "fourier"),
     CyclicPoisson: ("add-remove", "fourier"),
+    BallsInBins: ("add-remove", "bins"),
 }
 
 
@@ -112,6 +114,12 @@ class Plan:
                 "batches of a fixed size are accounted for replace-one (or zero-out) "
                 'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
             )
+        is_bins = isinstance(self.participation, BallsInBins)
+        if is_bins != (self.accountant == "bins") or (is_bins and self.neighbours == "replace-one"):
+            raise Unsupported(
+                "the accountant bins is that of secret positions (BallsInBins), the only one, for "
+                f"add-remove or zero-out; got {self.accountant!r}, {self.neighbours!r}"
+            )
         if self.participation.is_sampled and self.accountant == "exact":
             raise Unsupported(
                 'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
@@ -160,17 +168,17 @@ class Plan:
         workload = checked_workload(workload)
         if isinstance(mechanism, strategies.Strategy):
             strategy = mechanism
+        elif isinstance(participation, BallsInBins):
+            strategy = _fitted(mechanism, participation.in_order, workload, max_buffers, options)
         elif isinstance(participation, CyclicPoisson) and mechanism == "best":
             given = {"workload": workload, "bands": participation.groups, **options}
             strategy = fit_strategy("banded", participation, **given).strategy
         elif participation.is_sampled and mechanism in ("best", "identity"):
             strategy = strategies.identity()
-        elif mechanism == "best":
-            strategy = best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
         else:
-            if tree_accounting:
+            if tree_accounting and mechanism != "best":
                 options["tree_accounting"] = tree_accounting
-            strategy = fit_strategy(mechanism, participation, workload=workload, **options).strategy
+            strategy = _fitted(mechanism, participation, workload, max_buffers, options)
         common: dict[str, Any] = {
             "participation": participation,
             "strategy": strategy,
@@ -333,11 +341,26 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
+def _fitted(
+    mechanism: str,
+    participation: Participation,
+    workload: Workload,
+    max_buffers: int | None,
+    options: dict[str, Any],
+) -> strategies.Strategy:
+    if mechanism == "best":
+        return best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
+    return fit_strategy(mechanism, participation, workload=workload, **options).strategy
+
+
 def _sampled_epsilon(plan: Plan, steps: int) -> float:
     """ε of so many steps with a secret draw each, as seen by a unit that joins `most` of them."""
     z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
     if z == 0:
         return math.inf
+    if isinstance(part, BallsInBins):
+        found = bins.Overlaps(overlaps(plan.strategy, part, steps))
+        return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     turns = part.most_within(steps)
     common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
@@ -362,6 +385,12 @@ def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
             z = z * (1 + 1e-13)
         return replace(plan, noise_multiplier=z)
     part, start = plan.participation, 1.0
+    if isinstance(part, BallsInBins):
+        found = bins.Overlaps(overlaps(plan.strategy, part, part.steps))
+        z = found.noise_multiplier(epsilon=epsilon, delta=plan.delta)
+        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
+            z *= 1 + 1e-5
+        return replace(plan, noise_multiplier=z)
     if isinstance(part, Poisson | FixedSize | CyclicPoisson):  # the central limit is near
         mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)
         turns, rate = part.most_within(part.steps), min(part.rate, 0.999)

@@ -137,6 +137,9 @@ def sentences(
         out.append("ε comes from a Rényi-divergence bound, which is above the true value.")
     if accountant == "fourier":
         out.append("ε is a rigorous upper bound from a discretised privacy-loss distribution.")
+    if accountant == "bins":
+        out.append("ε is a rigorous upper bound, without sampling, over the secret positions.")
+        out.append("Positions are drawn once: no other run or copy of this one uses the same ones.")
     return tuple(out)
 
 

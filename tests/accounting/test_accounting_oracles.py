@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 
 from noshuffle.accounting import calibrate, composition, fourier, gaussian, mechanisms, renyi
-from noshuffle.participation import CyclicPoisson
+from noshuffle.accounting.bins import Overlaps
+from noshuffle.participation import BallsInBins, CyclicPoisson
+from noshuffle.strategies import banded, identity
+from noshuffle.strategies.positions import overlaps
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", _ROOT.parent / "shared"))
@@ -290,3 +293,16 @@ def test_tree_epsilon(e: dict[str, Any]) -> None:
         equal(renyi.epsilon(**args, orders=REPO_ORDERS), e)
     else:
         equal(renyi.epsilon(**args), e)
+
+
+@pytest.mark.parametrize("e", rows("bnb"))
+def test_secret_positions(e: dict[str, Any]) -> None:
+    p = e["params"]
+    part = BallsInBins(p["n_steps"] // p["bins"], p["bins"])
+    first = p["first_column"]
+    strategy = banded(first) if len(first) > 1 else identity()
+    found = Overlaps(overlaps(strategy, part, part.steps))
+    stated = found.delta(noise_multiplier=p["sigma"], epsilon=p["epsilon"])
+    assert stated >= e["value"] - e["tolerance"]
+    if len(first) == 1 and p["direction"] == "positive":  # no overlap: the bound is exact
+        assert stated <= e["value"] + e["tolerance"] + 0.01 * e["value"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Poisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, FixedSize, Poisson
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
     FixedSizeSampler,
@@ -56,6 +56,18 @@ def test_groups_take_turns():
     assert abs(overlap - 0.04) < 5 * np.sqrt(0.04 / turns.size)
     with pytest.raises(InvalidInput, match="at least one a group"):
         make_sampler(CyclicPoisson(steps=6, groups=3, rate=0.2), key=KEY, population=2)
+
+
+def test_positions_are_uniform_and_stay():
+    part = BallsInBins(epochs=2, steps_per_epoch=7)
+    sampler = make_sampler(part, key=KeyRing.new().sampling_key, population=70_000)
+    batches = list(sampler)
+    assert np.array_equal(np.sort(np.concatenate(batches[:7])), np.arange(70_000))
+    assert all(np.array_equal(batches[t], batches[t + 7]) for t in range(7))
+    sizes = np.array([len(batch) for batch in batches[:7]])
+    assert ((sizes - 10_000) ** 2 / 10_000).sum() < 40  # χ² with six degrees of freedom
+    seen = sampler.positions
+    assert abs(np.mean(seen[1:] == seen[:-1]) - 1 / 7) < 5 * np.sqrt(6 / 49 / 70_000)
 
 
 def test_draws_depend_on_key_and_step_only():

@@ -13,7 +13,14 @@ from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
 from noshuffle.noise import test_source
-from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Poisson, SinglePass
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    FixedSize,
+    Poisson,
+    SinglePass,
+)
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
 from noshuffle.release.ledger import Ledger
@@ -110,9 +117,10 @@ def test_a_good_run_is_proved(good):
     assert record["released_steps"] == 8
 
 
-@pytest.mark.parametrize(
-    "rule", [Poisson(6, 0.3), FixedSize(6, 5, 24), CyclicPoisson(6, 2, 0.6)], ids=repr
-)
+SAMPLED = [Poisson(6, 0.3), FixedSize(6, 5, 24), CyclicPoisson(6, 2, 0.6), BallsInBins(2, 3)]
+
+
+@pytest.mark.parametrize("rule", SAMPLED, ids=repr)
 def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
     path = tmp_path / "run"
     private = train(path, rule, keep_keys=True)

@@ -20,6 +20,7 @@ from noshuffle.errors import (
 from noshuffle.noise import NoiseStream, test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import (
+    BallsInBins,
     CyclicPoisson,
     Epochs,
     FixedSize,
@@ -383,12 +384,13 @@ def test_per_layer_clipping_and_model_loss():
     assert private.steps_released == 1
 
 
-@pytest.mark.parametrize("kind", ["poisson", "fixed", "cyclic"])
+@pytest.mark.parametrize("kind", ["poisson", "fixed", "cyclic", "bins"])
 def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     x, y = data(40)
     rule = {
         "poisson": Poisson(steps=5, rate=0.2),
         "fixed": FixedSize(steps=5, batch=8, population=40),
+        "bins": BallsInBins(epochs=1, steps_per_epoch=5),
         "cyclic": CyclicPoisson(steps=5, groups=2, rate=0.4),
     }[kind]
     private = make(network(), plan_of(rule, z=1.0))

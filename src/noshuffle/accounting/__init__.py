@@ -4,6 +4,7 @@
     gdp           every mechanism as a Gaussian one that may fail; adds up under adaptive choice
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
+    bins          one secret position for every unit, under any Gaussian noise
     composition   basic, advanced and optimal composition, groups, amplification
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
@@ -15,6 +16,7 @@
 """
 
 from noshuffle.accounting import (
+    bins,
     calibrate,
     composition,
     fourier,
@@ -26,6 +28,7 @@ from noshuffle.accounting import (
 )
 
 __all__ = [
+    "bins",
     "calibrate",
     "composition",
     "fourier",

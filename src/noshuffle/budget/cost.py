@@ -31,10 +31,12 @@ from functools import lru_cache
 import numpy as np
 
 from noshuffle.accounting import fourier, gdp, renyi
+from noshuffle.accounting.bins import Overlaps
 from noshuffle.errors import Unsupported
-from noshuffle.participation import CyclicPoisson, FixedSize, Poisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Poisson
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies.positions import overlaps
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
 _SHARE = 1e-3
@@ -118,6 +120,8 @@ def _cost(
         return Cost(said.mu, is_exact=said.exact)
     if is_sampled and delta:
         assert plan is not None
+        if isinstance(plan.participation, BallsInBins):
+            return _in_bins(plan, steps, _SHARE * delta)
         noise = plan.noise_multiplier / plan.sensitivity.value
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), noise, turns, _SHARE * delta)
@@ -126,6 +130,17 @@ def _cost(
     if said.epsilon <= aside:
         return Cost(0.0, said.delta, said.epsilon)
     return Cost(gdp.of_pure(said.epsilon), said.delta)
+
+
+def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
+    assert isinstance(plan.participation, BallsInBins)
+    noise = plan.noise_multiplier
+    found = Overlaps(overlaps(plan.strategy, plan.participation, steps))
+
+    def curve(epsilons: np.ndarray) -> np.ndarray:
+        return found.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))
+
+    return _above(curve, slack, start=found.epsilon(noise_multiplier=noise, delta=slack / 2))
 
 
 def _law(plan: Plan) -> tuple[str, float]:

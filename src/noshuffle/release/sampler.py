@@ -3,6 +3,7 @@
     in_order(n, batch_size)   consecutive slices, the same every epoch; the remainder is left out
     PoissonSampler            every example joins by its own coin flip
     FixedSizeSampler          a uniform subset of a fixed size
+    BinsSampler               everybody at one secret position, the same in every epoch
     CyclicSampler             coin flips among one of several groups that take turns
 
 Natural order is public and needs no randomness. The secret draws are what amplification rests on:
@@ -21,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
-from noshuffle.participation import CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
 from noshuffle.release.units import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
@@ -48,7 +50,7 @@ def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
 class Sampler:
     """Secret draws, reproducible from the key and the step."""
 
-    participation: Poisson | FixedSize | CyclicPoisson
+    participation: Poisson | FixedSize | CyclicPoisson | BallsInBins
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
@@ -128,6 +130,26 @@ class CyclicSampler(Sampler):
         return group[self._words(step, len(group)) < np.uint64(int(rate * 2**64))]
 
 
+class BinsSampler(Sampler):
+    """Every example at its secret position, drawn once with the key of the first step.
+
+    Guarantees: positions are independent and uniform up to 2⁻⁶⁴ a position. A batch may be empty.
+    """
+
+    participation: BallsInBins
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """As secret as the key."""
+        words, b = self._words(0, self.population), self.participation.steps_per_epoch
+        high, low = words >> np.uint64(32), words & np.uint64(2**32 - 1)  # ⌊word · b / 2⁶⁴⌋
+        scaled = high * np.uint64(b) + (low * np.uint64(b) >> np.uint64(32))
+        return (scaled >> np.uint64(32)).astype(np.int64)
+
+    def draw(self, step: int) -> Ids:
+        return np.flatnonzero(self.positions == step % self.participation.steps_per_epoch)
+
+
 def make_sampler(
     participation: Participation, *, key: SamplingKey, population: int | None = None
 ) -> Sampler:
@@ -142,6 +164,10 @@ def make_sampler(
         if population is None:
             raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
         return PoissonSampler(participation, population, key)
+    if isinstance(participation, BallsInBins):
+        if population is None or participation.steps_per_epoch >= 2**31:
+            raise InvalidInput("secret positions need the number of examples; give population=")
+        return BinsSampler(participation, population, key)
     if isinstance(participation, CyclicPoisson):
         if population is None or population < participation.groups:
             raise InvalidInput(

@@ -44,6 +44,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import (
+    BallsInBins,
     CyclicPoisson,
     Epochs,
     FixedSize,
@@ -59,6 +60,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.identity import Identity
+from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import tree_sensitivity
@@ -113,6 +115,9 @@ def prefix_sensitivity(
     if isinstance(participation, Restarted) and isinstance(participation.participation, SinglePass):
         participation = participation.participation
     plain = type(strategy) is Identity and not strategy.has_gains
+    if isinstance(participation, BallsInBins):
+        top = overlaps(strategy, participation, steps)[0][2]
+        return _record(top, top, "at one position; the amplified accountant counts its secrecy")
     if isinstance(participation, CyclicPoisson) and not plain:
         return _one_turn(strategy, participation, steps)
     if isinstance(participation, Poisson | FixedSize | CyclicPoisson):
