@@ -40,7 +40,7 @@ from noshuffle.federated import many
 from noshuffle.federated.char_models import build
 from noshuffle.federated.clients import LocalTraining
 from noshuffle.federated.simulate import in_random_order
-from noshuffle.federated.tasks import FederatedTask
+from noshuffle.federated.tasks import without_validation
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, from_dict, identity, sensitivity, tree
@@ -85,26 +85,6 @@ RATES = {
     "flower/16": (0.0028, 0.0055, 0.011, 0.022, 0.035, 0.055),
     "identity/inf": (0.21, 0.42, 0.84, 1.7, 3.4, 6.8),
 }
-
-
-def without_validation(task: FederatedTask) -> FederatedTask:
-    """Train on eight ninths of the training users; the other ninth stands for the test."""
-    is_held = np.arange(len(task)) % 9 == 8
-    owner = np.repeat(np.arange(len(task)), np.diff(task.starts))
-    rows = torch.from_numpy(is_held[owner])
-    counts = np.diff(task.starts)[~is_held]
-    return FederatedTask(
-        f"{task.name}, validation",
-        task.kind,
-        tuple(np.array(task.users, dtype=object)[~is_held].tolist()),
-        np.cumsum([0, *counts]),
-        task.x[~rows],
-        task.y[~rows],
-        task.x[rows],
-        task.y[rows],
-        task.classes,
-        years=None if task.years is None else task.years[~is_held],
-    )
 
 
 def error(strategy: Strategy) -> float:

@@ -37,12 +37,11 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from drama_table import without_validation
 
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.clients import cross_entropy
 from noshuffle.federated.simulate import evaluate, in_random_order
-from noshuffle.federated.tasks import FederatedTask, load_task
+from noshuffle.federated.tasks import FederatedTask, load_task, without_validation
 from noshuffle.federated.telemetry import be_quiet, need_flower
 from noshuffle.federated.vectorised import local_train_many, pack
 from noshuffle.noise import test_source

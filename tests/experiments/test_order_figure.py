@@ -29,6 +29,7 @@ def test_orders_are_permutations_that_sort_as_they_say() -> None:
         order.arranged("by writer", data, ROWS)
 
 
+@pytest.mark.slow
 def test_a_toy_study_trains_by_its_plans() -> None:
     settings = {
         **shipped("order", quick=True),

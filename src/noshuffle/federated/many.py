@@ -173,9 +173,10 @@ def accuracies(
     *,
     at_once: int = 20_000,
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss and accuracy per target of every run on rows of text (rows, time).
+    """Mean loss and accuracy per target of every run on rows of text (rows, time) or features.
 
-    `at_once` is how many rows are scored together, over all runs.
+    Features in floating point are taken as they are (`FederatedTask.widen`), whole numbers are
+    symbols. `at_once` is how many rows are scored together, over all runs.
     """
     some = next(iter(params.values()))
     runs, device = len(some), some.device
@@ -183,7 +184,8 @@ def accuracies(
     size = max(1, at_once // runs)
     twin = unrolled(model)
     for at in range(0, len(x), size):
-        rows = x[at : at + size].to(device, torch.int64)
+        rows = x[at : at + size].to(device)
+        rows = rows if rows.is_floating_point() else rows.to(torch.int64)
         targets = y[at : at + size].to(device, torch.int64)
         given = rows.expand(runs, *rows.shape)
         if stacked_lstm.fits(model):
@@ -194,7 +196,7 @@ def accuracies(
         right = (scores.argmax(2) == targets) & is_target
         # (runs, rows, classes, …) → the log-probability of each target
         logs = scores.log_softmax(2).gather(
-            2, targets.clamp_min(0).expand(runs, -1, -1)[:, :, None]
+            2, targets.clamp_min(0).expand(runs, *targets.shape)[:, :, None]
         )
         found[0] -= (logs.squeeze(2) * is_target).double().flatten(1).sum(1)
         found[1] += right.flatten(1).sum(1)

@@ -200,6 +200,27 @@ def digits(*, rows: int = 3) -> FederatedTask:
     return FederatedTask("digits", "image", users, starts, *images, 10)
 
 
+def without_validation(task: FederatedTask, *, every: int = 9) -> FederatedTask:
+    """All training users but every ninth, whose rows stand for the test: for choosing rates."""
+    whole(at_least=2, at_most=len(task), every=every)
+    is_held = np.arange(len(task)) % every == every - 1
+    counts = np.diff(task.starts)
+    rows = torch.from_numpy(np.repeat(is_held, counts))
+    kept = [user for user, held in zip(task.users, is_held) if not held]
+    return FederatedTask(
+        f"{task.name}, validation",
+        task.kind,
+        tuple(kept),
+        np.cumsum([0, *counts[~is_held]]),
+        task.x[~rows],
+        task.y[~rows],
+        task.x[rows],
+        task.y[rows],
+        task.classes,
+        years=None if task.years is None else task.years[~is_held],
+    )
+
+
 TASKS: dict[str, Callable[[], FederatedTask]] = {
     "shakespeare": shakespeare,
     "german_drama": german_drama,
