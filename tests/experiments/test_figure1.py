@@ -65,7 +65,7 @@ def test_figures_of_every_run_are_kept(results: dict[str, Any]) -> None:
     points = accuracy.curve(results, "mnist", "tree")
     assert [len(point.values) for point in points.values()] == [2, 2]
     assert points[16.0].mean > 0.5  # a linear model of ten digits, by chance 0.1
-    shown = figure1.table(results)
+    shown = figure1.FIGURE.table(results)
     assert "| DP-FTRLM (Honaker tree, best restart) | 2 |" in shown
     assert "digits stands in" in shown
 
@@ -131,7 +131,7 @@ def test_claims_and_picture(tmp_path: Path) -> None:
     assert told(worse) == ["DIFFERS", "DIFFERS", "DIFFERS"]
     crossing_twice = {**made("tree", 0.71, 0.7, 0.9), **amplified}
     assert told(crossing_twice) == ["NOT TESTED", "DIFFERS", "NOT TESTED"]
-    figure1.draw(results, tmp_path / "a.svg")
+    figure1.FIGURE.draw(results, tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf8")
 
 

@@ -19,20 +19,30 @@ from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings
+from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
 from noshuffle.clipping import PerExample
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
-from noshuffle.participation import Epochs, FixedSize, MinSeparation, Participation, Poisson
+from noshuffle.participation import (
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Participation,
+    Poisson,
+    Restarted,
+)
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.folder import take
+from noshuffle.release.units import Ids
 from noshuffle.report import write_report
-from noshuffle.strategies import Strategy
+from noshuffle.strategies import Strategy, release_sums
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
-from noshuffle.training.batches import TensorBatches, in_order
+from noshuffle.training.average import IterateAverage
+from noshuffle.training.batches import TensorBatches
 from noshuffle.training.loop import Callback, StepProgress
 
 
@@ -47,7 +57,15 @@ def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
         return FixedSize(steps, batch, rows)
     if settings.unit == "user":
         return _user_participation(settings, data, steps)
-    return Epochs(settings.epochs, rows // batch)
+    whole = Epochs(settings.epochs, rows // batch)
+    if settings.order != PER_RESTART or settings.restart_every is None:
+        return whole
+    if settings.restart_every % whole.steps_per_epoch:
+        raise InvalidInput(
+            f"restart_every must be whole passes of {whole.steps_per_epoch} steps where the order "
+            f"changes, got {settings.restart_every}"
+        )
+    return Restarted(whole, settings.restart_every)
 
 
 def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> Participation:
@@ -79,7 +97,11 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
         return Plan.fit(
             participation, mechanism=strategy, epsilon=settings.epsilon, delta=settings.delta
         )
-    mechanism = "identity" if settings.sampling != "none" else mechanism_named(settings.mechanism)
+    mechanism: str | Strategy = "identity"
+    if settings.sampling == "none":
+        mechanism = mechanism_named(settings.mechanism)
+    if mechanism == "release_sums":
+        mechanism = release_sums()
     has_epochs = isinstance(participation, Epochs) and participation.epochs > 1
     if mechanism == "blt_tapped" and not has_epochs:
         mechanism = "blt"  # taps sit at epoch lags: without epochs there are none
@@ -89,6 +111,8 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
         options = {"buffers": 2}
         if settings.optimizer in ("ftrl", "sgd"):
             options["workload"] = momentum(settings.momentum)
+    if mechanism == "tree":
+        options = {"restart_every": settings.restart_every, "completion": settings.completion}
     return Plan.fit(
         participation,
         mechanism=mechanism,
@@ -118,7 +142,12 @@ def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:
 def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "ftrl": partial(FTRL, momentum=settings.momentum),
+        "ftrl": partial(
+            FTRL,
+            momentum=settings.momentum,
+            constraint=constraint_of(settings.constraint),
+            composite=composite_of(settings.composite),
+        ),
         "sgd": partial(torch.optim.SGD, momentum=settings.momentum),
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
@@ -196,22 +225,29 @@ def run_job(
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
     batches = _batches(settings, data, private)
+    average = IterateAverage(model, decay=settings.average) if settings.average else None
     say("training")
     statement = fit_model(
         private,
         batches,
         nn.CrossEntropyLoss(),
-        epochs=1 if settings.sampling != "none" else settings.epochs,
+        epochs=_passes(settings),
         evaluate=lambda m: {"test_accuracy": accuracy_of(m, data.x_test, data.y_test)},
         evaluate_every=max(1, plan.steps // settings.epochs),
-        checkpoint_every=settings.checkpoint_every,
+        checkpoint_every=settings.checkpoint_every or _checkpoints(settings, data),
         scheduler=make_scheduler(settings, optimizer, plan.steps),
+        average=average,
         callbacks=(_callback(watch, is_stopped),),
     )
     accuracy = accuracy_of(model, data.x_test, data.y_test)
     test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
     summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
     about = {**test, "is_public": data.is_test_public}
+    if average is not None:
+        with average.in_place():
+            averaged = accuracy_of(model, data.x_test, data.y_test)
+        summary["test_accuracy_of_average"] = averaged
+        say(f"average of iterates: {100 * averaged:.2f} % on {test['words']}")
     folder.append_metrics({**summary, "test_data": about})
     write_report(path)  # before the ledger is closed, which then knows of the page
     private.close(keep_keys=keep_keys)
@@ -251,11 +287,23 @@ def train_quietly(
         private,
         _batches(settings, data, private),
         nn.CrossEntropyLoss(),
-        epochs=settings.epochs,
+        epochs=_passes(settings),
         scheduler=make_scheduler(settings, optimizer, plan.steps),
     )
     private.close()
     return model
+
+
+def _checkpoints(settings: TrainSettings, data: DataSet) -> int | None:
+    """Where all passes are listed as one, every pass has a checkpoint still."""
+    is_listed = settings.order == PER_RESTART
+    return len(data) // settings.batch_size if is_listed else None
+
+
+def _passes(settings: TrainSettings) -> int:
+    """How often the batches are gone through: samples and changing orders are listed once."""
+    is_listed = settings.sampling != "none" or settings.order == PER_RESTART
+    return 1 if is_listed else settings.epochs
 
 
 def _callback(watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:
@@ -279,7 +327,22 @@ def _batches(settings: TrainSettings, data: DataSet, private: Private) -> Tensor
     if settings.sampling != "none":
         return TensorBatches(tensors, private.sampler(len(data)))
     units = data.units.numpy() if settings.unit == "user" and data.units is not None else None
-    return TensorBatches(tensors, in_order(len(data), settings.batch_size), units)
+    return TensorBatches(tensors, _order(settings, data), units)
+
+
+def _order(settings: TrainSettings, data: DataSet) -> list[Ids]:
+    """Batches of one pass; of the whole run where the order changes at restarts."""
+    per_epoch = len(data) // settings.batch_size
+    every = settings.restart_every or settings.epochs * per_epoch
+    blocks = -(-settings.epochs * per_epoch // every)
+    found = rows_in_order(
+        data, settings.order, batch=settings.batch_size, blocks=blocks, seed=settings.seed
+    )
+    if settings.order != PER_RESTART:
+        return found
+    passes = [found[k * per_epoch : (k + 1) * per_epoch] for k in range(blocks)]
+    owner = [epoch * per_epoch // every for epoch in range(settings.epochs)]
+    return [rows for block in owner for rows in passes[block]]
 
 
 def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
@@ -291,7 +354,7 @@ def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
     for group in optimizer.param_groups:
         group["lr"] /= 5
     scheduler.base_lrs = [rate / 5 for rate in scheduler.base_lrs]
-    order = in_order(len(data), settings.batch_size)
+    order = _order(settings, data)
     for step in range(steps):
         rows = torch.from_numpy(order[step % len(order)])
         x, y = data.x_train[rows].to(settings.device), data.y_train[rows].to(settings.device)

@@ -118,12 +118,20 @@ class TrainSettings(RunSettings):
     unit: str = privacy(
         "example", "protect an example or a user", check=partial(one_of, ("example", "user"))
     )
+    restart_every: int | None = privacy(None, "steps of one tree (mechanism tree)", check=whole)
+    completion: bool | None = privacy(None, "virtual empty steps before a restart (tree)")
     epochs: int = training(10, "passes over the data, in order", check=whole)
     batch_size: int = training(128, "examples a step", check=whole)
     optimizer: str = training("ftrl", ", ".join(OPTIMIZERS), check=partial(one_of, OPTIMIZERS))
     lr: float = training(0.5, "learning rate (not its inverse)", check=positive)
     momentum: float = training(0.9, "momentum of ftrl and sgd", check=non_negative)
     cooldown: float = training(0.25, "last part with a falling learning rate", check=non_negative)
+    order: str = training("file", "file, sorted, random-per-restart (tree) or module:function")
+    constraint: str = training("", "set of the weights (ftrl): l2:RADIUS, l1:RADIUS, box:LOW,HIGH")
+    composite: str = training("", "regularizer (ftrl): l1:WEIGHT, elastic:L1,L2, group:WEIGHT")
+    average: float = training(
+        0.0, "decay of an average of iterates, told beside the last one", check=non_negative
+    )
     checkpoint_every: int | None = folder(
         None, "steps between checkpoints (default: an epoch)", check=whole
     )
@@ -142,6 +150,17 @@ class TrainSettings(RunSettings):
                 f"sampling={self.sampling} needs mechanism identity (DP-SGD), "
                 f"got {self.mechanism!r}; correlated noise takes the data in order"
             )
+        if self.average >= 1:
+            raise InvalidInput(f"average must lie in [0, 1), got {self.average}")
+        if self.optimizer != "ftrl" and (self.constraint or self.composite):
+            raise InvalidInput("constraint and composite belong to optimizer ftrl")
+        is_tree = self.mechanism == "tree" and self.sampling == "none"
+        if not is_tree and (self.restart_every is not None or self.completion is not None):
+            raise InvalidInput("restart_every and completion belong to mechanism tree")
+        if self.order == "random-per-restart" and (not is_tree or self.restart_every is None):
+            raise InvalidInput("order random-per-restart needs mechanism tree and restart_every")
+        if self.order != "file" and (self.sampling != "none" or self.unit == "user"):
+            raise InvalidInput("order belongs to unit example without sampling; leave it at file")
         if self.unit == "user" and self.sampling != "none":
             raise InvalidInput("unit user is trained in order only; leave sampling at none")
 

@@ -27,6 +27,7 @@ FIGURES: dict[str, str] = {
     "noise": "noshuffle.experiments.noise",
     "order": "noshuffle.experiments.order",
     "figure1": "noshuffle.experiments.figure1",
+    "beyond": "noshuffle.experiments.beyond",
     "rates": "noshuffle.experiments.rates",
 }
 

@@ -14,17 +14,16 @@ them help the baselines as well. No state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from noshuffle.experiments import accuracy
-from noshuffle.experiments.accuracy import Point, curve
+from noshuffle.experiments.accuracy import curve
+from noshuffle.experiments.curves import beside, compare, draw, table
 from noshuffle.experiments.figure import (
     Claim,
     ClaimVerdict,
     Figure,
     Results,
-    not_tested,
     shipped,
     verdict,
 )
@@ -36,114 +35,8 @@ PUBLISHED = {
     "Honaker tree": {2.0: 52.7, 4.4: 59.2, 6.1: 62.8, 10.0: 66.4, 13.2: 68.8, 19.1: 70.8},
     "DP-SGD, amplified": {2.0: 58.6, 4.4: 62.0, 6.1: 63.7, 10.0: 65.5, 13.2: 66.3, 19.1: 67.0},
 }
+_POINTS = {"cifar10_20": {f"{name}, 2022": values for name, values in PUBLISHED.items()}}
 PANELS = ("mnist", "cifar10_20", "cifar10_100", "emnist")
-
-
-def _found(results: Results) -> dict[str, list[str]]:
-    """Lines with final figures by task, in the order of the settings."""
-    settings = shipped("figure1")
-    out: dict[str, list[str]] = {}
-    for task in settings["tasks"]:
-        for line in settings["lines"]:
-            if any(key.startswith(f"{task}/{line}/final/") for key in results):
-                out.setdefault(task, []).append(line)
-    return out
-
-
-def table(results: Results) -> str:
-    """One Markdown table a task: mean ± deviation of trials, and the learning rate."""
-    settings, blocks = shipped("figure1"), []
-    for task, lines in _found(results).items():
-        curves = {line: curve(results, task, line) for line in lines}
-        epsilons = sorted({e for points in curves.values() for e in points if e > 0})
-        made = [v for k, v in results.items() if k.startswith(f"{task}/") and "data" in v]
-        title = settings["tasks"][task]["title"]
-        if made and made[0]["data"] != settings["tasks"][task]["data"]:
-            title += f" ({made[0]['data']} stands in)"
-        heads = " | ".join(f"ε = {e:g}" for e in epsilons)
-        block = [f"**{title}**: test accuracy in %, mean ± deviation (learning rate)", ""]
-        block += [f"| line | trials | {heads} |", "|---" * (len(epsilons) + 2) + "|"]
-        for line, points in curves.items():
-            trials = max(len(point.values) for point in points.values())
-            shown = [str(points[e]) if e in points else "–" for e in epsilons]
-            if 0.0 in points:
-                shown = [str(points[0.0]), *["" for _ in epsilons[1:]]]
-            name = settings["lines"][line]["title"]
-            block.append(f"| {name} | {trials} | {' | '.join(shown)} |")
-        blocks.append("\n".join(block))
-    return "\n\n".join(blocks)
-
-
-def draw(results: Results, path: Path) -> None:
-    """One panel a task: accuracy over ε, bars of one standard deviation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings, found = shipped("figure1"), _found(results)
-    names = [name for name in PANELS if name in found] or [""]
-    figure, grid = pyplot.subplots(
-        1, len(names), figsize=(5.4 * len(names), 4.4), layout="constrained", squeeze=False
-    )
-    for axes, task in zip(grid[0], names):
-        for line in found.get(task, ()):
-            points = curve(results, task, line)
-            style = STYLES.get(line, {"color": "#9aa5b1"})
-            label = settings["lines"][line]["title"]
-            if 0.0 in points:
-                axes.axhline(100 * points[0.0].mean, label=label, color="black", lw=0.8, ls=":")
-                continue
-            y, bars = zip(*((100 * p.mean, 100 * p.deviation) for p in points.values()))
-            axes.errorbar(list(points), y, yerr=bars, label=label, ms=4, lw=1.3, **style)
-        if task == "cifar10_20":
-            for (name, values), mark in zip(PUBLISHED.items(), "x+1"):
-                axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=f"{name}, 2022")
-        axes.set(xscale="log", xlabel="ε", title=settings["tasks"].get(task, {}).get("title", ""))
-        ticks = [1, 2, 4, 8, 16]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=7, loc="lower right")
-    grid[0][0].set_ylabel("test accuracy, %")
-    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
-
-
-STYLES: dict[str, dict[str, Any]] = {
-    "blt": {"color": "#0b6e99", "marker": "o"},
-    "blt4": {"color": "#0b6e99", "marker": "o", "ls": "--"},
-    "tree": {"color": "#c8553d", "marker": "s"},
-    "tree4": {"color": "#c8553d", "marker": "s", "ls": "--"},
-    "tree_plain": {"color": "#c8553d", "marker": "s", "ls": ":"},
-    "tree_one": {"color": "#e0a08f", "marker": "v"},
-    "tree_bare": {"color": "#e0a08f", "marker": "^"},
-    "amplified": {"color": "#5a7d3a", "marker": "D"},
-    "amplified4": {"color": "#5a7d3a", "marker": "D", "ls": "--"},
-    "amplified_plain": {"color": "#5a7d3a", "marker": "D", "ls": ":"},
-    "identity": {"color": "#9aa5b1", "marker": "x"},
-}
-
-
-def _beside(a: Point, b: Point) -> str:
-    return f"ε = {a.epsilon:g}: {100 * a.mean:.2f} against {100 * b.mean:.2f}"
-
-
-def compare(
-    task: str, line: str, other: str, *, at: Callable[[float], bool] = lambda epsilon: True
-) -> Callable[[Results], ClaimVerdict]:
-    """Whether one line is at or above another at every ε that both have."""
-
-    def decide(results: Results) -> ClaimVerdict:
-        first, second = curve(results, task, line), curve(results, task, other)
-        both = [e for e in first if e in second and at(e)]
-        if not both:
-            return not_tested("no ε in common")
-        told = "; ".join(_beside(first[e], second[e]) for e in both)
-        return verdict(all(first[e].mean >= second[e].mean for e in both), told)
-
-    return decide
 
 
 def _crossing(task: str) -> Callable[[Results], ClaimVerdict]:
@@ -153,7 +46,7 @@ def _crossing(task: str) -> Callable[[Results], ClaimVerdict]:
         first, second = curve(results, task, "tree"), curve(results, task, "amplified")
         both = [e for e in first if e in second]
         above = [first[e].mean > second[e].mean for e in both]
-        told = "; ".join(_beside(first[e], second[e]) for e in both)
+        told = "; ".join(beside(first[e], second[e]) for e in both)
         return verdict(bool(above) and above[-1] and above == sorted(above), told)
 
     return decide
@@ -254,7 +147,7 @@ FIGURE = Figure(
     name="figure1",
     title="accuracy over ε on images",
     cells=accuracy.cells,
-    table=table,
-    draw=draw,
+    table=lambda results: table("figure1", results),
+    draw=lambda results, path: draw("figure1", results, path, published=_POINTS),
     claims=tuple(_claims()),
 )

@@ -10,6 +10,7 @@ need. Nothing here depends on data. State: the file as it was read, and what was
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,8 @@ from noshuffle.strategies.workload import momentum as heavy_ball
 
 FILE = resources.files("noshuffle.experiments") / "settings" / "fitted.json"
 WHOLE = "the whole run"
+#: Characters of a strategy that is shipped.
+LONGEST = 10_000
 #: What a line of a study fits: mechanism by its name in `fit`, options, and whether to momentum.
 MECHANISMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "blt": ("blt_tapped", {"buffers": 2, "taps": 6}, True),
@@ -78,5 +81,8 @@ def noise(
 
 
 def save() -> None:
-    """Write everything that was fitted into the file that ships."""
-    write_json(Path(str(FILE)), _kept())
+    """Write what was fitted into the file that ships, but strategies with a number a step."""
+    kept = _kept()
+    short = {k: v for k, v in kept["strategies"].items() if len(json.dumps(v)) <= LONGEST}
+    levels = {k: v for k, v in kept["noise"].items() if k.rsplit("/", 2)[0] in short}
+    write_json(Path(str(FILE)), {"strategies": short, "noise": levels})

@@ -29,6 +29,7 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, instance_of, whole
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.average import IterateAverage
 from noshuffle.training.batches import TensorBatches, as_batch, starting_at
 from noshuffle.training.private import Private
 
@@ -66,6 +67,7 @@ def fit_model(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     scheduler: Any = None,
+    average: IterateAverage | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> PrivacyStatement:
     """Train until the batches or the plan end; returns the statement of what was released.
@@ -78,6 +80,7 @@ def fit_model(
             to metrics.jsonl as they are, so let it return averages, nothing of single people.
         evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
         scheduler: stepped after every step, and saved along.
+        average: an average of iterates that takes in every step, and is saved along.
         callbacks: called after every step.
     """
     instance_of(Private, private=private)
@@ -86,6 +89,8 @@ def fit_model(
     whole(epochs=total)
     if scheduler is not None:
         private.attach(scheduler=scheduler)
+    if average is not None:
+        private.attach(average=average)
     if private.run is not None and not private.steps_done:
         private.resume()
         if not private.steps_released:  # killed before its first checkpoint, it begins alike
@@ -108,6 +113,8 @@ def fit_model(
             private.advance(loss_fn, batch.data, ids=batch.ids)
             if scheduler is not None:
                 scheduler.step()
+            if average is not None:
+                average.update()
             step = private.steps_done
             is_end = step == private.plan.steps or bool(length and step % length == 0)
             metrics = {}
@@ -151,7 +158,7 @@ def _length(private: Private, batches: Iterable[Any], given: int | None) -> int:
         length = given or len(batches)  # type: ignore[arg-type]
     except TypeError:
         return planned
-    if planned and length != planned:
+    if planned and length not in (planned, private.plan.steps):  # a pass, or all of them
         raise InvalidInput(
             f"the plan has {planned} steps per epoch, the data has {length} batches; leave out the "
             "incomplete last batch (drop_last=True), or fit the plan again"

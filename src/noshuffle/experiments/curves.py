@@ -1,0 +1,142 @@
+"""Curves of accuracy over ε as tables, pictures and claims, for every figure that has them.
+
+All from results alone and the settings that ship with the figure. No state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noshuffle.experiments.accuracy import Point, curve
+from noshuffle.experiments.figure import ClaimVerdict, Results, not_tested, shipped, verdict
+from noshuffle.experiments.panels import COLOURS, panels
+
+NOTHING: Mapping[str, Any] = {}
+
+
+def _found(figure: str, results: Results) -> dict[str, list[str]]:
+    """Lines with final figures by task, in the order of the settings."""
+    settings = shipped(figure)
+    out: dict[str, list[str]] = {}
+    for task in settings["tasks"]:
+        for line in settings["lines"]:
+            if any(key.startswith(f"{task}/{line}/final/") for key in results):
+                out.setdefault(task, []).append(line)
+    return out
+
+
+def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str:
+    """One Markdown table a task: mean ± deviation of trials, and the learning rate.
+
+    Lines in `averaged` have a second row: the average of their iterates.
+    """
+    settings, blocks = shipped(figure), []
+    for task, lines in _found(figure, results).items():
+        curves = {line: curve(results, task, line) for line in lines}
+        epsilons = sorted({e for points in curves.values() for e in points if e > 0})
+        made = [v for k, v in results.items() if k.startswith(f"{task}/") and "data" in v]
+        title = settings["tasks"][task]["title"]
+        if made and made[0]["data"] != settings["tasks"][task]["data"]:
+            title += f" ({made[0]['data']} stands in)"
+        heads = " | ".join(f"ε = {e:g}" for e in epsilons)
+        block = [f"**{title}**: test accuracy in %, mean ± deviation (learning rate)", ""]
+        block += [f"| line | trials | {heads} |", "|---" * (len(epsilons) + 2) + "|"]
+        names = {line: settings["lines"][line]["title"] for line in lines}
+        for line in (line for line in averaged if line in lines):
+            curves[f"{line}, averaged"] = curve(results, task, line, of="averaged")
+            names[f"{line}, averaged"] = f"{names[line]}; average of iterates"
+        for line, points in curves.items():
+            trials = max(len(point.values) for point in points.values())
+            shown = [str(points[e]) if e in points else "–" for e in epsilons]
+            if 0.0 in points:
+                shown = [str(points[0.0]), *["" for _ in epsilons[1:]]]
+            block.append(f"| {names[line]} | {trials} | {' | '.join(shown)} |")
+        blocks.append("\n".join(block))
+    return "\n\n".join(blocks)
+
+
+def draw(
+    figure: str,
+    results: Results,
+    path: Path,
+    *,
+    published: Mapping[str, Mapping[str, Mapping[float, float]]] = NOTHING,
+) -> None:
+    """One panel a task: accuracy over ε, bars of one standard deviation.
+
+    `published` are points of others by task and name.
+    """
+    settings, found = shipped(figure), _found(figure, results)
+    names = list(found) or [""]
+    with panels(path, 1, len(names), size=(5.2, 4.2)) as grid:
+        for axes, task in zip(grid, names):
+            _panel(axes, results, task, found.get(task, ()), settings, published.get(task, {}))
+        grid[0].set_ylabel("test accuracy, %")
+
+
+def _panel(
+    axes: Any,
+    results: Results,
+    task: str,
+    lines: Sequence[str],
+    settings: Mapping[str, Any],
+    published: Mapping[str, Mapping[float, float]],
+) -> None:
+    for line in lines:
+        points = curve(results, task, line)
+        label = settings["lines"][line]["title"]
+        if 0.0 in points:
+            axes.axhline(100 * points[0.0].mean, label=label, color="black", lw=0.8, ls=":")
+            continue
+        y, bars = zip(*((100 * p.mean, 100 * p.deviation) for p in points.values()))
+        style = STYLES.get(line, {"color": "#9aa5b1"})
+        axes.errorbar(list(points), y, yerr=bars, label=label, ms=4, lw=1.3, **style)
+    for (name, values), mark in zip(published.items(), "x+1"):
+        axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=name)
+    axes.set(xscale="log", xlabel="ε", title=settings["tasks"].get(task, {}).get("title", ""))
+    ticks = [1, 2, 4, 8, 16]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "blt": {"color": COLOURS["blt"], "marker": "o"},
+    "blt4": {"color": COLOURS["blt"], "marker": "o", "ls": "--"},
+    "tree": {"color": COLOURS["tree"], "marker": "s"},
+    "tree4": {"color": COLOURS["tree"], "marker": "s", "ls": "--"},
+    "tree_plain": {"color": COLOURS["tree"], "marker": "s", "ls": ":"},
+    "tree_one": {"color": "#9cc4a3", "marker": "v"},
+    "tree_bare": {"color": "#9cc4a3", "marker": "^"},
+    "amplified": {"color": COLOURS["poisson"], "marker": "D"},
+    "amplified4": {"color": COLOURS["poisson"], "marker": "D", "ls": "--"},
+    "amplified_plain": {"color": COLOURS["poisson"], "marker": "D", "ls": ":"},
+    "identity": {"color": COLOURS["identity"], "marker": "x"},
+    "blt_prefix": {"color": "#67a9c4", "marker": "v"},
+    "blt_gains": {"color": "#2f4b7c", "marker": "^"},
+    "two_sided": {"color": "#7a5195", "marker": "P"},
+    "banded": {"color": "#b8860b", "marker": "d"},
+}
+
+
+def beside(a: Point, b: Point) -> str:
+    """Two points at one ε in words."""
+    return f"ε = {a.epsilon:g}: {100 * a.mean:.2f} against {100 * b.mean:.2f}"
+
+
+def compare(
+    task: str, line: str, other: str, *, at: Callable[[float], bool] = lambda epsilon: True
+) -> Callable[[Results], ClaimVerdict]:
+    """Whether one line is at or above another at every ε that both have."""
+
+    def decide(results: Results) -> ClaimVerdict:
+        first, second = curve(results, task, line), curve(results, task, other)
+        both = [e for e in first if e in second and at(e)]
+        if not both:
+            return not_tested("no ε in common")
+        told = "; ".join(beside(first[e], second[e]) for e in both)
+        return verdict(all(first[e].mean >= second[e].mean for e in both), told)
+
+    return decide

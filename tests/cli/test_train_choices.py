@@ -1,0 +1,113 @@
+"""What `train` may vary beside its plan: order, restarts, sets, regularizers, averages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noshuffle import datasets
+from noshuffle.cli import main
+from noshuffle.cli.job import _order, make_plan
+from noshuffle.cli.settings import TrainSettings
+from noshuffle.cli.train_choices import composite_of, constraint_of, rows_in_order
+from noshuffle.errors import InvalidInput
+from noshuffle.optim.composite import ElasticNet, GroupLasso
+from noshuffle.optim.constraints import L1Ball, L2Ball
+from noshuffle.participation import Restarted
+
+LINEAR = "train --data digits --model linear --epochs 4 --noise-multiplier 3"
+
+
+def backwards(data: datasets.DataSet) -> np.ndarray:
+    return np.arange(len(data))[::-1]
+
+
+def test_orders_hold_every_row_once() -> None:
+    data = datasets.load("digits")
+    whole = len(data) // 100 * 100
+    assert np.array_equal(np.concatenate(rows_in_order(data, "file", batch=100)), np.arange(whole))
+    by_label = np.concatenate(rows_in_order(data, "sorted", batch=100))
+    assert (np.diff(data.y_train[by_label].numpy()) >= 0).all()
+    own = np.concatenate(rows_in_order(data, f"{__name__}:backwards", batch=100))
+    assert own[0] == len(data) - 1
+    two = np.concatenate(rows_in_order(data, "random-per-restart", batch=100, blocks=2, seed=3))
+    for part in (two[:whole], two[whole:]):
+        assert len(set(part.tolist())) == whole
+    assert not np.array_equal(two[:whole], two[whole:])
+
+
+def test_an_order_changes_at_restarts_only() -> None:
+    data = datasets.load("digits")
+    settings = TrainSettings.of(
+        {"mechanism": "tree", "restart_every": 22, "order": "random-per-restart", "epochs": 4}
+    )
+    rows = [
+        batch.tolist() for batch in _order(settings, data)
+    ]  # 11 steps a pass, two passes a tree
+    assert len(rows) == 44
+    assert rows[:11] == rows[11:22] != rows[22:33] == rows[33:]
+    plan = make_plan(settings, data)
+    assert isinstance(plan.participation, Restarted)
+    assert plan.strategy.to_dict()["restart_every"] == 22
+    with pytest.raises(InvalidInput, match="whole passes of 11"):
+        make_plan(TrainSettings.of({**settings.to_dict(), "restart_every": 20}), data)
+
+
+def test_sets_and_regularizers_from_words() -> None:
+    assert constraint_of("l2:3") == L2Ball(3.0)
+    assert constraint_of("l1:0.5") == L1Ball(0.5)
+    assert composite_of("elastic:0.1,0.2") == ElasticNet(0.1, 0.2)
+    assert composite_of("group:1") == GroupLasso(1.0)
+    for bad in ("l2", "l2:a", "box:1", "ball:3", "l2:1,2"):
+        with pytest.raises(InvalidInput, match="N a number"):
+            constraint_of(bad)
+
+
+def test_a_run_with_all_of_them_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    line = (
+        f"{LINEAR} --mechanism tree --restart-every 22 --completion --order random-per-restart "
+        f"--average 0.9 --constraint l2:0.5 --composite l1:0.0001 --out {out} --json"
+    )
+    assert not main(line.split())
+    capsys.readouterr()
+    lines = (out / "metrics.jsonl").read_text(encoding="utf8").splitlines()
+    assert 0.1 < json.loads(lines[-1])["test_accuracy_of_average"] <= 1.0
+    assert not main(["verify", str(out)])
+    assert "PROVED: 44 of 44 planned steps" in capsys.readouterr().out
+    told = (out / "statement.json").read_text(encoding="utf8")
+    assert "the order may change after every 22 steps" in told
+
+
+def test_sums_released_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        f"{LINEAR} --epochs 1 --mechanism release_sums --order sorted --out {tmp_path / 'r'} --json"
+    )
+    assert not main(line.replace("--epochs 4 ", "").split())
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--restart-every 5",
+        "--completion",
+        "--order random-per-restart --mechanism tree",
+        "--order upside-down",
+        "--order no_module:f",
+        "--order sorted --sampling poisson",
+        "--constraint l2:1 --optimizer adam",
+        "--constraint sphere",
+        "--average 1",
+    ],
+)
+def test_bad_input_is_one_line(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"{LINEAR} {options} --out {tmp_path / 'r'}".split()) == 2
+    assert capsys.readouterr().err.count("\n") == 1
