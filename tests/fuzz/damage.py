@@ -9,15 +9,24 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections import Counter
 from typing import Any
 
 EXAMPLES = int(os.environ.get("NOSHUFFLE_FUZZ", "1"))
+#: How many inputs each test has tried; printed at the end (conftest.py).
+INPUTS: Counter[str] = Counter()
 
 #: What a stranger writes where a value was expected.
 ODD: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 10**9, 10**30, -(10**30), 0.5, -0.5, 1e-300, 1e308, "", "1",
     "nan", "Infinity", "x" * 300, "\x00", [], {}, [1], [[]], {"": 1}, [None], {"kind": "epochs"},
 )  # fmt: skip
+
+
+def counted() -> None:
+    """One input more for the test that runs now."""
+    where = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2]
+    INPUTS[where.partition("[")[0].partition(" ")[0]] += 1
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -34,6 +43,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def damaged(document: Any, chance: random.Random) -> Any:
     """The document with one or two values replaced, removed, doubled or moved."""
+    counted()
     document = copy.deepcopy(document)
     for _ in range(chance.choice((1, 1, 1, 2))):
         places = [path for path in paths(document) if path]
@@ -59,6 +69,7 @@ def damaged(document: Any, chance: random.Random) -> Any:
 
 def spoiled(data: bytes, chance: random.Random) -> bytes:
     """The bytes cut off, with a bit flipped, with a piece doubled, or with zeros in them."""
+    counted()
     if not data:
         return b"\x00"
     at = chance.randrange(len(data))

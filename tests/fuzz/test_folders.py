@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fuzz.damage import EXAMPLES, check_one_line, spoiled
+from tests.fuzz.damage import EXAMPLES, check_one_line, counted, spoiled
 from tests.release import folders
 
 from noshuffle import Plan, PrivateSum, SinglePass
+from noshuffle.budget import Budget
 from noshuffle.errors import NoshuffleError
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.verify import verify
 
 
@@ -118,6 +120,109 @@ def test_the_last_write_cut_at_every_byte(stopped: Path, tmp_path: Path) -> None
         shutil.rmtree(copy)
     assert max(found) == 10
     assert found <= {-1, 9, 10}
+
+
+KINDS = {
+    "plan": "plan.json",
+    "statement": "statement.json",
+    "keys": "checkpoints/key.json",
+    "model": "checkpoints/step-00000008/model.safetensors",
+    "state": "checkpoints/step-00000008/state.pt",
+    "ledger": "ledger.sqlite",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_at_every_byte(stopped: Path, tmp_path: Path, kind: str) -> None:
+    """A file that ends too early is refused, or left aside with what it says; ε stays."""
+    file = stopped / KINDS[kind]
+    data = file.read_bytes()
+    fair = folders.open_run(shutil.copytree(stopped, tmp_path / "fair"))
+    spent, released = fair.epsilon, fair.ledger.released
+    folders.killed(fair)
+    for place in range(
+        0, len(data), 1 + len(data) // 4 if EXAMPLES == 1 else 1 + len(data) // 2000
+    ):
+        counted()
+        copy = tmp_path / "copy"
+        shutil.copytree(stopped, copy)
+        (copy / KINDS[kind]).write_bytes(data[:place])
+        assert verify(copy).answer != "PROVED"
+        try:
+            private = folders.open_run(copy)
+            private.resume()
+        except (NoshuffleError, sqlite3.DatabaseError) as error:
+            check_one_line(error)
+        else:
+            assert (private.epsilon, private.ledger.released) == (spent, released)
+            folders.killed(private)
+        shutil.rmtree(copy)
+
+
+def test_what_units_have_spent_cut_at_every_byte(tmp_path: Path) -> None:
+    plan = Plan.fit(SinglePass(steps=4), mechanism="tree", epsilon=1.0)
+    budget = Budget(tmp_path / "books", epsilon=4.0, delta=1e-6, individual=True)
+    sums = PrivateSum(plan, clip=1.0, shape=(), budget=budget)
+    sums.add([1.0], ids=["ada"])
+    sums.close()
+    spent = budget.spent_by(["ada"])
+    files = [*budget.folder.glob("units-*.npy"), *map(budget.folder.joinpath, BOOKS)]
+    for file in files:
+        data = file.read_bytes()
+        for place in range(0, len(data), 1 + len(data) // 8 if EXAMPLES == 1 else 1):
+            counted()
+            file.write_bytes(data[:place])
+            try:
+                assert Budget(budget.folder).spent_by(["ada"]) == spent  # free space of the books
+                assert file.name == "books.sqlite"
+            except NoshuffleError as error:
+                check_one_line(error)
+        file.write_bytes(data)
+    assert budget.spent_by(["ada"]) == spent
+
+
+BOOKS = ("books.sqlite", "budget.json", "ids.key")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_ended_goes_on(tmp_path: Path, number: int) -> None:
+    """SIGTERM at any moment of a run: the next process finishes it, and it is proved."""
+    chance, lives, steps = random.Random(number), 0, 12
+    path = tmp_path / "run"
+    while lives < 3 * EXAMPLES:
+        lives += 1
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                signal.signal(number, signal.SIG_DFL)
+                run = running_sum(path, steps=steps)
+                while run.step < run.released:
+                    run.skip()
+                for step in range(run.step, steps - 1):
+                    run.add(torch.ones(1, 3), ids=[step])
+                    run.save()
+                    os.write(writer, b".")
+                signal.pause()
+            finally:
+                os._exit(1)
+        counted()
+        os.read(reader, 1)  # it has begun, or it waits at the end
+        time.sleep(chance.random() * 0.05)
+        os.kill(child, number)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+        os.close(reader)
+        os.close(writer)
+        if len(list(Evidence(path / "ledger.sqlite").rows())) >= steps - 1:
+            break
+    last = running_sum(path, steps=steps)
+    while last.step < last.released:
+        last.skip()
+    for step in range(last.step, steps):
+        last.add(torch.ones(1, 3), ids=[step])
+    last.close()
+    assert verify(path).answer == "PROVED"
 
 
 @contextmanager

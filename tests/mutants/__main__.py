@@ -73,9 +73,10 @@ def run_tests(
 
 
 def killer(output: str) -> str:
-    """The first test that failed."""
-    lines = [line for line in output.splitlines() if line.startswith("FAILED ")]
-    return lines[0].removeprefix("FAILED ").split(" - ")[0] if lines else ""
+    """The first test that failed, or whose fixture did; not a file that cannot be imported."""
+    lines = [line.partition(" - ")[0].split(" ", 1) for line in output.splitlines()]
+    found = [line[1] for line in lines if line[0] in ("FAILED", "ERROR") and "::" in line[-1]]
+    return found[0] if found else ""
 
 
 def try_one(mutant: Mutant) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted,
 from noshuffle.release import guard
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
-from noshuffle.release.ledger_tables import Evidence, broken_link
+from noshuffle.release.ledger_tables import Evidence, broken_link, step_link
 from noshuffle.release.units import BatchCache, Seen, UnitTable
 
 
@@ -283,6 +283,15 @@ def test_late_digests_reach_the_disk_with_the_next_row_or_the_end(tmp_path, is_c
     rows = list(again.rows())
     assert [row.digest for row in rows] == [b""] * 4
     assert [row.late for row in rows] == [b"", *(bytes([t + 1]) * 16 for t in range(3))]
+
+
+def test_a_link_tells_where_a_field_ends():
+    """Or bytes could move from the batch into the digest, and from one field into two."""
+    made = [b"batch", b"digest", b"", b"ids"]
+    links = {step_link(b"before", 0, 0, 1.0, 3, *made)}
+    for moved in ([b"batchd", b"igest", b"", b"ids"], [b"batch", b"", b"digest", b"ids"]):
+        links.add(step_link(b"before", 0, 0, 1.0, 3, *moved))
+    assert len(links) == 3
 
 
 def test_the_chain_names_every_row(tmp_path):

@@ -22,6 +22,7 @@ from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.noise import test_source as make_source
 from noshuffle.participation import Epochs, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.release import Release
 from noshuffle.strategies import identity, tree
 from noshuffle.training import privatize, verify
 from noshuffle.training.compiled import Compiled
@@ -275,6 +276,30 @@ def test_the_count_that_steers_a_clip_norm_is_part_of_what_was_released() -> Non
     with pytest.raises(ReplayRefused):
         private.step(LOSS, x[rows], y[rows], ids=rows)
     assert private.ledger.notes("replay") == []
+
+
+@pytest.mark.parametrize("mechanism", ["blt", "tree", "identity"])
+def test_what_follows_a_step_that_is_passed_over_has_the_noise_it_would_have_had(
+    mechanism: str,
+) -> None:
+    """Later rows are correlated with its noise, which must have been drawn."""
+    plan = Plan.fit(SinglePass(steps=4), mechanism=mechanism, noise_multiplier=2.0)
+    runs = [Release.begin(plan, {"a": (32,)}, clip=1.0, source=make_source(seed=5)) for _ in "ab"]
+
+    def released(run: Release, step: int) -> torch.Tensor:
+        values = {"a": torch.zeros(32)}
+        run.close(run.admit(step, run.identify([step]), b""), values)
+        return values["a"]
+
+    for run in runs:
+        released(run, 0)
+    state = runs[1].state_dict()
+    for run in runs:
+        released(run, 1)
+    runs[1].load_state_dict(state)
+    assert runs[1].skip() == 1
+    for step in (2, 3):
+        assert torch.equal(*(released(run, step) for run in runs))
 
 
 def test_units_are_of_one_kind_for_ever(tmp_path: Path) -> None:

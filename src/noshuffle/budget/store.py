@@ -90,7 +90,11 @@ class Books:
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.file, isolation_level=None, timeout=_PATIENCE)
-        db.execute("PRAGMA synchronous=EXTRA")
+        try:
+            db.execute("PRAGMA synchronous=EXTRA")
+        except sqlite3.DatabaseError as error:
+            db.close()
+            raise self._lost(f"it cannot be read ({error})") from None
         return db
 
     @staticmethod
@@ -115,10 +119,13 @@ class Books:
             wrong, events = f"it cannot be read ({error})", []
         if wrong is not None or not events or events[0][0] != "limit":
             why = wrong or "it does not begin with a limit"
-            raise VerificationFailed(
-                f"{self.file}: {why}; bring the budget back as it was: what was spent is not known"
-            )
+            raise self._lost(why)
         return events
+
+    def _lost(self, why: str) -> VerificationFailed:
+        return VerificationFailed(
+            f"{self.file}: {why}; bring the budget back as it was: what was spent is not known"
+        )
 
     def _anchored(self, db: sqlite3.Connection, rows: int) -> str | None:
         if not self.anchor.exists():

@@ -54,8 +54,12 @@ class _LateHelp(TyperCommand):
     """A command whose help names all mechanisms, which are imported when somebody reads it."""
 
     def format_help(self, *given: Any) -> None:
+        # typer 0.20 over click 8.5: click's Argument has a help of its own, None, in typer's place.
+        stated = inspect.signature(self.callback).parameters if self.callback else {}
         for parameter in self.params:
             text = getattr(parameter, "help", None) or ""
+            if not text and parameter.name in stated:
+                text = parameter.help = stated[parameter.name].annotation.__metadata__[0].help
             if PLACEHOLDER in text:
                 parameter.help = text.replace(PLACEHOLDER, ", ".join(mechanism_names()))
         super().format_help(*given)

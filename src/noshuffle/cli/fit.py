@@ -13,7 +13,7 @@ from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
 from noshuffle.cli.settings import dated
-from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of
+from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of, positive
 
 _ESTIMATORS = {
     "logistic": "PrivateLogisticRegression",
@@ -36,7 +36,7 @@ class FitSettings:
     file: Path = argument("a .csv or .parquet table, learned in its order")
     target: str = setting(..., "the column to predict")
     task: str = setting("logistic", "logistic, svc or linear", check=partial(one_of, TASKS))
-    epsilon: float = setting(1.0, "ε of the whole run")
+    epsilon: float = setting(1.0, "ε of the whole run", check=positive)
     delta: float = setting(1e-6, DELTA_HELP)
     bounds: list[str] | None = setting(
         None, "low,high for all columns, or COLUMN=low,high (repeat as needed)"

@@ -241,6 +241,23 @@ class Private(OneOwner):
 
         Also sets the random states of torch, NumPy and Python, which loaders draw from.
         """
+        try:
+            self._load(state)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:
+            why = str(error).partition("\n")[0]
+            raise InvalidInput(
+                f"this is not a state of such a run ({type(error).__name__}: {why}); load one that "
+                "state_dict() gave before going on"
+            ) from None
+
+    def _load(self, state: dict[str, Any]) -> None:
         self._parts.release.check_state(state)
         if set(state["attached"]) != set(self._attached):
             raise InvalidInput(
