@@ -39,7 +39,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
-from noshuffle.training.private import restore_rng
+from noshuffle.training.rng import restore_rng
 from noshuffle.training.unchanged import PrivateOptimizer
 
 STATE_NAME = "trainer_state.json"

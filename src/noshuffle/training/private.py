@@ -23,15 +23,12 @@ noise buffers, step, random state.
 
 from __future__ import annotations
 
-import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
@@ -43,9 +40,11 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.passes import Listener
+from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import PrivateOptimizer
 
@@ -64,7 +63,7 @@ class Private(OneOwner):
         self._listener = self._listen()
         self._let_go = guard(parts.optimizer, self)
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
-        self._is_closed = False
+        self._is_closed = self._is_looked_at = False
         self._statement: PrivacyStatement | None = None
 
     @property
@@ -153,6 +152,19 @@ class Private(OneOwner):
         self._outcome = seen
         self._index += 1
         self._parts.ledger.settle()  # a device is at work on the step meanwhile
+        if not self._is_looked_at and isinstance(seen, Outcome):
+            self._is_looked_at = True
+            first_look(self, len(seen.losses))
+
+    def check(
+        self, loader: Iterable[Any], loss_fn: Criterion | ModelLoss | None = None
+    ) -> LoaderCheck:
+        """What a run over this loader will meet: order, sizes, ids, what is slow or refused.
+
+        Reads its first batch twice, tries the loss on a few examples, and releases nothing. Print
+        the result; `is_fine` says whether nothing would be refused.
+        """
+        return check_loader(self, loader, loss_fn)
 
     def _listen(self) -> Listener | None:
         """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""
@@ -307,29 +319,3 @@ class Private(OneOwner):
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger, if there is a run folder."""
         self._parts.release.write_statement()
-
-
-def rng_state() -> dict[str, Any]:
-    """The generators that loaders and augmentations draw from, as tensors and plain values."""
-    _, words, place, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
-    version, numbers, spare = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(words, dtype=np.int64)),
-        "numpy_rest": [int(place), int(has_gauss), float(gauss)],
-        "python": [version, list(numbers), spare],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators back as `rng_state` found them."""
-    torch.set_rng_state(state["torch"])
-    words, (place, has_gauss, gauss) = state["numpy"].numpy().astype(np.uint32), state["numpy_rest"]
-    np.random.set_state(("MT19937", words, place, has_gauss, gauss))  # noqa: NPY002
-    version, numbers, spare = state["python"]
-    random.setstate((version, tuple(numbers), spare))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,260 @@
+"""Before the first step is charged: what a run will meet, in one table.
+
+    print(private.check(loader, loss_fn))
+
+reads the first batch twice (random states are put back), compares order, number and size of the
+batches with the plan, tries the loss on a few examples, and says what is slow, what is legal and
+probably not meant, and what would be refused later. Nothing is released, nothing is charged.
+`first_look` says the part that is free at the first step of every run, by `warnings`. No state.
+
+>>> row = CheckFinding("order", "the sampler shuffles", "refused", "give shuffle=False")
+>>> print(LoaderCheck((row,)))
+order  REFUSED  the sampler shuffles
+                give shuffle=False
+"""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
+from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.participation import Epochs, Restarted
+from noshuffle.plan import Plan
+from noshuffle.release.sampler import Sampler
+from noshuffle.strategies.identity import Identity
+from noshuffle.training.batches import as_batch
+from noshuffle.training.hooks import at_work
+from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.training.step import seeded
+
+#: Examples that a loss is tried on.
+TRIED = 4
+#: How `fallbacks` begin where the whole model, or every example, is done by itself.
+SLOW = ("whole model", "one example at a time")
+
+
+class ProbablyNotMeant(UserWarning):
+    """Something that is legal, and that hardly anybody wants."""
+
+
+@dataclass(frozen=True)
+class CheckFinding:
+    """One line of the table: what was found, "ok", "warning" or "refused", and what to do."""
+
+    name: str
+    found: str
+    verdict: str = "ok"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class LoaderCheck:
+    """What `private.check` found."""
+
+    findings: tuple[CheckFinding, ...]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing would be refused."""
+        return all(f.verdict != "refused" for f in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"is_fine": self.is_fine, "findings": [asdict(f) for f in self.findings]}
+
+    def __str__(self) -> str:
+        wide = max((len(f.name) for f in self.findings), default=0)
+        wider = max((len(f.verdict) for f in self.findings), default=0)
+        lines: list[str] = []
+        for f in self.findings:
+            verdict = f.verdict if f.verdict == "ok" else f.verdict.upper()
+            text = [*textwrap.wrap(f.found, 72), *textwrap.wrap(f.advice, 72)]
+            lines.append(f"{f.name:{wide}}  {verdict:{wider}}  {text[0] if text else ''}".rstrip())
+            lines += [" " * (wide + wider + 4) + line for line in text[1:]]
+        return "\n".join(lines)
+
+
+def check_loader(private: Any, loader: Iterable[Any], loss_fn: Any = None) -> LoaderCheck:
+    """The table for a loader, and for a loss if one is given; see the head of this file."""
+    parts, plan = private._parts, private.plan
+    before = rng_state()
+    try:
+        found = list(_findings(private, plan, parts, loader, loss_fn))
+    finally:
+        restore_rng(before)
+    return LoaderCheck(tuple(found))
+
+
+def _findings(
+    private: Any, plan: Plan, parts: Any, loader: Iterable[Any], loss_fn: Any
+) -> Iterator[CheckFinding]:
+    yield _count(plan, loader)
+    order = _order(plan, loader)
+    yield order
+    if isinstance(loader, Iterator):
+        yield CheckFinding("data", "can be read once, so they were not looked at")
+        return
+    first = next(iter(loader), None)
+    if first is None:
+        yield CheckFinding("batches", "the loader is empty", "refused", "give it data")
+        return
+    batch = as_batch(first)
+    if order.verdict == "ok" and not plan.participation.is_sampled:
+        yield _again(loader, batch.data)
+    try:
+        data = cuttable(batch.data)
+        size = batch_size(data)
+    except InvalidInput as error:
+        yield CheckFinding("data", str(error), "refused")
+        return
+    yield _size(size, parts.planned_batch)
+    yield _ids(plan, batch.ids, size)
+    yield _delta(plan, _records(plan, parts.planned_batch, loader))
+    if loss_fn is not None:
+        yield _loss(private, loss_fn, data, min(size, TRIED))
+    if parts.release.charge is None:
+        advice = "give privatize(budget=noshuffle.Budget(…)) if this is one of several"
+        yield CheckFinding(
+            "budget", "none: other runs and searches on these data add up", "ok", advice
+        )
+    else:
+        yield CheckFinding("budget", "the run draws on one")
+
+
+def _count(plan: Plan, loader: Any) -> CheckFinding:
+    rule = _base(plan)
+    planned = rule.steps_per_epoch if isinstance(rule, Epochs) else plan.steps
+    try:
+        count = len(loader)
+    except TypeError:
+        return CheckFinding("batches", f"of unknown number; the plan has {planned} a pass")
+    if isinstance(rule, Epochs) and count != planned:
+        advice = "leave out the last batch (drop_last=True), or fit the plan for this number"
+        return CheckFinding("batches", f"{count} a pass, the plan has {planned}", "refused", advice)
+    if count > planned:
+        advice = "training stops when the plan ends; fit it for more steps"
+        return CheckFinding("batches", f"{count}, the plan has {planned} steps", "warning", advice)
+    return CheckFinding("batches", f"{count} a pass, {plan.steps} steps in all")
+
+
+def _order(plan: Plan, loader: Any) -> CheckFinding:
+    inner = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) or getattr(inner, "sampler", None)
+    order = getattr(loader, "order", None)
+    if plan.participation.is_sampled:
+        is_ours = any(isinstance(one, Sampler) for one in (inner, sampler, order))
+        if is_ours:
+            return CheckFinding("order", "drawn by the secret sampler of the run")
+        advice = "give DataLoader(…, batch_sampler=private.sampler(population))"
+        return CheckFinding("order", "not drawn by the secret sampler", "refused", advice)
+    rule = _base(plan)
+    if isinstance(sampler, RandomSampler) and isinstance(rule, Epochs) and rule.epochs > 1:
+        advice = "give shuffle=False; the same order in every epoch is what the plan counts on"
+        if isinstance(plan.strategy, Identity):
+            k = rule.epochs
+            advice += (
+                f", or, as the noise is independent, fit it for MinSeparation(steps={plan.steps}, "
+                f"separation=1, max_participations={k}) and pass ids"
+            )
+        return CheckFinding(
+            "order", "the loader shuffles its data anew in every epoch", "refused", advice
+        )
+    return CheckFinding("order", "as it comes")
+
+
+def _again(loader: Any, data: tuple[Any, ...]) -> CheckFinding:
+    """Whether a second pass begins with the same batch."""
+    again = as_batch(next(iter(loader))).data
+    pairs = zip(leaves(data), leaves(again), strict=False)
+    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+    if same:
+        return CheckFinding("second pass", "begins with the same batch")
+    advice = "augmentation is fine if batches come with ids; otherwise give the same order"
+    return CheckFinding("second pass", "begins with another batch", "warning", advice)
+
+
+def _size(size: int, planned: int) -> CheckFinding:
+    text = f"{size} examples; sums are divided by {planned}"
+    if size >= 2 * planned:
+        advice = "the steps are larger by that factor; give privatize the real batch_size"
+        return CheckFinding("batch size", text, "warning", advice)
+    return CheckFinding("batch size", text)
+
+
+def _ids(plan: Plan, ids: Any, size: int) -> CheckFinding:
+    if ids is None and plan.unit == "user":
+        advice = "pass ids= to private.step, or let the loader give noshuffle.training.Batch"
+        return CheckFinding("ids", "none, and the plan protects users", "refused", advice)
+    if ids is None:
+        advice = "pass ids= (noshuffle.training.with_ids) to have each example followed"
+        return CheckFinding(
+            "ids", "none: whole batches are told apart by their content", "ok", advice
+        )
+    found = len(ids)
+    verdict = "ok" if found == size else "refused"
+    return CheckFinding("ids", f"{found} ids for {size} examples", verdict)
+
+
+def _records(plan: Plan, planned: int, loader: Any) -> int:
+    """How many examples there are, as far as it can be known, else 0."""
+    data: Any = getattr(loader, "dataset", None)
+    if hasattr(data, "__len__"):
+        return len(data)
+    rule = _base(plan)
+    per_pass = rule.steps_per_epoch if isinstance(rule, Epochs) else plan.steps
+    return 0 if plan.participation.is_sampled else planned * per_pass
+
+
+def _delta(plan: Plan, records: int) -> CheckFinding:
+    delta = plan.delta
+    if delta is not None and records and delta > 1.0 / records:
+        advice = "δ above 1/n allows the release of one whole record; take one well below"
+        return CheckFinding("δ", f"{delta:g} with {records} records", "warning", advice)
+    return CheckFinding("δ", f"{delta:g} with {records} records" if records else f"{delta:g}")
+
+
+def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...], size: int) -> CheckFinding:
+    """Try the loss on a few examples; what comes of it stays here."""
+    parts = private._parts
+    try:
+        with at_work(private._listener), seeded(0, parts.device):
+            rows = take(data, slice(size))
+            parts.engine.clipped_sum(parts.model, loss_fn, rows, clip=parts.threshold.clip)
+    except NoshuffleError as error:
+        return CheckFinding("loss", str(error), "refused")
+    slow = slow_notes(private.fallbacks)
+    if slow:
+        advice = "correct, and slow: ModelLoss(fn, by_row=True) or layers with rules are faster"
+        return CheckFinding("loss", "; ".join(slow), "warning", advice)
+    return CheckFinding("loss", private.why)
+
+
+def slow_notes(fallbacks: Iterable[str]) -> list[str]:
+    """The fallbacks that cost time."""
+    return [note for note in fallbacks if note.startswith(SLOW)]
+
+
+def first_look(private: Any, size: int) -> None:
+    """After the first step: warn of what is legal and probably not meant."""
+    found = [_size(size, private._parts.planned_batch)]
+    found.append(_delta(private.plan, _records(private.plan, private._parts.planned_batch, None)))
+    slow = slow_notes(private.fallbacks)
+    if slow:
+        found.append(CheckFinding("speed", "; ".join(slow), "warning", "see private.fallbacks"))
+    for one in found:
+        if one.verdict == "warning":
+            text = f"{one.name}: {one.found}; {one.advice}"
+            warnings.warn(text, ProbablyNotMeant, stacklevel=4)
+
+
+def _base(plan: Plan) -> Any:
+    rule = plan.participation
+    return rule.participation if isinstance(rule, Restarted) else rule

@@ -1,0 +1,128 @@
+"""`private.check` and the first look say beforehand what a run will meet, and charge nothing."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.noise import test_source
+from noshuffle.participation import Epochs, Poisson, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity, tree
+from noshuffle.training import privatize
+from noshuffle.training.batches import with_ids
+from noshuffle.training.check import ProbablyNotMeant
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(2, (20,), generator=torch.Generator().manual_seed(1))
+LOSS = nn.CrossEntropyLoss()
+DATA = TensorDataset(X, Y)
+
+
+def make(rule=None, *, strategy=None, size=5, unit="example", delta=1e-5, **options):
+    torch.manual_seed(0)
+    model = options.pop("model", None) or nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    plan = Plan(
+        participation=rule or Epochs(epochs=2, steps_per_epoch=4), strategy=strategy or tree(),
+        noise_multiplier=1.0, unit=unit, delta=delta,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"clip_norm": 1.0, "batch_size": size, "source": test_source(seed=1)}
+    return privatize(model, optimizer, plan, **settings, **options)
+
+
+def verdicts(check):
+    return {f.name: f.verdict for f in check.findings if f.verdict != "ok"}
+
+
+def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn():
+    private = make()
+    before = [p.detach().clone() for p in private.model.parameters()]
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    check = private.check(DataLoader(DATA, batch_size=5), LOSS)
+    assert torch.equal(torch.rand(3), want)
+    assert check.is_fine
+    assert verdicts(check) == {}
+    assert private.steps_released == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, private.model.parameters()))
+    assert json.loads(json.dumps(check.to_dict()))["is_fine"]
+    assert max(map(len, str(check).splitlines())) < 100
+
+
+def test_what_would_be_refused_later_is_said_before_the_first_step():
+    shuffled = DataLoader(DATA, batch_size=5, shuffle=True)
+    assert verdicts(make().check(shuffled)) == {"order": "refused"}
+    assert "MinSeparation(steps=8" in str(make(strategy=identity()).check(shuffled))
+    assert verdicts(make(SinglePass(steps=4)).check(shuffled)).get("order") is None
+    assert verdicts(make().check(DataLoader(DATA, batch_size=7)))["batches"] == "refused"
+    assert verdicts(make(unit="user").check(DataLoader(DATA, batch_size=5))) == {"ids": "refused"}
+    poisson = make(Poisson(steps=4, rate=0.2), strategy=identity())
+    assert verdicts(poisson.check(DataLoader(DATA, batch_size=5))) == {"order": "refused"}
+    numbered = with_ids(DATA)
+    sampled = DataLoader(numbered, batch_sampler=poisson.sampler(20), collate_fn=numbered.collate)
+    assert poisson.check(sampled).is_fine
+    arrays = [(X[:5].numpy(), Y[:5])] * 4
+    assert verdicts(make().check(arrays)) == {"data": "refused"}
+
+
+def test_a_loss_is_tried_and_slow_ones_are_named():
+    loader = DataLoader(DATA, batch_size=5)
+    assert verdicts(make().check(loader, lambda out, y: "no loss"))["loss"] == "refused"
+    alone = ModelLoss(lambda model, x, y: LOSS(model(x), y))
+    check = make().check(loader, alone)
+    assert verdicts(check) == {"loss": "warning"}
+    assert "by_row=True" in str(check)
+
+
+def test_a_generator_is_not_consumed():
+    batches = ((X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5))
+    assert make().check(batches, LOSS).is_fine
+    assert len(list(batches)) == 4
+
+
+def said(private, *, rows=5, loss=LOSS):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for start in (0, 10):
+            private.step(loss, X[start : start + rows], Y[start : start + rows])
+    return [str(w.message) for w in caught if w.category is ProbablyNotMeant]
+
+
+def test_warnings_come_once_and_only_where_they_should():
+    assert said(make()) == []
+    assert said(make(size=6)) == []
+    (words,) = said(make(size=5), rows=10)
+    assert "batch size: 10 examples" in words
+    (words,) = said(make(delta=0.06))
+    assert "20 records" in words
+    assert said(make(delta=0.05)) == []
+    (words,) = said(make(), loss=ModelLoss(lambda model, x, y: LOSS(model(x), y)))
+    assert "private.fallbacks" in words
+
+
+def test_epsilon_of_a_part_of_an_epoch_and_the_statement_after_close():
+    private = make(Epochs(epochs=2, steps_per_epoch=4))
+    found = []
+    for t in range(5):
+        rows = slice(t % 4 * 5, t % 4 * 5 + 5)
+        private.step(LOSS, X[rows], Y[rows])
+        found.append(private.epsilon)
+        assert found[-1] == private.plan.epsilon_after(t + 1)
+    assert found[0] < found[4] < private.plan.epsilon()
+    private.close()
+    assert private.statement().epsilon == found[4]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_one_pass_may_be_shuffled(epochs):
+    loader = DataLoader(DATA, batch_size=5, shuffle=True)
+    check = make(Epochs(epochs=epochs, steps_per_epoch=4)).check(loader)
+    assert check.is_fine is (epochs == 1)
