@@ -37,6 +37,9 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "ftrl": (solvers.ftrl, losses.logistic(), {**BALL, "batch_size": 8}),
     "ftrl, l1": (solvers.ftrl, losses.hinge(), {**BALL, "batch_size": 8, "l1": 0.01}),
     "dp_gd": (solvers.dp_gd, losses.logistic(), {**BALL, "steps": 5}),
+    "dp_gd, average": (
+        solvers.dp_gd, losses.hinge(), {**BALL, "steps": 5, "output": "average"},
+    ),
     "dp_sgd": (solvers.dp_sgd, losses.hinge(), {**BALL, "rate": 0.2, "steps": 5}),
     "dp_svrg": (solvers.dp_svrg, losses.logistic(), {**BALL, "epochs": 2, "steps": 3}),
     "accelerated_srgd": (solvers.accelerated_srgd, losses.logistic(), {**BALL, "steps": 4}),
@@ -120,7 +123,8 @@ def solve(name: str, x: Any, y: Any, *, test_seed: Any = "contract") -> Any:
 def test_every_solver_is_here() -> None:
     tried = {case[0] for case in CASES.values()}
     missing = [n for n in solvers.__all__ if getattr(solvers, n) not in tried]
-    assert missing == ["Solution", "ftrl_ls", "noisy_max"]  # the last two have tests of their own
+    # The last three have tests of their own.
+    assert missing == ["Solution", "best", "ftrl_ls", "noisy_max"]
 
 
 @pytest.mark.parametrize("name", CASES)

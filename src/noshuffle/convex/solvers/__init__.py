@@ -7,6 +7,7 @@
     Frank–Wolfe     frank_wolfe_full, frank_wolfe_noisy, frank_wolfe_poly, frank_wolfe_tree
     localisation    phased_sgd, phased_mirror_descent
     one epoch       accelerated_srgd
+    which           best: by simulation at a size, an ε and a domain
     nonconvex       frank_wolfe_stationary, weakly_convex; measures in `stationarity`
 
 Each takes (loss, rows, labels, *, epsilon, delta, …), returns a `Solution` with its weights and its
@@ -30,11 +31,13 @@ from noshuffle.convex.solvers.noisy_max import noisy_max
 from noshuffle.convex.solvers.objective_perturbation import objective_perturbation
 from noshuffle.convex.solvers.output_perturbation import output_perturbation
 from noshuffle.convex.solvers.phased import phased_mirror_descent, phased_sgd
+from noshuffle.convex.solvers.ranking import best
 from noshuffle.convex.solvers.weakly_convex import weakly_convex
 
 __all__ = [
     "Solution",
     "accelerated_srgd",
+    "best",
     "dp_gd",
     "dp_sgd",
     "dp_svrg",
