@@ -575,9 +575,12 @@ def test_public_keys_name_users_and_nobody_is_asked(lines: list[str]) -> None:
     assert rounds.server.round == 1  # both have taken part, and nobody else is there
 
 
-def test_ten_thousand_rounds_with_adversarial_check_ins() -> None:
+@pytest.mark.parametrize(
+    ("steps", "most"), [(2_000, 30), pytest.param(10_000, 150, marks=pytest.mark.slow)]
+)
+def test_thousands_of_rounds_with_adversarial_check_ins(steps: int, most: int) -> None:
     """The whole protocol, with everybody pushing: nobody exceeds what the plan admits."""
-    steps, separation, most = 10_000, 37, 150
+    separation = 37
     rule = MinSeparation(steps, separation, most)
     plan = Plan.fit(rule, mechanism="identity", noise_multiplier=1.0, unit="user")
     server = ServerOptimizer(
