@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from noshuffle.budget import Budget as Budget
     from noshuffle.budget import tune as tune
     from noshuffle.clipping import ModelLoss as ModelLoss
+    from noshuffle.clipping.fix import fix as fix
     from noshuffle.errors import NoshuffleError as NoshuffleError
     from noshuffle.optim import FTRL as FTRL
     from noshuffle.participation import Epochs as Epochs
@@ -53,6 +54,7 @@ _HOMES = {
     "PrivateSum": "release.private_sum",
     "Restarted": "participation",
     "SinglePass": "participation",
+    "fix": "clipping.fix",
     "privatize": "training",
     "tune": "budget",
     "verify": "release.verify",

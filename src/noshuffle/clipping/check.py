@@ -11,7 +11,8 @@ hooks on parameters, which per-example gradients never pass through.
 >>> validate(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))
 Traceback (most recent call last):
     ...
-noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.GroupNorm(8, 8) instead
+noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.GroupNorm(8, 8) \
+instead, or noshuffle.fix(model)
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def refuse(name: str, layer: nn.Module) -> None:
             why += f"nn.{kind}({layer.num_features}, affine=True) without running statistics"
     elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
         wide = layer.num_features
-        why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead"
+        why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead, or "
+        why += "noshuffle.fix(model)"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm or layer.scale_grad_by_freq:
             option = "max_norm" if layer.max_norm else "scale_grad_by_freq"
