@@ -123,7 +123,12 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def beside(a: Point, b: Point) -> str:
     """Two points at one ε in words."""
-    return f"ε = {a.epsilon:g}: {100 * a.mean:.2f} against {100 * b.mean:.2f}"
+    return f"ε = {a.epsilon:g}: {_percent(a)} against {_percent(b)}"
+
+
+def _percent(point: Point) -> str:
+    more = f" ± {100 * point.deviation:.2f}" if len(point.values) > 1 else " (1 trial)"
+    return f"{100 * point.mean:.2f}{more}"
 
 
 def compare(

@@ -65,7 +65,7 @@ from noshuffle.training.many.setting import (
     seeded,
     stack,
 )
-from noshuffle.training.many.sum import InTurn, Network, clipped_sums, network_for, settle
+from noshuffle.training.many.sum import Network, clipped_sums, network_for
 
 Batch = tuple[Tensor, Tensor, Tensor | None]
 
@@ -286,10 +286,6 @@ class Study:
                 loss_fn=self._loss_fn,
                 in_turn=self._in_turn,
             )
-            network, form = self._networks[kind]
-            if isinstance(network, InTurn) and self._half and self._device.type == "cuda":
-                form += settle(network, self.params, tree_map(self._here, batch), clip=self._clip)
-                self._networks[kind] = network, form
         self._network, self._form = self._networks[kind]
 
     def _ready(self, batch: tuple[Any, ...], size: int, kind: Any) -> StudyGraph | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -125,40 +124,6 @@ class InTurn:
         return [{n: v[k : k + 1] for n, v in params.items()} for k in range(self.runs)]
 
 
-def settle(
-    network: InTurn, params: Mapping[str, Tensor], batch: tuple[Any, ...], *, clip: Tensor
-) -> str:
-    """Take the quicker way through convolutions in half precision on this GPU, if both agree.
-
-    A study is not resumed, so it may be decided by the clock.
-    """
-    own = network.each(params)[0]
-    device = next(iter(own.values())).device
-    keep = torch.ones(batch_size(batch), dtype=torch.bool, device=device)
-    found: list[tuple[float, Tensor]] = []
-    for way in (False, True):
-        network.one.is_shifted = way
-        try:
-            for place in range(6):
-                sums, _ = clipped_sums(network.one, own, batch, keep=keep, clip=clip[:1], half=True)
-                if place == 1:
-                    torch.cuda.synchronize(device)
-                    began = perf_counter()
-            torch.cuda.synchronize(device)
-        except RuntimeError:
-            break
-        flat = torch.cat([value.flatten() for value in sums.values()])
-        found.append(((perf_counter() - began) / 4, flat))
-    (slow, right), other = found[0], found[1] if len(found) > 1 else None
-    network.one.is_shifted = (
-        other is not None
-        and other[0] < slow
-        and bool((other[1] - right).norm() <= 2e-2 * right.norm())
-    )
-    times = " and ".join(f"{1e3 * seconds:.2f} ms" for seconds, _ in found)
-    return f", {'shifted slices' if network.one.is_shifted else 'patches'} ({times})"
-
-
 SideBySide = Stacked | Vmapped
 Network = SideBySide | OneByOne | InTurn
 
@@ -254,7 +219,9 @@ def network_for(
         return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
 
     def stacked() -> SideBySide:
-        return Stacked(models[0], runs=len(models), loss_fn=loss_fn)
+        found = Stacked(models[0], runs=len(models), loss_fn=loss_fn)
+        found.is_shifted = device.type == "cuda"
+        return found
 
     def outer() -> SideBySide:
         known = general.linear_layers(batch)
