@@ -208,3 +208,28 @@ def test_without_bounds_there_is_a_warning(
     assert said.count("\n") == 1
     command([*common, "--bounds", "0,1000", "--out", str(tmp_path / "b")])
     assert capsys.readouterr().err == ""
+
+
+def test_predict_agrees_with_the_model(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from noshuffle.cli import main
+    from noshuffle.cli.table_file import read_table
+
+    out, told = tmp_path / "run", tmp_path / "told.csv"
+    command([str(table), "--target", "sold", "--ids", "who", "--epsilon", "4",
+             "--bounds", "price=-10,10", "--out", str(out), "--json", *COMMON])  # fmt: skip
+    capsys.readouterr()
+    assert main(["predict", str(out), str(table), "--out", str(told)]) == 0
+    lines = [line.split(",") for line in told.read_text().splitlines()]
+    assert lines[0] == ["prediction", "probability"]
+    y = read_table(table, target="sold", ids="who", hash_text=4).y
+    assert len(lines) - 1 == len(y)
+    assert np.mean([line[0] == one for line, one in zip(lines[1:], y)]) > 0.6
+    assert all(0.5 <= float(line[1]) <= 1 for line in lines[1:])
+    lean = tmp_path / "lean.csv"
+    lean.write_text("a,b\n1,2\n")
+    assert main(["predict", str(out), str(lean)]) == 2
+    assert "has no column 'c'" in capsys.readouterr().err
+    assert main(["predict", str(tmp_path), str(lean)]) == 2
+    assert "holds no model.json" in capsys.readouterr().err

@@ -181,6 +181,23 @@ def test_other_tables() -> None:
     assert bare.coef_.any()
 
 
+def test_bounds_by_name() -> None:
+    import pandas as pd
+
+    x, y = table(200, 3)
+    frame = pd.DataFrame(x, columns=["a", "b", "c"])
+    pairs = [(0, 1), (0.5, 1), (0, 1)]
+    by_place = quick(bounds=pairs, test_seed=0).fit(x, y)
+    by_name = quick(bounds={"b": (0.5, 1), None: (0, 1)}, test_seed=0).fit(frame, y)
+    by_number = quick(bounds={1: (0.5, 1), None: (0, 1)}, test_seed=0).fit(x, y)
+    np.testing.assert_array_equal(by_place.coef_, by_name.coef_)
+    np.testing.assert_array_equal(by_place.coef_, by_number.coef_)
+    with pytest.raises(InvalidInput, match="'d', which is no column"):
+        quick(bounds={"d": (0, 1), None: (0, 1)}).fit(frame, y)
+    with pytest.raises(InvalidInput, match="cover column 'a'"):
+        quick(bounds={"b": (0, 1)}).fit(frame, y)
+
+
 @pytest.mark.slow
 def test_audit_of_gd_finds_a_lower_bound() -> None:
     """The intercept of small fits with and without one row: ε is at least 1, of the 8 stated."""

@@ -4,7 +4,8 @@ noshuffle epsilon   a number and its assumptions
 noshuffle plan      mechanisms side by side at equal privacy
 noshuffle train     train a model privately and keep the evidence
 noshuffle federated train over users that come when they like, each of them protected
-noshuffle fit       a private linear model from a table, in one pass
+noshuffle fit       a private linear model from a table
+noshuffle predict   what such a model says of other rows
 noshuffle sum       private running totals of a table of numbers
 noshuffle tune      the best learning rate and clip norm, the search paid for
 noshuffle budget    what all runs on the same data cost together

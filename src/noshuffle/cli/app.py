@@ -17,6 +17,7 @@ from noshuffle.cli.evidence import report, seal, verify
 from noshuffle.cli.fit import fit
 from noshuffle.cli.mechanisms import PLACEHOLDER, mechanism_names
 from noshuffle.cli.plan import plan
+from noshuffle.cli.predict import predict
 from noshuffle.cli.reproduce import reproduce
 from noshuffle.cli.sum import sum_
 from noshuffle.cli.train import federated, train
@@ -86,6 +87,7 @@ for _command in (
     tune,
     federated,
     fit,
+    predict,
     sum_,
     budget,
     plan,

@@ -42,9 +42,17 @@ class Table:
 
 
 def read_table(
-    path: Path, *, target: str, ids: str | None = None, hash_text: int | None = None
+    path: Path,
+    *,
+    target: str | None,
+    ids: str | None = None,
+    hash_text: int | None = None,
+    only: set[str] | None = None,
 ) -> Table:
-    """Read a .csv or .parquet file; the first line of a CSV names the columns."""
+    """Read a .csv or .parquet file; the first line of a CSV names the columns.
+
+    Without a target y is empty; `only` names the columns that are read as features.
+    """
     if hash_text is not None:
         whole(at_least=2, hash_text=hash_text)
     if not path.is_file():
@@ -55,7 +63,7 @@ def read_table(
             raise InvalidInput(f"{path} has no column {name!r}; its columns: {', '.join(cells)}")
     blocks, names = [], []
     for name, column in cells.items():
-        if name in (target, ids):
+        if name in (target, ids) or (only is not None and name not in only):
             continue
         numbers = _numbers(column)
         if numbers is not None:
@@ -69,9 +77,11 @@ def read_table(
         else:
             blocks.append(_indicators(name, column, hash_text))
             names += [f"{name}#{i}" for i in range(hash_text)]
-    rows = len(cells[target])
-    if not blocks or not rows:
-        raise InvalidInput(f"{path} needs at least one row and one column beside {target!r}")
+    if not blocks or not len(blocks[0]):
+        beside = "that is read" if target is None else f"beside {target!r}"
+        raise InvalidInput(f"{path} needs at least one row and one column {beside}")
+    if target is None:
+        return Table(np.hstack(blocks), np.empty(0), tuple(names), None)
     if "" in cells[target]:
         raise InvalidInput(
             f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "

@@ -24,7 +24,6 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.repeated import warn_if_fitted_before
-from noshuffle.convex.rows import RowMap
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
@@ -69,7 +68,8 @@ class PrivateLinearModel(TableFit, Saveable, BaseEstimator):  # type: ignore[mis
     passes : passes of `fit` over the rows, in the same order; for "gd" readings, 1 means by rule.
     clip_norm : bound on the gradient of one row, clipped to it. None: derived from feature_bound.
     feature_bound : rows are shortened to this norm.
-    bounds : (low, high) for all columns, or one pair per column; clamped and scaled (see `rows`).
+    bounds : (low, high) for all columns, one pair per column, or {column: pair} with None for the
+        rest; clamped and scaled (see `rows`).
     penalty : None, "l2", "l1", "elasticnet", "group", or a `noshuffle.optim.composite` record.
     alpha, l1_ratio, groups : its strength; the share of l1; one label per feature for "group".
     constraint : None, "ball", "box", "simplex", "l1_ball" of size `radius`, or a record of
@@ -252,7 +252,7 @@ class PrivateLinearModel(TableFit, Saveable, BaseEstimator):  # type: ignore[mis
                 f"{self.passes} passes are made by fit over all {horizon} rows of the horizon, got "
                 f"{'a stream' if rows is None else rows}; use passes=1, or leave horizon out"
             )
-        self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=features)
+        self._rows = self._row_map(features)
         self._progress = self._SCORE()
         self._stream = self._new_stream(
             features,

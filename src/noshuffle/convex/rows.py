@@ -17,6 +17,7 @@ array([[0.5, 0.6],
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +40,26 @@ class RowMap:
     feature_bound: float | None
 
     @classmethod
-    def of(cls, bounds: Any, *, feature_bound: float | None, features: int) -> RowMap:
-        """From one (low, high) pair for all columns, a pair for each, or None."""
+    def of(
+        cls,
+        bounds: Any,
+        *,
+        feature_bound: float | None,
+        features: int,
+        names: Sequence[str] | None = None,
+    ) -> RowMap:
+        """From one (low, high) pair for all columns, a pair for each, {column: pair}, or None.
+
+        Columns of a mapping are names where the table has some, else numbers from 0; None stands
+        for all that are not named.
+        """
         if feature_bound is not None:
             positive(feature_bound=feature_bound)
         if bounds is None:
             zeros, ones = np.zeros(features), np.ones(features)
             return cls(None, None, zeros, ones, feature_bound)
+        if isinstance(bounds, Mapping):
+            bounds = _by_name(bounds, list(range(features)) if names is None else list(names))
         try:
             pairs = np.asarray(bounds, dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
@@ -100,6 +114,19 @@ class RowMap:
         if sparse.issparse(x):
             return sparse.csr_array(x.multiply(factor[:, None]))
         return x * factor[:, None]
+
+
+def _by_name(bounds: Mapping[Any, Any], names: list[Any]) -> list[Any]:
+    unknown = [name for name in bounds if name is not None and name not in names]
+    if unknown:
+        raise InvalidInput(f"bounds name {unknown[0]!r}, which is no column of the table")
+    missing = [name for name in names if name not in bounds]
+    if missing and None not in bounds:
+        raise InvalidInput(
+            f"bounds must cover column {missing[0]!r}: name it, or give None: (low, high) for all "
+            "columns that are not named"
+        )
+    return [bounds[name] if name in bounds else bounds[None] for name in names]
 
 
 def squared_norms(x: Any) -> Array:

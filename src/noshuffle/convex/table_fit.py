@@ -160,7 +160,7 @@ class TableFit:
                 raise InvalidInput("ids must hold one id for each row, and none of them twice")
         if self.epsilon == math.inf:
             raise Unsupported(f"solver={self.solver_!r} needs a finite epsilon; use 'gd'")
-        self._rows = RowMap.of(self.bounds, feature_bound=self.feature_bound, features=X.shape[1])
+        self._rows = self._row_map(X.shape[1])
         labels = np.asarray(y if self._RATE is None else 2.0 * y - 1.0, dtype=np.float64)
         settings: dict[str, Any] = {
             "epsilon": self.epsilon,
@@ -202,6 +202,14 @@ class TableFit:
             length=self._schedule.length,
             ridge=self.alpha if self.penalty == "l2" else 0.0,
             fit_intercept=self.fit_intercept,
+        )
+
+    def _row_map(self, features: int) -> RowMap:
+        return RowMap.of(
+            self.bounds,
+            feature_bound=self.feature_bound,
+            features=features,
+            names=getattr(self, "feature_names_in_", None),
         )
 
     def _words_of_bounds(self) -> str:
