@@ -16,7 +16,7 @@ has to be left for it. Two products an example instead of the one of a plain wei
 nothing of size batch × weights, or batch × windows, is ever in memory. State: none. The module can
 be imported without Triton, but its kernels not be launched.
 
->>> taps_inside((3, 3), (1, 1), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
+>>> taps_inside((3, 3), (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
 432
 """
 

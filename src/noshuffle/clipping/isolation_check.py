@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm, merge, squares
@@ -32,6 +32,7 @@ from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, sum_dtype, wide
 from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.trial_rows import finite_rows, rounded, unlike_pair
 from noshuffle.errors import InvalidInput
 
 #: Numbers of a gradient that are compared at a time.
@@ -53,45 +54,6 @@ def close(found: float, truth: float, *, low: bool, whole: float = 0.0) -> bool:
     tolerance = 0.05 if low else 1e-3
     below = found >= truth * (1.0 - tolerance) - 1e-5 * whole - 1e-12
     return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * whole + 1e-12
-
-
-def _rows(batch: Batch, *picks: int) -> Batch:
-    """Some examples, with everything non-finite replaced: the trial is about the model."""
-    index = [i % batch_size(batch) for i in picks]
-
-    def clean(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
-
-    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index)))
-    return cleaned
-
-
-def unlike_pair(batch: Batch) -> Batch:
-    """The first example and one that differs from it in as many tensors as can be.
-
-    Beside its own copy an example would look undisturbed whatever the model does. Real numbers
-    that are the same in all examples are changed in the second one; whole numbers, where nothing
-    else differs, are put in reverse order.
-    """
-    few = _rows(batch, *range(min(batch_size(batch), 64)))
-    leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
-    differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
-    other = int(differs.sum(0).argmax())
-    alike = not bool(differs[:, other].any())
-
-    def unlike(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not torch.equal(t[0], t[1]):
-            return t
-        if t.is_floating_point():
-            return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
-        return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
-
-    pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other])))
-    if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
-        raise NotNow("all examples of the batch are the same")
-    return pair
 
 
 def _alone(
@@ -154,7 +116,7 @@ def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
     """
     rows, size = pair, min(batch_size(batch), TRIAL_ROWS)
     if size > 2:
-        rest = _rows(batch, *range(2, size))
+        rest = finite_rows(batch, *range(2, size))
         rows = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, pair, rest)
     while True:
         try:
@@ -163,15 +125,6 @@ def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
             if batch_size(rows) <= 3:
                 raise
         rows = take(rows, slice(max(2, batch_size(rows) // 2)))
-
-
-def _rounded(t: Any) -> Any:
-    """Real numbers moved by some roundings, each second one the other way."""
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        return t
-    signs = torch.ones(t.shape[1:].numel(), device=t.device, dtype=t.dtype)
-    signs[1::2] = -1.0
-    return t + t * signs.reshape(t.shape[1:]) * (16.0 * torch.finfo(t.dtype).eps)
 
 
 def _counted(
@@ -197,7 +150,7 @@ def _counted(
                 return
         two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
         more = _beside(run, pair, batch)
-        moved = (run(tree_map(_rounded, pair)) - two).abs() if is_later else torch.zeros_like(two)
+        moved = (run(tree_map(rounded, pair)) - two).abs() if is_later else torch.zeros_like(two)
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
         tolerance = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
         tolerance += room
@@ -220,7 +173,7 @@ def probe(model: nn.Module, loss_fn: Loss, batch: Batch) -> Callable[[int], Tens
     def run(n: int) -> Tensor:
         with with_same_rng(model):
             try:
-                return batch_losses(model, loss_fn, _rows(batch, *range(n)))
+                return batch_losses(model, loss_fn, finite_rows(batch, *range(n)))
             except InvalidInput as error:
                 raise NotByLayer(str(error)) from error
 

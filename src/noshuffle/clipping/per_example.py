@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from noshuffle.clipping.check import UNCOMPILED, as_written, original, refuse_reentrant, trainable
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.isolation_check import unlike_pair, with_same_rng
+from noshuffle.clipping.isolation_check import with_same_rng
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.objective import (
     Batch,
@@ -53,6 +53,7 @@ from noshuffle.clipping.snapshot import SMALL, Snapshot
 from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.trial_rows import unlike_pair
 from noshuffle.clipping.units import Members, SumPart, by_unit, finish, joined, members
 from noshuffle.errors import Unsupported, one_of, whole
 

@@ -9,10 +9,6 @@ products are rounded (TF32, half precision) kernels take norms and sum, where wi
 (`conv_kernels`). Elsewhere the windows are a strided view until a product needs them, and the
 weighted sum over examples is torch's own weight gradient, which needs none. State: which kernels
 agreed with that, by device and type.
-
->>> import torch
->>> windows(torch.arange(4.0).reshape(1, 1, 4), (2,), (1,), (1,)).shape   # [N, C, L, k]
-torch.Size([1, 1, 3, 2])
 """
 
 from __future__ import annotations
@@ -25,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn import grad
 
 from noshuffle.clipping import conv_kernels
+from noshuffle.clipping.conv_windows import padded, sides_of, windows
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, zeroed
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide
@@ -43,36 +39,6 @@ _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
     grad.conv2d_weight,
     grad.conv3d_weight,
 )
-
-
-def windows(
-    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
-) -> Tensor:
-    """[N, C, *space] → [N, C, *positions, *kernel], a view."""
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation)):
-        x = x.unfold(2 + axis, (k - 1) * d + 1, s)
-        if d > 1:
-            x = x[..., ::d]
-    return x
-
-
-def _sides(layer: Any) -> Sides:
-    """How much goes before and after each axis; empty where nothing does."""
-    if layer.padding == "valid":
-        return ()
-    if layer.padding == "same":
-        wholes = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size)]
-        sides = tuple((whole // 2, whole - whole // 2) for whole in wholes)
-    else:
-        sides = tuple((p, p) for p in layer.padding)
-    return sides if any(map(any, sides)) else ()
-
-
-def _padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
-    if not sides:
-        return x
-    flat = [n for pair in reversed(sides) for n in pair]
-    return F.pad(x, flat) if mode == "zeros" else F.pad(x, flat, mode=mode)
 
 
 @dataclass(frozen=True)
@@ -94,7 +60,7 @@ class Convolution(GradientForm):
     @cached_property
     def full(self) -> Tensor:
         """x with its border."""
-        return _padded(wide(self.x), self.sides, mode="zeros")
+        return padded(wide(self.x), self.sides, mode="zeros")
 
     @cached_property
     def is_fused(self) -> bool:
@@ -259,7 +225,7 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> b
         x = torch.randn(5, layer.in_channels, 13, 11, device=device, generator=draw).to(x_type)
         out = layer.to("meta")(x.float().to("meta")).shape
         g = torch.randn(out, device=device, generator=draw).to(g_type)
-        plain = Convolution(layer, _padded(x.float(), sides, mode="zeros"), g.float(), 5)
+        plain = Convolution(layer, padded(x.float(), sides, mode="zeros"), g.float(), 5)
         truth = plain._outer().dense().reshape(5, -1).double()
         factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0], device=device)
         wanted, good = factors.double() @ truth, factors != 0.0
@@ -293,9 +259,9 @@ class Channels(DenseGradient):
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
-    sides, mode = _sides(layer), layer.padding_mode
+    sides, mode = sides_of(layer), layer.padding_mode
     if mode != "zeros":
-        a, sides = _padded(wide(a), sides, mode=mode), ()
+        a, sides = padded(wide(a), sides, mode=mode), ()
     if _has_kernels(layer, a, g, size, sides):
         weight = _fused(layer, a, g, size, sides)
         if layer.bias is None:
@@ -303,7 +269,7 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
         return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}
     a, g = wide(a), wide(g)
     if a.device.type != "cpu":
-        a, sides = _padded(a, sides, mode=mode), ()
+        a, sides = padded(a, sides, mode=mode), ()
     weight = Convolution(layer, a, g, size, sides)
     bias = Channels(weight) if a.device.type == "cpu" else DenseGradient(weight.channels)
     return {"weight": weight, "bias": bias}

@@ -1,0 +1,67 @@
+"""Rows that a model is tried on: finite ones, two that differ, and ones moved by a rounding.
+
+The trial is about the model, not about the data. No state.
+
+>>> pair = unlike_pair((torch.ones(3, 2), torch.tensor([1, 1, 0])))
+>>> pair[1].tolist()
+[1, 0]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from noshuffle.clipping.layers import NotNow
+from noshuffle.clipping.objective import Batch, batch_size, take
+
+
+def finite_rows(batch: Batch, *picks: int) -> Batch:
+    """Some examples, with everything non-finite replaced: the trial is about the model."""
+    index = [i % batch_size(batch) for i in picks]
+
+    def clean(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
+
+    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index)))
+    return cleaned
+
+
+def unlike_pair(batch: Batch) -> Batch:
+    """The first example and one that differs from it in as many tensors as can be.
+
+    Beside its own copy an example would look undisturbed whatever the model does. Real numbers
+    that are the same in all examples are changed in the second one; whole numbers, where nothing
+    else differs, are put in reverse order.
+    """
+    few = finite_rows(batch, *range(min(batch_size(batch), 64)))
+    leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
+    differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
+    other = int(differs.sum(0).argmax())
+    alike = not bool(differs[:, other].any())
+
+    def unlike(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not torch.equal(t[0], t[1]):
+            return t
+        if t.is_floating_point():
+            return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
+        return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
+
+    pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other])))
+    if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
+        raise NotNow("all examples of the batch are the same")
+    return pair
+
+
+def rounded(t: Any) -> Any:
+    """Real numbers moved by some roundings, each second one the other way."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    signs = torch.ones(t.shape[1:].numel(), device=t.device, dtype=t.dtype)
+    signs[1::2] = -1.0
+    return t + t * signs.reshape(t.shape[1:]) * (16.0 * torch.finfo(t.dtype).eps)
