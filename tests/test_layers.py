@@ -24,6 +24,7 @@ LAYERS = {
     "statement": 2,
     "plan": 2,
     "comparison": 2,
+    "sampled_fit": 2,
     "theory": 2,
     "noise": 3,
     "clipping": 3,
@@ -45,7 +46,7 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "plan", "comparison"},
+    {"statement", "plan", "comparison", "sampled_fit"},
 )
 WITHOUT_TORCH = {
     "errors",

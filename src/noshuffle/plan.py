@@ -44,6 +44,7 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
@@ -155,9 +156,13 @@ class Plan:
         tree_accounting: str = "",
         workload: Workload | None = None,
         max_buffers: int | None = None,
+        sampling: str = "",
         **options: Any,
     ) -> Plan:
         """Choose the strategy (by name, as an object, or "best") and the noise.
+
+        With mechanism "best", `sampling` says what may be drawn in secret for `Epochs`: "none",
+        "poisson", "cyclic", "bins" or "any", which takes the least noise (see `sampled_fit`).
 
         Exactly one of `epsilon` and `noise_multiplier` is given. The search for the noise ends on
         the safe side: the plan's statement never exceeds `epsilon`.
@@ -166,6 +171,19 @@ class Plan:
             raise InvalidInput("give exactly one of epsilon and noise_multiplier")
         instance_of(Participation, participation=participation)
         workload = checked_workload(workload)
+        if sampling:
+            one_of(("best",), mechanism=mechanism)
+            plan: Plan = fit_sampled(
+                cls.fit,
+                participation,
+                sampling=sampling,
+                epsilon=epsilon,
+                delta=delta,
+                unit=unit,
+                workload=workload,
+                max_buffers=max_buffers,
+            )
+            return plan
         if isinstance(mechanism, strategies.Strategy):
             strategy = mechanism
         elif isinstance(participation, BallsInBins):
@@ -230,6 +248,16 @@ class Plan:
                 )
             cache[steps, part] = found if found.squared <= covered.squared else covered
         return cache[steps, part]
+
+    def positions(self, steps: int) -> bins.Overlaps:
+        """How far secret positions overlap in the first `steps` steps, for the accountant bins.
+
+        Its first class, no secrecy at all, is an order that everybody knows.
+        """
+        instance_of(BallsInBins, participation=self.participation)
+        assert isinstance(self.participation, BallsInBins)
+        known = (1, 0.0, self.sensitivity_after(steps).squared)
+        return bins.Overlaps((known, *overlaps(self.strategy, self.participation, steps)[1:]))
 
     @property
     def multiplier_of_sensitivity(self) -> float:
@@ -359,7 +387,7 @@ def _sampled_epsilon(plan: Plan, steps: int) -> float:
     if z == 0:
         return math.inf
     if isinstance(part, BallsInBins):
-        found = bins.Overlaps(overlaps(plan.strategy, part, steps))
+        found = plan.positions(steps)
         return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     turns = part.most_within(steps)
@@ -386,8 +414,7 @@ def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
         return replace(plan, noise_multiplier=z)
     part, start = plan.participation, 1.0
     if isinstance(part, BallsInBins):
-        found = bins.Overlaps(overlaps(plan.strategy, part, part.steps))
-        z = found.noise_multiplier(epsilon=epsilon, delta=plan.delta)
+        z = plan.positions(part.steps).noise_multiplier(epsilon=epsilon, delta=plan.delta)
         while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
             z *= 1 + 1e-5
         return replace(plan, noise_multiplier=z)

@@ -125,3 +125,13 @@ def test_a_slack_uses_delta_up() -> None:
     assert gdp.capacity(epsilon=1.0, delta=DELTA, slack=DELTA) == 0
     with pytest.raises(InvalidInput, match="below the slack"):
         gdp.dominating(np.array([0.0, 1.0]), np.array([0.5, 0.1]), slack=1e-3)
+
+
+def test_banded_noise_and_secret_positions_have_a_cost() -> None:
+    from noshuffle.participation import BallsInBins, CyclicPoisson
+
+    for part in (CyclicPoisson(12, 3, 0.3), BallsInBins(3, 4)):
+        plan = Plan.fit(part, mechanism="banded", bands=2, noise_multiplier=4.0, delta=DELTA)
+        cost = cost_of(plan.statement(), delta=DELTA, plan=plan, steps=12)
+        assert plan.epsilon() <= cost.epsilon(DELTA) <= 2 * plan.epsilon()
+        assert cost_of(plan.statement(), delta=DELTA, plan=plan, steps=4).mu < cost.mu

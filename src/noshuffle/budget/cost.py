@@ -31,12 +31,10 @@ from functools import lru_cache
 import numpy as np
 
 from noshuffle.accounting import fourier, gdp, renyi
-from noshuffle.accounting.bins import Overlaps
 from noshuffle.errors import Unsupported
 from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Poisson
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies.positions import overlaps
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
 _SHARE = 1e-3
@@ -133,9 +131,7 @@ def _cost(
 
 
 def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
-    assert isinstance(plan.participation, BallsInBins)
-    noise = plan.noise_multiplier
-    found = Overlaps(overlaps(plan.strategy, plan.participation, steps))
+    noise, found = plan.noise_multiplier, plan.positions(steps)
 
     def curve(epsilons: np.ndarray) -> np.ndarray:
         return found.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))

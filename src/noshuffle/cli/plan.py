@@ -11,6 +11,7 @@ from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.promise import Output, Promise, check_picture, print_json
 from noshuffle.errors import InvalidInput, whole
+from noshuffle.participation import Epochs, Participation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class PlanSettings(Promise):
     mechanism: str = setting("all", "one mechanism, or 'all' to compare those that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
+    sampling: bool = setting(False, "also fit secret sampling, and say what it would buy")
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
 
@@ -60,12 +62,35 @@ def plan(asked: PlanSettings, output: Output) -> None:
         print_json([row.to_dict() for row in rows])
     else:
         _print_table(rows, participation.words())
+    if asked.sampling:
+        _print_sampling(participation, asked, rows[0])
     if asked.plot is not None:
         from noshuffle.report.tradeoff import draw_plan
 
         draw_plan(asked.plot, rows, population=asked.population, batch_size=asked.batch_size)
         if not output.json:
             print(f"plot written to {asked.plot}")
+
+
+def _print_sampling(participation: Participation, asked: PlanSettings, unsampled: Any) -> None:
+    from noshuffle.plan import Plan
+    from noshuffle.sampled_fit import alternatives
+    from noshuffle.strategies import Workload
+
+    if not isinstance(participation, Epochs) or asked.target_epsilon is None:
+        raise InvalidInput("--sampling needs --epochs with --steps-per-epoch, and --target-epsilon")
+    found = alternatives(
+        Plan.fit,
+        participation,
+        epsilon=asked.target_epsilon,
+        delta=asked.delta,
+        kinds=("poisson", "cyclic", "bins"),
+        unsampled=unsampled.plan.strategy,
+        workload=Workload(beta=asked.momentum),
+    )
+    print("If positions can be drawn in secret (against the best of the table without):")
+    for row in found:
+        print(f"  {row.words} ({100 * (row.rms / unsampled.rms - 1):+.1f} %)")
 
 
 def _say(name: str) -> None:

@@ -117,7 +117,9 @@ def prefix_sensitivity(
     plain = type(strategy) is Identity and not strategy.has_gains
     if isinstance(participation, BallsInBins):
         top = overlaps(strategy, participation, steps)[0][2]
-        return _record(top, top, "at one position; the amplified accountant counts its secrecy")
+        secret = _record(top, top, "at one position; the amplified accountant counts its secrecy")
+        known = prefix_sensitivity(strategy, participation.in_order, steps)
+        return min(secret, known, key=lambda each: each.squared)
     if isinstance(participation, CyclicPoisson) and not plain:
         return _one_turn(strategy, participation, steps)
     if isinstance(participation, Poisson | FixedSize | CyclicPoisson):

@@ -1,0 +1,118 @@
+"""What secret sampling buys: one run unsampled and under every kind of sampling, at equal (ε, δ).
+
+    none      the same order in every epoch, the best mechanism
+    poisson   coin flips in every step, independent noise (DP-SGD)
+    cyclic    groups that take turns with coin flips, as many bands as groups, as many as are best
+    bins      one secret position for every unit, under the strategies of "none" and "cyclic"
+
+Batches have the same expected size everywhere. Compared is z · rms, the noise in the running sum,
+which already holds what the amplification of each is worth. No state.
+
+>>> from noshuffle.participation import Epochs
+>>> from noshuffle.plan import Plan
+>>> kinds = ("poisson", "cyclic")
+>>> rows = alternatives(Plan.fit, Epochs(4, 8), epsilon=4.0, delta=1e-5, kinds=kinds)
+>>> [row.kind for row in rows], rows[0].rms < rows[1].rms
+(['cyclic', 'poisson'], True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
+from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, Participation, Poisson
+from noshuffle.strategies import Strategy, Workload, error
+
+KINDS = ("none", "poisson", "cyclic", "bins")
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One kind of sampling, its `Plan`, and the noise in the running sum in clip norms."""
+
+    kind: str
+    plan: Any
+    rms: float
+
+    @property
+    def words(self) -> str:
+        part, name = self.plan.participation, self.plan.strategy.name
+        groups = f", {part.groups} groups" if isinstance(part, CyclicPoisson) else ""
+        return f"{self.kind}: {name}{groups}, noise × rms {self.rms:.4g}"
+
+
+def alternatives(
+    fit_plan: Callable[..., Any],
+    participation: Epochs,
+    *,
+    epsilon: float,
+    delta: float,
+    kinds: Sequence[str] = KINDS,
+    unsampled: str | Strategy = "best",
+    workload: Workload | None = None,
+    **options: Any,
+) -> list[SamplingRow]:
+    """Rows for the kinds that apply, the least noise first.
+
+    `fit_plan` is `Plan.fit`, `unsampled` the mechanism of "none"; `options` are its own.
+    """
+    instance_of(Epochs, participation=participation)
+    for kind in kinds:
+        one_of(KINDS, sampling=kind)
+    common = {"epsilon": epsilon, "delta": delta, "workload": workload, **options}
+
+    def row(kind: str, part: Participation, mechanism: str | Strategy) -> SamplingRow:
+        plan = fit_plan(part, mechanism=mechanism, **common)
+        felt = error(plan.strategy, plan.steps, workload=workload or Workload()).rms
+        return SamplingRow(kind, plan, plan.noise_multiplier * felt)
+
+    rows: dict[str, SamplingRow] = {}
+    n, b = participation.steps, participation.steps_per_epoch
+    if "none" in kinds or "bins" in kinds:
+        rows["none"] = row("none", participation, unsampled)
+    if "poisson" in kinds:
+        rows["poisson"] = row("poisson", Poisson(n, 1 / b), "identity")
+    if "cyclic" in kinds or "bins" in kinds:
+
+        @cache
+        def turns(groups: int) -> SamplingRow:
+            return row("cyclic", CyclicPoisson(n, groups, groups / b), "best")
+
+        rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, b))
+    if "bins" in kinds:
+        part, found = BallsInBins(participation.epochs, b), []
+        for other in ("none", "cyclic"):
+            with suppress(Unsupported):  # trees
+                found.append(row("bins", part, rows[other].plan.strategy))
+        if found:
+            rows["bins"] = min(found, key=lambda each: each.rms)
+    wanted = [found for kind, found in rows.items() if kind in kinds]
+    return sorted(wanted, key=lambda each: each.rms)
+
+
+def _least(value: Any, most: int) -> int:
+    """The number of groups with the least value, on a ladder of factors of about 1.3, downhill."""
+    ladder = sorted({min(most, round(1.3**i)) for i in range(64)})
+    place = min(len(ladder) - 1, sum(rung < most / 8 for rung in ladder))
+    while True:
+        near = [i for i in (place - 1, place, place + 1) if 0 <= i < len(ladder)]
+        best = min(near, key=lambda i: float(value(ladder[i])))
+        if best == place:
+            return ladder[place]
+        place = best
+
+
+def fit_sampled(
+    fit_plan: Callable[..., Any], participation: Participation, *, sampling: str, **options: Any
+) -> Any:
+    """The plan with the least noise among kinds of sampling: one of `KINDS`, or "any"."""
+    one_of((*KINDS, "any"), sampling=sampling)
+    if not isinstance(participation, Epochs) or options.get("epsilon") is None:
+        raise InvalidInput('sampling= compares at one epsilon, for Epochs(…); give both, or "none"')
+    kinds = KINDS if sampling == "any" else (sampling,)
+    return alternatives(fit_plan, participation, kinds=kinds, **options)[0].plan
