@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import accelerate
 import numpy as np
 import peft
 import pytest
@@ -20,6 +21,7 @@ import noshuffle as ns
 from noshuffle.clipping import next_token
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
+from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
 from noshuffle.noise import test_source
 from noshuffle.training import privatize, verify
 
@@ -201,6 +203,67 @@ def test_users_with_many_sequences(tmp_path):
     assert len(made.private.outcome.norms) == 4  # one contribution a user, whatever they wrote
     with pytest.raises(InvalidInput, match="whose each example is"):
         trainer(tmp_path, data=data, plan=plan, per_device_train_batch_size=8, num_train_epochs=1)
+
+
+def plain_trainer(out, kind="full", *, run=None, seed=0, parts=2, callbacks=(), **options):
+    settings = {"gradient_accumulation_steps": parts, "train_sampling_strategy": "sequential"}
+    args = arguments(out, **settings, **options)
+    size = {"clip_norm": 0.6, "batch_size": 4 * parts, "source": test_source(seed=1)}
+    private = PrivateTrainerCallback(fitted(args), run=run, **size)
+    given = {"train_dataset": Sentences(), "callbacks": [private, *callbacks]}
+    return transformers.Trainer(gpt2(kind, seed), args, **given), private
+
+
+def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path):
+    made, callback = plain_trainer(tmp_path, save_strategy="no")
+    made.train()
+    hand = by_hand(tmp_path / "hand", "full", 2)
+    assert torch.equal(weights(made.model), weights(hand.model))
+    assert callback.statement().epsilon == hand.statement().epsilon
+    assert not set().union(*made.state.log_history) & {"loss", "train_loss", "grad_norm"}
+    for options in ({"train_sampling_strategy": "random"}, {"report_to": ["tensorboard"]}):
+        made.args = arguments(tmp_path, **{"train_sampling_strategy": "sequential", **options})
+        with pytest.raises(Unsupported, match="does not take"):
+            callback.on_train_begin(made.args, made.state, made.control)
+
+
+def test_a_loop_of_accelerate_is_the_same_as_by_hand(tmp_path):
+    """It divides every loss by the number of parts, by itself."""
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    plan, data, model = fitted(args), Sentences(), gpt2()
+    inner = transformers.Trainer(model, args).create_optimizer()
+    schedule = transformers.get_scheduler("linear", inner, 0, plan.steps)
+    size = {"clip_norm": 0.6, "batch_size": 8, "source": test_source(seed=1)}
+    private = privatize(model, inner, plan, **size)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, private.optimizer, loader)
+    model.train()
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                schedule.step()
+    assert private.steps_released == 6
+    assert torch.equal(weights(model), weights(by_hand(tmp_path / "hand", "full", 2).model))
+
+
+@pytest.mark.slow
+def test_the_callback_form_is_resumed_from_the_checkpoint_of_the_trainer(tmp_path):
+    made, _ = plain_trainer(tmp_path / "out", run=tmp_path / "run", callbacks=[Stop(4)])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    del made
+    with pytest.raises(InvalidInput, match="the run folder is at step 2"):
+        plain_trainer(tmp_path / "out", run=tmp_path / "run")[0].train()
+    again, callback = plain_trainer(tmp_path / "out", run=tmp_path / "run", seed=9)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert callback.private.steps_released == 6
+    hand = by_hand(tmp_path / "hand", "full", 2)
+    assert torch.equal(weights(again.model), weights(hand.model))
 
 
 @pytest.mark.parametrize(
