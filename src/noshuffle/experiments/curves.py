@@ -38,6 +38,7 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
         epsilons = sorted({e for points in curves.values() for e in points if e > 0})
         made = [v for k, v in results.items() if k.startswith(f"{task}/") and "data" in v]
         title = settings["tasks"][task]["title"]
+        title = made[0].get("title", title) if made else title
         if made and made[0]["data"] != settings["tasks"][task]["data"]:
             title += f" ({made[0]['data']} stands in)"
         heads = " | ".join(f"ε = {e:g}" for e in epsilons)

@@ -140,6 +140,7 @@ def train(
             }
             for (epsilon, rate, trial), z, found, averaged in zip(runs, levels, last, mean)
         ],
+        "title": task.title,
         "data": rows.name,
         "rows": len(rows.x),
         "steps": steps,
