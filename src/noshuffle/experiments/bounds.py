@@ -208,9 +208,9 @@ def _both(results: Results, head: str) -> tuple[list[float], list[float], list[f
 
 def _table(results: Results) -> str:
     lines = ["| | at | measured | ± | proved bound |", "|---|---|---|---|---|"]
-    for key, found in results.items():
-        if key == "statements":
-            continue
+    keys = [key for key in results if key != "statements"]
+    for key in sorted(keys, key=lambda k: (k.rpartition("/")[0], float(k.rpartition("/")[2]))):
+        found = results[key]
         head, _, value = key.rpartition("/")
         spread = "–" if found["deviation"] is None else f"{found['deviation']:.4f}"
         bound = "–" if found["bound"] is None else f"{found['bound']:.4f}"

@@ -50,5 +50,5 @@ def panels(
 def plain_ticks(axis: Any, values: Sequence[float], most: int = 6) -> None:
     """Some of these values below the axis, written out, and nothing between them."""
     shown = values[:: max(1, -(-len(values) // most))]
-    axis.set_xticks(shown, [f"{v:g}" if v < 1e4 else f"{v:.0e}".replace("e+0", "e") for v in shown])
+    axis.set_xticks(shown, [f"{v:g}" if v < 1e4 else f"{v:,.0f}" for v in shown])
     axis.set_xticks([], minor=True)
