@@ -1,11 +1,11 @@
-"""The simulation behind `solver="auto"`: synthetic tables, every solver, every schedule.
+"""The simulation behind the steps of `solver="auto"`: synthetic tables, every solver and schedule.
 
     python benchmarks/convex_rule.py [--quick] [--task classify regress]
 
 For each family, number of rows n, columns p and ε: test accuracy (R² of regressions, at least −1)
 of "gd" at several numbers of readings and step sizes, of the rule's own choice ("auto") and of
 the other solvers, δ = 1e-6. Printed by R = nμ/√(p + 1): how far each setting lies behind the best
-of its cell, mean over cells. No table that is reported on elsewhere takes part. Families: uniform
+of its cell, mean over cells. No table of convex_table.py takes part. Families: uniform
 columns, skewed and correlated ones, indicators of five values each with a rare class, columns of
 very different spread; of classes also clusters of five.
 """

@@ -4,11 +4,12 @@
     ANOTHER_PYTHON benchmarks/convex_table.py --out convex.json --only diffprivlib   (or opacus)
 
 Test accuracy, δ = 1e-6 (diffprivlib: δ = 0), zero-out neighbours, a random fifth held out (Adult:
-its official split), mean over seeds of the noise. Columns have public bounds, and nothing is
-tuned here: `auto` follows a rule that was made on other, synthetic tables (convex_rule.py). Of
-the peers, diffprivlib has rows of norm √p; Opacus 20 epochs, batches of n/10, rate 2, clip norm
-1. Every cell is kept in the file as soon as it is there, and a second run goes on; peers are
-measured by whichever interpreter has them, and a line says what was left out.
+its official split), mean over seeds of the noise. Columns have public bounds, and nothing is tuned
+here: `auto` takes its steps by a rule that was made on synthetic tables (convex_rule.py), in a form
+that was chosen while looking at the first six of these tables but Bank. Of the peers, diffprivlib
+has rows of norm √p; Opacus 20 epochs, batches of n/10, rate 2, clip norm 1. Every cell is kept in
+the file as soon as it is there, and a second run goes on; peers are measured by whichever
+interpreter has them, and a line says what was left out.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ column, and the most frequent class is the better answer. Beyond, s ≈ T/9 and
     classes      T = R/2 within [4, 64],   η = 4 for logistic losses, 1 for hinges
     regression   T = R within [8, 64],     η = R/100 within [0.1, 1]
 
-These numbers, ρ = 3 and C were chosen by simulation on synthetic tables, which is printed by
-benchmarks/convex_rule.py; they move accuracy, never privacy. Sparse rows are taken as they are, and
-models without an intercept are scaled but not centred.
+Steps, rates and the limit were chosen by simulation on synthetic tables (benchmarks/convex_rule.py
+prints one); ρ = 3, β, C and that columns are standardised at all while looking at tables of
+benchmarks/RESULTS.md, too. All of it moves accuracy, never privacy. Sparse rows are taken as they
+are, and models without an intercept are scaled but not centred.
 
 State: iterate, velocity, sum of the iterates of the second half, what the first readings released.
 

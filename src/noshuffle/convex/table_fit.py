@@ -2,8 +2,8 @@
 
 "auto" is decided by public settings alone: a setting that only the stream has (a horizon, passes,
 batches, a mechanism, averaging, a learning rate, a released score, a penalty or set of its own)
-takes "ftrl", everything else "gd", which was ahead of the others on all synthetic tables but a few
-(benchmarks/convex_rule.py). Evidence for a run folder is kept by solvers that read rows in steps.
+takes "ftrl", everything else "gd", which is ahead of the others on most tables
+(benchmarks/RESULTS.md). Evidence for a run folder is kept by solvers that read rows in steps.
 State: none of its own; it writes the attributes of the estimator.
 """
 
