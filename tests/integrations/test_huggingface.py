@@ -139,7 +139,9 @@ class Stop(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("full", 2), ("lora", 1)])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("full", 2), pytest.param("lora", 1, marks=pytest.mark.slow)]
+)
 def test_the_same_as_by_hand_stopped_and_resumed(tmp_path, kind, parts):
     hand = by_hand(tmp_path / "hand", kind, parts, epochs=parts)
     options = {"run": tmp_path / "run", "gradient_accumulation_steps": parts}
@@ -192,6 +194,7 @@ def test_users_with_many_sequences(tmp_path):
     plan = fitted(args, data, unit="user", mechanism="tree")
     made = trainer(
         tmp_path,
+        "lora",
         data=data,
         plan=plan,
         units=[0, 0, 0, 1, 1, 2, 3, 3],
@@ -227,6 +230,7 @@ def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path)
             callback.on_train_begin(made.args, made.state, made.control)
 
 
+@pytest.mark.slow
 def test_a_loop_of_accelerate_is_the_same_as_by_hand(tmp_path):
     """It divides every loss by the number of parts, by itself."""
     args = arguments(tmp_path, gradient_accumulation_steps=2)
