@@ -115,6 +115,41 @@ def test_a_flower_strategy_is_heard() -> None:
         record_strategy(object(), "w")
 
 
+def test_a_strategy_of_flower_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own central DP around FedAvg, with real messages: a client is a canary, or stays away."""
+    app = pytest.importorskip("flwr.app")
+    strategies = pytest.importorskip("flwr.serverapp.strategy")
+    task = pytest.importorskip("flwr.supercore.task_identity").TaskIdentity
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(task, name, 1)
+    clients, rounds, noise = 300, 2, 0.5
+    coins = np.random.default_rng(0).random(clients) < 0.5
+    inner = strategies.FedAvg(min_available_nodes=clients, min_train_nodes=clients)
+    strategy = strategies.DifferentialPrivacyServerSideFixedClipping(inner, noise, 1.0, clients)
+    grid = SimpleNamespace(get_node_ids=lambda: list(range(clients)))
+    arrays = app.ArrayRecord({"w": app.Array(np.zeros(clients, dtype=np.float32))})
+
+    def reply(message: Any) -> Any:
+        who, own = message.metadata.dst_node_id, arrays["w"].numpy().copy()
+        # Clipped to one by the strategy, which divides by zero (flwr 1.41) where nothing changed.
+        own[who] += 3.0 if coins[who] else 1e-6
+        content = {
+            "arrays": app.ArrayRecord({"w": app.Array(own)}),
+            "metrics": app.MetricRecord({"num-examples": 1}),
+        }
+        return app.Message(app.RecordDict(content), reply_to=message)
+
+    with record_strategy(strategy, "w") as recorder:
+        for number in range(1, rounds + 1):
+            sent = strategy.configure_train(number, arrays, app.ConfigRecord(), grid)
+            arrays, _ = strategy.aggregate_train(number, [reply(message) for message in sent])
+    heard = traces(recorder.rows(), [range(rounds)] * clients)
+    mu = math.sqrt(rounds) / noise
+    fair, half = (epsilon_of(part * mu, delta=DELTA) for part in (1.0, 0.4))
+    assert audit_claim(heard, coins, epsilon=fair, delta=DELTA).answer == HOLDS
+    assert audit_claim(heard, coins, epsilon=half, delta=DELTA).answer == REFUTED
+
+
 def test_traces_that_say_nothing_are_refused() -> None:
     coins = np.arange(200) % 3 == 0
     with pytest.raises(InvalidInput, match="neither noise"):

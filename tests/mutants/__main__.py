@@ -4,6 +4,7 @@
     python -m tests.mutants --only restart    those whose name or fault has this word
     python -m tests.mutants --log FILE        results go to FILE; what stands there is not run again
     python -m tests.mutants --clean 100       the same tests without a bug, so many times
+    python -m tests.mutants --clean 100 --of test_covariance,test_laws        those of them alone
 
 A mutant is dead when a test fails (pytest's exit status 1). One that cannot be imported, or whose
 tests are not found, is an error of the list, not a kill. The quick tests are asked first, the slow
@@ -152,9 +153,11 @@ def main() -> int:
         "--log", type=Path, metavar="FILE", help="results so far; goes on from them"
     )
     parser.add_argument("--unchecked", action="store_true", help="without the clean run before")
+    parser.add_argument("--of", default="", metavar="WORDS", help="tests named by one of a,b,c")
     asked = parser.parse_args()
     chosen = [m for m in MUTANTS if asked.only in f"{m.name} {m.file} {m.fault}"]
     by = sorted({test for mutant in chosen for test in mutant.by})
+    by = [test for test in by if any(word in test for word in asked.of.split(","))]
     if asked.clean:
         alarms = clean(asked.clean, by)
         print(f"{alarms} false alarms in {asked.clean} clean runs of {len(by)} tests")

@@ -95,8 +95,8 @@ DRIVERS = (
     Mutant(
         "complex rows reach a solver",
         "convex/arrays.py",
-        "if found:",
-        "if False:",
+        '    refuse_complex(**{name: found})\n    if found.dtype.kind not in "biuf":',
+        '    if found.dtype.kind not in "biufcO":',
         ("tests/convex/solvers/test_contract.py",),
         "G10",
     ),

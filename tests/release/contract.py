@@ -172,8 +172,31 @@ def work(name: str, folder: Path, plan: Plan, log: Path) -> None:
     driver.close()
 
 
+#: What a process was at, by the innermost module of ours that was running.
+PLACES = {
+    "opening and keys": "release/opening release/folder release/keys release/run_ noise/source",
+    "guard": "release/guard release/unit release/ledger.py",
+    "clipped sum": "clipping/ training/step training/compiled federated/ convex/ training/many",
+    "digest": "release/digest release/tags",
+    "row of the ledger": "release/ledger_",
+    "noise": "noise/",
+    "files and checkpoints": "release/files release/checkpoint",
+    "statement and seal": "release/seal release/spending release/facts statement plan release/ver",
+}
+
+
+def place_of(frame: Any) -> str:
+    while frame is not None:
+        _, ours, name = frame.f_code.co_filename.rpartition("/noshuffle/")
+        for place, modules in PLACES.items():
+            if ours and name.startswith(tuple(modules.split())):
+                return place
+        frame = frame.f_back
+    return "elsewhere"
+
+
 def child(job: Callable[[], None], kill_after: int | None) -> int | str:
-    """Run a job in a fork; the number of its calls, "killed", or its error."""
+    """Run a job in a fork; the number of its calls, "killed" and where, or its error."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -184,6 +207,7 @@ def child(job: Callable[[], None], kill_after: int | None) -> int | str:
             nonlocal calls
             calls += 1
             if calls == kill_after:
+                os.write(write, place_of(frame).encode())
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -200,7 +224,7 @@ def child(job: Callable[[], None], kill_after: int | None) -> int | str:
         said = pipe.read()
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        return "killed"
+        return f"killed {said.decode()}"
     found: int | str = json.loads(said)
     return found
 
@@ -221,10 +245,14 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
     while done < count:
         path, log, lives = folder / f"run{len(results)}", folder / f"log{len(results)}", 0
         said: int | str = "killed"
-        while said == "killed":
+        places: list[str] = []
+        while str(said).startswith("killed"):
             instant = chance.randrange(1, calls) if lives < 2 and done < count else None
             said = child(lambda: work(name, path, plan, log), instant)  # noqa: B023
-            lives, done = lives + 1, done + (said == "killed")
+            lives += 1
+            if str(said).startswith("killed "):
+                done += 1
+                places.append(str(said).removeprefix("killed "))
         seen: dict[int, set[str]] = {}
         for line in log.read_text().splitlines():
             step, digest = line.split()
@@ -234,6 +262,7 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
             {
                 "said": said,
                 "lives": lives,
+                "places": places,
                 "answer": verdict.answer,
                 "words": verdict.words(),
                 "steps": len(seen),

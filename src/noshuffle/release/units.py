@@ -38,7 +38,8 @@ Ids = NDArray[np.int64]
 #: first, last, count
 Record = tuple[int, int, int]
 _FIELDS = 4  # the same, and the number of a party (0: none)
-_IN_PARTIES = 2**21
+#: Units of parties, and rows of batches, that are remembered; each weighs so many more itself.
+_IN_PARTIES, _MOST_ROWS, _EACH = 2**21, 2**21, 64
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,6 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     return np.asarray(ids, dtype=np.int64)
 
 
-#: Rows of batches that are remembered.
-_MOST_ROWS = 2**21
-
-
 class BatchCache:
     """The units of batches that came before, in order, by the first and last of their ids.
 
@@ -122,11 +119,11 @@ class BatchCache:
 
     def add(self, ids: Ids, units: Ids) -> None:
         """Remember a batch, and keep its units from being changed."""
-        if self._rows + len(ids) > _MOST_ROWS:
+        if self._rows + len(ids) + _EACH > _MOST_ROWS:
             self._batches, self._rows = {}, 0
         units.flags.writeable = False
         self._batches[_ends(ids)] = (ids.tobytes(), units)
-        self._rows += len(ids)
+        self._rows += len(ids) + _EACH
 
 
 def _ends(ids: Ids) -> tuple[int, int, int]:
@@ -238,14 +235,14 @@ class UnitTable:
 
     def _new_number(self, members: int) -> int:
         """The number of a party to come, 0 where there is no room for it."""
-        if self._members + members > _IN_PARTIES:
+        if self._members + members + _EACH > _IN_PARTIES:
             return 0
         self._founded += 1
         return self._founded
 
     def _found(self, ids: Ids, rows: Ids, number: int, record: Record) -> None:
         """A party whose rows have its number already."""
-        self._members += len(ids)
+        self._members += len(ids) + _EACH
         self._firsts[int(ids[0])] = number
         self._parties[number] = _Party(number, ids.tobytes(), rows, record)
 
@@ -265,7 +262,7 @@ class UnitTable:
         for number in self._parties.keys() & set(numbers.tolist()):
             self._write(number)
             party = self._parties.pop(number)
-            self._members -= len(party.rows)
+            self._members -= len(party.rows) + _EACH
             self._firsts.pop(int.from_bytes(party.units[:8], sys.byteorder, signed=True), None)
 
     def _write_back(self) -> None:

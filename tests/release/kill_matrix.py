@@ -1,0 +1,42 @@
+"""Drivers × what they were at when they were killed, as a table.
+
+    python -m tests.release.kill_matrix 30        so many kills of every driver
+
+Each run is killed at up to two random instants (SIGKILL, between any two calls of Python), then
+brought to its end, and must be PROVED: every step on record once, none released with two values, ε
+that of the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+
+from tests.release.contract import DRIVERS, PLACES
+
+COLUMNS = [*PLACES, "elsewhere"]
+
+
+def row(name: str, count: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.release.contract", name, folder, str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    results, epsilon = json.loads(done.stdout.splitlines()[-1])
+    found = Counter(place for one in results for place in one["places"])
+    good = sum(
+        (one["answer"], one["twice"], one["epsilon"], one["steps"]) == ("PROVED", [], epsilon, 8)
+        for one in results
+    )
+    cells = [str(found[place] or "") for place in COLUMNS]
+    return f"| {name} | {' | '.join(cells)} | {found.total()} | {good} of {len(results)} |"
+
+
+if __name__ == "__main__":
+    print(
+        f"| driver | {' | '.join(COLUMNS)} | kills | proved |\n" + "|---" * (len(COLUMNS) + 3) + "|"
+    )
+    for each in DRIVERS:
+        print(row(each, int(sys.argv[1])), flush=True)
