@@ -159,6 +159,20 @@ def test_a_file_cut_at_every_byte(stopped: Path, tmp_path: Path, kind: str) -> N
         shutil.rmtree(copy)
 
 
+def test_what_a_kill_leaves_of_an_atomic_write(stopped: Path, tmp_path: Path) -> None:
+    """Sealing writes states anew; half of one, beside the whole, is not of the checkpoint."""
+    copy = shutil.copytree(stopped, tmp_path / "copy")
+    path = copy / "checkpoints" / "step-00000008"
+    (path / ".state.pt.4711.tmp").write_bytes(b"half")
+    private = folders.open_run(copy)
+    assert private.resume() == 8
+    folders.train(private).close()
+    assert verify(copy).answer == "PROVED"
+    assert not list(copy.rglob(".state.pt.*"))
+    (copy / "checkpoints" / "step-00000020" / ".other").write_bytes(b"")
+    assert verify(copy).answer == "REFUTED"
+
+
 def test_what_units_have_spent_cut_at_every_byte(tmp_path: Path) -> None:
     plan = Plan.fit(SinglePass(steps=4), mechanism="tree", epsilon=1.0)
     budget = Budget(tmp_path / "books", epsilon=4.0, delta=1e-6, individual=True)

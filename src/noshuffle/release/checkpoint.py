@@ -29,6 +29,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.release.files import file_digest, sync_file, sync_folder, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8,})$")
+_LEFT = re.compile(r"^\.(model\.safetensors|state\.pt)\.\d+\.tmp$")  # of `files.write_bytes`
 #: Names of the files of a checkpoint, each with its SHA-256.
 Digests = dict[str, str]
 
@@ -70,7 +71,13 @@ def save(
 
 
 def digests(path: Path) -> Digests:
-    return {file.name: file_digest(file) for file in sorted(path.iterdir())}
+    """Of the files of a checkpoint; what a crash left of an atomic write is none of them."""
+    files = sorted(set(path.iterdir()) - set(leftovers(path)))
+    return {file.name: file_digest(file) for file in files}
+
+
+def leftovers(path: Path) -> list[Path]:
+    return [file for file in path.glob(".*.tmp") if _LEFT.match(file.name)]
 
 
 def changed(path: Path, noted: Digests) -> str:
@@ -120,6 +127,9 @@ def _sweep(folder: Path) -> None:
     """Remove what crashes left half-written or half-removed (a run has one writer at a time)."""
     for left in [*folder.glob(".step-*.tmp"), *folder.glob(".old-*")]:
         shutil.rmtree(left)
+    for path in saved(folder):
+        for left in leftovers(path):
+            left.unlink()
 
 
 def _remove(path: Path) -> None:
