@@ -38,6 +38,9 @@ class Participation:
 
     kind: ClassVar[str] = ""
     is_sampled: ClassVar[bool] = False
+    #: Whether one secret draw decides about rows that are released at several times. Two
+    #: continuations of one folder then share it, and do not compose as runs of their own.
+    keeps_draws: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # a field in some of the records, computed in others
 
@@ -231,6 +234,7 @@ class CyclicPoisson(Participation):
     rate: float
     kind: ClassVar[str] = "cyclic-poisson"
     is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,6 +274,7 @@ class BallsInBins(Participation):
     steps_per_epoch: int
     kind: ClassVar[str] = "balls-in-bins"
     is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

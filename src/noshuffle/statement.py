@@ -20,7 +20,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from noshuffle.participation import CyclicPoisson, Participation, Poisson, Restarted
+from noshuffle.participation import Participation, Restarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +124,6 @@ def sentences(
         "covered; raw losses, raw norms and hyper-parameters tuned on the same data are not."
     )
     out.append("Noise is treated as real-valued; the rounding of floating point is not analysed.")
-    if isinstance(participation, Poisson | CyclicPoisson) and neighbours == "replace-one":
-        out.append(
-            "Among all replacements under Poisson sampling, opposite gradients are taken to be the "
-            "worst; other libraries do the same, but no proof is known to us."
-        )
     if noise_multiplier == 0:
         out.append("There is no noise, hence no privacy.")
     if not is_exact:

@@ -43,12 +43,14 @@ from noshuffle.errors import (
     Unsupported,
     VerificationFailed,
 )
+from noshuffle.participation import BallsInBins, CyclicPoisson, Participation
 from noshuffle.release import account
 from noshuffle.release.account import Account
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
 from noshuffle.release.release import Release
 from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies import identity
 
 DELTA = 1e-5
 
@@ -140,6 +142,29 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(budget: Budget, tmp_path: Path) -> 
     sums_of(budget, plan, run=tmp_path / "run")
     sums_of(budget, plan, run=tmp_path / "copy")
     assert math.isclose(mu_of(budget), plan.mu() * math.sqrt(2))
+
+
+@pytest.mark.parametrize("rule", [BallsInBins(1, 6), CyclicPoisson(6, 2, 0.5)], ids=repr)
+def test_a_copy_that_shares_secret_positions_is_refused(
+    budget: Budget, tmp_path: Path, rule: Participation
+) -> None:
+    """Eight copies of one secret shuffle cost five times what eight runs cost, at δ = 0.01."""
+    plan = Plan(participation=rule, strategy=identity(), noise_multiplier=20.0, delta=DELTA)
+
+    def opened(name: str) -> Any:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return privatize(
+            model, optimizer, plan, clip_norm=1.0, batch_size=4,
+            run=tmp_path / name, budget=budget,
+        )  # fmt: skip
+
+    opened("run").close(keep_keys=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with pytest.raises(Unsupported, match="share them, and cost more than two runs"):
+        opened("copy")
+    opened("run").close(keep_keys=True)  # the run itself goes on
+    assert len(budget.entries()) == 1
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -218,3 +218,24 @@ def test_audit_of_gd_finds_a_lower_bound() -> None:
     false = beta.ppf(0.975, misses + 1, 600 - misses)
     found = math.log(power / false)
     assert 0 < found <= 8.0
+
+
+@pytest.mark.parametrize("value", [1.79e308, -1.79e308])
+@pytest.mark.parametrize("kind", [PrivateLogisticRegression, PrivateLinearRegression, PrivateSVC])
+@pytest.mark.parametrize("solver", ["auto", "objective", "ftrl"])
+def test_a_row_that_is_too_long_for_a_number_spoils_nothing(
+    kind: type, solver: str, value: float
+) -> None:
+    """Once standardised it is infinite, and infinity times a factor of zero would be NaN."""
+    x = np.random.default_rng(0).normal(size=(400, 2)) * 1e-3
+    y = (x[:, 0] > 0).astype(int)
+    x[5] = value
+    settings = (
+        {"target_bounds": (0.0, 1.0)} if kind is PrivateLinearRegression else {"classes": [0, 1]}
+    )
+    if solver == "objective":
+        settings |= {"feature_bound": 1.0}
+    with np.errstate(all="ignore"):
+        model = kind(epsilon=1.0, delta=1e-6, solver=solver, test_seed=0, **settings).fit(x, y)
+    assert np.isfinite(model.coef_).all()
+    assert np.isfinite(model.intercept_).all()

@@ -7,11 +7,11 @@
     fixed         the curve of "remove" from ε = 0 on, of "add" below it (a `Joined`)
 
 The first two are the tight pair for Poisson sampling with add/remove neighbours (Zhu, Dong, Wang,
-2022). The third is what other libraries use for replace-one neighbours (two contributions of the
-clip norm in opposite directions); that no other replacement is worse is believed, not proved, and
-a plan that uses it says so. The last is for banded noise and other sums over several steps
-(Choquette-Choo et al., 2024). Losses are computed so that small ones keep their relative
-accuracy. For "fixed" see docs/proofs.md, "Batches of a fixed size". No state.
+2022). The third is for replace-one neighbours: two contributions of the clip norm in opposite
+directions, and no other replacement is worse (docs/proofs.md, "One unit for another"). The last is
+for banded noise and other sums over several steps (Choquette-Choo et al., 2024). Losses are
+computed so that small ones keep their relative accuracy. For "fixed" see docs/proofs.md, "Batches
+of a fixed size". No state.
 
 >>> pair = remove_pair(noise_multiplier=1.0, rate=0.5)
 >>> float(pair.loss(np.array([0.5]))[0])

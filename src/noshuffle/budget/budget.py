@@ -241,6 +241,7 @@ class Budget:
         origin: str | None = None,
         lives: Sequence[str] = (),
         released: int = 0,
+        keeps_draws: bool = False,
     ) -> OpenRun:
         """Reserve the cost of a run; see `release.account.Account.open`.
 
@@ -260,6 +261,12 @@ class Budget:
         with self._books.writing() as (events, append):
             state = BooksState.of(events)
             known = self._found(state, origin, lives, released)
+            if origin is not None and known is None and keeps_draws:
+                raise Unsupported(
+                    f"{what} is a copy or an older state of a run whose units keep their secret "
+                    "positions: two continuations share them, and cost more than two runs; go on "
+                    "with the newest state in its own folder, or begin a new run"
+                )
             cost = self._limit.cost(statement, plan, steps, state, but=known.id if known else "")
             self._limit.check(
                 state, what, cost, but=known.id if known else "", is_shared=_is_shared(plan)

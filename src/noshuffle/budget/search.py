@@ -82,6 +82,7 @@ class Trial:
         origin: str | None = None,
         lives: Sequence[str] = (),
         released: int = 0,
+        keeps_draws: bool = False,
     ) -> Trial:
         """Let a run in if the runs of this trial stay within its share."""
         if run is not None:

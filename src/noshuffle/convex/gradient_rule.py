@@ -132,14 +132,21 @@ class GradientRule(Rule):
         self._phase = phase
 
     def clipped_sum(self, x: Any, y: Targets) -> Array:
-        out = np.zeros(self.size)
+        out, far = np.zeros(self.size), np.zeros(x.shape[0], dtype=bool)
         if self._count < self.readings:
             out[: self._columns] = self._column_sums(x)
             return out
         if self.length == 0:
             rows = np.zeros((x.shape[0], self.features))
+        elif self.readings:
+            with np.errstate(over="ignore", invalid="ignore"):
+                rows = (x - self._centre) * self._scale
+            far = ~np.isfinite(rows).all(
+                axis=1
+            )  # once scaled, too large for a number: 0·∞ is not 0
+            rows[far] = 0.0
         else:
-            rows = x if not self.readings else (x - self._centre) * self._scale
+            rows = x
         margins = rows @ self._theta[:, :-1].T + self._theta[:, -1]
         residual = self.loss.residual(margins, y)
         if self.length == 0 and self.loss.is_classifier:
@@ -147,7 +154,7 @@ class GradientRule(Rule):
         norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
         norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
         residual *= clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)[:, None]
-        residual[~np.isfinite(residual).all(axis=1)] = 0.0
+        residual[far | ~np.isfinite(residual).all(axis=1)] = 0.0
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
         gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0

@@ -161,10 +161,15 @@ def _scores(rows: Array, w: Array) -> Array:
 
 
 def fit_into(rows: Array, *, bound: float, order: float = 2.0) -> Array:
-    """Each row shrunk on its own to norm at most `bound`: costs no privacy, measures nothing."""
+    """Each row shrunk on its own to norm at most `bound`: costs no privacy, measures nothing.
+
+    A row that is too long for a number becomes zero; one with a NaN keeps it.
+    """
     positive(bound=bound)
     norms = np.linalg.norm(rows, ord=order, axis=1, keepdims=True)
-    return np.asarray(rows * clip_factor(norms, bound, slack=0.0))
+    with np.errstate(invalid="ignore"):
+        short = rows * clip_factor(norms, bound, slack=0.0)
+    return np.where(np.isinf(norms), 0.0, short)
 
 
 def require(

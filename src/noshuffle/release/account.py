@@ -87,12 +87,14 @@ class Account(Protocol):
         origin: str | None = None,
         lives: Sequence[str] = (),
         released: int = 0,
+        keeps_draws: bool = False,
     ) -> Charge:
         """Reserve the cost of a run, or raise `BudgetExceeded`.
 
         `statement` is that of the whole run, `plan` and `steps` say the same where it is sampled.
         `origin`, `lives` (the public names of its keys) and `released` (its steps on record) tell
-        a run that is resumed from a copy or an older state of it.
+        a run that is resumed from a copy or an older state of it. With `keeps_draws` (see
+        `Participation`) such a copy is refused: it shares secrets with the run.
         """
         ...
 
@@ -131,6 +133,7 @@ def enter(
         origin=origin,
         lives=[str(life["keys"]) for life in (notes[-1:] if is_copy else notes)],
         released=ledger.released,
+        keeps_draws=plan.participation.keeps_draws,
     )
     if kind := ledger.meta("ids"):
         charge.identify(kind)

@@ -7,7 +7,8 @@ that lost its newest rows) would put the same noise on different sums, and the d
 free of noise. So every process that goes on with a run takes fresh entropy of the operating system
 for all draws that no released step has used; draws that were used keep their key, since trees,
 taps and banded inverses need them again. Two continuations are then at worst a second release,
-which composes. The same holds for secret samples of batches.
+which composes. The same holds for secret samples of batches, but not where a draw of an earlier
+step decides about later rows too (`Participation.keeps_draws`): a budget refuses a second one.
 
 A key serves one ledger: a `Source` that is given goes into the first key together with fresh
 entropy, so that it may be given to several runs. Test sources stay as they are, for ever: their
