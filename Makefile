@@ -10,11 +10,12 @@ DEV := $(VENV)/.ready-dev
 train: $(READY)
 	$(BIN)/noshuffle train
 
+# Three at a time on two cores: some tests wait for processes of their own most of the time.
 test: $(DEV)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 # Every speed table beside its peers; what is not installed is named and left out.
 bench: $(DEV)

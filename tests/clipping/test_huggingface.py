@@ -333,5 +333,5 @@ def test_the_page_about_transformers_runs():
     known = {}
     for block in blocks:
         exec(block, known)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert "fast, in one part" in known["engine"].why

@@ -54,6 +54,7 @@ BASE = {
     "train": [],
     "tune": [],
     "federated": [],
+    "predict": [".", "rows.csv"],
     "fit": ["rows.csv", "--target", "label", "--bounds", "0,7", "--classes", "0,1"],
     "sum": ["rows.csv", "--clip", "9"],
     "budget": ["books"],

@@ -20,7 +20,7 @@ all of it for one outcome. No state.
 >>> from noshuffle.accounting.mixture import remove_pair
 >>> block = [(remove_pair(noise_multiplier=0.646, rate=3e-6), 237_501)]
 >>> round(epsilon_of(block, delta=1.9e-9, is_upper=True), 3)
-0.066
+0.055
 """
 
 from __future__ import annotations

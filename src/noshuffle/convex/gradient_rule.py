@@ -136,24 +136,20 @@ class GradientRule(Rule):
         if self._count < self.readings:
             out[: self._columns] = self._column_sums(x)
             return out
-        if self.length == 0:
-            rows = np.zeros((x.shape[0], self.features))
-        elif self.readings:
-            with np.errstate(over="ignore", invalid="ignore"):
+        rows = np.zeros((x.shape[0], self.features)) if self.length == 0 else x
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.length > 0 and self.readings:
                 rows = (x - self._centre) * self._scale
-            far = ~np.isfinite(rows).all(
-                axis=1
-            )  # once scaled, too large for a number: 0·∞ is not 0
-            rows[far] = 0.0
-        else:
-            rows = x
-        margins = rows @ self._theta[:, :-1].T + self._theta[:, -1]
-        residual = self.loss.residual(margins, y)
-        if self.length == 0 and self.loss.is_classifier:
-            residual *= 2.0  # at weights of zero they are half of what clipping lets through
-        norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
-        norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
-        residual *= clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)[:, None]
+                # Once scaled it may be too large for a number, and 0·∞ is not 0.
+                far = ~np.isfinite(rows).all(axis=1)
+                rows[far] = 0.0
+            margins = rows @ self._theta[:, :-1].T + self._theta[:, -1]
+            residual = self.loss.residual(margins, y)
+            if self.length == 0 and self.loss.is_classifier:
+                residual *= 2.0  # at weights of zero they are half of what clipping lets through
+            norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
+            norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
+            residual *= clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)[:, None]
         residual[far | ~np.isfinite(residual).all(axis=1)] = 0.0
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
