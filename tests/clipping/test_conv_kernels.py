@@ -176,3 +176,22 @@ def test_group_norms_by_a_kernel(held: int, last: bool, monkeypatch: pytest.Monk
     unit = F.group_norm(x, 4, eps=1e-5)
     torch.testing.assert_close(weight, (unit * g).sum((2, 3)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(bias, g.sum((2, 3)), rtol=1e-4, atol=1e-4)
+
+
+@with_triton
+def test_an_axis_of_one_entry_may_have_any_stride() -> None:
+    """torch calls such a tensor contiguous, and a step along it would lead to another example."""
+    x = torch.randn(4, 1, 3, 24, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    odd = x.permute(0, 2, 3, 1)  # [4, 3, 24, 1]
+    plain = torch.empty(odd.shape, device=DEVICE).copy_(odd)
+    for one, other in zip(conv_kernels.halves(odd), conv_kernels.halves(plain)):
+        assert torch.equal(one, other)
+    g = torch.randn(4, 22, 1, 8, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    odd_g = g.permute(0, 3, 1, 2)  # [4, 8, 22, 1]
+    plain_g = torch.empty(odd_g.shape, device=DEVICE).copy_(odd_g)
+    how: Any = {"kernel": (3, 1), "how": ((1, 1), (0, 0), (1, 1))}
+    found = [conv_kernels.squares(a, b, **how) for a, b in ((odd, odd_g), (plain, plain_g))]
+    assert torch.equal(*found)
+    sums = [norm_kernels.channel_sums(t, t, groups=2, eps=1e-5) for t in (odd_g, plain_g)]
+    assert torch.equal(sums[0][0], sums[1][0])
+    assert torch.equal(sums[0][1], sums[1][1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, PerExample
-from noshuffle.clipping.criteria import ClassesLast, cross_entropy
+from noshuffle.clipping.criteria import ClassesLast, CriteriaByRow, cross_entropy
 from noshuffle.clipping.objective import row_losses
 
 
@@ -123,3 +123,12 @@ def test_clipped_sums_agree_with_the_slow_engine() -> None:
     slow = PerExample().clipped_sum(model, tokens, batch, clip=Flat(0.5))
     for name, value in slow.values.items():
         assert torch.allclose(ghost.values[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_behind_a_mask_rows_are_not_those_of_the_examples() -> None:
+    """As many numbers as examples do not make them theirs."""
+    x, y = torch.randn(4, 3), torch.tensor([1, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0]).reshape(4, 3)
+    with CriteriaByRow(4):
+        assert F.mse_loss(x, torch.zeros(4, 3)).shape == (4,)
+    with CriteriaByRow(4):
+        assert F.mse_loss(x[y.bool()], torch.zeros(4)).shape == ()

@@ -276,6 +276,7 @@ def test_the_callback_form_is_resumed_from_the_checkpoint_of_the_trainer(tmp_pat
         ({"train_sampling_strategy": "group_by_length"}, "use 'sequential'"),
         ({"train_sampling_strategy": "batch_rebalance"}, "use 'sequential'"),
         ({"label_smoothing_factor": 0.1}, "put it into loss_fn"),
+        ({"ignore_data_skip": True}, "reads rows again"),
         ({"auto_find_batch_size": True}, "part of the plan"),
         ({"compute_loss_func": lambda out, labels, num_items_in_batch: 0}, "by_row=True"),
     ],

@@ -145,13 +145,20 @@ def shrink(
             tl.store(out + to, value.to(tl.float16), mask=mask)
 
 
+def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
+    """t with the strides of a layout; where an axis has one entry, torch may say so of any."""
+    is_sure = t.is_contiguous(memory_format=layout) and 1 not in t.shape
+    return t if is_sure else torch.empty_like(t, memory_format=layout).copy_(t)
+
+
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """x in units of a power of two of each example, as float16 with channels last; the units.
 
     float16 has the ten bits of TF32. What is 2²⁸ times smaller than the largest entry of its
     example loses some, which no other example can change.
     """
-    x = x if x.stride(2) == x.shape[3] * x.stride(3) else x.contiguous()
+    if 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
+        x = laid_out(x, torch.contiguous_format)
     size, channels, places = len(x), x.shape[1], x.shape[2] * x.shape[3]
     out = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
     units = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -207,7 +214,7 @@ def _launch(
 ) -> Tensor:
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
-    x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+    x, g = (laid_out(t, torch.channels_last) for t in (x, g))
     (examples, channels, *size), (_, outputs, *out) = x.shape, g.shape
     _, padding, dilation = how
     starts, inside, unit = _tables(

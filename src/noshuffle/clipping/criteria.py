@@ -69,7 +69,18 @@ class ClassesLast(TorchFunctionMode):
 REDUCED = frozenset(
     getattr(F, f"{name}_loss") for name in ("nll", "mse", "l1", "smooth_l1", "huber", "soft_margin")
 ) | {F.cross_entropy, F.kl_div, F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
+#: What picks as many numbers as the data say.
+PICKING = frozenset({Tensor.__getitem__, torch.masked_select, Tensor.masked_select})
 _signature = cache(inspect.signature)
+
+
+def _is_picked(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a mask picks some of a tensor that is not the same for all examples."""
+    if func is not Tensor.__getitem__:
+        return True
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    masks = [one for one in index if isinstance(one, Tensor) and one.dtype is torch.bool]
+    return any(mask.dim() > 0 for mask in masks)
 
 
 class CriteriaByRow(TorchFunctionMode):
@@ -77,24 +88,28 @@ class CriteriaByRow(TorchFunctionMode):
 
     Guarantees: row i is the criterion of example i alone, where the rows of what it is given are
     those of the examples, one after the other (flattened or not); a mean leaves out ignored labels,
-    and a row without labels is 0. Everything else is computed as it is written.
+    and a row without labels is 0. Everything else is computed as it is written, and so is a
+    criterion after a mask has picked something (one number for all: not by row).
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.is_picked = size, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
         if func not in REDUCED:
+            if func in PICKING and _is_picked(func, args):
+                self.is_picked = True
             return func(*args, **options)
         given = _signature(func).bind(*args, **options)
         given.apply_defaults()
         own, reduction = given.arguments, given.arguments["reduction"]
         each = func(**{**own, "reduction": "none"})
-        if reduction == "none" or each.numel() % self.size:
+        # Behind a mask rows are no longer those of the examples, whatever their number.
+        if reduction == "none" or each.numel() % self.size or self.is_picked:
             return each if reduction == "none" else func(*args, **options)
         rows = each.reshape(self.size, -1)
         if reduction != "mean":

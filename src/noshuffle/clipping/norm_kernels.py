@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
+from noshuffle.clipping.conv_kernels import laid_out
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import jit, tl
@@ -85,11 +86,9 @@ def channel_sums(x: Tensor, g: Tensor, *, groups: int, eps: float) -> tuple[Tens
     """Gradients of scale and shift, [B, C] each in float32; x and g are [B, C, *places]."""
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
-    if x.dim() == 4 and g.dim() == 4:  # places side by side, in either layout
-        layout = torch.channels_last if _is_last(x) and _is_last(g) else torch.contiguous_format
-        x, g = x.contiguous(memory_format=layout), g.contiguous(memory_format=layout)
-    else:
-        x, g = x.contiguous(), g.contiguous()
+    is_last = x.dim() == 4 and _is_last(x) and _is_last(g)
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    x, g = laid_out(x, layout), laid_out(g, layout)
     size, channels = x.shape[:2]
     own, places = channels // groups, x[0, 0].numel()
     across = 1 << (own - 1).bit_length()

@@ -166,7 +166,7 @@ class Convolution(GradientForm):
         return loops.channels
 
     def kept(self, keep: Tensor) -> GradientForm:
-        if self.is_fused:
+        if self.is_fused and not self.written:
             return replace(self, keep=keep if self.keep is None else self.keep & keep)
         rest = [zeroed(grads, keep) for grads in self.written]
         keep = keep.repeat_interleave(self.g.shape[0] // self.size)

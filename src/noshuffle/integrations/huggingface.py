@@ -291,6 +291,15 @@ def _refuse(trainer: PrivateTrainer, plan: Plan, loss_fn: Any) -> None:
             trainer.compute_loss_func is not None
         ),
         "torch.compile; clipping needs the calls of the layers": args.torch_compile,
+        "ignore_data_skip, which reads rows again that were released; leave it out": (
+            args.ignore_data_skip
+        ),
+        "a compute_loss of its own, which it would not call; give loss_fn=": (
+            type(trainer).compute_loss is not _Trainer.compute_loss
+        ),
+        "a get_train_dataloader of its own: rows are known by their place in train_dataset": (
+            type(trainer).get_train_dataloader is not _Trainer.get_train_dataloader
+        ),
         "plans that sample: they need private.sampler; use private.step": (
             plan.participation.is_sampled
         ),

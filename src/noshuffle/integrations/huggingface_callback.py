@@ -91,6 +91,12 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
             "several processes or devices; use noshuffle.training.privatize_distributed": (
                 args.world_size > 1 or args.n_gpu > 1
             ),
+            "label_smoothing_factor, a mean over the batch; use PrivateTrainer with loss_fn=": (
+                args.label_smoothing_factor > 0
+            ),
+            "ignore_data_skip, which reads rows again that were released; leave it out": (
+                args.ignore_data_skip
+            ),
             "plans that sample, or protect users; use PrivateTrainer or private.step": (
                 self.plan.participation.is_sampled or self.plan.unit != "example"
             ),

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
@@ -147,7 +147,8 @@ def _count(plan: Plan, loader: Any) -> CheckFinding:
 
 def _order(plan: Plan, loader: Any) -> CheckFinding:
     inner = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) or getattr(inner, "sampler", None)
+    # A loader with a batch_sampler has a sampler of its own as well, which it does not use.
+    sampler = getattr(inner, "sampler", None) or getattr(loader, "sampler", None)
     order = getattr(loader, "order", None)
     if plan.participation.is_sampled:
         is_ours = any(isinstance(one, Sampler) for one in (inner, sampler, order))
@@ -156,7 +157,11 @@ def _order(plan: Plan, loader: Any) -> CheckFinding:
         advice = "give DataLoader(…, batch_sampler=private.sampler(population))"
         return CheckFinding("order", "not drawn by the secret sampler", "refused", advice)
     rule = _base(plan)
-    if isinstance(sampler, RandomSampler) and isinstance(rule, Epochs) and rule.epochs > 1:
+    if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
+        advice = "give a sampler that takes every row once"
+        return CheckFinding("order", "the loader draws rows more than once", "refused", advice)
+    shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler)
+    if shuffles and isinstance(rule, Epochs) and rule.epochs > 1:
         advice = "give shuffle=False; the same order in every epoch is what the plan counts on"
         if isinstance(plan.strategy, Identity):
             k = rule.epochs

@@ -6,12 +6,12 @@ or takes a mean over the valid tokens of a batch sends back
     ∂L/∂output_i = s · r · ∂ℓ_i/∂output_i,       s: the factor on the whole loss, r: its reduction
 
 and a clip norm means nothing until s·r is out again. s may also be a function of the batch, which
-no clip of single examples would bound, so whatever it is, it is taken out:
+no clip of single examples would bound, so a factor on the whole loss is taken out, whatever it is:
 
     mean over N numbers           r = 1/B                     (N a multiple of the batch size B)
     sum                           r = 1
     negative log-likelihood       r_i = w_i / Σ_j w_j         (w_i: weight of the labels of row i)
-    sum of such terms             the same for each, or refused
+    sum of such terms             the same for each, or refused; sums must have one factor
 
 and anything else (the root of a mean, a norm of all outputs) is refused: its factor is a function
 of the whole batch, and is not seen.
@@ -42,8 +42,20 @@ from torch import Tensor
 
 #: Nodes that hand a number on as it is.
 SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
-#: Nodes that join all rows, nonlinearly, if they go along the first axis.
-ALONG = ("Logsumexp", "Softmax", "LogSoftmax", "Std", "Var")
+#: Nodes that join all rows if they go along the first axis, the last reduction apart.
+ALONG = (
+    "Logsumexp", "Softmax", "LogSoftmax", "Std", "Var", "Mean", "Sum", "Amax", "Amin", "Max", "Min",
+    "Prod", "Cumsum", "Cumprod", "Cummax", "Cummin", "Logcumsumexp", "Sort", "Topk", "Norm",
+    "LinalgVectorNorm", "Flip", "Roll", "Kthvalue", "Median", "Aminmax",
+)  # fmt: skip
+#: Nodes that join all rows wherever they stand.
+JOINING = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "Cdist", "Pdist")
+#: Nodes that pick rows or tokens: which belongs to whom cannot be seen behind them.
+PICKING = ("Index", "IndexSelect", "MaskedSelect", "Take", "Gather", "TakeAlongDim", "Repeat")
+#: Products of outputs with outputs.
+PRODUCTS = ("Mm", "Bmm", "Baddbmm", "Dot")
+#: A whole number up to this is a constant of the loss; a larger one may be a count of the batch.
+CONSTANT = 16
 #: Nodes of a loss that are looked at, at most.
 MOST_NODES = 10_000
 COUPLED = (
@@ -67,6 +79,11 @@ class LossReading:
     refusal: str = ""
     reached: frozenset[int] = frozenset()  # the outputs that it uses, by sequence number
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all labels have the same weight."""
+        return self.weights is None or bool((self.weights == self.weights[0]).all())
+
     def multiplier(self, size: int) -> float | Tensor:
         """What turns ∂L/∂output_i into ∂ℓ_i/∂output_i for a batch of this size: 1/(s·r_i)."""
         if self.kind == "labels" and self.weights is not None:
@@ -84,16 +101,22 @@ def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
     """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of."""
     if loss.numel() != 1 or loss.grad_fn is None:
         return LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
-    reading, reached = _read(loss.grad_fn), set[int]()
-    nodes = _nodes(loss.grad_fn, starts, reached)
-    found = [_coupled(node, is_mean=reading.kind == "mean") for node in nodes]
+    ends, reached, sizes = set[Any](), set[int](), list[int]()
+    reading = _read(loss.grad_fn, ends)
+    nodes = list(_nodes(loss.grad_fn, starts, reached, sizes))
+    below = [node for node in nodes if node not in ends]
+    found = [_coupled(node, reading) for node in below]
+    leading = _leading(nodes, starts)
+    if any(_numbers(node) > sum(sizes) for node in below if node in leading):
+        found.append(COUPLED.format(name="there are more terms than outputs"))
     refusal = reading.refusal or next(filter(None, found), "")
     return replace(reading, refusal=refusal, reached=frozenset(reached))
 
 
-def _read(node: Any) -> LossReading:
-    """The reading from a node on that gives one number."""
-    factor, node = _peeled(node)
+def _read(node: Any, ends: set[Any]) -> LossReading:
+    """The reading from a node on that gives one number; nodes that were understood are `ends`."""
+    factor, node = _peeled(node, ends)
+    ends.add(node)
     if not (math.isfinite(factor) and factor > 0.0):
         return LossReading(
             refusal=f"the loss is multiplied by {factor:g}, which tells of the whole batch or says "
@@ -105,13 +128,11 @@ def _read(node: Any) -> LossReading:
     if hasattr(node, "_saved_reduction") and node._saved_reduction in (1, 2):
         return LossReading(factor, "mean" if node._saved_reduction == 1 else "sum")
     if name in ("AddBackward0", "SubBackward0") and len(given) == 2:
-        return _terms(factor, [_read(n) for n in given])
+        return _terms(factor, [_read(n, ends) for n in given])
     sizes = getattr(node, "_saved_self_sym_sizes", ())
     is_last = name.endswith("Backward0") or len(sizes) == 1
     if name.startswith(("MeanBackward", "SumBackward")) and is_last and _is_once(given):
         count = math.prod(sizes)
-        if name.startswith("Sum") and abs(factor * count - 1.0) < 1e-6:  # a mean, written out
-            return LossReading(1.0, "mean", count)
         is_mean = name.startswith("Mean")
         return LossReading(factor, "mean" if is_mean else "sum", count if is_mean else 0)
     return LossReading(
@@ -123,10 +144,10 @@ def _read(node: Any) -> LossReading:
 def _is_once(given: list[Any]) -> bool:
     """Whether what is reduced was not put together, or reduced along the batch, just before."""
     for node in given:
-        name, along = node.name(), getattr(node, "_saved_dim", ())
+        name = node.name()
         if name.startswith(("Stack", "Cat")):
             return False
-        if name in ("MeanBackward1", "SumBackward1") and 0 in along:
+        if name in ("MeanBackward1", "SumBackward1") and _goes_along(node):
             return False
     return True
 
@@ -148,19 +169,23 @@ def _labels(node: Any, factor: float) -> LossReading:
 def _terms(factor: float, terms: list[LossReading]) -> LossReading:
     """The reading of a sum of terms, whose own factors are weights that the user gave them."""
     refusal = next((t.refusal for t in terms if t.refusal), "")
-    whole = [t.weights is None or bool((t.weights == t.weights[0]).all()) for t in terms]
+    whole = all(t.is_uniform for t in terms)
     kinds = {"mean" if t.kind == "labels" else t.kind for t in terms}
-    if not refusal and (not all(whole) or len(kinds) > 1):
+    first = terms[0].factor
+    # Of sums the factor may be one over a count of the batch.
+    if "sum" in kinds:
+        whole = whole and all(math.isclose(t.factor, first) for t in terms)
+    if not refusal and (not whole or len(kinds) > 1):
         refusal = (
             "the terms of this loss are divided by different numbers (labels are left out or "
             "weighted, one is a sum and one a mean), which reach the clip; use private.step, and "
             "weight_decay of the optimizer instead of a penalty on weights"
         )
     counts = [t.count if t.weights is None else t.weights.numel() for t in terms]
-    return LossReading(factor, kinds.pop(), math.gcd(*counts), refusal=refusal)
+    return LossReading(factor * first, kinds.pop(), math.gcd(*counts), refusal=refusal)
 
 
-def _peeled(node: Any) -> tuple[float, Any]:
+def _peeled(node: Any, ends: set[Any]) -> tuple[float, Any]:
     """The factors on one number, and the node that they stand before."""
     factor = 1.0
     while True:
@@ -182,6 +207,7 @@ def _peeled(node: Any) -> tuple[float, Any]:
             return factor, node
         if math.isnan(one):  # no number: the weights of many terms, or their reduction
             return factor, node
+        ends.add(node)
         factor, node = factor * one, after
 
 
@@ -192,13 +218,34 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _nodes(root: Any, starts: Collection[int], reached: set[int]) -> Iterator[Any]:
-    """The nodes of a loss down to the outputs that it is made of, which are added to `reached`."""
+def _numbers(node: Any) -> int:
+    """How many numbers an operation gave."""
+    return max((math.prod(one.shape) for one in node._input_metadata), default=0)
+
+
+def _leading(nodes: list[Any], starts: Collection[int]) -> set[Any]:
+    """Those that are made of outputs, and not of weights alone; what came earlier has less."""
+    found: set[Any] = set()
+    for node in sorted(nodes, key=lambda one: one._sequence_nr()):
+        given = [after for after, _ in node.next_functions if after is not None]
+        if any(after in found or after._sequence_nr() in starts for after in given):
+            found.add(node)
+    return found
+
+
+def _nodes(
+    root: Any, starts: Collection[int], reached: set[int], sizes: list[int]
+) -> Iterator[Any]:
+    """The nodes of a loss down to the outputs that it is made of, which are added to `reached`.
+
+    `sizes` then has how many numbers each of them holds.
+    """
     lowest, stack, seen = min(starts, default=0), [root], set[Any]()
     while stack and starts and len(seen) < MOST_NODES:
         node = stack.pop()
         number = -1 if node is None or node in seen else node._sequence_nr()
         if number in starts:
+            sizes += [] if number in reached else [_numbers(node)]
             reached.add(number)
         elif number > lowest and node.next_functions:
             seen.add(node)
@@ -206,20 +253,83 @@ def _nodes(root: Any, starts: Collection[int], reached: set[int]) -> Iterator[An
             stack += [after for after, _ in node.next_functions]
 
 
-def _coupled(node: Any, *, is_mean: bool) -> str:
+def _goes_along(node: Any) -> bool:
+    """Whether an operation goes along the first axis, or along all."""
+    along = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if along is None or along == ():
+        return True
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    for name in ("_saved_self", "_saved_indices", "_saved_result"):
+        held = getattr(node, name, None)
+        sizes = held.shape if sizes is None and isinstance(held, Tensor) else sizes
+    rank = 0 if sizes is None else len(sizes)
+    for one in (along,) if isinstance(along, int) else along:
+        axis = _axis(one)
+        axis += rank if axis < 0 else 0
+        if axis == 0 or (axis < -1 and not rank):
+            return True
+    return False
+
+
+def _coupled(node: Any, reading: LossReading) -> str:
     """Why a loss is refused in which the examples of a batch meet at this node."""
-    name = node.name().rstrip("01").removesuffix("Backward")
-    if name == "Mm" and len([after for after, _ in node.next_functions if after is not None]) == 2:
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    used = [after for after, _ in node.next_functions if after is not None]
+    if name in PRODUCTS and len(used) >= 2:
         return COUPLED.format(name="a product of outputs with outputs")
-    if name in ALONG:
-        along = getattr(node, "_saved_dim", None)
-        along = (along,) if isinstance(along, int) else along
-        if along is None or 0 in along:
-            return COUPLED.format(name=f"{name.lower()} along the batch")
-    masks = [node._saved_mask] if name == "MaskedSelect" else []
-    if name == "Index":
-        masks = [i for i in node._saved_indices if i is not None and i.dtype is torch.bool]
-    return SELECTED if is_mean and not all(bool(mask.all()) for mask in masks) else ""
+    if name in JOINING or (name in ALONG and _goes_along(node)):
+        return COUPLED.format(name=f"{name.lower()} along the batch")
+    if name in ("Mul", "Div") and _is_count(node):
+        return COUPLED.format(name="a factor on every term that may be of the whole batch")
+    if name.endswith("Loss") and not name.startswith("Nll") and _is_broadcast(node):
+        return COUPLED.format(name="outputs and targets of different shapes")
+    if reading.kind != "sum" and name in PICKING and not _is_everything(node):
+        return SELECTED
+    if not reading.is_uniform and _moves_rows(name, node):
+        return SELECTED  # whose labels have which weight cannot be told
+    return ""
+
+
+def _is_broadcast(node: Any) -> bool:
+    held, wanted = (getattr(node, name, None) for name in ("_saved_self", "_saved_target"))
+    return held is not None and wanted is not None and held.shape != wanted.shape
+
+
+def _moves_rows(name: str, node: Any) -> bool:
+    """Whether axes change their places, the first one among them."""
+    if name == "Transpose":
+        axes = (_axis(node._saved_dim0), _axis(node._saved_dim1))
+        return any(axis == 0 or axis <= -3 for axis in axes)
+    return name == "T" or (name == "Permute" and _axis(node._saved_dims[0]) != 0)
+
+
+def _axis(shown: int) -> int:
+    """An axis, which torch shows without its sign."""
+    return shown - (1 << 64) if shown >= 1 << 63 else shown
+
+
+def _is_count(node: Any) -> bool:
+    """Whether terms are multiplied by one number that need not be a constant of the loss."""
+    for held in (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None)):
+        if isinstance(held, Tensor) and held.numel() == 1 and held.dim() == 0:
+            if not held.is_floating_point():
+                return abs(int(held)) > CONSTANT
+            return held.dtype is not torch.float64  # as which torch keeps a number of Python
+    return False
+
+
+def _is_everything(node: Any) -> bool:
+    """Whether a mask picks all there is, or every row a part of its own."""
+    masks = [getattr(node, "_saved_mask", None), *(getattr(node, "_saved_indices", None) or ())]
+    held = [mask for mask in masks if mask is not None]
+    if held and all(m.dtype is torch.bool for m in held):
+        return all(bool(m.all()) for m in held)
+    if node.name().startswith("Gather"):
+        return not _goes_along(node)
+    if not node.name().startswith("IndexBackward"):
+        return False
+    rows, sizes = node._saved_indices[0], node._saved_self_sym_sizes
+    return rows is None or torch.equal(rows.cpu(), torch.arange(sizes[0]))
 
 
 class Hearing(Protocol):
