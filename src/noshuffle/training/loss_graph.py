@@ -40,32 +40,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from noshuffle.training.loss_coupling import COUPLED, SELECTED, coupled, goes_along
+
 #: Nodes that hand a number on as it is.
 SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
-#: Nodes that join all rows if they go along the first axis, the last reduction apart.
-ALONG = (
-    "Logsumexp", "Softmax", "LogSoftmax", "Std", "Var", "Mean", "Sum", "Amax", "Amin", "Max", "Min",
-    "Prod", "Cumsum", "Cumprod", "Cummax", "Cummin", "Logcumsumexp", "Sort", "Topk", "Norm",
-    "LinalgVectorNorm", "Flip", "Roll", "Kthvalue", "Median", "Aminmax",
-)  # fmt: skip
-#: Nodes that join all rows wherever they stand.
-JOINING = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "Cdist", "Pdist")
-#: Nodes that pick rows or tokens: which belongs to whom cannot be seen behind them.
-PICKING = ("Index", "IndexSelect", "MaskedSelect", "Take", "Gather", "TakeAlongDim", "Repeat")
-#: Products of outputs with outputs.
-PRODUCTS = ("Mm", "Bmm", "Baddbmm", "Dot")
-#: A whole number up to this is a constant of the loss; a larger one may be a count of the batch.
-CONSTANT = 16
 #: Nodes of a loss that are looked at, at most.
 MOST_NODES = 10_000
-COUPLED = (
-    "the loss compares the examples of a batch with each other ({name}), so that one of them moves "
-    "the gradients of all; use a loss that is a mean of terms of one example each"
-)
-SELECTED = (
-    "the loss is a mean over the selected tokens (or rows) of the whole batch, so that one example "
-    "moves the weight of all others; use private.step, which takes the mean inside each example"
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +85,7 @@ def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
     reading = _read(loss.grad_fn, ends)
     nodes = list(_nodes(loss.grad_fn, starts, reached, sizes))
     below = [node for node in nodes if node not in ends]
-    found = [_coupled(node, reading) for node in below]
+    found = [coupled(node, kind=reading.kind, is_uniform=reading.is_uniform) for node in below]
     leading = _leading(nodes, starts)
     if any(_numbers(node) > sum(sizes) for node in below if node in leading):
         found.append(COUPLED.format(name="there are more terms than outputs"))
@@ -147,7 +127,7 @@ def _is_once(given: list[Any]) -> bool:
         name = node.name()
         if name.startswith(("Stack", "Cat")):
             return False
-        if name in ("MeanBackward1", "SumBackward1") and _goes_along(node):
+        if name in ("MeanBackward1", "SumBackward1") and goes_along(node):
             return False
     return True
 
@@ -251,85 +231,6 @@ def _nodes(
             seen.add(node)
             yield node
             stack += [after for after, _ in node.next_functions]
-
-
-def _goes_along(node: Any) -> bool:
-    """Whether an operation goes along the first axis, or along all."""
-    along = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    if along is None or along == ():
-        return True
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    for name in ("_saved_self", "_saved_indices", "_saved_result"):
-        held = getattr(node, name, None)
-        sizes = held.shape if sizes is None and isinstance(held, Tensor) else sizes
-    rank = 0 if sizes is None else len(sizes)
-    for one in (along,) if isinstance(along, int) else along:
-        axis = _axis(one)
-        axis += rank if axis < 0 else 0
-        if axis == 0 or (axis < -1 and not rank):
-            return True
-    return False
-
-
-def _coupled(node: Any, reading: LossReading) -> str:
-    """Why a loss is refused in which the examples of a batch meet at this node."""
-    name = node.name().rstrip("0123456789").removesuffix("Backward")
-    used = [after for after, _ in node.next_functions if after is not None]
-    if name in PRODUCTS and len(used) >= 2:
-        return COUPLED.format(name="a product of outputs with outputs")
-    if name in JOINING or (name in ALONG and _goes_along(node)):
-        return COUPLED.format(name=f"{name.lower()} along the batch")
-    if name in ("Mul", "Div") and _is_count(node):
-        return COUPLED.format(name="a factor on every term that may be of the whole batch")
-    if name.endswith("Loss") and not name.startswith("Nll") and _is_broadcast(node):
-        return COUPLED.format(name="outputs and targets of different shapes")
-    if reading.kind != "sum" and name in PICKING and not _is_everything(node):
-        return SELECTED
-    if not reading.is_uniform and _moves_rows(name, node):
-        return SELECTED  # whose labels have which weight cannot be told
-    return ""
-
-
-def _is_broadcast(node: Any) -> bool:
-    held, wanted = (getattr(node, name, None) for name in ("_saved_self", "_saved_target"))
-    return held is not None and wanted is not None and held.shape != wanted.shape
-
-
-def _moves_rows(name: str, node: Any) -> bool:
-    """Whether axes change their places, the first one among them."""
-    if name == "Transpose":
-        axes = (_axis(node._saved_dim0), _axis(node._saved_dim1))
-        return any(axis == 0 or axis <= -3 for axis in axes)
-    return name == "T" or (name == "Permute" and _axis(node._saved_dims[0]) != 0)
-
-
-def _axis(shown: int) -> int:
-    """An axis, which torch shows without its sign."""
-    return shown - (1 << 64) if shown >= 1 << 63 else shown
-
-
-def _is_count(node: Any) -> bool:
-    """Whether terms are multiplied by one number that need not be a constant of the loss."""
-    for held in (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None)):
-        if isinstance(held, Tensor) and held.numel() == 1 and held.dim() == 0:
-            if not held.is_floating_point():
-                return abs(int(held)) > CONSTANT
-            return held.dtype is not torch.float64  # as which torch keeps a number of Python
-    return False
-
-
-def _is_everything(node: Any) -> bool:
-    """Whether a mask picks all there is, or every row a part of its own."""
-    masks = [getattr(node, "_saved_mask", None), *(getattr(node, "_saved_indices", None) or ())]
-    held = [mask for mask in masks if mask is not None]
-    if held and all(m.dtype is torch.bool for m in held):
-        return all(bool(m.all()) for m in held)
-    if node.name().startswith("Gather"):
-        return not _goes_along(node)
-    if not node.name().startswith("IndexBackward"):
-        return False
-    rows, sizes = node._saved_indices[0], node._saved_self_sym_sizes
-    return rows is None or torch.equal(rows.cpu(), torch.arange(sizes[0]))
 
 
 class Hearing(Protocol):
