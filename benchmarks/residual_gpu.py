@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from step_methods import captured
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -90,16 +91,7 @@ def plain(model: nn.Module, x: Tensor, y: Tensor, dtype: str) -> Step:
         loss.backward()
         optimizer.step()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
-    return graph.replay
+    return captured(once).replay
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, dtype: str, *, compile: bool) -> Step:
@@ -187,22 +179,11 @@ def measure(name: str, dtype: str, given: argparse.Namespace) -> None:
         )
         if private is not None and given.why:
             print("   ", why, private.fallbacks)
-        if given.profile and title != "SGD, graph":
+        if given.profile:
             with torch.profiler.profile() as profile:
                 timed(step, 3)
-            print(
-                profile.key_averages().table(
-                    sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70
-                )
-            )
-        if given.profile and title == "SGD, graph":
-            with torch.profiler.profile() as profile:
-                timed(step, 3)
-            print(
-                profile.key_averages().table(
-                    sort_by="self_cuda_time_total", row_limit=10, max_name_column_width=70
-                )
-            )
+            table = profile.key_averages()
+            print(table.table(sort_by="self_cuda_time_total", max_name_column_width=70))
         del step, model
 
 

@@ -74,6 +74,20 @@ def plain_eager(batches: list[Batch]) -> Step:
     return step
 
 
+def captured(once: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step as a CUDA graph, after three to warm up."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return graph
+
+
 def plain_graph(batches: list[Batch], optimizes: Optimizes = sgd) -> Step:
     model = network()
     optimizer = optimizes(model)
@@ -84,15 +98,7 @@ def plain_graph(batches: list[Batch], optimizes: Optimizes = sgd) -> Step:
         LOSS(model(x), y).backward()
         optimizer.step()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            once()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        once()
+    graph = captured(once)
 
     def step(i: int) -> None:
         for buffer, value in zip((x, y), batches[i % len(batches)].data):

@@ -133,8 +133,12 @@ def sentences(
     if accountant == "fourier":
         out.append("ε is a rigorous upper bound from a discretised privacy-loss distribution.")
     if accountant == "bins":
-        out.append("ε is a rigorous upper bound, without sampling, over the secret positions.")
-        out.append("Positions are drawn once: no other run or copy of this one uses the same ones.")
+        out.append("ε is a rigorous upper bound over the secret positions, without Monte Carlo.")
+    if participation.keeps_draws:
+        out.append(
+            "A secret draw decides about rows that are released at several times: no copy and no "
+            "older state of this run goes on beside it."
+        )
     return tuple(out)
 
 

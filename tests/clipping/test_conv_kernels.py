@@ -195,3 +195,19 @@ def test_an_axis_of_one_entry_may_have_any_stride() -> None:
     sums = [norm_kernels.channel_sums(t, t, groups=2, eps=1e-5) for t in (odd_g, plain_g)]
     assert torch.equal(sums[0][0], sums[1][0])
     assert torch.equal(sums[0][1], sums[1][1])
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_is_of_what_the_norms_were_taken_of(shape: Any, dtype: torch.dtype) -> None:
+    """What one example adds, at factor one, is no longer than its norm says: rounding included."""
+    x, g, _ = case(shape, last=True)
+    x, g = x.to(dtype), g.to(dtype)
+    how: Any = {"kernel": shape[4], "how": shape[5:]}
+    squares = conv_kernels.squares(x, g, **how)
+    for b in range(len(x)):
+        alone = torch.zeros(len(x), device=DEVICE)
+        alone[b] = 1.0
+        added = conv_kernels.total(x, g, alone, **how).double().square().sum()
+        assert float(abs(added / squares[b] - 1.0)) < 2.0**-16, "more than what is left for it"

@@ -224,7 +224,12 @@ def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path)
     assert torch.equal(weights(made.model), weights(hand.model))
     assert callback.statement().epsilon == hand.statement().epsilon
     assert not set().union(*made.state.log_history) & {"loss", "train_loss", "grad_norm"}
-    for options in ({"train_sampling_strategy": "random"}, {"report_to": ["tensorboard"]}):
+    for options in (
+        {"train_sampling_strategy": "random"},
+        {"report_to": ["tensorboard"]},
+        {"label_smoothing_factor": 0.1},
+        {"ignore_data_skip": True},
+    ):
         made.args = arguments(tmp_path, **{"train_sampling_strategy": "sequential", **options})
         with pytest.raises(Unsupported, match="does not take"):
             callback.on_train_begin(made.args, made.state, made.control)
@@ -284,6 +289,14 @@ def test_the_callback_form_is_resumed_from_the_checkpoint_of_the_trainer(tmp_pat
 def test_what_the_guarantee_does_not_cover_is_refused(tmp_path, options, words):
     with pytest.raises(Unsupported, match=words):
         trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "get_train_dataloader"])
+def test_a_subclass_whose_method_would_not_be_called_is_refused(tmp_path, name, monkeypatch):
+    kind = type("Own", (PrivateTrainer,), {name: lambda self, *args, **options: None})
+    monkeypatch.setattr(f"{__name__}.PrivateTrainer", kind)
+    with pytest.raises(Unsupported, match=f"a {name} of its own"):
+        trainer(tmp_path)
 
 
 def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):

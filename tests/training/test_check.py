@@ -8,7 +8,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.noise import test_source
@@ -61,6 +68,15 @@ def test_what_would_be_refused_later_is_said_before_the_first_step():
     assert verdicts(make().check(shuffled)) == {"order": "refused"}
     assert "MinSeparation(steps=8" in str(make(strategy=identity()).check(shuffled))
     assert verdicts(make(SinglePass(steps=4)).check(shuffled)).get("order") is None
+    for sampler in (
+        BatchSampler(RandomSampler(DATA), 5, drop_last=False),
+        BatchSampler(SubsetRandomSampler(range(20)), 5, drop_last=False),
+        BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 5, drop_last=False),
+    ):
+        found = make().check(DataLoader(DATA, batch_sampler=sampler))
+        assert verdicts(found)["order"] == "refused"
+    again = DataLoader(DATA, batch_size=5, sampler=RandomSampler(DATA, replacement=True))
+    assert verdicts(make(SinglePass(steps=4)).check(again))["order"] == "refused"
     assert verdicts(make().check(DataLoader(DATA, batch_size=7)))["batches"] == "refused"
     assert verdicts(make(unit="user").check(DataLoader(DATA, batch_size=5))) == {"ids": "refused"}
     poisson = make(Poisson(steps=4, rate=0.2), strategy=identity())

@@ -318,3 +318,20 @@ def test_torch_has_its_own_backward_when_nobody_listens():
     assert torch.autograd.backward is not plain
     loop.close()
     assert torch.autograd.backward is plain
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_mean_over_tokens_that_is_written_out_is_a_sum(is_padded):
+    """One token less must not turn a sum into a mean, or every row would grow by their number."""
+    tokens = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(4, (8, 5), generator=torch.Generator().manual_seed(2))
+    if is_padded:
+        labels[0, 4] = -100
+    ours, theirs = Plain(), Plain()
+    loop, plain = make(ours), make(theirs)
+    mask = (labels >= 0).float()
+    each = F.cross_entropy(ours(tokens).mT, labels, reduction="none")
+    ((each * mask).sum() / mask.sum()).backward()
+    loop.optimizer.step()
+    plain.step(lambda o, t: F.cross_entropy(o.mT, t, reduction="sum"), tokens, labels)
+    agree(ours, theirs)
