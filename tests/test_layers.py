@@ -25,6 +25,7 @@ LAYERS = {
     "plan": 2,
     "comparison": 2,
     "sampled_fit": 2,
+    "plan_accountant": 2,
     "theory": 2,
     "noise": 3,
     "clipping": 3,
@@ -46,7 +47,7 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "plan", "comparison", "sampled_fit"},
+    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant"},
 )
 WITHOUT_TORCH = {
     "errors",
@@ -55,6 +56,7 @@ WITHOUT_TORCH = {
     "accounting",
     "statement",
     "plan",
+    "plan_accountant",
     "theory",
 }
 

@@ -31,8 +31,8 @@ from functools import cached_property
 from typing import Any
 
 from noshuffle import participation as participations
-from noshuffle import strategies
-from noshuffle.accounting import bins, calibrate, fourier, gaussian, renyi
+from noshuffle import plan_accountant, strategies
+from noshuffle.accounting import bins, gaussian, renyi
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
@@ -40,10 +40,9 @@ from noshuffle.errors import (
     non_negative,
     one_of,
     open_unit,
-    positive,
     whole,
 )
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, Participation
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
@@ -57,15 +56,7 @@ from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
-ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
 UNITS = ("example", "user")
-#: Neighbours and accountant of sampled participations, where nobody said.
-_DEFAULTS: dict[type[Participation], tuple[str, str]] = {
-    Poisson: ("add-remove", "fourier"),
-    FixedSize: ("replace-one", "fourier"),
-    CyclicPoisson: ("add-remove", "fourier"),
-    BallsInBins: ("add-remove", "bins"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,48 +88,17 @@ class Plan:
         open_unit(delta=self.delta)
         object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
         object.__setattr__(self, "delta", float(self.delta))
-        neighbours, accountant = _DEFAULTS.get(type(self.participation), ("zero-out", "exact"))
+        neighbours, accountant = plan_accountant.defaults(self.participation)
         object.__setattr__(self, "neighbours", self.neighbours or neighbours)
         object.__setattr__(self, "accountant", self.accountant or accountant)
         one_of(NEIGHBOURS, neighbours=self.neighbours)
-        one_of(ACCOUNTANTS, accountant=self.accountant)
+        one_of(plan_accountant.ACCOUNTANTS, accountant=self.accountant)
         one_of(UNITS, unit=self.unit)
         if not self.tree_accounting or not isinstance(self.strategy, Tree):
             object.__setattr__(self, "tree_accounting", "tight")
         one_of(TREE_ACCOUNTINGS, tree_accounting=self.tree_accounting)
         check_own(self.strategy, self.steps)
-        self._refuse_what_is_not_proved()
-
-    def _refuse_what_is_not_proved(self) -> None:
-        if isinstance(self.participation, FixedSize) and self.neighbours == "add-remove":
-            raise Unsupported(
-                "batches of a fixed size are accounted for replace-one (or zero-out) "
-                'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
-            )
-        is_bins = isinstance(self.participation, BallsInBins)
-        if is_bins != (self.accountant == "bins") or (is_bins and self.neighbours == "replace-one"):
-            raise Unsupported(
-                "the accountant bins is that of secret positions (BallsInBins), the only one, for "
-                f"add-remove or zero-out; got {self.accountant!r}, {self.neighbours!r}"
-            )
-        if self.participation.is_sampled and self.accountant == "exact":
-            raise Unsupported(
-                'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
-            )
-        if (
-            isinstance(self.participation, Poisson | CyclicPoisson)
-            and self.accountant == "rdp"
-            and self.neighbours == "replace-one"
-        ):
-            raise Unsupported(
-                "replace-one neighbours under Poisson sampling have only the fourier accountant; "
-                'use accountant="fourier"'
-            )
-        if not self.participation.is_sampled and self.accountant == "fourier":
-            raise Unsupported(
-                "without sampling the run is one Gaussian mechanism and the exact curve is tight; "
-                'use accountant="exact" (or "rdp" to compare with older papers)'
-            )
+        plan_accountant.refuse_what_is_not_proved(self)
         _ = self.sensitivity  # refuses correlated noise under sampling, and horizons too short
 
     @classmethod
@@ -208,7 +168,8 @@ class Plan:
         }
         if noise_multiplier is not None:
             return cls(noise_multiplier=noise_multiplier, **common)
-        return _calibrated(cls(noise_multiplier=1.0, **common), epsilon)
+        found: Plan = plan_accountant.calibrated(cls(noise_multiplier=1.0, **common), epsilon)
+        return found
 
     @property
     def steps(self) -> int:
@@ -289,7 +250,7 @@ class Plan:
         if self.participation.is_sampled:
             cache: dict[int, float] = self.__dict__.setdefault("_sampled", {})
             if steps not in cache:
-                cache[steps] = _sampled_epsilon(self, steps)
+                cache[steps] = plan_accountant.sampled_epsilon(self, steps)
             return cache[steps]
         mu = self._mu(self.sensitivity_after(steps, participation=participation))
         if mu == 0 or math.isinf(mu):
@@ -379,50 +340,3 @@ def _fitted(
     if mechanism == "best":
         return best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
     return fit_strategy(mechanism, participation, workload=workload, **options).strategy
-
-
-def _sampled_epsilon(plan: Plan, steps: int) -> float:
-    """ε of so many steps with a secret draw each, as seen by a unit that joins `most` of them."""
-    z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
-    if z == 0:
-        return math.inf
-    if isinstance(part, BallsInBins):
-        found = plan.positions(steps)
-        return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
-    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
-    turns = part.most_within(steps)
-    common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
-    if plan.accountant == "rdp":
-        if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
-            return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
-        return renyi.epsilon(noise_multiplier=z, **common)
-    direction = "replace" if plan.neighbours == "replace-one" else "both"
-    if isinstance(part, FixedSize):
-        direction = "fixed"
-    return fourier.epsilon(noise_multiplier=z, direction=direction, **common)
-
-
-def _calibrated(plan: Plan, epsilon: float | None) -> Plan:
-    """The plan with the smallest noise whose ε does not exceed the target."""
-    positive(epsilon=epsilon)
-    assert epsilon is not None
-    if plan.accountant == "exact":
-        shift = plan.sensitivity.value * plan.multiplier_of_sensitivity
-        z = shift / gaussian.mu(epsilon=epsilon, delta=plan.delta)
-        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # last-digit rounding
-            z = z * (1 + 1e-13)
-        return replace(plan, noise_multiplier=z)
-    part, start = plan.participation, 1.0
-    if isinstance(part, BallsInBins):
-        z = plan.positions(part.steps).noise_multiplier(epsilon=epsilon, delta=plan.delta)
-        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
-            z *= 1 + 1e-5
-        return replace(plan, noise_multiplier=z)
-    if isinstance(part, Poisson | FixedSize | CyclicPoisson):  # the central limit is near
-        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)
-        turns, rate = part.most_within(part.steps), min(part.rate, 0.999)
-        start = plan.sensitivity.value / math.sqrt(math.log1p((mu / rate) ** 2 / turns))
-    z = calibrate.smallest(
-        lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon, start=start
-    )
-    return replace(plan, noise_multiplier=z)

@@ -1,0 +1,113 @@
+"""Which accountant answers for a plan: what is proved, ε of a sampled run, noise for a target ε.
+
+    unsampled          exact      one Gaussian mechanism with μ = S/z
+    Poisson, cyclic    fourier    loss distributions of the draws, z/S a draw; or rdp
+    FixedSize          fourier    the worst pair; or rdp
+    BallsInBins        bins       overlaps of the shifts (`accounting.bins`)
+
+Functions take the `Plan` that asks (`noshuffle.plan`). No state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from noshuffle.accounting import bins, calibrate, fourier, gaussian, renyi
+from noshuffle.errors import Unsupported, positive
+from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+
+ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
+#: Neighbours and accountant of sampled participations, where nobody said.
+_DEFAULTS: dict[type[Participation], tuple[str, str]] = {
+    Poisson: ("add-remove", "fourier"),
+    FixedSize: ("replace-one", "fourier"),
+    CyclicPoisson: ("add-remove", "fourier"),
+    BallsInBins: ("add-remove", "bins"),
+}
+
+
+def defaults(participation: Participation) -> tuple[str, str]:
+    """Neighbours and accountant where nobody said."""
+    return _DEFAULTS.get(type(participation), ("zero-out", "exact"))
+
+
+def refuse_what_is_not_proved(plan: Any) -> None:
+    """Refuse pairs of participation, neighbours and accountant without a proof."""
+    if isinstance(plan.participation, FixedSize) and plan.neighbours == "add-remove":
+        raise Unsupported(
+            "batches of a fixed size are accounted for replace-one (or zero-out) "
+            'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
+        )
+    is_bins = isinstance(plan.participation, BallsInBins)
+    if is_bins != (plan.accountant == "bins") or (is_bins and plan.neighbours == "replace-one"):
+        raise Unsupported(
+            "the accountant bins is that of secret positions (BallsInBins), the only one, for "
+            f"add-remove or zero-out; got {plan.accountant!r}, {plan.neighbours!r}"
+        )
+    if plan.participation.is_sampled and plan.accountant == "exact":
+        raise Unsupported(
+            'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
+        )
+    if (
+        isinstance(plan.participation, Poisson | CyclicPoisson)
+        and plan.accountant == "rdp"
+        and plan.neighbours == "replace-one"
+    ):
+        raise Unsupported(
+            "replace-one neighbours under Poisson sampling have only the fourier accountant; "
+            'use accountant="fourier"'
+        )
+    if not plan.participation.is_sampled and plan.accountant == "fourier":
+        raise Unsupported(
+            "without sampling the run is one Gaussian mechanism and the exact curve is tight; "
+            'use accountant="exact" (or "rdp" to compare with older papers)'
+        )
+
+
+def sampled_epsilon(plan: Any, steps: int) -> float:
+    """ε of so many steps with a secret draw each, as seen by a unit that joins `most` of them."""
+    z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
+    if z == 0:
+        return math.inf
+    if isinstance(part, BallsInBins):
+        found: bins.Overlaps = plan.positions(steps)
+        return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
+    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
+    turns = part.most_within(steps)
+    common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
+    if plan.accountant == "rdp":
+        if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
+            return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
+        return renyi.epsilon(noise_multiplier=z, **common)
+    direction = "replace" if plan.neighbours == "replace-one" else "both"
+    if isinstance(part, FixedSize):
+        direction = "fixed"
+    return fourier.epsilon(noise_multiplier=z, direction=direction, **common)
+
+
+def calibrated(plan: Any, epsilon: float | None) -> Any:
+    """The plan with the smallest noise whose ε does not exceed the target."""
+    positive(epsilon=epsilon)
+    assert epsilon is not None
+    if plan.accountant == "exact":
+        shift = plan.sensitivity.value * plan.multiplier_of_sensitivity
+        z = shift / gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # last-digit rounding
+            z = z * (1 + 1e-13)
+        return replace(plan, noise_multiplier=z)
+    part, start = plan.participation, 1.0
+    if isinstance(part, BallsInBins):
+        z = plan.positions(part.steps).noise_multiplier(epsilon=epsilon, delta=plan.delta)
+        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
+            z *= 1 + 1e-5
+        return replace(plan, noise_multiplier=z)
+    if isinstance(part, Poisson | FixedSize | CyclicPoisson):  # the central limit is near
+        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        turns, rate = part.most_within(part.steps), min(part.rate, 0.999)
+        start = plan.sensitivity.value / math.sqrt(math.log1p((mu / rate) ** 2 / turns))
+    z = calibrate.smallest(
+        lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon, start=start
+    )
+    return replace(plan, noise_multiplier=z)
