@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from noshuffle.experiments import accuracy, figure1, fitted, train_lines
+from noshuffle.experiments import accuracy, figure1, fitted, sampling, train_lines
 from noshuffle.experiments.figure import Request, shipped
 from noshuffle.experiments.lines import groups
 from noshuffle.experiments.runner import compute
 from noshuffle.experiments.store import Store
+from noshuffle.participation import CyclicPoisson
+from noshuffle.plan import Plan
 
 SETTINGS: dict[str, Any] = {
     **{k: v for k, v in shipped("figure1").items() if k not in ("tasks", "groups", "factors")},
@@ -105,6 +107,49 @@ def test_samples_are_poisson_and_padded_with_weight_zero() -> None:
     assert 7 < deviation < 12.5  # √(100·(1 − 1/14)) = 9.6
 
 
+def test_groups_take_turns_and_have_the_noise_of_their_plan() -> None:
+    task = next(iter(groups(SETTINGS))).task
+    rows = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
+    rows.y = torch.arange(len(rows.x))
+    sizes = []
+    for step, (_, y, weights) in enumerate(
+        train_lines.sampled(rows, steps=60, batch=100, room=6.0, groups=4)
+    ):
+        assert weights is not None
+        taken = y[weights > 0]
+        assert set((taken % 4).tolist()) == {step % 4}
+        assert len(set(taken.tolist())) == len(taken)
+        sizes.append(len(taken))
+    assert abs(sum(sizes) / 60 - 100) < 5 * (71.4 / 60) ** 0.5  # 350 units a turn, rate 2/7
+    how = {"epochs": 20, "per_epoch": 240}
+    made = fitted.strategy("cyclic@2", **how)
+    turns = fitted.groups(made)
+    z = fitted.noise("cyclic@2", **how, epsilon=2.0, delta=1e-5, rate=1 / 240)
+    part = CyclicPoisson(4800, turns, turns / 240)
+    assert Plan(participation=part, strategy=made, noise_multiplier=z).epsilon() <= 2.0
+    assert Plan(participation=part, strategy=made, noise_multiplier=0.99 * z).epsilon() > 2.0
+
+
+def test_never_below_allows_one_deviation() -> None:
+    def told(*own: float) -> str:
+        runs = {
+            "cyclic": own,
+            "amplified": (0.80, 0.82),
+            "blt": (0.79, 0.79),
+        }
+        results = {
+            f"mnist/{line}/final/0-0": {
+                "runs": [{"epsilon": 1.0, "accuracy": a, "learning_rate": 0.1} for a in values]
+            }
+            for line, values in runs.items()
+        }
+        return sampling.FIGURE.checked(results)[0].verdict
+
+    assert told(0.80, 0.80) == "HOLDS"  # 0.81 less a deviation of 0.014
+    assert told(0.795, 0.795) == "DIFFERS"
+    assert told(0.83, 0.83) == "HOLDS"
+
+
 def made(line: str, *accuracies: float) -> dict[str, Any]:
     runs = [
         {"epsilon": e, "accuracy": a, "learning_rate": 0.1}
@@ -138,6 +183,7 @@ def test_claims_and_picture(tmp_path: Path) -> None:
 def test_what_ships_is_fitted_beforehand() -> None:
     kept = fitted._kept()["noise"]
     before = len(kept)
-    for quick in (True, False):
-        list(accuracy.needed_fits(shipped("figure1", quick=quick), accuracy.ROWS))
+    for name in ("figure1", "sampling"):
+        for quick in (True, False):
+            list(accuracy.needed_fits(shipped(name, quick=quick), accuracy.ROWS))
     assert len(kept) == before

@@ -29,6 +29,7 @@ FIGURES: dict[str, str] = {
     "figure1": "noshuffle.experiments.figure1",
     "beyond": "noshuffle.experiments.beyond",
     "rates": "noshuffle.experiments.rates",
+    "sampling": "noshuffle.experiments.sampling",
 }
 
 

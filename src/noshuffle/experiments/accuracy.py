@@ -216,7 +216,9 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
                         "per_epoch": per_epoch,
                         "epsilon": epsilon,
                     }
-                    z = fitted.noise(line.fit, **how, delta=settings["delta"], rate=rate)
+                    z = fitted.noise(
+                        line.fit_at(epsilon), **how, delta=settings["delta"], rate=rate
+                    )
                     yield f"{task.name}/{line.name} {epochs}x{per_epoch} ε={epsilon:g}: {z:.3f}"
 
 

@@ -97,7 +97,9 @@ def _panel(
     for (name, values), mark in zip(published.items(), "x+1"):
         axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=name)
     axes.set(xscale="log", xlabel="ε", title=settings["tasks"].get(task, {}).get("title", ""))
-    ticks = [1, 2, 4, 8, 16]
+    shown = [epsilon for line in lines for epsilon in curve(results, task, line) if epsilon > 0]
+    ends = min(shown, default=1.0), max(shown, default=16.0)
+    ticks = [tick for tick in (0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= 1.3 * ends[1]]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=7, loc="lower right")
@@ -119,6 +121,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "blt_gains": {"color": "#2f4b7c", "marker": "^"},
     "two_sided": {"color": "#7a5195", "marker": "P"},
     "banded": {"color": "#b8860b", "marker": "d"},
+    "cyclic": {"color": "#b8860b", "marker": "d"},
 }
 
 

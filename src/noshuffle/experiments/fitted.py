@@ -2,6 +2,7 @@
 
     strategies["blt/20x100"]          the strategy for 20 passes of 100 steps
     noise["blt/20x100/2/1e-05"]       its noise multiplier at ε = 2, δ = 1e-5
+    strategies["cyclic@2/20x100"]     bands for groups that take turns, as many as are best at ε = 2
 
 Fitting and calibration take a CPU minutes that a GPU would wait for. What is not in the file is
 fitted when it is asked for; `python -m noshuffle.experiments.accuracy FIGURE …` adds what figures
@@ -16,11 +17,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from noshuffle.participation import Epochs, Participation, Poisson
+from noshuffle.participation import CyclicPoisson, Epochs, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json, write_json
+from noshuffle.sampled_fit import alternatives
 from noshuffle.strategies import Strategy, from_dict
 from noshuffle.strategies.fit import fit
+from noshuffle.strategies.toeplitz import Banded
 from noshuffle.strategies.workload import momentum as heavy_ball
 
 FILE = resources.files("noshuffle.experiments") / "settings" / "fitted.json"
@@ -41,6 +44,8 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "amplified": ("identity", {}, False),
 }
 BETA = 0.9
+#: δ at which the number of groups is chosen; the noise is that of the δ that is asked for.
+CYCLIC_DELTA = 1e-5
 
 
 @cache
@@ -56,6 +61,11 @@ def _key(name: str, epochs: int, per_epoch: int) -> str:
 def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
     """The strategy of a line for passes in one order."""
     key, kept = _key(name, epochs, per_epoch), _kept()["strategies"]
+    if key not in kept and name.startswith("cyclic@"):
+        at = {"epsilon": float(name.partition("@")[2]), "delta": CYCLIC_DELTA}
+        how: dict[str, Any] = {**at, "kinds": ("cyclic",), "workload": heavy_ball(BETA)}
+        rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how)
+        kept[key] = rows[0].plan.strategy.to_dict()
     if key not in kept:
         mechanism, options, is_heavy = MECHANISMS[name]
         workload = heavy_ball(BETA) if is_heavy else None
@@ -76,8 +86,16 @@ def noise(
         if name == "amplified":
             part = Poisson(part.steps, rate)
         made = strategy(name, epochs=epochs, per_epoch=per_epoch)
+        if name.startswith("cyclic@"):
+            part = CyclicPoisson(part.steps, groups(made), groups(made) * rate)
         kept[key] = Plan.fit(part, mechanism=made, epsilon=epsilon, delta=delta).noise_multiplier
     return float(kept[key])
+
+
+def groups(strategy: Strategy) -> int:
+    """Groups that take turns under a banded strategy: one for each band."""
+    assert isinstance(strategy, Banded)
+    return len(strategy.bands)
 
 
 def save() -> None:

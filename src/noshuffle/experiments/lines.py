@@ -52,7 +52,11 @@ class StudyLine:
 
     @property
     def is_sampled(self) -> bool:
-        return self.fit == "amplified"
+        return self.fit in ("amplified", "cyclic")
+
+    def fit_at(self, epsilon: float) -> str:
+        """The name in `fitted`: groups that take turns have as many bands as are best at ε."""
+        return f"cyclic@{epsilon:g}" if self.fit == "cyclic" else self.fit
 
 
 @dataclass(frozen=True)

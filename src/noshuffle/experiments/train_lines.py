@@ -1,6 +1,7 @@
 """Train the runs of one cell side by side: one line of a task, several ε, rates or trials.
 
-    order    rows of the file, pass after pass, in one order; amplified lines: Poisson samples
+    order    rows of the file, pass after pass, in one order; amplified lines: Poisson samples;
+             cyclic lines: Poisson samples of groups that take turns
     noise    that of `fitted` for the line's participation at ε; none, and no clip, if not private
     scores   accuracy of the last iterate, and of the average of iterates (decay 0.99), on rows that
              were not trained on: held-out training rows in a search, test rows in the end
@@ -75,6 +76,13 @@ def train(
 ) -> dict[str, Any]:
     """Train (ε, learning rate, trial) for every run; scores and how they were made, as JSON."""
     began, settings = time.perf_counter(), asked.settings
+    names = list(dict.fromkeys(line.fit_at(epsilon) for epsilon, *_ in runs))
+    if len(names) > 1:  # a strategy for every ε: one study each
+        parts = [[run for run in runs if line.fit_at(run[0]) == name] for name in names]
+        found = [train(task, line, part, asked, is_search=is_search) for part in parts]
+        together = {"runs": [run for one in found for run in one["runs"]]}
+        together["strategy"] = [one["strategy"] for one in found]
+        return {**found[0], **together, "seconds": round(time.perf_counter() - began, 2)}
     rows = StudyRows(task, asked, is_search=is_search)
     epochs, per_epoch = task.layout(len(rows.x), line.times)
     steps, batch = epochs * per_epoch, task.batch * line.times
@@ -83,7 +91,7 @@ def train(
     levels = [_noise(line, e, epochs, per_epoch, settings["delta"], share) for e, *_ in runs]
     strategy: Strategy = identity()
     if line.fit:
-        strategy = fitted.strategy(line.fit, epochs=epochs, per_epoch=per_epoch)
+        strategy = fitted.strategy(names[0], epochs=epochs, per_epoch=per_epoch)
     made = [
         Setting(
             noise_multiplier=z,
@@ -111,7 +119,8 @@ def train(
     )
     batches = in_order(rows, steps=steps, batch=batch)
     if line.is_sampled:
-        batches = sampled(rows, steps=steps, batch=batch, room=settings["room"])
+        turns = fitted.groups(strategy) if line.fit == "cyclic" else 1
+        batches = sampled(rows, steps=steps, batch=batch, room=settings["room"], groups=turns)
     average = {name: value.clone() for name, value in chosen.params.items()}
     for place, (x, y, weights) in enumerate(batches):
         chosen.step(x, y, weights=weights)
@@ -160,7 +169,7 @@ def _noise(
     if not line.fit:
         return 0.0
     how = {"epochs": epochs, "per_epoch": per_epoch}
-    return fitted.noise(line.fit, **how, epsilon=epsilon, delta=delta, rate=rate)
+    return fitted.noise(line.fit_at(epsilon), **how, epsilon=epsilon, delta=delta, rate=rate)
 
 
 def in_order(
@@ -174,15 +183,19 @@ def in_order(
 
 
 def sampled(
-    rows: StudyRows, *, steps: int, batch: int, room: float
+    rows: StudyRows, *, steps: int, batch: int, room: float, groups: int = 1
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Poisson samples, padded with rows of weight 0; samples above the room are cut."""
-    count, rate = len(rows.x), batch / len(rows.x)
+    """Poisson samples, padded with rows of weight 0; samples above the room are cut.
+
+    Step t samples the rows i with i mod groups = t mod groups.
+    """
+    count, rate = len(rows.x), groups * batch / len(rows.x)
     size = int(batch + room * np.sqrt(batch * (1 - rate))) // 8 * 8 + 8
     rng = np.random.default_rng()  # entropy of the operating system
     places = torch.arange(size, device=rows.x.device)
-    for _ in range(steps):
-        chosen = np.flatnonzero(rng.random(count) < rate)[:size]
+    for step in range(steps):
+        turn = np.arange(step % groups, count, groups)
+        chosen = turn[rng.random(len(turn)) < rate][:size]
         padded = np.zeros(size, dtype=np.int64)
         padded[: len(chosen)] = chosen
         index = torch.from_numpy(padded).to(rows.x.device)
