@@ -32,7 +32,7 @@ from typing import Any
 
 from noshuffle import participation as participations
 from noshuffle import plan_accountant, strategies
-from noshuffle.accounting import bins, gaussian, renyi
+from noshuffle.accounting import bins, gaussian, monte_carlo, renyi
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
@@ -48,7 +48,7 @@ from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.own import check_own
-from noshuffle.strategies.positions import overlaps
+from noshuffle.strategies.positions import gram, overlaps
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
@@ -215,10 +215,18 @@ class Plan:
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
-        instance_of(BallsInBins, participation=self.participation)
-        assert isinstance(self.participation, BallsInBins)
         known = (1, 0.0, self.sensitivity_after(steps).squared)
-        return bins.Overlaps((known, *overlaps(self.strategy, self.participation, steps)[1:]))
+        return bins.Overlaps((known, *overlaps(self.strategy, _bins_of(self), steps)[1:]))
+
+    def monte_carlo(self, *, samples: int = 10**6, seed: int | None = None) -> monte_carlo.Interval:
+        """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
+
+        Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
+        """
+        K = gram(self.strategy, _bins_of(self), self.steps)
+        secret = monte_carlo.SecretPositions(K, self.positions(self.steps))
+        z, delta = self.noise_multiplier, self.delta
+        return secret.epsilon(noise_multiplier=z, delta=delta, samples=samples, seed=seed)
 
     @property
     def multiplier_of_sensitivity(self) -> float:
@@ -328,6 +336,12 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _bins_of(plan: Plan) -> BallsInBins:
+    instance_of(BallsInBins, participation=plan.participation)
+    assert isinstance(plan.participation, BallsInBins)
+    return plan.participation
 
 
 def _fitted(

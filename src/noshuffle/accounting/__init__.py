@@ -5,6 +5,7 @@
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     bins          one secret position for every unit, under any Gaussian noise
+    monte_carlo   the same by rigorous Monte Carlo, beside that bound
     composition   basic, advanced and optimal composition, groups, amplification
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
@@ -23,6 +24,7 @@ from noshuffle.accounting import (
     gaussian,
     gdp,
     mechanisms,
+    monte_carlo,
     renyi,
     selection,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "gaussian",
     "gdp",
     "mechanisms",
+    "monte_carlo",
     "renyi",
     "selection",
 ]

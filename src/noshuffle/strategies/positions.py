@@ -56,12 +56,17 @@ def shifts(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
     return out
 
 
+def gram(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
+    """K itself, for `accounting.monte_carlo`."""
+    m = shifts(strategy, part, steps)
+    return np.asarray(m.T @ m)
+
+
 def overlaps(
     strategy: Strategy, part: BallsInBins, steps: int
 ) -> tuple[tuple[int, float, float], ...]:
     """`accounting.bins.Overlaps.classes`: positions with equal remainders, for every divisor."""
-    m = shifts(strategy, part, steps)
-    b, K = part.steps_per_epoch, m.T @ m
+    b, K = part.steps_per_epoch, gram(strategy, part, steps)
     top = float(K.diagonal().max()) * (1 + 1e-12)
     gap = np.abs(np.subtract.outer(np.arange(b), np.arange(b)))
     classes = [(1, 0.0, top)]

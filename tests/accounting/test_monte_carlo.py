@@ -1,0 +1,64 @@
+"""Secret positions by Monte Carlo: beside quadrature, coverage, careless variants caught."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.accounting.test_bins import both_ways
+
+from noshuffle.accounting.bins import Overlaps
+from noshuffle.accounting.monte_carlo import SecretPositions, _Draws, _Test
+from noshuffle.errors import InvalidInput
+from noshuffle.participation import BallsInBins, Epochs
+from noshuffle.plan import Plan
+
+SHIFTS = np.array([(1.8, 0.9), (0.3, 2.0)])
+GRAM = SHIFTS @ SHIFTS.T
+BOUND = Overlaps(((1, 0.0, float(GRAM.max())),))
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 2.0])
+def test_quadrature_lies_between_the_bounds(epsilon: float) -> None:
+    true = both_ways(SHIFTS, 1.5, epsilon)
+    given = {"noise_multiplier": 1.5, "epsilon": epsilon, "samples": 60_000, "seed": 5}
+    found = SecretPositions(GRAM, BOUND).delta(**given)
+    assert 0.9 * true < found.lower < true < found.upper < 1.1 * true + 2e-3
+    assert found.upper < found.sampling_free
+    careless = SecretPositions(np.diag(GRAM.diagonal()), BOUND).delta(**given)
+    assert careless.upper < true  # as if positions did not overlap
+    assert "at most" in found.words()
+
+
+def test_epsilon_and_periods() -> None:
+    """Two periods of one position are one Gaussian mechanism, √2 as far."""
+    one = np.array([[4.0]])
+    secret = SecretPositions(one, Overlaps(((1, 0.0, 8.0),)), periods=2)
+    found = secret.epsilon(noise_multiplier=2.0, delta=1e-2, samples=30_000, seed=2)
+    assert 0.85 * found.sampling_free < found.lower <= found.upper <= found.sampling_free
+    once = SecretPositions(one, secret.bound).epsilon(
+        noise_multiplier=2.0, delta=1e-2, samples=30_000, seed=2
+    )
+    assert once.upper < found.lower
+
+
+def test_bounds_fail_as_often_as_they_say() -> None:
+    """Heavy-tailed values with a known mean; the mean of a sample itself is wrong far too often."""
+    rng, wrong, naive, runs = np.random.default_rng(3), np.zeros(2), 0, 300
+    for _ in range(runs):
+        values = np.where(rng.random(400) < 0.02, rng.random(400), 0.0)  # mean 0.01
+        test = _Test("remove", 0.0, 1e9, 1.0, 0.0, second_moment=0.02 / 3)
+        low, high = test.bounds(_Draws(np.full(400, 800.0), values), 0.1)
+        wrong += (low > 0.01, high < 0.01)
+        naive += values.mean() < 0.01
+    assert (wrong <= 0.1 * runs + 4 * np.sqrt(0.09 * runs)).all()
+    assert naive > 0.4 * runs
+
+
+def test_plans_and_refusals() -> None:
+    plan = Plan.fit(BallsInBins(2, 8), mechanism="banded", bands=4, epsilon=2.0, delta=1e-2)
+    found = plan.monte_carlo(samples=30_000, seed=1)
+    assert found.lower < found.upper <= found.sampling_free <= 2.0
+    with pytest.raises(InvalidInput, match="BallsInBins"):
+        Plan.fit(Epochs(2, 8), mechanism="identity", epsilon=1.0).monte_carlo()
+    with pytest.raises(InvalidInput, match="square matrix"):
+        SecretPositions(-GRAM, BOUND)
