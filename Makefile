@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
+DOCS := $(VENV)/.ready-docs
 
-.PHONY: train test check slow mutants bench clean
+.PHONY: train test check slow mutants bench site tutorials clean
 
 train: $(READY)
 	$(BIN)/noshuffle train
@@ -26,6 +27,18 @@ bench: $(DEV)
 mutants: $(DEV)
 	CI=1 $(BIN)/python -m tests.mutants
 
+# The pages of docs/tutorials from top to bottom, all or one (make tutorial-mnist), and what they print.
+TUTORIAL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py -m 'slow or not slow' -s
+tutorials: $(DEV)
+	$(TUTORIAL) -k test_tutorials_run
+
+tutorial-%: $(DEV)
+	$(TUTORIAL) -k 'test_tutorials_run and $*'
+
+# docs/ as a static site in site/; a link that leads nowhere fails.
+site: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 slow: $(DEV)
 	$(BIN)/python -m pytest -m slow
 
@@ -40,5 +53,9 @@ $(DEV): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,federated]'
 	touch $@
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

@@ -6,12 +6,15 @@ Blocks of a document share their names, as a reader would type them. A block tha
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from noshuffle.strategies import mechanisms, registry
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
@@ -24,7 +27,11 @@ ALONE = (
     "docs/federated.md",
     "docs/lazy-noise.md",
     "docs/studies.md",
+    "docs/guides/mechanism.md",
+    "docs/guides/migrating.md",
 )
+#: One for each kind of user; `make tutorial-NAME` runs one of them.
+TUTORIALS = ("mnist", "lora", "stream", "flower", "officer", "mechanism")
 
 
 def blocks(name: str) -> list[tuple[bool, str]]:
@@ -42,7 +49,7 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     names: dict[str, object] = {"__name__": "document"}
     for place, (is_fragment, code) in enumerate(found, 1):
-        program = compile(code, f"{name}, block {place}", "exec")
+        program = compile(code, f"{name}, block {place}", "exec", dont_inherit=True)
         if not is_fragment:
             exec(program, names)
 
@@ -50,6 +57,23 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [*ALONE, "docs/transformers.md"])
 def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "lora" else n for n in TUTORIALS]
+)
+def test_tutorials_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "mnist" and "NOSHUFFLE_DATA" not in os.environ:
+        folder = Path(os.environ.get("NOSHUFFLE_SHARED", ROOT.parent / "shared")) / "data"
+        if not (folder / "mnist.npz").is_file():
+            pytest.skip("needs MNIST: set NOSHUFFLE_DATA, or put it into ../shared/data")
+        monkeypatch.setenv("NOSHUFFLE_DATA", str(folder))
+    tables = (mechanisms.MECHANISMS, registry._CLASSES)  # what a page registers is forgotten
+    before = [dict(table) for table in tables]
+    run(f"docs/tutorials/{name}.md", tmp_path, monkeypatch)
+    for table, content in zip(tables, before):
+        table.clear()
+        table.update(content)
 
 
 def test_the_distributed_program_runs(tmp_path: Path) -> None:
@@ -64,7 +88,8 @@ def test_the_distributed_program_runs(tmp_path: Path) -> None:
 
 
 def documents() -> list[Path]:
-    return [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+    found = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*/README.md")
+    return [page for pattern in found for page in ROOT.glob(pattern)]
 
 
 def test_links_lead_somewhere() -> None:
