@@ -14,7 +14,7 @@ from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
-from noshuffle.training.many.stacked import ShiftedByRun, Stacked, _patches, _thirds
+from noshuffle.training.many.stacked import Stacked, _patches
 from noshuffle.training.many.sum import clipped_sums, network_for, products
 from noshuffle.training.many.vmapped import Vmapped
 from noshuffle.training.models import build
@@ -67,6 +67,17 @@ class Features(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((x.flatten(1) @ self.projection).cos())
+
+
+class Scaled(nn.Module):
+    """Weights outside of any layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(98, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.weight
 
 
 class Attention(nn.Module):
@@ -243,8 +254,10 @@ def test_rows_in_parts_give_the_same(make, monkeypatch) -> None:
 
 def test_runs_in_turn_have_the_same_sums_and_scores() -> None:
     torch.manual_seed(0)
-    assert compare(conv, images(), nn.CrossEntropyLoss(), in_turn=True) == "stacked layers, in turn"
-    assert "vmap" in compare(group_norm, images(), nn.CrossEntropyLoss(), in_turn=True)
+    norms, cross_entropy = (0.05, 1.0, 1e6), nn.CrossEntropyLoss()
+    for make in (conv, group_norm, frozen, Features):
+        assert compare(make, images(), cross_entropy, in_turn=norms) == "layer rules, in turn"
+    assert "no layer rules" in compare(Scaled, images(), cross_entropy, in_turn=norms)
     settings = [Setting(noise_multiplier=0.0, learning_rate=0.5, seed=s) for s in (1, 2)]
     common = {"steps": 1, "batch_size": 5}
     turned, beside = (Study(conv, settings, in_turn=turn, **common) for turn in (True, False))
@@ -262,7 +275,8 @@ def test_half_precision_in_turn_is_near_and_within_the_clip_norm() -> None:
         for name, _ in models[0].named_parameters()
     }
     batch, clip = images(6), torch.tensor([0.01, 0.1])
-    network, _ = network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss(), in_turn=True)
+    norms = tuple(clip.tolist())
+    network, _ = network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss(), in_turn=norms)
     for row in range(6):
         keep = torch.arange(6) == row
         sums, whole = (
@@ -275,13 +289,6 @@ def test_half_precision_in_turn_is_near_and_within_the_clip_norm() -> None:
         assert bool((flat.norm(dim=1) <= clip.double()).all())
         assert bool((0.99 * clip.double() <= flat.norm(dim=1)).all())
         assert bool(((flat - right).norm(dim=1) <= 0.05 * clip.double()).all())
-
-
-def test_factors_in_three_parts_are_exact() -> None:
-    torch.manual_seed(0)
-    factor = torch.rand(64) * 10.0 ** torch.randint(-6, 1, (64,))
-    parts = _thirds(factor, torch.bfloat16)
-    assert torch.equal(parts.float().sum(0), factor)
 
 
 @pytest.mark.parametrize("form", ["stacked", "vmap"])
@@ -403,26 +410,6 @@ def test_patches_are_those_of_unfold(options) -> None:
     settings = {n: getattr(layer, n) for n in ("stride", "padding", "dilation")}
     expected = F.unfold(x, layer.kernel_size, **settings)
     assert torch.equal(_patches(layer, x), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"padding": 1}, {"padding": (2, 0)}])
-def test_products_of_shifted_slices_are_those_of_patches(options) -> None:
-    torch.manual_seed(0)
-    make = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Conv2d(8, 3, (2, 3), **options))
-    model = nn.Sequential(*make, nn.Flatten(), nn.LazyLinear(3))
-    x, y = images()
-    model(x)
-    params = {name: p.detach()[None].clone() for name, p in model.named_parameters()}
-    network = Stacked(model, runs=1)
-    keep, clip = torch.tensor([True, True, True, False, True]), torch.tensor([0.3])
-    right, _ = clipped_sums(network, params, (x, y), keep=keep, clip=clip)
-    network.is_shifted = True
-    grads, _ = network.example_gradients(params, (x, y))
-    assert isinstance(grads["2.weight"], ShiftedByRun)
-    assert not isinstance(grads["0.weight"], ShiftedByRun)  # two channels: patches
-    found, _ = clipped_sums(network, params, (x, y), keep=keep, clip=clip)
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.parametrize("make", [conv, group_norm])

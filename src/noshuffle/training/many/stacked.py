@@ -24,7 +24,7 @@ from torch.nn import functional as f
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.gram import smallest
 from noshuffle.clipping.objective import Criterion, row_losses
-from noshuffle.clipping.products import HALF, mm, wide
+from noshuffle.clipping.products import HALF, wide
 from noshuffle.errors import Unsupported
 
 #: Layers that treat every number, or every channel, alike.
@@ -52,37 +52,14 @@ class DenseByRun:
     def total(self, factor: Tensor) -> Tensor:
         """Σ_i factor[i, k]·G[i, k]; an example with factor 0 contributes exactly zero."""
         used = factor[:, :, None] != 0
-        if self.values.dtype == torch.bfloat16 and self.values.shape[1] == 1:
-            flat = torch.where(used[:, 0], self.values.flatten(1), 0.0)
-            return mm(_thirds(factor[:, 0], flat.dtype), flat).sum(0).reshape(self.values.shape[1:])
         flat = torch.where(used, wide(self.values).flatten(2), 0.0)
         out = torch.einsum("bk,bkf->kf", factor.to(flat.dtype), flat)
         return out.reshape(self.values.shape[1:])
 
 
-def _thirds(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors as sums of three in half precision (3, batch), exact to single precision.
-
-    Products of such numbers with gradients in half precision are exact in single precision, so the
-    gradients need not be widened first.
-    """
-    rest, parts = factor.float(), []
-    for _ in range(3):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1].float()
-    return torch.stack(parts)
-
-
 def _lengths(t: Tensor) -> Tensor:
     """‖t[i, k]‖² in double precision, with room for entries whose squares vanish."""
     return wide(t).square().sum(2).double() + t.shape[2] * smallest(t.dtype)
-
-
-class ShiftedByRun(DenseByRun):
-    """Gradients of a convolution with the channels of its input last: (batch, 1, out, h, w, in)."""
-
-    def total(self, factor: Tensor) -> Tensor:
-        return super().total(factor).permute(0, 1, 4, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -123,8 +100,6 @@ class Stacked:
         if isinstance(loss_fn, ModelLoss):
             raise Unsupported("a loss that calls the model itself has no stacked form")
         self.runs = runs
-        #: Whether convolutions of one run take a product a place of the kernel, not patches.
-        self.is_shifted = False
         self._loss_fn = loss_fn
         self._layers = list(_layers(model))
         for name, layer in self._layers:
@@ -156,12 +131,8 @@ class Stacked:
         found: Gradients = {}
         for (name, layer, given, _), g in zip(seen, gradients):
             if isinstance(layer, nn.Conv2d):
-                if self.is_shifted and _can_shift(layer, given, self.runs):
-                    found[f"{name}.weight"] = ShiftedByRun(_shifted(layer, given, g)[:, None])
-                    g = _split(g, self.runs).flatten(3)
-                else:
-                    g = _split(g, self.runs).flatten(3)
-                    found[f"{name}.weight"] = DenseByRun(self._conv_weight(layer, given, g))
+                g = _split(g, self.runs).flatten(3)
+                found[f"{name}.weight"] = DenseByRun(self._conv_weight(layer, given, g))
                 if layer.bias is not None:
                     found[f"{name}.bias"] = DenseByRun(g.sum(3))
             else:
@@ -264,33 +235,6 @@ def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
     strides = (*steps[:2], dh * steps[2], dw * steps[3], sh * steps[2], sw * steps[3])
     seen = x.as_strided((b, c, kh, kw, high, wide), strides)
     return seen.reshape(b, c * kh * kw, high * wide)
-
-
-def _can_shift(layer: nn.Conv2d, given: Tensor, runs: int) -> bool:
-    plain = layer.stride == (1, 1) and layer.dilation == (1, 1)
-    return runs == 1 and plain and given.shape[1] % 8 == 0
-
-
-def _shifted(layer: nn.Conv2d, x: Tensor, g: Tensor) -> Tensor:
-    """Per-example gradients (batch, out, kernel height, width, in), without patches.
-
-    With channels last and both padded to rows of one width w, position p of g meets p + i·w + j of
-    x for place (i, j) of the kernel: one product of two slices a place, nothing is copied.
-    """
-    assert not isinstance(layer.padding, str)
-    (ph, pw), (kh, kw) = layer.padding, layer.kernel_size
-    b, c, o, high = len(x), x.shape[1], g.shape[1], g.shape[2]
-    x = f.pad(x.permute(0, 2, 3, 1), (0, 0, pw, pw, ph, ph)).to(g.dtype).contiguous()
-    wide = x.shape[2]
-    g = f.pad(g.permute(0, 2, 3, 1), (0, 0, 0, wide - g.shape[3])).contiguous()
-    length = high * wide - (kw - 1)  # what is cut off is the border of the last row
-    rows, left = x.reshape(b, -1, c), g.reshape(b, -1, o)[:, :length].transpose(1, 2)
-    out = left.new_empty(b, o, kh, kw, c)
-    for i in range(kh):
-        for j in range(kw):
-            at = i * wide + j
-            torch.bmm(left, rows[:, at : at + length], out=out[:, :, i, j])
-    return out
 
 
 def _split(x: Tensor, groups: int) -> Tensor:

@@ -105,8 +105,8 @@ class Study:
         learning_rates: a schedule of factors, one a step (empty: constant).
         source: where noise comes from; fresh keys of the operating system by default.
         capture: whether a step on CUDA may be captured as a graph.
-        in_turn: whether the runs of a step are worked on one after the other: for models that fill
-            a GPU by themselves.
+        in_turn: whether the runs of a step are worked on one after the other, by layer rules: for
+            models that fill a GPU by themselves.
         half: whether models and losses run under autocast to bfloat16; clipped gradients are added
             up, noised and applied in single precision.
         budget: what all runs on the same data draw on; settings then need plans, and steps ids.
@@ -284,7 +284,7 @@ class Study:
                 self.params,
                 tree_map(self._here, batch),
                 loss_fn=self._loss_fn,
-                in_turn=self._in_turn,
+                in_turn=[s.clip_norm for s in self.settings] if self._in_turn else (),
             )
         self._network, self._form = self._networks[kind]
 

@@ -29,6 +29,7 @@ from noshuffle.clipping.objective import Criterion, batch_size, single_loss, tak
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
+from noshuffle.training.many.in_turn import InTurn
 from noshuffle.training.many.stacked import Gradients, Stacked
 from noshuffle.training.many.vmapped import Vmapped, evaluated
 
@@ -106,24 +107,6 @@ def products(model: nn.Module, loss_fn: Criterion | ModelLoss, batch: tuple[Any,
     return sum(counts)
 
 
-class InTurn:
-    """K networks one after the other in the stacked form of one, as a graph can hold it.
-
-    Grouped convolutions of K runs are slower on a GPU than K plain ones that fill it by themselves.
-    """
-
-    def __init__(self, one: Stacked, *, runs: int) -> None:
-        self.one, self.runs = one, runs
-
-    def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
-        """Outputs of every network: (batch, runs, …)."""
-        return torch.cat([self.one.scores(own, x) for own in self.each(params)], 1)
-
-    def each(self, params: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The parameters of each run, stacked as those of one."""
-        return [{n: v[k : k + 1] for n, v in params.items()} for k in range(self.runs)]
-
-
 SideBySide = Stacked | Vmapped
 Network = SideBySide | OneByOne | InTurn
 
@@ -148,12 +131,8 @@ def clipped_sums(
     if isinstance(network, OneByOne):
         return network.clipped_sums(batch, keep=keep, clip=clip)
     if isinstance(network, InTurn):
-        found = [
-            clipped_sums(network.one, own, batch, keep=keep, clip=clip[k : k + 1], half=half)
-            for k, own in enumerate(network.each(params))
-        ]
-        totals = {name: torch.cat([own[name] for own, _ in found]) for name in params}
-        return totals, torch.cat([seen for _, seen in found], 1)
+        with _cast(keep.device, half):
+            return network.clipped_sums(params, batch, keep=keep)
     first = next(iter(params.values()))
     most = MOST_NUMBERS.get(first.device.type, MOST_NUMBERS["cpu"])
     rows, size = max(1, most // (network.runs * max(1, network.written))), batch_size(batch)
@@ -195,18 +174,20 @@ def network_for(
     batch: tuple[Any, ...],
     *,
     loss_fn: Criterion | ModelLoss,
-    in_turn: bool = False,
+    in_turn: Sequence[float] = (),
 ) -> tuple[Network, str]:
     """The quickest form that holds for these models and batches like this one, and why.
 
-    With `in_turn`, runs of a model that has a stacked form are worked on one after the other.
+    With `in_turn`, the clip norms, runs of a model with layer rules are worked on in turn.
     """
     device = next(iter(params.values())).device
-    if in_turn and len(models) > 1:
-        first = {name: value[:1] for name, value in params.items()}
-        one, why = network_for(models[:1], first, batch, loss_fn=loss_fn)
-        if isinstance(one, Stacked):
-            return InTurn(one, runs=len(models)), f"{why}, in turn"
+    reason = ""
+    if in_turn:
+        try:
+            own = InTurn(models, params, batch, loss_fn=loss_fn, clip_norms=in_turn)
+            return own, f"{own.form}, in turn"
+        except Unsupported as error:
+            reason = f"not in turn: {error}"
     general = Vmapped(models, loss_fn=loss_fn, device=device)
     general.check_memory(batch)
     two, size = take(batch, slice(0, 2)), batch_size(batch)
@@ -219,9 +200,7 @@ def network_for(
         return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
 
     def stacked() -> SideBySide:
-        found = Stacked(models[0], runs=len(models), loss_fn=loss_fn)
-        found.is_shifted = device.type == "cuda"
-        return found
+        return Stacked(models[0], runs=len(models), loss_fn=loss_fn)
 
     def outer() -> SideBySide:
         known = general.linear_layers(batch)
@@ -229,7 +208,6 @@ def network_for(
             raise Unsupported("no linear layer is called once with one vector")
         return Vmapped(models, loss_fn=loss_fn, device=device, known=known)
 
-    reason = ""
     for name, make in (("stacked layers", stacked), ("vmap", outer)):
         try:
             found = make()

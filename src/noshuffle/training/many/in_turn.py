@@ -1,0 +1,111 @@
+"""K networks one after the other by the layer rules of a single run, as one graph can hold it.
+
+    for every run k:   parameters of k into the model ─ one backward pass ─ norms, factors, sum
+
+Convolutions of one run that fill a GPU by themselves gain nothing from standing side by side. This
+is the sum of `compiled.sum`, the one that `privatize` captures, so it has its kernels and takes
+every model that they take. Nothing waits for the device, nothing branches on data. State: the model
+whose parameters are pointed at one run after the other, and what its trial found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
+from noshuffle.clipping.objective import Criterion, batch_size
+from noshuffle.errors import Unsupported
+from noshuffle.training.compiled.choice import agree
+from noshuffle.training.compiled.flat import Sums, TotalFn
+from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
+from noshuffle.training.many.vmapped import evaluated
+
+
+class InTurn:
+    """K networks in turn; refused (`Unsupported`) for models without layer rules."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        params: Mapping[str, Tensor],
+        batch: tuple[Any, ...],
+        *,
+        loss_fn: Criterion | ModelLoss,
+        clip_norms: Sequence[float],
+    ) -> None:
+        self._device = device = next(iter(params.values())).device
+        self.runs, self._clips = len(clip_norms), tuple(clip_norms)
+        self._model = copy.deepcopy(models[0]).to(device)
+        validate(self._model)
+        #: What is not trained, of every run its own.
+        self._fixed = [
+            {n: value.detach().to(device) for n, value in _tensors(model) if n not in params}
+            for model in models
+        ]
+        engine = auto(self._model)
+        self._put(params, 0)
+        forms = None
+        if isinstance(engine, Ghost) and batch_size(batch) > 1:
+            forms = rules(engine, self._model, loss_fn, batch)
+        if forms is None:
+            raise Unsupported(f"no layer rules ({engine.why})")
+        self.form = "layer rules"
+        self._totals: dict[float, TotalFn] = {}
+        for norm in set(self._clips):
+            truth = by_engine(engine, self._model, loss_fn, clip=Flat(norm))
+            self._totals[norm] = self._first_right(forms, truth, batch, norm=norm)
+
+    def _first_right(
+        self, forms: FormsFn, truth: TotalFn, batch: tuple[Any, ...], *, norm: float
+    ) -> TotalFn:
+        """The quickest way from forms to the sum that agrees with the engine."""
+        keep = torch.ones(batch_size(batch), dtype=torch.bool, device=self._device)
+        wanted = _with_same_rng(truth, batch, keep)
+        for by_matrix in (True, False):
+            try:
+                found = clipped(forms, self._model, batch, clip=Flat(norm), by_matrix=by_matrix)
+                if agree(_with_same_rng(found, batch, keep), wanted, bound=norm):
+                    return found
+            except Unsupported:
+                continue
+        raise Unsupported("the sum by layer rules differs from that of the engine")
+
+    def _put(self, params: Mapping[str, Tensor], run: int) -> None:
+        for name, value in _tensors(self._model):
+            value.data = params[name][run] if name in params else self._fixed[run][name]
+
+    def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
+        """Outputs of every network in eval mode: (batch, runs, …)."""
+        found = []
+        for run in range(self.runs):
+            self._put(params, run)
+            with evaluated(self._model), torch.no_grad():
+                found.append(self._model(x))
+        return torch.stack(found, 1)
+
+    def clipped_sums(
+        self, params: Mapping[str, Tensor], batch: tuple[Any, ...], *, keep: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Per run, the sum of clipped gradients of the rows in `keep`, and losses (batch, runs)."""
+        found = []
+        for run, norm in enumerate(self._clips):
+            self._put(params, run)
+            found.append(self._totals[norm](batch, keep))
+        sums = {name: torch.stack([own.values[name] for own in found]) for name in params}
+        return sums, torch.stack([own.losses.detach() for own in found], 1)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _with_same_rng(total: TotalFn, batch: tuple[Any, ...], keep: Tensor) -> Sums:
+    """Layers that draw, draw the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return total(batch, keep)
