@@ -75,6 +75,25 @@ def test_kernels_give_norms_and_sum(shape: Any, last: bool) -> None:
     assert (total - rest).norm() <= loose * max(float(rest.norm()), 1e-9)
 
 
+@with_triton
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_several_pictures_of_an_example_are_one_gradient(last: bool) -> None:
+    shape = (6, *SHAPES[1][1:])
+    x, g, truth = case(shape, last=last)
+    truth = truth.unflatten(0, (3, 2)).sum(1)
+    how: Any = {"kernel": shape[4], "how": shape[5:], "pictures": 2}
+    x[2:4] *= 1e4
+    truth[1] *= 1e4
+    (half, of_x), (half_g, of_g) = (conv_kernels.halves(t, pictures=2) for t in (x, g))
+    for u, v, units in ((x, g, 1.0), (half, half_g, of_x.double() * of_g)):
+        squares = conv_kernels.squares(u, v, **how) * units**2
+        assert torch.allclose(squares, truth.double().flatten(1).square().sum(1), rtol=4e-3)
+        factors = torch.tensor([1.0, 1e-4, 0.0], device=DEVICE)
+        wanted = (factors.reshape(-1, 1, 1, 1, 1) * truth).sum(0)
+        total = conv_kernels.total(u, v, factors * units, **how)
+        assert (total - wanted).norm() <= 4e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tables_tell_which_taps_lie_inside(shape: Any) -> None:
     _, _, _, size, kernel, stride, padding, dilation = shape

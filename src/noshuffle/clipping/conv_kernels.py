@@ -151,20 +151,22 @@ def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
     return t if is_sure else torch.empty_like(t, memory_format=layout).copy_(t)
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor, *, pictures: int = 1) -> tuple[Tensor, Tensor]:
     """x in units of a power of two of each example, as float16 with channels last; the units.
 
     float16 has the ten bits of TF32. What is 2²⁸ times smaller than the largest entry of its
     example loses some, which no other example can change.
     """
-    if 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
+    if pictures > 1:
+        x = laid_out(x, torch.channels_last)
+    elif 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
         x = laid_out(x, torch.contiguous_format)
-    size, channels, places = len(x), x.shape[1], x.shape[2] * x.shape[3]
+    size, channels, places = len(x) // pictures, x.shape[1], pictures * x.shape[2] * x.shape[3]
     out = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
     units = torch.empty(size, dtype=torch.float32, device=x.device)
     high, wide = min(64, 1 << (channels - 1).bit_length()), 64
     shrink[(size,)](
-        x, out, units, channels, places, x.stride(0), x.stride(1), x.stride(3),
+        x, out, units, channels, places, pictures * x.stride(0), x.stride(1), x.stride(3),
         BC=max(16, high), BP=wide, num_warps=8,
     )  # fmt: skip
     return out, units
@@ -191,7 +193,7 @@ def taps_inside(
 @lru_cache(maxsize=256)
 def _tables(
     device: torch.device, kernel: Pair, size: Pair, out: Pair, how: tuple[Pair, Pair, Pair],
-    strides: Pair,
+    strides: tuple[int, int, int], pictures: int,
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Where the window of every position begins, which of its taps are inside, and a common unit.
 
@@ -200,27 +202,34 @@ def _tables(
     stride, padding, dilation = how
     inside = taps_inside(kernel, size, stride=stride, padding=padding, dilation=dilation, out=out)
     starts = [
-        p * stride[0] * strides[0] + q * stride[1] * strides[1]
-        for p, q in product(range(out[0]), range(out[1]))
+        i * strides[0] + p * stride[0] * strides[1] + q * stride[1] * strides[2]
+        for i, p, q in product(range(pictures), range(out[0]), range(out[1]))
     ]
     unit = math.gcd(16, *starts)
-    both = ([start // unit for start in starts], inside)
+    both = ([start // unit for start in starts], inside * pictures)
     first, second = (torch.tensor(one, dtype=torch.int32, device=device) for one in both)
     return first, second, unit
 
 
 def _launch(
-    x: Tensor, g: Tensor, kernel: Pair, how: tuple[Pair, Pair, Pair], factors: Tensor | None
+    x: Tensor,
+    g: Tensor,
+    kernel: Pair,
+    how: tuple[Pair, Pair, Pair],
+    pictures: int,
+    factors: Tensor | None,
 ) -> Tensor:
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
     x, g = (laid_out(t, torch.channels_last) for t in (x, g))
-    (examples, channels, *size), (_, outputs, *out) = x.shape, g.shape
+    (count, channels, *size), (_, outputs, *out) = x.shape, g.shape
+    examples = count // pictures
     _, padding, dilation = how
+    strides = (x.stride(0), x.stride(2), x.stride(3))
     starts, inside, unit = _tables(
-        x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, (x.stride(2), x.stride(3))
+        x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, strides, pictures
     )
-    taps, positions = kernel[0] * kernel[1], out[0] * out[1]
+    taps, positions = kernel[0] * kernel[1], pictures * out[0] * out[1]
     deep = 64 if g.dtype != torch.float32 else 32  # 128 bytes
     high = min(128, max(16, 1 << (outputs - 1).bit_length()))
     across = min(128, max(16, 1 << (channels * taps - 1).bit_length()))
@@ -239,7 +248,8 @@ def _launch(
     options: dict[str, Any] = {"num_warps": 8 if high * across > 8192 else 4, "num_stages": 3}
     walk[(tiles, groups)](
         x, g, result, factors, starts, inside, examples, each, outputs, positions,
-        *x.stride(), g.stride(0), g.stride(1), g.stride(3), *padding, *dilation,
+        pictures * x.stride(0), *x.stride()[1:], pictures * g.stride(0), g.stride(1), g.stride(3),
+        *padding, *dilation,
         tiles_across, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
         IS_TOTAL=factors is not result,
         UNROLL=few if few <= 2 else 0, EVEN=positions % deep == 0, BM=high, BN=across, BK=deep,
@@ -248,13 +258,24 @@ def _launch(
     return result
 
 
-def squares(x: Tensor, g: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair]) -> Tensor:
-    """‖G_b‖² of every example, [B] in float64; `how`: stride, padding, dilation."""
-    return _launch(x, g, kernel, how, None).sum(1)
+def squares(
+    x: Tensor, g: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair], pictures: int = 1
+) -> Tensor:
+    """‖G_b‖² of every example, [B] in float64; `how`: stride, padding, dilation.
+
+    An example may have several pictures, one after the other: G_b is the sum over them.
+    """
+    return _launch(x, g, kernel, how, pictures, None).sum(1)
 
 
 def total(
-    x: Tensor, g: Tensor, factors: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair]
+    x: Tensor,
+    g: Tensor,
+    factors: Tensor,
+    *,
+    kernel: Pair,
+    how: tuple[Pair, Pair, Pair],
+    pictures: int = 1,
 ) -> Tensor:
     """Σ_b factors[b]·G_b in float32, as the weight lies; what has factor zero may hold anything."""
-    return _launch(x, g, kernel, how, factors.float().contiguous()).sum(0)
+    return _launch(x, g, kernel, how, pictures, factors.float().contiguous()).sum(0)

@@ -32,6 +32,8 @@ from noshuffle.clipping.rules import rule
 
 #: Windows of fewer numbers are quickly written down.
 FEWEST_WINDOWS = 2**24
+#: Positions of one example, in all of its pictures, that tables are made for.
+MOST_POSITIONS = 2**20
 #: What adding up the squares of a tile may lose.
 _LOST = 2.0**-16
 _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
@@ -73,15 +75,17 @@ class Convolution(GradientForm):
     def _kernels(self) -> dict[str, Any]:
         layer, sides = self.layer, self.sides or ((0, 0), (0, 0))
         how = (layer.stride, tuple(before for before, _ in sides), layer.dilation)
-        return {"kernel": layer.kernel_size, "how": how}
+        return {"kernel": layer.kernel_size, "how": how, "pictures": len(self.x) // self.size}
 
     def _plain(self) -> Convolution:
         """The same without a mask and units, in at least single precision."""
         x, g = wide(self.x), wide(self.g)
+        pictures = len(x) // self.size
         if self.keep is not None:
-            x, g = zeroed(x, self.keep), zeroed(g, self.keep)
+            keep = self.keep.repeat_interleave(pictures)
+            x, g = zeroed(x, keep), zeroed(g, keep)
         if self.units is not None:
-            g = scaled(g, self.units)
+            g = scaled(g, self.units.repeat_interleave(pictures))
         return replace(self, x=x, g=g, keep=None, units=None)
 
     def _outer(self) -> OuterGradient:
@@ -193,11 +197,13 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     is_rounded = g.dtype in HALF or (g.dtype is torch.float32 and rounds_convolutions())
     taps, places = math.prod(layer.kernel_size), g.shape[2] * g.shape[3]
     is_even = all(before == after for before, after in sides)
-    if not is_rounded or len(x) != size or taps > conv_kernels.MOST_TAPS or not is_even:
+    if not is_rounded or len(x) % size or taps > conv_kernels.MOST_TAPS or not is_even:
+        return False
+    if len(x) // size * places > MOST_POSITIONS:
         return False
     if g.numel() // max(1, size) >= 2**31 or x.numel() // max(1, size) >= 2**31:
         return False
-    if x.dtype is torch.float64 or size * x.shape[1] * taps * places < FEWEST_WINDOWS:
+    if x.dtype is torch.float64 or len(x) * x.shape[1] * taps * places < FEWEST_WINDOWS:
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
@@ -209,7 +215,8 @@ def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolu
     if g.dtype in HALF:
         x, g = (t.to(g.dtype, memory_format=torch.channels_last) for t in (x, g))
         return Convolution(layer, x, g, size, sides)
-    (x, of_x), (g, of_g) = conv_kernels.halves(x.float()), conv_kernels.halves(g)
+    pictures = len(x) // size
+    (x, of_x), (g, of_g) = (conv_kernels.halves(t.float(), pictures=pictures) for t in (x, g))
     return Convolution(layer, x, g, size, sides, units=of_x.double() * of_g)
 
 

@@ -50,7 +50,8 @@ def _morlet(size: tuple[int, int], scale: int, angle: float) -> Tensor:
     phase = frequency * (rows[:, None] * math.sin(angle) + columns * math.cos(angle))
     wave, bell = _folded(bell * torch.exp(1j * phase), size), _folded(bell, size)
     wave = (wave - wave.sum() / bell.sum() * bell) * slant / (2 * math.pi * sigma**2)
-    return torch.fft.fft2(wave).real.float()
+    found: Tensor = torch.fft.fft2(wave).real.float()
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -73,8 +74,8 @@ def scattering(images: Tensor, *, chunk: int = 250) -> Tensor:
             f"images must be (batch, channels, height, width) with sides of a multiple of {STEP}, "
             f"at least {2 * STEP}, got {tuple(images.shape)}"
         )
-    parts = [_scattered(part.float()) for part in images.split(chunk)]
-    return torch.cat(parts) if parts else images.new_zeros(0)
+    starts = range(0, max(1, len(images)), chunk)
+    return torch.cat([_scattered(images[at : at + chunk].float()) for at in starts])
 
 
 def _scattered(x: Tensor) -> Tensor:
@@ -87,7 +88,8 @@ def _scattered(x: Tensor) -> Tensor:
 
     def lengths(spectrum: Tensor, scale: int) -> Tensor:
         """The spectra of |x ∗ ψ| for all angles of a scale, in a new axis."""
-        return torch.fft.fft2(torch.fft.ifft2(spectrum.unsqueeze(2) * waves[scale]).abs())
+        found: Tensor = torch.fft.fft2(torch.fft.ifft2(spectrum.unsqueeze(2) * waves[scale]).abs())
+        return found
 
     spectrum = torch.fft.fft2(x)
     first = [lengths(spectrum, scale) for scale in range(SCALES)]

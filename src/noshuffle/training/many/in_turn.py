@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
 from noshuffle.clipping.objective import Criterion, batch_size
@@ -92,12 +93,18 @@ class InTurn:
         self, params: Mapping[str, Tensor], batch: tuple[Any, ...], *, keep: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Per run, the sum of clipped gradients of the rows in `keep`, and losses (batch, runs)."""
-        found = []
+        found, batch = [], tree_map(_channels_last, batch)
         for run, norm in enumerate(self._clips):
             self._put(params, run)
             found.append(self._totals[norm](batch, keep))
         sums = {name: torch.stack([own.values[name] for own in found]) for name in params}
         return sums, torch.stack([own.losses.detach() for own in found], 1)
+
+
+def _channels_last(leaf: Any) -> Any:
+    """Images on a GPU as its convolutions and our kernels read them; once for all runs."""
+    is_image = isinstance(leaf, Tensor) and leaf.is_cuda and leaf.dim() == 4
+    return leaf.contiguous(memory_format=torch.channels_last) if is_image else leaf
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
