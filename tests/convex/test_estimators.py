@@ -33,7 +33,15 @@ def blobs(n: int = 3000, p: int = 5, k: int = 2, seed: int = 0) -> tuple[Any, An
     return centres[y] + rng.normal(size=(n, p)), y
 
 
-# No check is waived. With a few dozen rows any useful model needs a large ε, hence 50.
+#: To repeat a row is another mechanism than to weigh it: a table with more rows, of which each may
+#: do less, so that steps, noise and divisor differ. Weights of a thousand to one leave the lighter
+#: class nothing but noise.
+WAIVED = {
+    "check_sample_weight_equivalence_on_dense_data": "more rows are another mechanism",
+    "check_sample_weight_equivalence_on_sparse_data": "more rows are another mechanism",
+    "check_class_weight_classifiers": "weights of a thousand to one drown one class in noise",
+}
+# With a few dozen rows any useful model needs a large ε, hence 50.
 CHECKED = [
     PrivateLogisticRegression(epsilon=50.0, delta=1e-3, bounds=(-4, 4), **QUICK),
     PrivateSVC(epsilon=50.0, delta=1e-3, **QUICK),
@@ -50,7 +58,7 @@ CHECKED = [
 @pytest.mark.parametrize("model", CHECKED, ids=lambda m: type(m).__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_contract(model: Any) -> None:
-    results = check_estimator(model, on_fail=None, on_skip=None)
+    results = check_estimator(model, expected_failed_checks=WAIVED, on_fail=None, on_skip=None)
     failed = [(r["check_name"], r["exception"]) for r in results if r["status"] == "failed"]
     assert failed == []
 

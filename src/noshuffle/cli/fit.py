@@ -28,7 +28,17 @@ _SCHEMA = (
     "are taken to be public knowledge."
 )
 #: Settings that go to the estimator under their own name.
-_PASSED_ON = ("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha", "solver")
+_PASSED_ON: tuple[str, ...] = (
+    "epsilon",
+    "delta",
+    "batch_size",
+    "passes",
+    "clip_norm",
+    "penalty",
+    "alpha",
+    "solver",
+)
+_PASSED_ON += ("max_weight",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,16 @@ class FitSettings:
         "auto", "auto, gd, ftrl, or for linear sums", check=partial(one_of, SOLVERS)
     )
     ids: str | None = setting(None, "column that names the unit of a row")
+    weights: str | None = setting(None, "column that holds the weight of a row")
+    max_weight: float | None = setting(
+        None, "largest weight, known beforehand (without it weights are taken to be public)"
+    )
+    class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
+    missing: str = setting(
+        "zero",
+        "empty cells: zero, or skip (their rows are left out)",
+        check=partial(one_of, ("zero", "skip")),
+    )
     hash_text: int | None = setting(None, "text columns become so many hashed indicators")
     score: bool = setting(
         False,
@@ -95,10 +115,9 @@ def fit(asked: FitSettings, output: Output) -> None:
             file=sys.stderr,
         )
     settings = _estimator_settings(asked, table)
-    own = {**settings, "budget": opened(asked.budget)}
-    model = getattr(convex, _ESTIMATORS[asked.task])(**own)
-    model.fit(table.x, table.y, ids=table.ids, run=path)
     kept = {name: value for name, value in settings.items() if value is not None}
+    model = getattr(convex, _ESTIMATORS[asked.task])(**kept, budget=opened(asked.budget))
+    model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
     how |= {
         "task": asked.task,
@@ -122,7 +141,14 @@ def _table(asked: FitSettings) -> Any:
     from noshuffle.cli.table_file import read_table
 
     try:
-        return read_table(asked.file, target=asked.target, ids=asked.ids, hash_text=asked.hash_text)
+        return read_table(
+            asked.file,
+            target=asked.target,
+            ids=asked.ids,
+            weights=asked.weights,
+            hash_text=asked.hash_text,
+            missing=asked.missing,
+        )
     except NoshuffleError:
         raise
     except (UnicodeDecodeError, ValueError):  # pyarrow's complaints are ValueErrors
@@ -137,11 +163,16 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         **{name: getattr(asked, name) for name in _PASSED_ON},
         "mechanism": mechanism_named(asked.mechanism),
         "bounds": _bounds(asked.bounds or [], table.columns),
+        "missing": "skip" if asked.missing == "skip" else None,
         "release_score": asked.score,
         "test_seed": asked.test_seed,
     }
     if asked.radius is not None:
         settings["radius"] = asked.radius
+    if asked.class_weight is not None:
+        if asked.task == "linear":
+            raise InvalidInput("--class-weight is for classes; use --task logistic or svc")
+        settings["class_weight"] = _class_weight(asked.class_weight, table.y)
     if asked.task == "linear":
         if asked.target_bounds is None:
             raise InvalidInput("--task linear needs --target-bounds low,high, known beforehand")
@@ -233,6 +264,20 @@ def _classes(text: str, y: Any) -> list[Any]:
     return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
 
 
+def _class_weight(text: str, y: Any) -> Any:
+    """ "balanced", or the mapping that CLASS=weight,… means."""
+    if text == "balanced":
+        return text
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    try:
+        weights = [float(weight) for _, _, weight in pairs]
+    except ValueError:
+        raise InvalidInput(
+            f"--class-weight must be balanced, or CLASS=weight as in 0=1,1=5; got {text!r}"
+        ) from None
+    return dict(zip(_classes(",".join(name for name, _, _ in pairs), y), weights))
+
+
 def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
     page = path / "report.html"
     score = "accuracy" if hasattr(model, "classes_") else "R²"
@@ -244,6 +289,7 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             "rows": model.n_rows_,
             "report": str(page),
             "solver": model.solver_,
+            "rows_left_out": getattr(model, "n_left_out_", None),
             "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
         }
@@ -251,6 +297,8 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         return
     print(statement.words())
     print(f"\n{model.n_rows_:,} rows in {model.n_steps_:,} steps of {model.solver_}")
+    if hasattr(model, "n_left_out_"):
+        print(f"about {max(model.n_left_out_, 0):,.0f} rows left out (released with noise)")
     print(f"model: {path / 'model.json'}")
     if not unscored:
         print(

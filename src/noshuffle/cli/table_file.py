@@ -3,7 +3,7 @@
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
 name and value, which depends on no other row; otherwise text is refused. Empty
-cells of features count as zero; an empty target is refused.
+cells of features count as zero, or as NaN (`missing="skip"`); an empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -17,6 +17,7 @@ cells of features count as zero; an empty target is refused.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ class Table:
     y: NDArray[Any]
     columns: tuple[str, ...]
     ids: tuple[str, ...] | None
+    weights: Array | None = None
 
 
 def read_table(
@@ -46,7 +48,9 @@ def read_table(
     *,
     target: str | None,
     ids: str | None = None,
+    weights: str | None = None,
     hash_text: int | None = None,
+    missing: str = "zero",
     only: set[str] | None = None,
 ) -> Table:
     """Read a .csv or .parquet file; the first line of a CSV names the columns.
@@ -58,14 +62,15 @@ def read_table(
     if not path.is_file():
         raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
     cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
-    for name in (target, ids):
+    empty = math.nan if missing == "skip" else 0.0
+    for name in (target, ids, weights):
         if name is not None and name not in cells:
             raise InvalidInput(f"{path} has no column {name!r}; its columns: {', '.join(cells)}")
     blocks, names = [], []
     for name, column in cells.items():
-        if name in (target, ids) or (only is not None and name not in only):
+        if name in (target, ids, weights) or (only is not None and name not in only):
             continue
-        numbers = _numbers(column)
+        numbers = _numbers(column, empty=empty)
         if numbers is not None:
             blocks.append(numbers[:, None])
             names.append(name)
@@ -92,7 +97,11 @@ def read_table(
         y = np.asarray(cells[target], dtype=str)
     elif (y == np.rint(y)).all():  # classes 0, 1, 2 read better as integers
         y = y.astype(np.int64)
-    return Table(np.hstack(blocks), y, tuple(names), None if ids is None else tuple(cells[ids]))
+    given = None if weights is None else _numbers(cells[weights])
+    if weights is not None and given is None:
+        raise InvalidInput(f"column {weights!r} holds text; weights are numbers >= 0")
+    units = None if ids is None else tuple(cells[ids])
+    return Table(np.hstack(blocks), y, tuple(names), units, given)
 
 
 def _csv(path: Path) -> dict[str, list[str]]:
@@ -119,13 +128,13 @@ def _parquet(path: Path) -> dict[str, list[str]]:
     }
 
 
-def _numbers(column: list[str]) -> Array | None:
-    """The column as finite numbers (empty cells zero), or None if it is text."""
+def _numbers(column: list[str], *, empty: float = 0.0) -> Array | None:
+    """The column as finite numbers (empty cells as told), or None if it is text."""
     try:
-        values = np.array([float(cell) if cell else 0.0 for cell in column])
+        values = np.array([float(cell) if cell else empty for cell in column])
     except ValueError:
         return None
-    if not np.isfinite(values).all():
+    if not np.isfinite(values[[bool(cell) for cell in column]]).all():
         raise InvalidInput("cells must be finite numbers, got nan or inf; leave them empty instead")
     return values
 

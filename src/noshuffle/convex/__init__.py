@@ -1,6 +1,8 @@
 """Private convex and online learning: estimators, and the solvers behind them.
 
-    PrivateLogisticRegression, PrivateSVC, PrivateLinearRegression
+    PrivateLogisticRegression, PrivateSVC                      classes
+    PrivateLinearRegression, PrivateHuberRegressor,            numbers
+    PrivateQuantileRegressor, PrivatePoissonRegressor, PrivateGammaRegressor
 
 follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
 pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
@@ -8,6 +10,20 @@ has the algorithms of the literature, each usable alone on a loss.
 """
 
 from noshuffle.convex.classify import PrivateLogisticRegression, PrivateSVC
+from noshuffle.convex.generalized import (
+    PrivateGammaRegressor,
+    PrivateHuberRegressor,
+    PrivatePoissonRegressor,
+    PrivateQuantileRegressor,
+)
 from noshuffle.convex.regress import PrivateLinearRegression
 
-__all__ = ["PrivateLinearRegression", "PrivateLogisticRegression", "PrivateSVC"]
+__all__ = [
+    "PrivateGammaRegressor",
+    "PrivateHuberRegressor",
+    "PrivateLinearRegression",
+    "PrivateLogisticRegression",
+    "PrivatePoissonRegressor",
+    "PrivateQuantileRegressor",
+    "PrivateSVC",
+]

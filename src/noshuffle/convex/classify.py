@@ -43,9 +43,17 @@ _READ_CLASSES = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
-    """Classes and predictions. See `PrivateLinearModel` for parameters."""
+    """Classes and predictions. See `PrivateLinearModel` for the other parameters.
+
+    Parameters
+    ----------
+    classes : all classes that may come, known beforehand.
+    class_weight : {class: weight} (1 where it names none), or "balanced" for "gd": from counts that
+        are released with noise (see `weighting`).
+    """
 
     classes: Any = None
+    class_weight: Any = None
 
     def partial_fit(
         self,
@@ -53,11 +61,12 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         y: Any,
         classes: Any = None,
         *,
+        sample_weight: Any = None,
         ids: Iterable[Hashable] | None = None,
         run: str | Path | None = None,
     ) -> Self:
         """Predict these rows, then learn from them; the first call names the classes."""
-        return self._partial_fit(X, y, classes, ids, run)
+        return self._partial_fit(X, y, classes, sample_weight, ids, run)
 
     def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         X, y = super()._checked(X, y, reset=reset)

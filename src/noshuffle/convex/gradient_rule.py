@@ -9,6 +9,12 @@ release the sums of (x, x²) over the columns, the others clipped gradients:
     v ← βv + ḡ,   θ ← θ − ηv,   ḡ = mean of clip(r ⊗ (x', 1)) + noise,   β = 0.9
     answer: the mean of θ over the second half of the steps
 
+Before them one reading may count rows, by class where classes are to be balanced (`census`): a row
+is one unit of one count. Then n̂_k rows of class k (n̂ in all) were released, rows of class k weigh
+u_k = min_j n̂_j/n̂_k ≤ 1, and means are multiplied by n/n̂ (rows that were left out) and, for balance,
+by n̂/(K min_j n̂_j) but at most 4. Models of log y learn the mean of y from it. Weights of rows
+(`weighting`) multiply clipped gradients.
+
 m̂ is shrunk towards the mean of all columns by the share of its spread that is noise (Lindley), and
 σ̂² = q − m̂² is floored by its noise, so that what noise hides is not blown up. All of it is
 post-processing: the x' of a row depends on the row and on what was released. Clipped gradients of
@@ -53,6 +59,8 @@ from noshuffle.errors import non_negative, positive
 #: Length of a standardised row beside its constant, momentum, clipping of (x, x²) in units of √p.
 LENGTH, MOMENTUM, TYPICAL = 3.0, 0.9, math.sqrt(0.6)
 FEWEST, MOST = 4, 64
+#: Balanced classes multiply steps by at most this.
+MOST_GAIN = 4.0
 #: R below which only the intercept is learned.
 HIDDEN = 3.0
 #: Variance below which a column within [−1, 1] counts as constant.
@@ -105,17 +113,29 @@ class GradientRule(Rule):
     length: float = LENGTH
     ridge: float = 0.0
     fit_intercept: bool = True
+    most_weight: float = 1.0
+    #: Classes to count in the first reading (1: rows only; 0: no such reading), and to balance.
+    census: int = 0
+    is_balanced: bool = False
+    #: Models of log y start at the logarithm of the mean target, which the first reading releases,
+    #: and divide gradients by this power of it. None: targets are not read for that.
+    level_power: float | None = None
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
-    _STATE += ("_scale", "_count", "_taken")
+    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
         non_negative(alpha=self.ridge)
         k, p = self.outputs, self.features
         self._columns = 2 * p if self.readings else 0
-        self.size = max(k * (p + 1), self._columns)
+        self.size = max(k * (p + 1), self._columns, self.census + 1)
+        self._counting = int(self.census > 0)
+        self._before = self._counting + self.readings  # readings before the first gradient
+        #: Released numbers of rows by class, and what follows from them.
+        self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
+        self._gain = 1.0
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
         self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
@@ -131,11 +151,25 @@ class GradientRule(Rule):
     def start(self, phase: Phase) -> None:
         self._phase = phase
 
-    def clipped_sum(self, x: Any, y: Targets) -> Array:
-        out, far = np.zeros(self.size), np.zeros(x.shape[0], dtype=bool)
-        if self._count < self.readings:
-            out[: self._columns] = self._column_sums(x)
-            return out
+    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
+        out, there = np.zeros(self.size), np.ones(x.shape[0])
+        if weight is not None:
+            there *= weight > 0
+        if self._count < self._counting:
+            codes = y.astype(np.int64) if self.census > 1 else np.zeros(len(y), dtype=np.int64)
+            counts = np.asarray(np.bincount(codes, there, self.census), dtype=np.float64)
+            if self.level_power is not None:  # (1, y), y within [0, 1]
+                counts = np.append(counts, there @ np.clip(y, 0.0, 1.0)) / math.sqrt(2.0)
+            out[: len(counts)] = self.clip_norm * (1 - CLIP_SLACK) * counts
+        elif self._count < self._before:
+            out[: self._columns] = self._column_sums(x, there)
+        else:
+            gradient = self._gradient(x, y, weight)
+            out[: gradient.size] = gradient.ravel()
+        return out
+
+    def _gradient(self, x: Any, y: Targets, weight: Array | None) -> Array:
+        far = np.zeros(x.shape[0], dtype=bool)
         rows = np.zeros((x.shape[0], self.features)) if self.length == 0 else x
         with np.errstate(over="ignore", invalid="ignore"):
             if self.length > 0 and self.readings:
@@ -149,15 +183,18 @@ class GradientRule(Rule):
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
             norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
             norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
-            residual *= clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)[:, None]
+            factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
+            factor = factor if weight is None else factor * weight
+            if self.is_balanced:
+                factor = factor * self._class_weight[y.astype(np.int64)]
+            residual *= factor[:, None]
         residual[far | ~np.isfinite(residual).all(axis=1)] = 0.0
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
         gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0
-        out[: gradient.size] = gradient.ravel()
-        return out
+        return gradient
 
-    def _column_sums(self, x: Array) -> Array:
+    def _column_sums(self, x: Array, there: Array) -> Array:
         with np.errstate(over="ignore"):
             squares = x * x
             norms = np.sqrt(squared_norms(x) + squared_norms(squares))
@@ -165,7 +202,7 @@ class GradientRule(Rule):
             self.clip_norm / self._typical
         )
         squares[~np.isfinite(squares)] = 0.0  # of a row with factor 0
-        return np.concatenate([factor @ x, factor @ squares])
+        return np.concatenate([(factor * there) @ x, (factor * there) @ squares])
 
     @property
     def _typical(self) -> float:
@@ -173,26 +210,52 @@ class GradientRule(Rule):
 
     def update(self, mean: Array, *, step: int) -> None:
         self._count += 1
-        if self._count <= self.readings:
-            self._moments += mean[: self._columns] * (self._typical / self.clip_norm)
-            if self._count == self.readings:
+        if self._count <= self._counting:
+            self._take_census(mean * (self._phase.batch_size / self.clip_norm))
+            return
+        if self._count <= self._before:
+            self._moments += mean[: self._columns] * (self._filled * self._typical / self.clip_norm)
+            if self._count == self._before:
                 self._standardise()
             return
-        gradient = mean[: self._theta.size].reshape(self._theta.shape).copy()
+        gradient = mean[: self._theta.size].reshape(self._theta.shape) * self._gain
         gradient[:, :-1] += self.ridge * self._scale**2 * self._theta[:, :-1]
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
         self._theta = self._theta - self.rate * self._velocity
-        total = self._phase.plan.steps - self.readings
-        if 2 * (self._count - self.readings) > total:
+        total = self._phase.plan.steps - self._before
+        if 2 * (self._count - self._before) > total:
             self._average, self._taken = self._average + self._theta, self._taken + 1
+
+    @property
+    def _filled(self) -> float:
+        """Rows for each row that was counted; between 1 and 10 whatever the noise says."""
+        if not self.census:
+            return 1.0
+        rows = float(self._phase.batch_size)
+        return rows / min(max(float(self.counts.sum()), 0.1 * rows), rows)
+
+    def _take_census(self, told: Array) -> None:
+        deviation = self._phase.plan.noise_multiplier
+        told = told if self.level_power is None else math.sqrt(2.0) * told
+        self.counts = counts = told[: self.census].copy()
+        self._gain = self._filled
+        if self.level_power is not None:
+            rows = self._phase.batch_size / self._filled
+            level = min(max(float(told[self.census]), 4.0 * deviation, 1e-6 * rows) / rows, 1.0)
+            self._theta[:, -1] = math.log(level) * float(self.fit_intercept)
+            self._gain *= min(level**-self.level_power, MOST_GAIN)
+        if self.is_balanced:
+            kept = np.maximum(counts, max(2.0 * deviation, 1.0))
+            self._class_weight = kept.min() / kept
+            self._gain *= min(float(kept.mean() / kept.min()), MOST_GAIN)
 
     def _standardise(self) -> None:
         """Centre and scale of the columns from what was released."""
         p = self.features
         mean, square = np.split(self._moments / self.readings, 2)
         noise = self._phase.plan.noise_multiplier * self._typical
-        noise /= self._phase.batch_size * math.sqrt(self.readings)
+        noise *= self._filled / (self._phase.batch_size * math.sqrt(self.readings))
         if self.fit_intercept:
             apart = mean - mean.mean()
             spread = float(apart @ apart)

@@ -63,6 +63,7 @@ class LinearRule(Rule):
     composite: Composite | None = None
     constraint: Constraint | None = None
     groups: tuple[NDArray[np.int64], ...] | None = None
+    most_weight: float = 1.0
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_average", "_count", "learning_rate")
@@ -102,7 +103,7 @@ class LinearRule(Rule):
         public: dict[str, Any] = {
             "radius": self.radius,
             "steps": phase.plan.steps,
-            "clip_norm": self.clip_norm,
+            "clip_norm": self.clip_norm / self.most_weight,
             "noise": phase.worst_error * self.clip_norm / phase.batch_size,
         }
         curvature = self.loss.curvature()
@@ -112,15 +113,15 @@ class LinearRule(Rule):
             batch = phase.batch_size
             self.learning_rate = smooth_rate(**public, batch_size=batch, curvature=curvature)
 
-    def clipped_sum(self, x: Any, y: Targets) -> Array:
+    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         coef = self._theta[: self._bound].reshape(self.outputs, self.features)
         margins = x @ coef.T + self._theta[self._bound :]
-        if self.watch is not None:
-            self.watch(margins, y)
+        self._show(margins, y, weight)
         residual = self.loss.residual(margins, y)
         norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
         norms *= np.sqrt(squared_norms(x) + float(self.fit_intercept))
-        residual *= clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)[:, None]
+        factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
+        residual *= (factor if weight is None else factor * weight)[:, None]
         # A row of infinite norm has factor 0; whatever is still not finite contributes nothing.
         residual[~np.isfinite(residual).all(axis=1)] = 0.0
         out = np.zeros(self.size)

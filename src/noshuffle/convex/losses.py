@@ -9,9 +9,15 @@
     squared         (s − y)²/2                   B·R + Y            1               yes
     huber           Huber's function of s − y    h                  1               yes
     absolute        |s − y|                      1                  not smooth      yes
+    quantile        (y − s)(q − [y < s])         max(q, 1 − q)      not smooth      yes
+    poisson         e^s − ys, linear from 0 on   1                  1               yes
+    gamma           s + y·e^{−s}, linear to ln a max(1, 1/a − 1)    1/a             yes
     linear          s                            1                  0               yes
     sigmoid         1/(1 + e^{ys})               1/4                √3/18           no, smooth
     phase           |s² − y|                     2·B·R              not smooth      2B²-weakly
+
+The two with a logarithmic link have labels within [0, 1] and [a, 1] and predict e^s: beyond the
+largest (below the smallest) label they go on as a line, so that their slopes are bounded.
 
 B (`feature_bound`) bounds the rows, Y (`label_bound`) the labels, R (`radius`) the weights; what
 follows from them for a gradient stands in `loss_record`, whose names can be had from here too.
@@ -26,6 +32,7 @@ array([0.6931])
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +42,7 @@ from scipy.special import expit
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.loss_record import Loss as Loss
 from noshuffle.convex.loss_record import fit_into as fit_into
-from noshuffle.errors import positive
+from noshuffle.errors import open_unit, positive
 
 
 def _zero(s: Array, y: Array) -> Array:
@@ -97,6 +104,23 @@ sigmoid = partial(
 )
 
 
+def by_label(loss: Loss, negative: float, positive: float) -> Loss:
+    """A classifier's loss times a weight that depends on the label; bounds grow by the larger."""
+    most = max(negative, positive)
+
+    def times(fn: Any) -> Any:
+        return lambda s, y: np.where(y > 0, positive, negative) * fn(s, y)
+
+    return replace(
+        loss,
+        slope_bound=most * loss.slope_bound,
+        curvature_bound=most * loss.curvature_bound,
+        value_fn=times(loss.value_fn),
+        slope_fn=times(loss.slope_fn),
+        curvature_fn=times(loss.curvature_fn),
+    )
+
+
 def smoothed_hinge(*, width: float = 0.5, **bounds: Any) -> Loss:
     """The hinge with its kink replaced by a parabola on margins 1 ± width (Chaudhuri et al.)."""
     positive(width=width)
@@ -150,6 +174,48 @@ def huber(*, width: float = 1.0, **bounds: Any) -> Loss:
         ),
         slope_fn=lambda s, y: np.clip(s - y, -h, h),
         curvature_fn=lambda s, y: (np.abs(s - y) <= h).astype(np.float64),
+        **bounds,
+    )
+
+
+def quantile(*, level: float = 0.5, **bounds: Any) -> Loss:
+    """The pinball loss, least at the `level` quantile of y (Koenker and Bassett 1978)."""
+    open_unit(quantile=level)
+    return Loss(
+        name="quantile",
+        slope_bound=max(level, 1 - level),
+        curvature_bound=math.inf,
+        value_fn=lambda s, y: np.maximum(level * (y - s), (level - 1) * (y - s)),
+        slope_fn=lambda s, y: np.where(s < y, -level, 1 - level),
+        curvature_fn=_zero,
+        **bounds,
+    )
+
+
+poisson = partial(
+    Loss,
+    name="poisson",
+    slope_bound=1.0,
+    curvature_bound=1.0,
+    value_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) + np.maximum(s, 0.0) - y * s,
+    slope_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) - y,
+    curvature_fn=lambda s, y: np.where(s <= 0, np.exp(np.minimum(s, 0.0)), 0.0) + 0 * y,
+)
+
+
+def gamma(*, least: float, **bounds: Any) -> Loss:
+    """The gamma deviance with a logarithmic link, for labels within [least, 1]."""
+    open_unit(least=least)
+    low = math.log(least)
+    return Loss(
+        name="gamma",
+        slope_bound=max(1.0, 1 / least - 1),
+        curvature_bound=1 / least,
+        value_fn=lambda s, y: (
+            s + y * (np.exp(-np.maximum(s, low)) + np.maximum(low - s, 0.0) / least)
+        ),
+        slope_fn=lambda s, y: 1 - y * np.exp(-np.maximum(s, low)),
+        curvature_fn=lambda s, y: np.where(s >= low, y * np.exp(-np.maximum(s, low)), 0.0),
         **bounds,
     )
 

@@ -39,7 +39,14 @@ def share_of_epsilon(*, rows: int, size: int, mu: float) -> float:
 
 
 def tilted(
-    loss: Loss, rows: Any, labels: Array, *, fit_intercept: bool, mu: float, **settings: Any
+    loss: Loss,
+    rows: Any,
+    labels: Array,
+    *,
+    fit_intercept: bool,
+    there: Any,
+    mu: float,
+    **settings: Any,
 ) -> tuple[Array, Solution]:
     """(coefficients, intercept last) by objective perturbation."""
     x = rows.toarray() if sparse.issparse(rows) else rows
@@ -49,7 +56,9 @@ def tilted(
             f"solver='objective' has at most {MOST_COLUMNS} columns, got {p}; use solver='gd'"
         )
     scale = LENGTH / math.sqrt(p)
-    unit = fit_into(_beside_one(x * scale, fit_intercept), bound=loss.feature_bound) * (1 - 1e-12)
+    unit = fit_into(_beside_one(x * scale, fit_intercept, there), bound=loss.feature_bound) * (
+        1 - 1e-12
+    )
     theta = share_of_epsilon(rows=n, size=unit.shape[1], mu=mu)
     ridge = loss.smoothness / (n * math.expm1(theta * settings["epsilon"]))
     found = objective_perturbation(loss, unit, labels, ridge=ridge, **settings)
@@ -57,17 +66,26 @@ def tilted(
 
 
 def chosen_vertices(
-    loss: Loss, rows: Any, labels: Array, *, fit_intercept: bool, radius: float, **settings: Any
+    loss: Loss,
+    rows: Any,
+    labels: Array,
+    *,
+    fit_intercept: bool,
+    there: Any,
+    radius: float,
+    **settings: Any,
 ) -> tuple[Array, Solution]:
     """(coefficients, intercept last) of l1 norm at most `radius` by private Frank–Wolfe."""
     x = rows.toarray() if sparse.issparse(rows) else rows
-    table = np.clip(_beside_one(x, fit_intercept), -1.0, 1.0)
+    table = np.clip(_beside_one(x, fit_intercept, there), -1.0, 1.0)
     found = frank_wolfe_full(loss, table, labels, domain=L1Ball(radius), **settings)
     return _told(found.weights, x.shape[1], 1.0, fit_intercept), found
 
 
-def _beside_one(x: Array, fit_intercept: bool) -> Array:
-    return np.hstack([x, np.ones((len(x), 1))]) if fit_intercept else x
+def _beside_one(x: Array, fit_intercept: bool, there: Any) -> Array:
+    """Rows beside their constant; rows that are left out are zero, whose gradient is zero."""
+    whole = np.ones(len(x)) if there is None else np.asarray(there, dtype=np.float64)
+    return np.hstack([x, np.ones((len(x), 1))] if fit_intercept else [x]) * whole[:, None]
 
 
 def _told(w: Array, p: int, scale: float, fit_intercept: bool) -> Array:

@@ -131,9 +131,9 @@ class ScoredRule(Rule):
             self._raw += float(np.clip(scores, 0.0, 1.0).sum())
             self._rows += len(y)
 
-    def clipped_sum(self, x: Any, y: Targets) -> Array:
+    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         self._raw = 0.0
-        inner = self.inner.clipped_sum(x, y)
+        inner = self.inner.clipped_sum(x, y, weight)
         return np.append(inner, self._weight * self._raw)
 
     def update(self, mean: Array, *, step: int) -> None:

@@ -38,60 +38,24 @@ from noshuffle.optim.constraints import L2Ball
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
-    """Linear regression. See `PrivateLinearModel` for the other parameters.
+class PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
+    """Targets and predictions of all regressions. See `PrivateLinearModel` for more parameters.
 
     Parameters
     ----------
     target_bounds : (low, high) of y, known beforehand; y is clamped to it.
-    solver : "sums", too: private sums of x̃x̃ᵀ and y x̃ and their solution.
-    tau : "sums" only: weight of y x̃ beside x̃x̃ᵀ in what is clipped and noised together.
     """
 
     radius: float = 2.0  # targets and features are of order one inside, so weights are too
     target_bounds: tuple[float, float] = (-1.0, 1.0)
-    tau: float = 1.0
 
-    _SOLVERS: ClassVar[tuple[str, ...]] = (*PrivateLinearModel._SOLVERS, "sums")
     _RATE: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound", "target_bounds")
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = RSquared
 
-    def _record(self, **bounds: Any) -> Loss:
-        return huber(**bounds)
-
-    def _loss(self, classes: int) -> MarginLoss:
-        return PerMargin(squared(radius=np.inf))  # clipping turns it into Huber's loss
-
     def _score_unit(self) -> float:
         low, high = self._limits()
         return high - low  # 2 · (high − low)/2: a mean absolute error in units of y
-
-    def _rule(self, features: int, classes: int) -> Rule:
-        if self.solver_ != "sums":
-            return super()._rule(features, classes)
-        if self.penalty not in (None, "l2"):
-            raise Unsupported(f"solver='sums' has penalty None or 'l2', got {self.penalty!r}")
-        ball = constraint_of(self.constraint, radius=self.radius)
-        if ball is not None and not isinstance(ball, L2Ball):
-            raise Unsupported(f"solver='sums' has constraint None or 'ball', got {ball!r}")
-        return SumsRule(
-            features=features,
-            clip_norm=self._clip_of_sums(),
-            tau=self.tau,
-            alpha=self.alpha if self.penalty == "l2" else 0.0,
-            radius=np.inf if ball is None else ball.radius,
-            fit_intercept=self.fit_intercept,
-            watch=self._watch,
-        )
-
-    def _clip_of_sums(self) -> float:
-        if self.clip_norm is not None:
-            return float(self.clip_norm)
-        if self.feature_bound is None:
-            raise InvalidInput("clip_norm=None needs a feature_bound; give one of the two")
-        squared = self.feature_bound**2 + float(self.fit_intercept)
-        return float(np.sqrt(squared**2 + self.tau**2 * squared))
 
     def _targets(self, y: Any) -> Array:
         low, high = self._limits()
@@ -121,3 +85,51 @@ class PrivateLinearRegression(RegressorMixin, PrivateLinearModel):  # type: igno
         margins = self._margins(X)[:, 0]
         low, high = self._limits()
         return np.asarray(np.clip((low + high) / 2 + margins * (high - low) / 2, low, high))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateLinearRegression(PrivateRegressor):
+    """Linear regression. See `PrivateRegressor` for the other parameters.
+
+    Parameters
+    ----------
+    solver : "sums", too: private sums of x̃x̃ᵀ and y x̃ and their solution.
+    tau : "sums" only: weight of y x̃ beside x̃x̃ᵀ in what is clipped and noised together.
+    """
+
+    tau: float = 1.0
+
+    _SOLVERS: ClassVar[tuple[str, ...]] = (*PrivateLinearModel._SOLVERS, "sums")
+
+    def _record(self, **bounds: Any) -> Loss:
+        return huber(**bounds)
+
+    def _loss(self, classes: int) -> MarginLoss:
+        return PerMargin(squared(radius=np.inf))  # clipping turns it into Huber's loss
+
+    def _rule(self, features: int, classes: int) -> Rule:
+        if self.solver_ != "sums":
+            return super()._rule(features, classes)
+        if self.penalty not in (None, "l2"):
+            raise Unsupported(f"solver='sums' has penalty None or 'l2', got {self.penalty!r}")
+        ball = constraint_of(self.constraint, radius=self.radius)
+        if ball is not None and not isinstance(ball, L2Ball):
+            raise Unsupported(f"solver='sums' has constraint None or 'ball', got {ball!r}")
+        return SumsRule(
+            features=features,
+            clip_norm=self._clip_of_sums(),
+            tau=self.tau,
+            alpha=self.alpha if self.penalty == "l2" else 0.0,
+            radius=np.inf if ball is None else ball.radius,
+            fit_intercept=self.fit_intercept,
+            most_weight=self._most_weight,
+            watch=self._watch,
+        )
+
+    def _clip_of_sums(self) -> float:
+        if self.clip_norm is not None:
+            return float(self.clip_norm) * self._most_weight
+        if self.feature_bound is None:
+            raise InvalidInput("clip_norm=None needs a feature_bound; give one of the two")
+        squared = self.feature_bound**2 + float(self.fit_intercept)
+        return float(np.sqrt(squared**2 + self.tau**2 * squared)) * self._most_weight

@@ -59,7 +59,9 @@ class RowMap:
             zeros, ones = np.zeros(features), np.ones(features)
             return cls(None, None, zeros, ones, feature_bound)
         if isinstance(bounds, Mapping):
-            bounds = _by_name(bounds, list(range(features)) if names is None else list(names))
+            bounds = by_column(
+                list(range(features)) if names is None else list(names), bounds=bounds
+            )
         try:
             pairs = np.asarray(bounds, dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
@@ -116,17 +118,19 @@ class RowMap:
         return x * factor[:, None]
 
 
-def _by_name(bounds: Mapping[Any, Any], names: list[Any]) -> list[Any]:
-    unknown = [name for name in bounds if name is not None and name not in names]
+def by_column(names: list[Any], **mapping: Mapping[Any, Any]) -> list[Any]:
+    """The entries of one mapping in the order of the columns; None stands for those not named."""
+    ((what, given),) = mapping.items()
+    unknown = [name for name in given if name is not None and name not in names]
     if unknown:
-        raise InvalidInput(f"bounds name {unknown[0]!r}, which is no column of the table")
-    missing = [name for name in names if name not in bounds]
-    if missing and None not in bounds:
+        raise InvalidInput(f"{what} name {unknown[0]!r}, which is no column of the table")
+    missing = [name for name in names if name not in given]
+    if missing and None not in given:
         raise InvalidInput(
-            f"bounds must cover column {missing[0]!r}: name it, or give None: (low, high) for all "
-            "columns that are not named"
+            f"{what} must cover column {missing[0]!r}: name it, or give None: … for all columns "
+            "that are not named"
         )
-    return [bounds[name] if name in bounds else bounds[None] for name in names]
+    return [given[name] if name in given else given[None] for name in names]
 
 
 def squared_norms(x: Any) -> Array:

@@ -8,11 +8,13 @@ L1Ball(radius=3.0)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.convex.rows import by_column
 from noshuffle.errors import InvalidInput, non_negative, one_of, positive
 from noshuffle.optim.composite import Composite, ElasticNet, GroupLasso
 from noshuffle.optim.constraints import Box, Constraint, L1Ball, L2Ball, Simplex
@@ -52,10 +54,14 @@ def constraint_of(constraint: str | Constraint | None, *, radius: float) -> Cons
     return made[CONSTRAINTS.index(constraint)]
 
 
-def groups_of(groups: Any, *, features: int) -> tuple[NDArray[np.int64], ...] | None:
-    """Indices of the features of each group, from one label per feature."""
+def groups_of(
+    groups: Any, *, features: int, names: Any = None
+) -> tuple[NDArray[np.int64], ...] | None:
+    """Indices of the features of each group, from one label per feature or {column: label}."""
     if groups is None:
         return None
+    if isinstance(groups, Mapping):
+        groups = by_column(list(range(features)) if names is None else list(names), groups=groups)
     labels = np.asarray(groups)
     if labels.shape != (features,):
         raise InvalidInput(

@@ -63,9 +63,18 @@ class Rule:
         """A phase begins: set the learning rate."""
         raise NotImplementedError
 
-    def clipped_sum(self, x: Any, y: Targets) -> Array:
-        """Predict these rows, then the sum of contributions, each of norm ≤ clip_norm."""
+    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
+        """Predict these rows, then the sum of contributions, each of norm ≤ clip_norm.
+
+        Weights lie within [0, most_weight]; a row's own part is clipped to clip_norm/most_weight.
+        """
         raise NotImplementedError
+
+    def _show(self, margins: Array, y: Targets, weight: Array | None) -> None:
+        """Margins and targets before they are learned from, but for rows of weight 0."""
+        if self.watch is not None:
+            there = slice(None) if weight is None else weight > 0
+            self.watch(margins[there], y[there])
 
     def update(self, mean: Array, *, step: int) -> None:
         """Take in the released mean of a step of the current phase."""
@@ -242,7 +251,7 @@ class LearningStream(OneOwner):
         self._units.update(np.sort(units), step=0)
         self._pending = np.concatenate([self._pending, units])
 
-    def feed(self, x: Any, y: Targets) -> None:
+    def feed(self, x: Any, y: Targets, weight: Array | None = None) -> None:
         """Learn from rows that were admitted, in order."""
         self._is_broken = True
         at, total = 0, x.shape[0]
@@ -252,7 +261,8 @@ class LearningStream(OneOwner):
                 self._begin()
             room = min(self._until_release(), total - at)
             piece = slice(at, at + room)
-            self._sum += torch.from_numpy(self.rule.clipped_sum(x[piece], y[piece]))
+            more = () if weight is None else (weight[piece],)
+            self._sum += torch.from_numpy(self.rule.clipped_sum(x[piece], y[piece], *more))
             at += room
             self.rows += room
             self._held += room

@@ -43,6 +43,7 @@ class SumsRule(Rule):
     alpha: float = 0.0
     radius: float = math.inf
     fit_intercept: bool = True
+    most_weight: float = 1.0
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_total", "_theta", "_rows", "_finished", "_noise")
@@ -67,19 +68,19 @@ class SumsRule(Rule):
         self._finished += self._noise**2
         self._phase = phase
 
-    def clipped_sum(self, x: Any, y: Targets) -> Array:
+    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         # The matrix is dense anyway, so rows are made dense batch by batch.
         rows = x.toarray() if sparse.issparse(x) else x
-        if self.watch is not None:
-            margins = rows @ self._theta[: self.features, None]
-            self.watch(margins + (self._theta[-1] if self.fit_intercept else 0.0), y)
+        margins = rows @ self._theta[: self.features, None]
+        self._show(margins + (self._theta[-1] if self.fit_intercept else 0.0), y, weight)
         if self.fit_intercept:
             rows = np.hstack([rows, np.ones((len(rows), 1))])
         squared = squared_norms(rows)
         with np.errstate(over="ignore"):
             norms = np.sqrt(squared) * np.sqrt(squared + (self.tau * y) ** 2)
-        weight = clip_factor(norms, self.clip_norm, slack=CLIP_SLACK)
-        return moments(rows, y, ratio=self.tau, weights=weight)
+        factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
+        factor = factor if weight is None else factor * weight
+        return moments(rows, y, ratio=self.tau, weights=factor)
 
     def update(self, mean: Array, *, step: int) -> None:
         batch = self._phase.batch_size

@@ -20,10 +20,11 @@ from scipy import sparse
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.gradient_rule import LENGTH, GradientRule, Schedule, steps_for
-from noshuffle.convex.loss_record import Loss
+from noshuffle.convex.losses import Loss, by_label
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.one_shot import chosen_vertices, tilted
 from noshuffle.convex.rows import RowMap
+from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
 from noshuffle.statement import PrivacyStatement
 
@@ -42,6 +43,10 @@ class TableFit:
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd", "objective", "frank_wolfe")
     #: Step size of "gd"; None for regressions.
     _RATE: ClassVar[float | None] = 1.0
+    #: A factor of it.
+    _STEP: ClassVar[float] = 1.0
+    #: For models of log y (`GradientRule.level_power`).
+    _LEVEL_POWER: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:  # of the estimator
@@ -66,6 +71,8 @@ class TableFit:
         neighbours: str
         budget: Any
         test_seed: int | str | None
+        missing: str
+        _most_weight: float
         privacy_: PrivacyStatement
         _weights: Array
 
@@ -107,12 +114,32 @@ class TableFit:
                 f"solver={self.solver_!r} answers once and keeps no ledger for a run folder; use "
                 "'gd', 'ftrl' or 'auto'"
             )
+        if self.solver_ != "gd":
+            self._refuse_balance()
         if self.solver_ == "gd":
             found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
             self._schedule, self._passes = found, found.readings + found.steps
+            self._passes += int(self._census() > 0)
         elif self.solver_ == "sums":
             self._passes = 1
         return why
+
+    def _is_balanced(self) -> bool:
+        given = getattr(self, "class_weight", None)
+        return isinstance(given, str) and given == "balanced"
+
+    def _census(self) -> int:
+        """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
+        if self._is_balanced():
+            return len(getattr(self, "classes_", ()))
+        return int(self.missing == "skip" or self._LEVEL_POWER is not None)
+
+    def _refuse_balance(self) -> None:
+        if self._is_balanced():
+            raise Unsupported(
+                f"solver={self.solver_!r} does not count classes in private; give class_weight as "
+                "a mapping, or fit with solver='gd'"
+            )
 
     def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
         """How "gd" reads a table: from public numbers, or from passes and learning_rate."""
@@ -120,13 +147,14 @@ class TableFit:
         if self.epsilon != math.inf:
             mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
         found = steps_for(
-            rows=rows,
+            rows=max(1, int(rows / self._most_weight)),
             columns=columns,
             mu=mu,
             rate=self._RATE,
             fit_intercept=self.fit_intercept,
             is_sparse=is_sparse,
         )
+        found = found._replace(rate=found.rate * self._STEP)
         if self.passes != 1:
             whole(at_least=2, passes=self.passes)
             readings = 0 if is_sparse else max(1, round(self.passes / 10))
@@ -147,9 +175,10 @@ class TableFit:
         X: Any,
         y: Targets,
         ids: Iterable[Hashable] | None,
+        there: Any,
         *notes: str,
     ) -> None:
-        """A solver that answers once; every row is a unit."""
+        """A solver that answers once; every row is a unit, and only those `there` count."""
         if len(classes := getattr(self, "classes_", ())) > 2:
             raise Unsupported(
                 f"solver={self.solver_!r} has two classes, got {len(classes)}; use 'gd'"
@@ -166,6 +195,7 @@ class TableFit:
             "epsilon": self.epsilon,
             "delta": self.delta,
             "fit_intercept": self.fit_intercept,
+            "there": there,
             "neighbours": self.neighbours,
             "budget": self.budget,
             "test_seed": self.test_seed,
@@ -174,10 +204,10 @@ class TableFit:
         if self.solver_ == "objective":
             settings["mu"] = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
             reach = 1.0 if self._RATE is not None else math.hypot(1.0, LENGTH)
-            record = self._record(feature_bound=reach)
+            record = self._weighted(self._record(feature_bound=reach))
             self._weights, found = tilted(record, rows, labels, **settings)
         else:
-            record = self._record(order=math.inf)
+            record = self._weighted(self._record(order=math.inf))
             settings["radius"] = self.radius
             self._weights, found = chosen_vertices(record, rows, labels, **settings)
         self.__dict__.pop("_stream", None)
@@ -185,9 +215,14 @@ class TableFit:
         self.learning_rate_, self.batch_size_ = 1.0, X.shape[0]
         self.progressive_score_ = float("nan")
         self._publish()
-        self._notes = tuple(note for note in notes if note)
+        self._notes = notes
         said = (NO_IDS if ids is None else IDS, self._words_of_bounds(), SETTINGS, *self._notes)
         self.privacy_ = found.statement.with_assumptions(*said)
+
+    def _weighted(self, record: Loss) -> Loss:
+        """The loss with the weights of two classes, which are a function of the label."""
+        table = by_class(getattr(self, "class_weight", None), getattr(self, "classes_", None))
+        return record if table is None else by_label(record, *table.tolist())
 
     def _gradient_rule(
         self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
@@ -202,6 +237,10 @@ class TableFit:
             length=self._schedule.length,
             ridge=self.alpha if self.penalty == "l2" else 0.0,
             fit_intercept=self.fit_intercept,
+            most_weight=self._most_weight,
+            census=self._census(),
+            is_balanced=self._is_balanced(),
+            level_power=self._LEVEL_POWER,
         )
 
     def _row_map(self, features: int) -> RowMap:

@@ -1,0 +1,243 @@
+"""StreamFit: the stream behind an estimator: its rule, how rows are fed to it, what it has to say.
+
+What `fit` (by steps) and `partial_fit` share: a `LearningStream` is made from the settings, rows
+come inside their bounds block by block, and when they are through the released weights, counts and
+the statement are written to the estimator. State: the stream, and the progressive score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.gradient_rule import GradientRule
+from noshuffle.convex.linear_rule import LinearRule
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
+from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
+from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
+from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.convex.table_fit import IDS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
+from noshuffle.noise import test_source
+from noshuffle.release.facts import TEST_SEED
+from noshuffle.strategies import identity
+
+#: Rows that are brought inside their bounds together; all memory beyond the model's is this.
+BLOCK = 4096
+#: Tables of up to this many numbers are brought inside their bounds once for all readings.
+_KEPT = 20_000_000
+_RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
+
+
+class StreamFit(TableFit):
+    """What estimators need to learn from rows in steps."""
+
+    #: The progressive score, and (`each`) what `release_score` releases the running mean of.
+    _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = Accuracy
+
+    if TYPE_CHECKING:  # of the estimator
+        n_features_in_: int
+        l1_ratio: float
+        groups: Any
+        clip_norm: float | None
+        _stream: LearningStream
+        _progress: Any
+        _notes: tuple[str, ...]
+
+        def _loss(self, classes: int) -> MarginLoss: ...
+        def _score_unit(self) -> float: ...
+
+    def _rule(self, features: int, classes: int) -> Rule:
+        """The rule of `solver_`, one of those that read rows in steps."""
+        loss, outputs = self._loss(classes), 1 if classes <= 2 else classes
+        clip_norm = self._clip(loss, outputs)
+        if self.solver_ == "gd":
+            return self._gradient_rule(loss, features, outputs, clip_norm)
+        composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
+        averaging = "last" if makes_zeros(composite) else "linear"
+        return LinearRule(
+            loss=loss,
+            features=features,
+            outputs=outputs,
+            clip_norm=clip_norm,
+            radius=self.radius,
+            fixed_rate=self.learning_rate,
+            fit_intercept=self.fit_intercept,
+            averaging=averaging if self.averaging is None else self.averaging,
+            composite=composite,
+            constraint=constraint_of(self.constraint, radius=self.radius),
+            groups=groups_of(
+                self.groups, features=features, names=getattr(self, "feature_names_in_", None)
+            ),
+            most_weight=self._most_weight,
+            watch=self._watch,
+        )
+
+    def _clip(self, loss: MarginLoss, outputs: int) -> float:
+        """The bound on what a row adds: its weight, times the given clip norm or the bound that
+        follows from a Lipschitz loss and bounded rows."""
+        if self.clip_norm is not None:
+            positive(clip_norm=self.clip_norm)
+            return float(self.clip_norm) * self._most_weight
+        slope = loss.lipschitz(outputs)
+        if self.feature_bound is None or not np.isfinite(slope):
+            raise InvalidInput(
+                "clip_norm=None needs a feature_bound and a loss of bounded slope; give clip_norm"
+            )
+        reach = float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
+        return slope * reach * self._most_weight
+
+    def _watch(self, margins: Array, y: Targets) -> None:
+        self._progress(margins, y)
+
+    def _begin(self, features: int, *, rows: int | None, run: str | Path | None) -> None:
+        """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
+        # A number would be read as the square of the constant column, and half of one bounds less.
+        instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
+        is_batch = rows is not None and self._is_batch(rows)
+        horizon = self.horizon if self.horizon is not None else rows
+        if self.passes != 1 and horizon != rows:
+            raise Unsupported(
+                f"{self.passes} passes are made by fit over all {horizon} rows of the horizon, got "
+                f"{'a stream' if rows is None else rows}; use passes=1, or leave horizon out"
+            )
+        self._rows = self._row_map(features)
+        self._progress = self._SCORE()
+        self._stream = self._new_stream(
+            features,
+            horizon=horizon,
+            passes=self._passes if is_batch else self.passes,
+            run=run,
+            account=self.budget,
+        )
+
+    def _new_stream(
+        self,
+        features: int,
+        *,
+        horizon: int | None,
+        passes: int,
+        run: str | Path | None = None,
+        account: Any = None,
+    ) -> LearningStream:
+        if self.neighbours == "add-remove":
+            raise Unsupported(
+                "rows behind one that is added or removed would move to other batches, which no "
+                "bound covers; use neighbours='zero-out' or 'replace-one'"
+            )
+        source = None  # keys of the operating system
+        if self.test_seed is not None:
+            source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
+        rule = self._rule(features, len(getattr(self, "classes_", ())))
+        is_batch = horizon is not None and self._is_batch(horizon)
+        mechanism = identity() if is_batch else self.mechanism
+        return LearningStream(
+            ScoredRule(rule, self._SCORE.each) if self.release_score else rule,
+            PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours),
+            source=source,
+            horizon=horizon,
+            passes=passes,
+            batch_size=horizon if is_batch else self.batch_size,
+            run=run,
+            account=account,
+        )
+
+    def _learn(
+        self,
+        x: Any,
+        y: Targets,
+        ids: Iterable[Hashable] | None,
+        weight: Array | None = None,
+        *,
+        passes: int = 1,
+    ) -> None:
+        """Admit, then feed block by block; later passes bring the same rows in the same order."""
+        stream = self._stream
+        stream.admit(x.shape[0], ids)
+        if passes > 1 and x.shape[0] * x.shape[1] <= _KEPT:
+            x, apply_fn = self._rows.apply(x), None
+        else:
+            apply_fn = self._rows.apply
+        for index in range(passes):
+            # A second look at a row is no validation.
+            if self.solver_ != "gd":
+                stream.rule.watch = None if index else self._watch
+            for first in range(0, x.shape[0], BLOCK):
+                block = slice(first, first + BLOCK)
+                rows = x[block] if apply_fn is None else apply_fn(x[block])
+                stream.feed(rows, y[block], None if weight is None else weight[block])
+
+    def _finish(self, *notes: str) -> None:
+        stream = self._stream
+        self._weights = stream.rule.weights.copy()
+        self.n_steps_ = stream.steps
+        self.n_rows_ = stream.rows
+        self.learning_rate_ = stream.rule.learning_rate
+        self.batch_size_ = stream.phase.batch_size
+        self.progressive_score_ = self._progress.value
+        self._publish()
+        self._count_rows(stream.rule)
+        self._notes = notes
+        ids = IDS if stream.has_ids else NO_IDS
+        if stream.is_closed:
+            stream.release.settle_budget()
+        others = OTHER_FITS if stream.charge is None else stream.charge.words()
+        said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
+        if self.solver_ != "gd":
+            said.insert(1, NOT_COVERED)
+        self.__dict__.pop("progress_", None)
+        if isinstance(stream.rule, ScoredRule):
+            curve = np.array(stream.rule.curve).reshape(-1, 3)
+            self.progress_: Array = curve * [1.0, self._score_unit(), self._score_unit()]
+            said.append(_RELEASED)
+        if stream.horizon is None:
+            said.append(UNKNOWN_HORIZON)
+        if stream.is_test:
+            said.insert(0, TEST_SEED)
+        self.plan_ = stream.phase.plan
+        if stream.is_observed:
+            stream.release.write_statement()
+            if stream.release.released == self.plan_.steps:
+                stream.end_run()
+        self.privacy_ = statement_of(stream.phases, notes=tuple(said))
+
+    def _count_rows(self, rule: Rule) -> None:
+        """What the census of "gd" released."""
+        self.__dict__.pop("n_left_out_", None)
+        if isinstance(rule, GradientRule) and rule.census and self.missing == "skip":
+            self.n_left_out_ = float(self._stream.phase.rows - rule.counts.sum())
+
+    def _continued(self) -> bool:
+        """Whether partial_fit goes on with an earlier stream."""
+        if not hasattr(self, "privacy_"):
+            return False
+        if self.solver_ in ("gd", *ONE_SHOT):
+            raise InvalidInput(
+                f"fit learned this model from a whole table (solver {self.solver_}); for a stream "
+                "call partial_fit from the first row on, or fit with solver='ftrl'"
+            )
+        if not hasattr(self, "_stream"):
+            raise InvalidInput(
+                "this model was pickled or copied, which leaves its noise key behind; to go on "
+                "elsewhere use save(folder) and load(folder), or a fresh model on new rows"
+            )
+        if self._stream.is_closed:
+            if self.horizon is not None:
+                raise HorizonExceeded(
+                    "fit has used its plan up; for a stream call partial_fit from the first row on"
+                )
+            self._stream.extend()
+        return True
+
+    def _revive(self, path: Path, state: dict[str, Any]) -> None:
+        horizon, passes = state["phases"][0]
+        stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
+        stream.load(state, path, account=self.budget)
+        self._stream, self._progress = stream, self._SCORE()
+        vars(self._progress).update(state["progress"])
+        self._finish(*self._notes)

@@ -1,0 +1,103 @@
+"""Huber, quantile, Poisson and gamma regression: losses, what they find, units, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import approx_fprime
+
+from noshuffle.convex import (
+    PrivateGammaRegressor,
+    PrivateHuberRegressor,
+    PrivatePoissonRegressor,
+    PrivateQuantileRegressor,
+    losses,
+)
+from noshuffle.errors import InvalidInput
+
+RNG = np.random.default_rng(3)
+X = RNG.uniform(0, 10, size=(4000, 2))
+LINE = 0.2 * X[:, 0] - 0.1 * X[:, 1] + 1.0
+NEW: list[Any] = [losses.poisson(), losses.gamma(least=0.1), losses.quantile(level=0.8)]
+
+
+@pytest.mark.parametrize("loss", NEW, ids=lambda loss: loss.name)
+def test_losses_are_what_their_bounds_say(loss: Any) -> None:
+    for y in (0.1, 0.35, 1.0):
+        at = np.linspace(-4, 2, 61) + 1e-3
+        target = np.full(61, y)
+        slope = [approx_fprime([s], lambda v, y=y: loss.value_fn(v[0], y), 1e-7)[0] for s in at]
+        np.testing.assert_allclose(loss.slope_fn(at, target), slope, atol=1e-5)
+        assert np.abs(slope).max() <= loss.slope_bound + 1e-5
+        assert (np.diff(slope) >= -1e-5).all()  # convex
+        if loss.is_smooth:
+            bend = loss.curvature_fn(at, target)
+            assert (bend <= loss.curvature_bound).all()
+            step = loss.slope_fn(at + 1e-6, target) - loss.slope_fn(at, target)
+            np.testing.assert_allclose(step / 1e-6, bend, atol=1e-4)
+
+
+def fitted(kind: Any, y: Any, **settings: Any) -> Any:
+    return kind(epsilon=2.0, bounds=(0, 10), test_seed=0, **settings).fit(X, y)
+
+
+@pytest.mark.parametrize("solver", ["gd", "objective"])
+def test_poisson_finds_log_rates(solver: str) -> None:
+    y = RNG.poisson(np.exp(LINE))
+    model = fitted(PrivatePoissonRegressor, y, target_bounds=(0, 40), solver=solver)
+    off = 0.03 if solver == "gd" else 0.08
+    np.testing.assert_allclose(model.coef_, [0.2, -0.1], atol=off)
+    np.testing.assert_allclose(model.predict(X), np.exp(X @ model.coef_ + model.intercept_))
+    assert abs(model.predict(X).mean() / y.mean() - 1) < 0.2
+    assert model.privacy_.epsilon <= 2.0 * (1 + 1e-9)
+    if solver == "gd":
+        loose = fitted(PrivatePoissonRegressor, y, target_bounds=(0, 400))
+        assert abs(loose.predict(X).mean() / y.mean() - 1) < 0.3
+
+
+def test_gamma_finds_log_means() -> None:
+    y = np.exp(LINE) * RNG.gamma(5, 1 / 5, size=4000)
+    model = fitted(PrivateGammaRegressor, y, target_bounds=(0.1, 60))
+    np.testing.assert_allclose(model.coef_, [0.2, -0.1], atol=0.03)
+
+
+def test_quantiles_and_robust_means() -> None:
+    y = LINE + RNG.exponential(0.5, size=4000)
+    for level in (0.5, 0.9):
+        model = fitted(PrivateQuantileRegressor, y, target_bounds=(0, 6), quantile=level)
+        assert abs(np.mean(y < model.predict(X)) - level) < 0.05
+    far = LINE + np.where(RNG.random(4000) < 0.1, 4.0, 0.0)
+    settings = {"target_bounds": (-1, 7), "clip_norm": 3.0}
+    narrow, wide = (fitted(PrivateHuberRegressor, far, width=w, **settings) for w in (0.2, 8.0))
+    off = [abs(float(np.mean(m.predict(X) - LINE))) for m in (narrow, wide)]
+    assert off[0] < 0.1
+    assert off[1] > 0.25
+
+
+def test_a_stream_of_counts() -> None:
+    y = RNG.poisson(np.exp(LINE))
+    model = PrivatePoissonRegressor(
+        epsilon=4.0, bounds=(0, 10), target_bounds=(0, 20), mechanism="tree", horizon=4000,
+        release_score=True, test_seed=0,
+    )  # fmt: skip
+    for piece in np.array_split(np.arange(4000), 3):
+        model.partial_fit(X[piece], y[piece])
+    assert model.score(X, y) > 0.2
+    assert abs(model.progress_[-1, 1] - np.abs(y - y.mean()).mean()) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "match"),
+    [
+        (PrivateGammaRegressor, {"target_bounds": (0, 1)}, "> 0"),
+        (PrivatePoissonRegressor, {"target_bounds": (-1, 1)}, ">= 0"),
+        (PrivateQuantileRegressor, {"quantile": 1.5}, "quantile"),
+        (PrivateQuantileRegressor, {"solver": "objective"}, "solver"),
+        (PrivateHuberRegressor, {"width": 0.0}, "width"),
+    ],
+)
+def test_refusals(kind: Any, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        kind(test_seed=0, **settings).fit(X[:20], np.ones(20))
