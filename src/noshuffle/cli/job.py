@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,10 @@ from noshuffle import datasets
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
+from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
-from noshuffle.clipping import PerExample
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import test_source
@@ -111,6 +112,7 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
         options = {"buffers": 2}
         if settings.optimizer in ("ftrl", "sgd"):
             options["workload"] = momentum(settings.momentum)
+        mechanism, options = kept_fit(mechanism, participation, **options), {}
     if mechanism == "tree":
         options = {"restart_every": settings.restart_every, "completion": settings.completion}
     return Plan.fit(
@@ -153,7 +155,20 @@ def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Opt
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
     }
+    _leave_compiler_out()
     return kinds[settings.optimizer](params, lr=settings.lr)
+
+
+def _leave_compiler_out() -> None:
+    """Do without torch's compiler, which nothing here uses for an optimizer.
+
+    torch 2.11: the first call of these methods imports all of torch._dynamo (1.6 s) to tell it to
+    leave them alone, unless they carry what it would have said.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None and "torch._dynamo" not in sys.modules:
+            method.__dict__.setdefault("__dynamo_disable", method)
 
 
 def make_scheduler(
@@ -219,7 +234,6 @@ def run_job(
         batch_size=settings.batch_size,
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
-        engine=PerExample() if data.kind == "image" else None,
         budget=budget,
     )
     if settings.unit == "user":
@@ -280,7 +294,6 @@ def train_quietly(
         plan,
         clip_norm=settings.clip_norm,
         batch_size=settings.batch_size,
-        engine=PerExample() if data.kind == "image" else None,
         budget=budget,
     )
     fit_model(

@@ -212,6 +212,8 @@ def squared_error(
     own = 1.0 - momentum
     nearest = np.min(np.abs(hat.real - own), axis=-1)
     shift = np.where(nearest < 1e-4 * own, 2e-4 * own, 0.0)[..., None]
+    if not shift.any():
+        return _error_from_poles(np.concatenate([one, own + shift, hat], axis=-1), gap, **options)
     sides = [np.concatenate([one, own + side * shift, hat], axis=-1) for side in (-1, 1)]
     low, high = (_error_from_poles(poles, gap, **options) for poles in sides)
     return np.asarray((low + high) / 2)
