@@ -23,7 +23,6 @@ EXTRAS = ("transformers", "peft", "flwr", "pandas")
 ALONE = (
     "README.md",
     "docs/budget.md",
-    "docs/convex.md",
     "docs/federated.md",
     "docs/lazy-noise.md",
     "docs/studies.md",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,22 @@ def part_of(module: str) -> str:
     return pieces[1] if len(pieces) > 1 else "__init__"
 
 
+#: What the checks below look at.
+Node = ast.Import | ast.ImportFrom | ast.ClassDef
+
+
+def nodes_of(text: str) -> list[Node]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, Node)]
+
+
+@cache
+def nodes(path: Path) -> list[Node]:
+    return nodes_of(path.read_text(encoding="utf8"))
+
+
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -123,6 +137,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Whom every module names in an import: on top, in functions and for types alike.
 
@@ -133,7 +148,7 @@ def graph() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, path in files.items():
         named = found.setdefault(module, set())
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -185,25 +200,25 @@ def test_the_check_for_circles_can_fail() -> None:
 SAME_NAME: dict[str, str] = {}
 
 
-def class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
+def class_names(sources: Mapping[str, list[Node]]) -> dict[str, list[str]]:
     """Every class name that is defined more than once, and in which modules."""
     found: dict[str, list[str]] = {}
-    for module, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+    for module, found_there in sources.items():
+        for node in found_there:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 def test_no_class_name_stands_twice() -> None:
-    twice = class_names({module_of(path): path.read_text(encoding="utf8") for path in FILES})
+    twice = class_names({module_of(path): nodes(path) for path in FILES})
     assert {name: where for name, where in twice.items() if name not in SAME_NAME} == {}
 
 
 def test_the_check_for_class_names_can_fail() -> None:
-    inner = "def f():\n    class A: ...\n"
-    assert class_names({"a": "class A: ...", "b": inner}) == {"A": ["a", "b"]}
-    assert class_names({"a": "class A: ...", "b": "class B(A): ..."}) == {}
+    outer, inner = nodes_of("class A: ..."), nodes_of("def f():\n    class A: ...\n")
+    assert class_names({"a": outer, "b": inner}) == {"A": ["a", "b"]}
+    assert class_names({"a": outer, "b": nodes_of("class B(A): ...")}) == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -318,7 +318,7 @@ def token_loss(out, y):
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=4),
     tie=st.booleans(),

@@ -105,8 +105,7 @@ def one_run(model: nn.Module, plan: Plan, run: int, local: LocalTraining) -> dic
     return named(rounds.server.parameters())
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("proximal", [0.0, 0.2])
+@pytest.mark.parametrize(("kind", "proximal"), [("lstm", 0.0), *((kind, 0.2) for kind in MODELS)])
 def test_a_stacked_run_equals_a_simulation(
     kind: str, proximal: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

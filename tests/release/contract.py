@@ -273,12 +273,22 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
     return results
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Kill one driver for each line [name, folder, count] that comes in; answer with one line.
+
+    One process for all of them, since most of its time is the import of torch.
+    """
     from noshuffle.participation import SinglePass
     from noshuffle.strategies import tree
 
     torch.set_num_threads(1)
-    own = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=2.0)
-    own = DRIVERS[sys.argv[1]]().fit(own)
-    given = kills(sys.argv[1], Path(sys.argv[2]), own, count=int(sys.argv[3]), seed=5)
-    print(json.dumps([given, own.epsilon()]))
+    for line in sys.stdin:
+        name, folder, count = json.loads(line)
+        own = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=2.0)
+        own = DRIVERS[name]().fit(own)
+        given = kills(name, Path(folder), own, count=count, seed=5)
+        print(json.dumps([given, own.epsilon()]), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -24,8 +24,10 @@ def row(name: str, count: int) -> str:
     if why := DRIVERS[name]().absent.get("kill"):
         return f"| {name} | {why} |"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.release.contract", name, folder, str(count)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command, asked = [sys.executable, "-m", "tests.release.contract"], [name, folder, count]
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, check=True
+        )
     results, epsilon = json.loads(done.stdout.splitlines()[-1])
     found = Counter(place for one in results for place in one["places"])
     good = sum(

@@ -12,7 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -224,29 +226,51 @@ def test_grid(name: str) -> None:
         assert np.abs(in_steps - np.round(in_steps)).max() < 1e-3
 
 
-def killed(name: str, folder: Path, count: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.release.contract", name, str(folder), str(count)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results, epsilon = json.loads(done.stdout.splitlines()[-1])
-    assert sum(one["lives"] - 1 for one in results) >= count
-    for one in results:
-        assert isinstance(one["said"], int), one
-        assert one["answer"] == "PROVED", one["words"]
-        assert one["twice"] == [], one  # no step was ever released with two values
-        assert one["steps"] == 8
-        assert one["epsilon"] == epsilon
+Kills = Callable[[str, Path, int], None]
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Kills]:
+    """A process that forks runs, kills them, brings them to their end and tells what it found."""
+    with tempfile.TemporaryFile("w+") as errors:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.release.contract"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parents[2],
+        )
+
+        def ask(name: str, folder: Path, count: int) -> None:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            with suppress(BrokenPipeError):
+                print(json.dumps([name, str(folder), count]), file=server.stdin, flush=True)
+            line = server.stdout.readline()
+            if not line:
+                errors.seek(0)
+                pytest.fail(errors.read()[-3000:])
+            results, epsilon = json.loads(line)
+            assert sum(one["lives"] - 1 for one in results) >= count
+            for one in results:
+                assert isinstance(one["said"], int), one
+                assert one["answer"] == "PROVED", one["words"]
+                assert one["twice"] == [], one  # no step was ever released with two values
+                assert one["steps"] == 8
+                assert one["epsilon"] == epsilon
+
+        try:
+            yield ask
+        finally:
+            server.kill()
+            server.communicate()
 
 
 @every_driver
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill(name: str, tmp_path: Path) -> None:
+def test_kill(name: str, tmp_path: Path, killed: Kills) -> None:
     """SIGKILL anywhere, also inside a transaction: it goes on, and is proved in the end.
 
     One kill here, thirty of them on request.
@@ -257,7 +281,7 @@ def test_kill(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @every_driver
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill_thirty_times(name: str, tmp_path: Path) -> None:
+def test_kill_thirty_times(name: str, tmp_path: Path, killed: Kills) -> None:
     killed(name, tmp_path, 30)
 
 

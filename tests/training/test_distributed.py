@@ -1,7 +1,9 @@
 """Many ranks: real gloo processes on loopback, 1, 2 and 4 of them, end with the same bits.
 
-The file is its own worker: torchrun starts it with a folder to write results to, every rank runs
-all scenarios in order, and the tests below compare what the worlds left behind.
+The file is its own worker: it is started with a folder for the results of each world, forks the
+ranks, since most of their time would be the import of torch, and every rank runs all scenarios in
+order. The tests below compare what the worlds left behind. torchrun starts those of
+docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import importlib
 import math
 import os
 import shutil
+import signal
 import sqlite3
 import stat
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -489,16 +494,16 @@ def alone(out: Path) -> None:
         torch.set_rng_state(luck)
 
 
-def launch(size: int, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
+def launch(folders: dict[int, Path]) -> subprocess.Popen[str]:
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    worlds = [f"{size}:{out}" for size, out in folders.items()]
     return subprocess.Popen(
-        [*command, __file__, str(out)],
+        [sys.executable, __file__, *worlds],
         env={**os.environ, **loopback},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -509,17 +514,15 @@ Seen = dict[int, list[dict[str, Any]]]
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """world size → rank → scenario → what it saw."""
     folders = {size: tmp_path_factory.mktemp(f"world{size}") for size in WORLDS}
-    running = [launch(size, folders[size]) for size in WORLDS[1:]]
+    process = launch({size: folders[size] for size in WORLDS[1:]})
     try:
         alone(folders[1])
-        for process in running:
-            _, said = process.communicate(timeout=LIMIT)
-            assert process.returncode == 0, said[-4000:]
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, said[-4000:]
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its own ranks
-                process.wait(timeout=LIMIT)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # the group of its own: it and its ranks
+            process.wait(timeout=LIMIT)
     seen: Seen = {}
     for size, out in folders.items():
         files = (out / f"rank-{rank}.pt" for rank in range(size))
@@ -787,7 +790,42 @@ def leave(out: Path) -> None:
     os._exit(0)
 
 
+def rank_of(number: int, size: int, out: Path) -> None:
+    """What a forked process does; it never returns."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{out}/meeting",
+            rank=number,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=LIMIT),
+        )
+        worker(out)
+        leave(out)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def main(worlds: list[str]) -> None:
+    """Start all ranks of all worlds; the first that fails ends the others."""
+    importlib.import_module("torch._dynamo")  # which an optimizer needs in its first step
+    ranks: set[int] = set()
+    for size, out in (world.split(":", 1) for world in worlds):
+        for number in range(int(size)):
+            pid = os.fork()
+            if not pid:
+                rank_of(number, int(size), Path(out))
+            ranks.add(pid)
+    while ranks:
+        pid, status = os.wait()
+        ranks.discard(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            raise SystemExit(f"a rank ended with status {status}")
+
+
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT))
-    worker(Path(sys.argv[1]))
-    leave(Path(sys.argv[1]))
+    main(sys.argv[1:])

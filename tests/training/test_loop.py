@@ -166,7 +166,7 @@ def test_resume_at_every_step_is_bit_identical(tmp_path):
     class Stop(Exception):
         pass
 
-    for stop in range(1, 12):
+    for stop in (1, 4, 5, 6, 11):  # around a checkpoint, first and last
         run = tmp_path / f"run{stop}"
 
         def interrupt(where, stop=stop):
