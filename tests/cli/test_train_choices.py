@@ -72,7 +72,7 @@ def test_a_run_with_all_of_them_verifies(
     out = tmp_path / "run"
     line = (
         f"{LINEAR} --mechanism tree --restart-every 22 --completion --order random-per-restart "
-        f"--average 0.9 --constraint l2:0.5 --composite l1:0.0001 --out {out} --json"
+        f"--average 0.9 --augment 2 --constraint l2:0.5 --composite l1:0.0001 --out {out} --json"
     )
     assert not main(line.split())
     capsys.readouterr()

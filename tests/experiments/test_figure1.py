@@ -187,3 +187,21 @@ def test_what_ships_is_fitted_beforehand() -> None:
         for quick in (True, False):
             list(accuracy.needed_fits(shipped(name, quick=quick), accuracy.ROWS))
     assert len(kept) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "numbers"),
+    [({"features": "scattering", "model": "softmax"}, 81 * 4), ({"augment": 2}, 64)],
+)
+def test_tasks_with_features_and_copies(more: dict[str, Any], numbers: int) -> None:
+    record = {**SETTINGS["tasks"]["mnist"], "rows": 500, "batch": 50, "epochs": 1, **more}
+    settings = {**SETTINGS, "tasks": {"mnist": record}}
+    group = groups(settings)[1]
+    task, line = group.task, next(line for line in group.lines if line.name == "none")
+    rows = train_lines.StudyRows(task, Request(settings=settings), is_search=True)
+    assert (len(rows.x), rows.x[0].numel()) == (100, numbers)
+    found = train_lines.train(
+        task, line, [(0.0, 0.05, 0)], Request(settings=settings), is_search=True
+    )
+    assert 0.1 < found["runs"][0]["accuracy"] <= 1.0
+    assert found["form"].startswith("stacked") != ("augment" in more)

@@ -42,7 +42,6 @@ from noshuffle.report import write_report
 from noshuffle.strategies import Strategy, release_sums
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import Private, RunFolder, fit_model, models, privatize
-from noshuffle.training.average import IterateAverage
 from noshuffle.training.batches import TensorBatches
 from noshuffle.training.loop import Callback, StepProgress
 
@@ -235,11 +234,12 @@ def run_job(
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,
         budget=budget,
+        augment=settings.augment,
+        average=settings.average or None,
     )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
     batches = _batches(settings, data, private)
-    average = IterateAverage(model, decay=settings.average) if settings.average else None
     say("training")
     statement = fit_model(
         private,
@@ -250,15 +250,14 @@ def run_job(
         evaluate_every=max(1, plan.steps // settings.epochs),
         checkpoint_every=settings.checkpoint_every or _checkpoints(settings, data),
         scheduler=make_scheduler(settings, optimizer, plan.steps),
-        average=average,
         callbacks=(_callback(watch, is_stopped),),
     )
     accuracy = accuracy_of(model, data.x_test, data.y_test)
     test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
     summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
     about = {**test, "is_public": data.is_test_public}
-    if average is not None:
-        with average.in_place():
+    if private.average is not None:
+        with private.average.in_place():
             averaged = accuracy_of(model, data.x_test, data.y_test)
         summary["test_accuracy_of_average"] = averaged
         say(f"average of iterates: {100 * averaged:.2f} % on {test['words']}")

@@ -132,6 +132,7 @@ class TrainSettings(RunSettings):
     average: float = training(
         0.0, "decay of an average of iterates, told beside the last one", check=non_negative
     )
+    augment: int | None = training(None, "moved and mirrored copies of each image", check=whole)
     checkpoint_every: int | None = folder(
         None, "steps between checkpoints (default: an epoch)", check=whole
     )

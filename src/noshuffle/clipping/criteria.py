@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from noshuffle.clipping.statefulness import is_wrapped
+
 
 def _lies_so(scores: Any, target: Any) -> bool:
     """Whether these are scores and numbers of classes, and the classes lie side by side."""
@@ -151,7 +153,8 @@ def _cross_entropy_by_row(loss_fn: Any, outputs: Tensor, target: Tensor) -> Tens
     fn = F.cross_entropy if outputs.dim() == 2 else cross_entropy
     each = fn(outputs, target, reduction="none", ignore_index=ignore)
     if each.dim() == 1:  # nothing to add up; an ignored target is 0/0 where a mean is wanted
-        is_whole = target.device.type == "cpu" and not bool((target.numpy() == ignore).any())
+        is_plain = target.device.type == "cpu" and not is_wrapped(target)
+        is_whole = is_plain and not bool((target.numpy() == ignore).any())
         return each if is_whole or reduction != "mean" else each / (target != ignore)
     total = each.reshape(each.shape[0], -1).sum(1)
     if reduction != "mean":

@@ -75,9 +75,8 @@ def mark(t: Tensor) -> tuple[int, int]:
     return t._version, t.data_ptr()
 
 
-def is_wrapped(t: Tensor) -> bool:
-    """Whether a tensor means something under `torch.func` only (torch 2.x has no public name)."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
+#: Whether a tensor means something under `torch.func` only (torch 2.x has no public name).
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Content:

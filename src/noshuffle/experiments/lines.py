@@ -32,6 +32,10 @@ class StudyTask:
     stands_in: str = ""
     half: bool = False
     in_turn: bool = False
+    #: Fixed features that stand for the images: "scattering", or none.
+    features: str = ""
+    #: Augmented copies of a row in every step; none if 0.
+    augment: int = 0
 
     def layout(self, rows: int, times: int) -> tuple[int, int]:
         """Passes and steps of one: as many steps at a larger batch, in more passes."""

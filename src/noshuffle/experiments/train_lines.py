@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noshuffle.datasets import load
 from noshuffle.errors import DataUnavailable, InvalidInput
@@ -30,8 +30,10 @@ from noshuffle.experiments.figure import Request
 from noshuffle.experiments.lines import StudyLine, StudyTask
 from noshuffle.strategies import Strategy, identity
 from noshuffle.strategies.workload import cooldown
+from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.many import Setting, Study, accuracies
 from noshuffle.training.models import build
+from noshuffle.training.scattering import normalised, scattering
 
 DECAY = 0.99
 #: Clip norm of runs without privacy.
@@ -42,7 +44,7 @@ class StudyRows:
     """The rows that a cell trains and scores on, on its device."""
 
     def __init__(self, task: StudyTask, asked: Request, *, is_search: bool) -> None:
-        data = _data(task.data, task.stands_in, asked.device)
+        data = _data(task.data, task.stands_in, asked.device, task.features)
         self.name, self.classes, self.shape = data[0], data[1], tuple(data[2].shape[1:])
         x, y, x_test, y_test = data[2:]
         whole = task.rows or len(x)
@@ -54,7 +56,7 @@ class StudyRows:
 
 
 @cache
-def _data(name: str, stands_in: str, device: str) -> tuple[Any, ...]:
+def _data(name: str, stands_in: str, device: str, features: str) -> tuple[Any, ...]:
     """Name, classes and tensors of a data set, or of the one that stands in for it."""
     try:
         found = load(name)
@@ -62,8 +64,12 @@ def _data(name: str, stands_in: str, device: str) -> tuple[Any, ...]:
         if not stands_in:
             raise
         found = load(stands_in)
-    parts = (found.x_train, found.y_train, found.x_test, found.y_test)
-    return found.name, found.classes, *(part.to(device) for part in parts)
+    x, y, x_test, y_test = (
+        part.to(device) for part in (found.x_train, found.y_train, found.x_test, found.y_test)
+    )
+    if features == "scattering":
+        x, x_test = (normalised(scattering(part)) for part in (x, x_test))
+    return found.name, found.classes, x, y, x_test, y_test
 
 
 def train(
@@ -106,12 +112,15 @@ def train(
     if is_fast:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = not task.half  # forms are compared in full precision
+    augment = Augment(copies=task.augment) if task.augment else None
+    loss_fn = nn.CrossEntropyLoss()
     chosen = Study(
         lambda: build(task.model, rows.shape, rows.classes),
         made,
         steps=steps,
         batch_size=batch,
         strategy=strategy,
+        loss_fn=loss_fn if augment is None else mean_over_copies(loss_fn),
         learning_rates=cooldown(steps, last=settings["cooldown"]),
         device=asked.device,
         in_turn=task.in_turn and is_fast,
@@ -123,7 +132,7 @@ def train(
         batches = sampled(rows, steps=steps, batch=batch, room=settings["room"], groups=turns)
     average = {name: value.clone() for name, value in chosen.params.items()}
     for place, (x, y, weights) in enumerate(batches):
-        chosen.step(x, y, weights=weights)
+        chosen.step(x if augment is None else augment(x), y, weights=weights)
         decay = min(DECAY, place / (place + 10))
         torch._foreach_lerp_(list(average.values()), list(chosen.params.values()), 1.0 - decay)
     network = chosen._chosen()

@@ -33,6 +33,7 @@ from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
+from noshuffle.training.augment import Augment, augment_of
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.private import Private
 from noshuffle.training.step import Engine, Parts
@@ -58,6 +59,8 @@ def privatize(
     initial: str = INITIAL,
     moved: bool = False,
     budget: Account | None = None,
+    augment: int | Augment | None = None,
+    average: float | None = None,
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -82,6 +85,9 @@ def privatize(
             depend on the protected data.
         moved: no longer needed; a copied folder goes on under keys of its own.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
+        augment: how many augmented copies of every row a step sees (images; or an `Augment`). They
+            are one contribution of one row, so ε is the same; `private.step` then needs ids.
+        average: decay of an average of iterates, `private.average`: post-processing, free.
     """
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
@@ -115,7 +121,7 @@ def privatize(
         release=release,
         **chosen.of_steps(plan, device),
     )
-    private = Private(model, plan, parts)
+    private = Private(model, plan, parts, augment=augment_of(augment), average=average)
     private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private

@@ -29,7 +29,6 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, instance_of, whole
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.average import IterateAverage
 from noshuffle.training.batches import TensorBatches, as_batch, starting_at
 from noshuffle.training.private import Private
 
@@ -67,7 +66,6 @@ def fit_model(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     scheduler: Any = None,
-    average: IterateAverage | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> PrivacyStatement:
     """Train until the batches or the plan end; returns the statement of what was released.
@@ -80,7 +78,6 @@ def fit_model(
             to metrics.jsonl as they are, so let it return averages, nothing of single people.
         evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
         scheduler: stepped after every step, and saved along.
-        average: an average of iterates that takes in every step, and is saved along.
         callbacks: called after every step.
     """
     instance_of(Private, private=private)
@@ -89,8 +86,6 @@ def fit_model(
     whole(epochs=total)
     if scheduler is not None:
         private.attach(scheduler=scheduler)
-    if average is not None:
-        private.attach(average=average)
     if private.run is not None and not private.steps_done:
         private.resume()
         if not private.steps_released:  # killed before its first checkpoint, it begins alike
@@ -113,8 +108,6 @@ def fit_model(
             private.advance(loss_fn, batch.data, ids=batch.ids)
             if scheduler is not None:
                 scheduler.step()
-            if average is not None:
-                average.update()
             step = private.steps_done
             is_end = step == private.plan.steps or bool(length and step % length == 0)
             metrics = {}

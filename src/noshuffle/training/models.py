@@ -5,6 +5,8 @@
     vgg         three blocks of two 3×3 convolutions, tanh, 550,570 parameters on CIFAR-10
     small_cnn   two 3×3 convolutions for 8 × 8 digits
     linear, mlp tables
+    softmax     linear, from zero: for fixed features (`scattering`)
+    feature_cnn two 3×3 convolutions, tanh, on fixed features of images
     char_lstm   embedding, one LSTM, output layer for next-character prediction
 
 Initial weights depend on `torch.manual_seed`: they are public, unlike the noise.
@@ -30,7 +32,10 @@ def build(name: str, shape: Shape, classes: int) -> nn.Module:
     """The model of that name for one example of that shape."""
     if name not in _MODELS:
         raise InvalidInput(f"model must be one of {', '.join(_MODELS)}; got {name!r}")
-    return _initialised(_MODELS[name](shape, classes))
+    model = _initialised(_MODELS[name](shape, classes))
+    if name == "softmax":
+        nn.init.zeros_(model.get_parameter("1.weight"))
+    return model
 
 
 def default_for(kind: str, shape: Shape) -> str:
@@ -87,6 +92,11 @@ def _linear(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
 
+def _feature_cnn(shape: Shape, classes: int) -> nn.Module:
+    head = nn.Linear(64 * (shape[1] // 4) * (shape[2] // 4), classes)
+    return nn.Sequential(*_convolutions(shape, (64, 64), each=1), head)
+
+
 def _mlp(shape: Shape, classes: int) -> nn.Module:
     first, last = nn.Linear(math.prod(shape), 128), nn.Linear(128, classes)
     return nn.Sequential(nn.Flatten(), first, nn.Tanh(), last)
@@ -112,6 +122,8 @@ _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "vgg": _vgg,
     "small_cnn": _small_cnn,
     "linear": _linear,
+    "softmax": _linear,
+    "feature_cnn": _feature_cnn,
     "mlp": _mlp,
     "char_lstm": lambda shape, classes: CharLSTM(classes),
 }

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import UNCOMPILED, original
@@ -40,25 +40,45 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.augment import Augment, mean_over_copies
+from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
-from noshuffle.training.step import Outcome, Parts, Step
+from noshuffle.training.step import Outcome, Parts, Step, seeded
 from noshuffle.training.unchanged import PrivateOptimizer
+
+#: The part of a step whose seed copies are drawn from; no batch comes in so many.
+COPIES = 2**20
 
 
 class Private(OneOwner):
     """A model in private training. Build it with `privatize`."""
 
-    def __init__(self, model: nn.Module, plan: Plan, parts: Parts) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        parts: Parts,
+        *,
+        augment: Augment | None = None,
+        average: float | None = None,
+    ) -> None:
         self.model, self.plan, self.run = model, plan, parts.release.folder
         self.compiled: Compiled | None = None
         self.not_compiled = ""
         self._parts, self._index = parts, 0
         self._outcome: Outcome | Pending | None = None
         self._attached: dict[str, Any] = {}
+        self.augment = augment
+        self._spread: tuple[Any, ModelLoss] | None = None  # the last loss, over copies
+        #: The average of iterates, if one was asked for; see `training.average`.
+        self.average: IterateAverage | None = None
+        if average is not None:
+            self.average = IterateAverage(model, decay=average)
+            self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
         self._let_go = guard(parts.optimizer, self)
@@ -118,6 +138,8 @@ class Private(OneOwner):
     ) -> None:
         """The same step without waiting for its loss, which `outcome` has until the next one."""
         self._outcome = None
+        if self.augment is not None:
+            loss_fn, batch = self._copied(loss_fn, batch, ids)
         seen: Outcome | Pending | None = None
         if self.compiled is not None:
             with at_work(self._listener, self._parts.optimizer):
@@ -130,6 +152,21 @@ class Private(OneOwner):
                 seen = step.release()
         self._finish(seen)
 
+    def _copied(
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any
+    ) -> tuple[ModelLoss, tuple[Any, ...]]:
+        """The batch with copies of its rows, drawn as a replay would draw them, and their loss."""
+        assert self.augment is not None
+        if ids is None:
+            raise InvalidInput("augment= needs ids=: a row looks different in every epoch")
+        if not batch or not isinstance(batch[0], Tensor):
+            raise InvalidInput("augment= needs batches of one tensor of inputs and their targets")
+        if self._spread is None or self._spread[0] is not loss_fn:
+            self._spread = (loss_fn, mean_over_copies(loss_fn))
+        with seeded(self._parts.release.seed(self._index, COPIES), batch[0].device):
+            copies = self.augment(batch[0])
+        return self._spread[1], (copies, *batch[1:])
+
     @contextmanager
     def accumulate(self) -> Iterator[Step]:
         """Several parts of one batch, one release at the end of the block:
@@ -138,6 +175,8 @@ class Private(OneOwner):
             for x, y in parts:
                 step.add(loss_fn, (x, y))
         """
+        if self.augment is not None:
+            raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
         step = self._new_step()
         with at_work(self._listener):
             yield step
@@ -151,6 +190,8 @@ class Private(OneOwner):
     def _finish(self, seen: Outcome | Pending) -> None:
         self._outcome = seen
         self._index += 1
+        if self.average is not None:
+            self.average.update()
         self._parts.ledger.settle()  # a device is at work on the step meanwhile
         if not self._is_looked_at and isinstance(seen, Outcome):
             self._is_looked_at = True
@@ -181,6 +222,8 @@ class Private(OneOwner):
     @property
     def optimizer(self) -> PrivateOptimizer:
         """For an unchanged loop: `loss.backward(); private.optimizer.step()`."""
+        if self.augment is not None:
+            raise Unsupported("augment= goes with private.step, not with loss.backward()")
         if self._listener is None:
             raise Unsupported(
                 "a compiled model hides the layers from `loss.backward()`; use private.step, or "

@@ -1,0 +1,105 @@
+"""Augmentation multiplicity: the gradient of a row is that of its mean loss over several copies.
+
+    g_i = ∇ (1/K) Σ_k ℓ(θ; copy_k(x_i), y_i),     then clipped once, as one row
+
+(De et al. 2022, arXiv 2204.13650). The K copies stay one contribution of one row, so sensitivity
+and noise do not depend on K; what K costs is time. Copies are drawn anew in every step from the
+generators of torch, before the step (`privatize` sets them, so that a replay draws the same).
+Training then sees images (batch, K, …), and needs ids: a row looks different in every epoch. No
+state.
+
+>>> copies = Augment(copies=3, shift=2)(torch.arange(32.0).reshape(2, 1, 4, 4))
+>>> copies.shape, bool((copies[0] < 16).all())
+(torch.Size([2, 3, 1, 4, 4]), True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as f
+
+from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.objective import Criterion, row_losses
+from noshuffle.errors import InvalidInput, Unsupported, callables, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """How many copies of a row one step sees, and how they differ.
+
+    Images are moved by up to `shift` pixels (their border is mirrored outwards) and, with
+    `mirror`, turned left to right every other time. A `transform` of one's own is called once for
+    every copy with the whole batch and gives one of the same size; it must treat rows alone.
+    """
+
+    copies: int
+    shift: int = 4
+    mirror: bool = True
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        whole(copies=self.copies)
+        whole(at_least=0, shift=self.shift)
+        if self.transform is not None:
+            callables(transform=self.transform)
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Copies of every row: (batch, K, …)."""
+        if self.transform is not None:
+            made = [self.transform(x) for _ in range(self.copies)]
+            for own in made:
+                if not isinstance(own, Tensor) or own.shape[:1] != x.shape[:1]:
+                    raise InvalidInput("transform must return a tensor with a row for every row")
+            return torch.stack(made, 1)
+        if x.dim() != 4 or self.shift >= min(x.shape[2:]):
+            raise InvalidInput(
+                "augment moves images (batch, channels, height, width) that are larger than its "
+                f"shift of {self.shift}, got {tuple(x.shape)}; give Augment(transform=...)"
+            )
+        return self._moved(x)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        (size, _, height, width), most = x.shape, self.shift
+        x = f.pad(x, (most,) * 4, mode="reflect") if most and size else x
+
+        def draw(values: int) -> Tensor:
+            return torch.randint(values, (size, self.copies, 1), device=x.device)
+
+        rows = draw(2 * most + 1) + torch.arange(height, device=x.device)
+        columns = draw(2 * most + 1) + torch.arange(width, device=x.device)
+        if self.mirror:
+            columns = torch.where(draw(2) == 1, columns.flip(2), columns)
+        places = rows[..., :, None] * x.shape[3] + columns[..., None, :]
+        flat = x.flatten(2).unsqueeze(1).expand(-1, self.copies, -1, -1)
+        index = places.flatten(2).unsqueeze(2).expand(-1, -1, x.shape[1], -1)
+        return flat.gather(3, index).reshape(size, self.copies, x.shape[1], height, width)
+
+
+def augment_of(wanted: int | Augment | None) -> Augment | None:
+    """The option as it was given: a number of copies, or all of it."""
+    if wanted is None or isinstance(wanted, Augment):
+        return wanted
+    return Augment(copies=wanted)
+
+
+def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
+    """The mean loss of the copies of every row, for inputs (batch, K, …).
+
+    Guarantees: row i depends on the copies of row i alone, if that holds for model and criterion.
+    """
+    if isinstance(loss_fn, ModelLoss):
+        raise Unsupported("augment= goes with a criterion: a ModelLoss calls the model itself")
+    callables(loss_fn=loss_fn)
+
+    def by_row(model: nn.Module, copies: Tensor, *targets: Tensor) -> Tensor:
+        many = copies.shape[1]
+        spread = tuple(target.repeat_interleave(many, 0) for target in targets)
+        losses = row_losses(loss_fn, model(copies.flatten(0, 1)), spread)
+        return losses.reshape(-1, many).mean(1)
+
+    return ModelLoss(by_row, by_row=True)
