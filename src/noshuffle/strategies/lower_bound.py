@@ -114,7 +114,7 @@ def checked_layout(
     if found.steps > limit:
         raise Unsupported(
             f"dense optima and bounds are computed for at most {limit} steps here, got "
-            f"{found.steps}; use a BLT or a banded strategy, or a shorter run of the same shape"
+            f"{found.steps}; use a BLT or a banded strategy, or `long_bound` for the bound"
         )
     if not np.all(workload.rates(found.steps) > 0):
         raise InvalidInput("dense fits and bounds need learning rates > 0; got one that is zero")
@@ -146,11 +146,20 @@ def rms_lower_bound(
         return solve_single(n, workload=workload, tolerance=tolerance)[0].bound
     return _several(
         workload.matrix(n), patterns(n, separation=separation, most=most), tolerance=tolerance
-    )
+    )[0]
 
 
-def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float, most: int = 150) -> float:
-    """The best bound met while the weights of sign correlations and patterns are raised."""
+def several_weights(places: int, *, turns: int, tolerance: float = 2e-3) -> Array:
+    """Weights by sign correlation and place that a run of `turns` epochs ends with."""
+    steps = np.arange(places)[:, None] + places * np.arange(turns)
+    A = prefix().matrix(places * turns)
+    return _several(A, np.asarray(steps, dtype=np.intp), tolerance=tolerance)[1]
+
+
+def _several(
+    A: Array, steps: NDArray[np.intp], *, tolerance: float, most: int = 150
+) -> tuple[float, Array]:
+    """The best bound met while weights of sign correlations and patterns rise, and the weights."""
     n, k = len(A), steps.shape[1]
     gap = np.abs(np.subtract.outer(np.arange(k), np.arange(k)))
     signs = np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
@@ -172,4 +181,4 @@ def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float, most: int =
         if gain.max() <= 1 + 2 * tolerance:
             break
         weights = weights * gain**POWER
-    return best
+    return best, np.asarray(weights / weights.sum())
