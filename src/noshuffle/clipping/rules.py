@@ -152,8 +152,9 @@ def _by_channel(t: Tensor, channels: int, size: int) -> Tensor:
 @rule(nn.GroupNorm)
 def group_norm(layer: nn.GroupNorm, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     c = layer.num_channels
-    if len(a) == size and norm_kernels.fits(a, g):
-        weight, bias = norm_kernels.channel_sums(a, g, groups=layer.num_groups, eps=layer.eps)
+    if norm_kernels.fits(a, g):
+        both = norm_kernels.channel_sums(a, g, groups=layer.num_groups, eps=layer.eps)
+        weight, bias = (part.reshape(size, -1, c).sum(1) for part in both)  # over pictures
         return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
     unit = F.group_norm(wide(a), layer.num_groups, eps=layer.eps)
     return _scale_and_shift(_by_channel(unit, c, size), _by_channel(g, c, size), (c,))

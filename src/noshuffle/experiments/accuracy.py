@@ -47,7 +47,7 @@ def cells(asked: Request) -> list[Cell]:
 def _search_cells(task: StudyTask, line: StudyLine, asked: Request) -> list[Cell]:
     epsilons = task.search if line.fit else (0.0,)
     middles = task.middle if line.fit else (task.middle[-1],)
-    factors = asked.settings["factors"]
+    factors = task.factors or asked.settings["factors"]
     runs = [
         (epsilon, _rounded(middle * line.shift * factor), 0)
         for epsilon, middle in zip(epsilons, middles)

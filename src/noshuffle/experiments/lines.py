@@ -32,6 +32,8 @@ class StudyTask:
     stands_in: str = ""
     half: bool = False
     in_turn: bool = False
+    #: Rates that are searched, as factors of the middle; those of the figure if there are none.
+    factors: tuple[float, ...] = ()
     #: Fixed features that stand for the images: "scattering", or none.
     features: str = ""
     #: Augmented copies of a row in every step; none if 0.

@@ -99,7 +99,10 @@ def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
     def by_row(model: nn.Module, copies: Tensor, *targets: Tensor) -> Tensor:
         many = copies.shape[1]
         spread = tuple(target.repeat_interleave(many, 0) for target in targets)
-        losses = row_losses(loss_fn, model(copies.flatten(0, 1)), spread)
+        inputs = copies.flatten(0, 1)
+        if inputs.is_cuda and inputs.dim() == 4:  # as matrix units and our kernels read them
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        losses = row_losses(loss_fn, model(inputs), spread)
         return losses.reshape(-1, many).mean(1)
 
     return ModelLoss(by_row, by_row=True)

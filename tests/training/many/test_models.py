@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
+from noshuffle.training.augment import mean_over_copies
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
 from noshuffle.training.many.stacked import Stacked, _patches
@@ -257,6 +258,11 @@ def test_runs_in_turn_have_the_same_sums_and_scores() -> None:
     norms, cross_entropy = (0.05, 1.0, 1e6), nn.CrossEntropyLoss()
     for make in (conv, group_norm, frozen, Features):
         assert compare(make, images(), cross_entropy, in_turn=norms) == "layer rules, in turn"
+    x, y = images()
+    copies = torch.stack([x, x.flip(3), 2.0 * x], 1)
+    assert "in turn" in compare(
+        group_norm, (copies, y), mean_over_copies(cross_entropy), in_turn=norms
+    )
     assert "no layer rules" in compare(Scaled, images(), cross_entropy, in_turn=norms)
     settings = [Setting(noise_multiplier=0.0, learning_rate=0.5, seed=s) for s in (1, 2)]
     common = {"steps": 1, "batch_size": 5}
@@ -276,7 +282,9 @@ def test_half_precision_in_turn_is_near_and_within_the_clip_norm() -> None:
     }
     batch, clip = images(6), torch.tensor([0.01, 0.1])
     norms = tuple(clip.tolist())
-    network, _ = network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss(), in_turn=norms)
+    network, _ = network_for(
+        models, params, batch, loss_fn=nn.CrossEntropyLoss(), in_turn=norms, half=True
+    )
     for row in range(6):
         keep = torch.arange(6) == row
         sums, whole = (

@@ -285,6 +285,7 @@ class Study:
                 tree_map(self._here, batch),
                 loss_fn=self._loss_fn,
                 in_turn=[s.clip_norm for s in self.settings] if self._in_turn else (),
+                half=self._half,
             )
         self._network, self._form = self._networks[kind]
 

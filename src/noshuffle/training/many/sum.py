@@ -175,6 +175,7 @@ def network_for(
     *,
     loss_fn: Criterion | ModelLoss,
     in_turn: Sequence[float] = (),
+    half: bool = False,
 ) -> tuple[Network, str]:
     """The quickest form that holds for these models and batches like this one, and why.
 
@@ -184,7 +185,8 @@ def network_for(
     reason = ""
     if in_turn:
         try:
-            own = InTurn(models, params, batch, loss_fn=loss_fn, clip_norms=in_turn)
+            with _cast(device, half):  # which kernels there are depends on it
+                own = InTurn(models, params, batch, loss_fn=loss_fn, clip_norms=in_turn)
             return own, f"{own.form}, in turn"
         except Unsupported as error:
             reason = f"not in turn: {error}"
