@@ -32,7 +32,7 @@ from typing import Any
 
 from noshuffle import participation as participations
 from noshuffle import plan_accountant, strategies
-from noshuffle.accounting import bins, gaussian, monte_carlo, renyi
+from noshuffle.accounting import bins, gaussian, monte_carlo, renyi, tradeoff
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
@@ -245,9 +245,28 @@ class Plan:
             return 0.0
         return shift / self.noise_multiplier if self.noise_multiplier else math.inf
 
-    def epsilon(self) -> float:
-        """ε of the whole run at the plan's δ."""
+    def epsilon(self, *, group: int = 1) -> float:
+        """ε of the whole run at the plan's δ; of any `group` units together where that is given.
+
+        Guarantees: exact for groups (kμ) where it is exact for one, without sampling; else from
+        the curve of one unit, by δ(e^{kε} − 1)/(e^ε − 1) at kε.
+        """
+        if group != 1:
+            return plan_accountant.group_epsilon(self, group)
         return self.epsilon_after(self.steps)
+
+    def tradeoff(self, alphas: Any, *, steps: int | None = None) -> Any:
+        """The least type II errors at type I errors `alphas` of whoever tells neighbours apart.
+
+        Guarantees: exact without sampling where the sensitivity is; else a lower bound.
+        """
+        steps, mu = self.steps if steps is None else steps, self.mu(steps)
+        if mu is not None:
+            return tradeoff.gaussian_tradeoff(alphas, mu=mu)
+        if not self.noise_multiplier:
+            return tradeoff.gaussian_tradeoff(alphas, mu=math.inf)
+        curve, top = plan_accountant.curve_of(self, steps), self.epsilon_after(steps)
+        return tradeoff.from_function(alphas, curve, top=max(2 * top, 0.1))
 
     def epsilon_after(self, steps: int, *, participation: Participation | None = None) -> float:
         """ε spent by the first `steps` steps, for the plan's units or for those of a narrower

@@ -11,13 +11,17 @@ Functions take the `Plan` that asks (`noshuffle.plan`). No state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from noshuffle.accounting import bins, calibrate, fourier, gaussian, renyi
-from noshuffle.errors import Unsupported, positive
+import numpy as np
+
+from noshuffle.accounting import bins, calibrate, composition, fourier, gaussian, renyi
+from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
 
+Array = np.ndarray
 ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
 #: Neighbours and accountant of sampled participations, where nobody said.
 _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
@@ -75,16 +79,72 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
         found: bins.Overlaps = plan.positions(steps)
         return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
-    turns = part.most_within(steps)
-    common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
     if plan.accountant == "rdp":
+        turns = part.most_within(steps)
+        common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
         if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
             return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
         return renyi.epsilon(noise_multiplier=z, **common)
+    return sampled_release(plan, steps).epsilon(delta=plan.delta)
+
+
+def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
+    """Upper bounds of δ at many ε, both directions, whatever accountant states the plan's ε."""
+    part, z = plan.participation, plan.noise_multiplier
+    if not part.is_sampled:
+        mu = plan.mu(steps)
+        return lambda epsilons: np.array(
+            [gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
+        )
+    if isinstance(part, BallsInBins):
+        found: bins.Overlaps = plan.positions(steps)
+        return lambda epsilons: found.deltas(epsilons, noise_multiplier=z, near=plan.delta)
+    composed = sampled_release(plan, steps)
+
+    def curve(epsilons: Array) -> Array:
+        nears = (1e-2, plan.delta)
+        return np.asarray(np.min([composed.deltas(epsilons, near=near) for near in nears], axis=0))
+
+    return curve
+
+
+def sampled_release(plan: Any, steps: int) -> fourier.Composed:
+    """The first steps of a plan with coin flips or random batches, as a loss distribution."""
+    part, z = plan.participation, plan.noise_multiplier / plan.sensitivity.value
     direction = "replace" if plan.neighbours == "replace-one" else "both"
     if isinstance(part, FixedSize):
         direction = "fixed"
-    return fourier.epsilon(noise_multiplier=z, direction=direction, **common)
+    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
+    return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction)
+
+
+def group_epsilon(plan: Any, size: int) -> float:
+    """ε of any `size` units together, at the plan's δ: kμ, or the group's curve under sampling."""
+    whole(group=size)
+    if size == 1 or plan.noise_multiplier == 0:
+        return float(plan.epsilon())
+    if not plan.participation.is_sampled:
+        return gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
+    curve, low, high = curve_of(plan, plan.steps), 0.0, float(plan.epsilon())
+    most = math.inf
+    if isinstance(plan.participation, BallsInBins):  # as if all positions were known
+        most = gaussian.epsilon(
+            mu=size * plan.sensitivity.value / plan.noise_multiplier, delta=plan.delta
+        )
+
+    def fits(epsilon: float) -> bool:
+        delta = min(1.0, float(curve(np.array([epsilon]))[0]))
+        grown = composition.group(epsilon=epsilon, delta=delta, size=size)
+        return bool(grown.delta <= plan.delta)
+
+    while not fits(high):
+        low, high = high, 1.5 * high + 0.01
+        if high > min(1e4, most):
+            return most
+    while high - low > 1e-3 * high:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return min(most, size * high)
 
 
 def calibrated(plan: Any, epsilon: float | None) -> Any:

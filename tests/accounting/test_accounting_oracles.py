@@ -318,3 +318,12 @@ def test_secret_positions(e: dict[str, Any]) -> None:
     )
     assert 0.75 * e["value"] < drawn.lower < e["value"] + e["tolerance"]
     assert e["value"] - e["tolerance"] < drawn.upper < 1.15 * e["value"] + 2e-3
+
+
+@pytest.mark.parametrize("e", rows("bandmf", has="truncated_poisson"))
+def test_cut_batches(e: dict[str, Any]) -> None:
+    p = e["params"]
+    release = fourier.TruncatedRelease(
+        p["sigma"], p["q"], p["max_batch"], p["dataset"], steps=p["steps"]
+    )
+    equal(fourier.compose([release]).epsilon(delta=p["delta"]), e)

@@ -7,6 +7,9 @@
     bins          one secret position for every unit, under any Gaussian noise
     monte_carlo   the same by rigorous Monte Carlo, beside that bound
     composition   basic, advanced and optimal composition, groups, amplification
+    atoms         losses of any mechanism: Laplace, randomized response, discrete, given profiles
+    shuffling     local reports in a secret order
+    tradeoff      type II against type I errors of whoever tells neighbours apart
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
     calibrate     searches for noise, steps and rate that end on the safe side
@@ -17,6 +20,7 @@
 """
 
 from noshuffle.accounting import (
+    atoms,
     bins,
     calibrate,
     composition,
@@ -27,9 +31,12 @@ from noshuffle.accounting import (
     monte_carlo,
     renyi,
     selection,
+    shuffling,
+    tradeoff,
 )
 
 __all__ = [
+    "atoms",
     "bins",
     "calibrate",
     "composition",
@@ -40,4 +47,6 @@ __all__ = [
     "monte_carlo",
     "renyi",
     "selection",
+    "shuffling",
+    "tradeoff",
 ]

@@ -5,6 +5,7 @@
                 g(ε) = e^ε − 1 as first published, tanh(ε/2) in the sharper form
     optimal     the curve of k-fold randomized response    (Kairouz, Oh, Viswanath, 2015)
                 δ(E) = Σ_j C(k, j) p^{k−j} (1−p)^j (1 − e^{E−(k−2j)ε})₊,  p = e^ε/(1 + e^ε)
+                unequal ε: their randomized responses composed by FFT (`optimal_sequence`)
     group       (gε, δ(e^{gε} − 1)/(e^ε − 1))
     subsample   (log(1 + q(e^ε − 1)), qδ)
 
@@ -26,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import gammaln
 
+from noshuffle.accounting import fourier
+from noshuffle.accounting.atoms import randomized_response
 from noshuffle.errors import (
     InvalidInput,
     non_negative,
@@ -107,6 +110,32 @@ def optimal(*, epsilon: float, count: int, slack: float, delta: float = 0.0) -> 
     total = min(max(0.0, total * (1 + 1e-13)), count * epsilon)
     kept = count * math.log1p(-delta) if delta < 1 else -math.inf
     return Guarantee(total, -math.expm1(kept + math.log1p(-slack)))
+
+
+def optimal_sequence(guarantees: Iterable[tuple[float, float]], *, slack: float) -> Guarantee:
+    """The best ε that holds for mechanisms of unequal (ε_i, δ_i), to about 1e-4.
+
+    Exactly it is hard to count (Murtagh, Vadhan 2016); here it is the composition of their
+    randomized responses by their loss distributions, from above. The δ of the result is
+    1 − Π(1 − δ_i)(1 − slack).
+    """
+    open_unit(slack=slack)
+    rows: dict[float, int] = {}
+    kept = math.log1p(-slack)
+    for epsilon, delta in record_list(2, guarantees=guarantees):
+        _check(epsilon, delta)
+        rows[epsilon] = rows.get(epsilon, 0) + 1
+        kept += math.log1p(-delta) if delta < 1 else -math.inf
+    releases = [
+        fourier.AnyRelease(randomized_response(epsilon=epsilon), steps=count)
+        for epsilon, count in rows.items()
+        if epsilon > 0
+    ]
+    if not releases:
+        return Guarantee(0.0, -math.expm1(kept))
+    most = sum(epsilon * count for epsilon, count in rows.items())
+    found = fourier.compose(releases, direction="remove").epsilon(delta=slack)
+    return Guarantee(min(found, most), -math.expm1(kept))
 
 
 def optimal_delta(*, epsilon: float, count: int, total: float) -> float:

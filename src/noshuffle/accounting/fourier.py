@@ -15,7 +15,8 @@ divided after it, with λ at the saddle point, which makes small δ as accurate 
                     batch/population); noise_multiplier always counts the noise in one clip norm
 
 The grid follows from the steps (`grid=None`); memory is bounded whatever their number. At small
-rates rare, large losses are added up apart (`rare_losses`).
+rates rare, large losses are added up apart (`rare_losses`). Releases of any other mechanism, by
+their losses or by a few points of their curve, compose with these (`AnyRelease`, `atoms`).
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 3)
 1.828
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.accounting import gaussian, rare_losses
+from noshuffle.accounting.atoms import Atoms, Blend, truncated_pairs
 from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
 from noshuffle.accounting.mixture import (
     Joined,
@@ -58,6 +60,8 @@ from noshuffle.errors import (
 
 BOUNDS = ("upper", "lower")
 DIRECTIONS = ("both", "remove", "add", "replace", "fixed")
+#: How much coarser the grid is that shows that a direction is not the larger one.
+_COARSE = 8.0
 _PAIRS: dict[str, Callable[..., Pair | Joined]] = {
     "remove": remove_pair,
     "add": add_pair,
@@ -113,10 +117,56 @@ class MixtureRelease:
 
 
 @dataclass(frozen=True)
+class TruncatedRelease:
+    """`steps` equal steps, each on a Poisson sample that is cut to `cap` units."""
+
+    noise_multiplier: float
+    rate: float
+    cap: int
+    population: int
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        whole(steps=self.steps)
+        self.pair("remove")  # checks the numbers
+
+    def pair(self, side: str) -> Blend:
+        """One step, seen from this side."""
+        remove, add = truncated_pairs(
+            noise_multiplier=float(self.noise_multiplier),
+            rate=float(self.rate),
+            cap=self.cap,
+            population=self.population,
+        )
+        return remove if side == "remove" else add
+
+
+@dataclass(frozen=True, eq=False)
+class AnyRelease:
+    """`steps` equal mechanisms of any kind, by their losses (`atoms`) in the two directions."""
+
+    remove: Atoms
+    add: Atoms | None = None
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        whole(steps=self.steps)
+        instance_of(Atoms, remove=self.remove)
+
+    def pair(self, side: str) -> Atoms:
+        """One of them, seen from this side; the same from both if only one was given."""
+        return self.remove if side == "remove" or self.add is None else self.add
+
+
+Record = PoissonRelease | MixtureRelease | TruncatedRelease | AnyRelease
+_RECORDS = (PoissonRelease, MixtureRelease, TruncatedRelease, AnyRelease)
+
+
+@dataclass(frozen=True)
 class Composed:
     """Several releases, adaptively composed: a value that answers questions about ε and δ."""
 
-    releases: tuple[PoissonRelease | MixtureRelease, ...]
+    releases: tuple[Record, ...]
     direction: str = "both"
     grid: float | None = None
 
@@ -127,8 +177,8 @@ class Composed:
         if not self.releases:
             raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
-            instance_of((PoissonRelease, MixtureRelease), releases=release)
-            if self.direction in ("replace", "fixed") and isinstance(release, MixtureRelease):
+            instance_of(_RECORDS, releases=release)
+            if self.direction in ("replace", "fixed") and not isinstance(release, PoissonRelease):
                 raise InvalidInput(f"direction {self.direction!r} is for PoissonRelease only")
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
@@ -145,18 +195,29 @@ class Composed:
         if not sides[0]:
             return gaussian.epsilon(mu=mu, delta=delta)
         is_upper = bound == "upper"
+        if self.grid is None and is_upper:
+            return self._least_epsilon(sides, delta)
         step = self.grid or choose_step(sides, is_upper=is_upper, delta=delta)
         values = [epsilon_of(side, delta=delta, is_upper=is_upper, step=step) for side in sides]
-        if is_upper and self.grid is None and len(sides) > 1 and values[1] > values[0]:
-            # the grid was chosen for the first side: the second may deserve a finer one
-            step = choose_step(sides[1:], is_upper=True, delta=delta)
-            finer = epsilon_of(sides[1], delta=delta, is_upper=True, step=step)
-            values[1] = min(values[1], finer)
         if self.grid is None:  # rare and large losses, of small rates, need a way of their own
-            for i, side in enumerate(sides):
-                apart = rare_losses.epsilon_of(side, delta=delta, is_upper=is_upper)
-                values[i] = min(values[i], apart) if is_upper else max(values[i], apart)
+            values += [rare_losses.epsilon_of(side, delta=delta, is_upper=False) for side in sides]
         return max(values)
+
+    def _least_epsilon(self, sides: list[list[Block]], delta: float) -> float:
+        """The larger upper bound of the sides; a coarse grid first for the one that is smaller."""
+        top, step = 0.0, choose_step(sides, is_upper=True, delta=delta)
+        for i, side in enumerate(sides):
+            if i and epsilon_of(side, delta=delta, is_upper=True, step=_COARSE * step) <= top:
+                continue
+            # rare and large losses, of small rates, need a way of their own
+            found = rare_losses.epsilon_of(side, delta=delta, is_upper=True)
+            if found == math.inf:
+                found = epsilon_of(side, delta=delta, is_upper=True, step=step)
+            if i and found > top:  # the grid was chosen for the first side
+                step = choose_step(sides[i:], is_upper=True, delta=delta)
+                found = min(found, epsilon_of(side, delta=delta, is_upper=True, step=step))
+            top = max(top, found)
+        return top
 
     def delta(self, *, epsilon: float, bound: str = "upper") -> float:
         """δ at ε, with the guarantees of `epsilon`; between 0 and 1."""
@@ -166,9 +227,14 @@ class Composed:
         if not sides[0]:
             return gaussian.delta(mu=mu, epsilon=epsilon)
         is_upper = bound == "upper"
-        step = self.grid or choose_step(sides, is_upper=is_upper, epsilon=epsilon)
-        values = [delta_of(side, epsilon=epsilon, is_upper=is_upper, step=step) for side in sides]
-        return max(values)
+        step, top = self.grid or choose_step(sides, is_upper=is_upper, epsilon=epsilon), 0.0
+        for i, side in enumerate(sides):
+            given: dict[str, Any] = {"epsilon": epsilon, "is_upper": is_upper}
+            if i and is_upper and delta_of(side, step=_COARSE * step, **given) <= top:
+                continue
+            found = rare_losses.delta_of(side, **given) if self.grid is None else None
+            top = max(top, delta_of(side, step=step, **given) if found is None else found)
+        return top
 
     def deltas(self, epsilons: np.ndarray, *, near: float) -> np.ndarray:
         """Upper bounds of δ at many ε from one transform a direction, sharpest where δ is `near`.
@@ -189,7 +255,7 @@ class Composed:
         Steps at rate 1 are one Gaussian mechanism: their 1/σ² add up (times 4 if replaced).
         """
         inverse_variance = 0.0
-        sampled: dict[PoissonRelease | MixtureRelease, int] = {}
+        sampled: dict[Record, int] = {}
         for release in self.releases:
             if isinstance(release, PoissonRelease) and release.rate == 1:
                 inverse_variance += release.steps / release.noise_multiplier**2
@@ -206,16 +272,16 @@ class Composed:
 
 
 def compose(
-    releases: Iterable[PoissonRelease | MixtureRelease | Sequence[float]],
+    releases: Iterable[Record | Sequence[float]],
     *,
     direction: str = "both",
     grid: float | None = None,
 ) -> Composed:
     """The composition of releases; plain (noise_multiplier, rate, steps) triples are welcome."""
     instance_of(Iterable, releases=releases)
-    records: list[PoissonRelease | MixtureRelease] = []
+    records: list[Record] = []
     for item in releases:
-        if isinstance(item, PoissonRelease | MixtureRelease):
+        if isinstance(item, _RECORDS):
             records.append(item)
         else:
             records += [PoissonRelease(*row) for row in record_list(3, releases=[item])]

@@ -26,12 +26,13 @@ from Gauss–Legendre sums over positive densities, so that the far tails keep t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import log_ndtr, logsumexp, ndtr, ndtri_exp
 
+from noshuffle.accounting.atoms import Atoms, Blend, Loss
 from noshuffle.accounting.mixture import Joined, Pair
 from noshuffle.errors import InvalidInput
 
@@ -70,7 +71,7 @@ class GridLoss:
         return top + math.log(float(self.mass[is_there] @ np.exp(exponent - top)))
 
 
-def above(pair: Pair | Joined, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
+def above(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
     """A grid distribution that dominates the pair; P-mass up to `tail` goes to infinity.
 
     Guarantees: δ(ε) of the result, and of any composition of it, is not below the truth but for
@@ -91,7 +92,7 @@ def _split(anchor: float, step: float, cells: _Cells, mass: Array, infinity: flo
     return GridLoss(anchor, step, cells.start, mass[:n], infinity, jumps)
 
 
-def below(pair: Pair | Joined, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
+def below(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
     """A grid distribution that the pair dominates; its masses may sum to less than one.
 
     Why: with `q` the Q-mass of a cell and f the mean place of it between the ends (0 to 1), the
@@ -141,7 +142,7 @@ def below(pair: Pair | Joined, *, step: float, tail: float, cap: float = math.in
     return _split(pair.anchor, step, cells, mass, 0.0)
 
 
-def merged(pair: Pair | Joined, *, cap: float, tail: float) -> tuple[Array, Array]:
+def merged(pair: Loss, *, cap: float, tail: float) -> tuple[Array, Array]:
     """Losses and masses of a pair that the given one dominates: everything up to the cap is one
     outcome (the first), and so is each of the widening cells above it; the far tail is dropped.
 
@@ -182,15 +183,20 @@ def support(pair: Pair, tail: float) -> tuple[float, float]:
     return min(means) - z * pair.sigma, max(means) + z * pair.sigma
 
 
-def loss_range(pair: Pair | Joined, tail: float) -> tuple[float, float]:
+def loss_range(pair: Loss, tail: float) -> tuple[float, float]:
     """The losses at the ends of the support."""
     if isinstance(pair, Joined):
         return loss_range(pair.under, tail)[0], loss_range(pair.over, tail)[1]
+    if isinstance(pair, Blend):
+        found = [loss_range(part, tail) for _, part in pair.parts]
+        return min(low for low, _ in found), max(high for _, high in found)
+    if isinstance(pair, Atoms):
+        return float(pair.losses.min()), float(pair.losses.max())
     ends = pair.loss(np.array(support(pair, tail)))
     return float(ends[0]), float(ends[1])
 
 
-def outline(pair: Pair | Joined, tail: float, points: int = 801) -> tuple[Array, Array]:
+def outline(pair: Loss, tail: float, points: int = 801) -> tuple[Array, Array]:
     """Some losses and the logarithms of their P-masses, for rough estimates."""
     if isinstance(pair, Joined):
         parts = [outline(part, tail, points) for part in (pair.under, pair.over)]
@@ -200,6 +206,15 @@ def outline(pair: Pair | Joined, tail: float, points: int = 801) -> tuple[Array,
         )
         rest = max(1 - float(sum(np.exp(mass).sum() for mass in masses)), 1e-300)
         return np.concatenate([[0.0], *losses]), np.concatenate([[math.log(rest)], *masses])
+    if isinstance(pair, Blend):
+        found = [(math.log(w), *outline(part, tail, points)) for w, part in pair.parts if w > 0]
+        return (
+            np.concatenate([loss for _, loss, _ in found]),
+            np.concatenate([log_w + log_p for log_w, _, log_p in found]),
+        )
+    if isinstance(pair, Atoms):
+        with np.errstate(divide="ignore"):
+            return pair.losses, np.log(pair.masses)
     x = np.linspace(*support(pair, tail), points)
     with np.errstate(divide="ignore"):
         log_p = np.log(pair.density(x))
@@ -220,9 +235,47 @@ def _joined_cells(pair: Joined, step: float, tail: float, cap: float) -> _Cells:
     return _Cells(under.start, left, right, under.below, over.beyond, points, fine)
 
 
-def _cells(pair: Pair | Joined, step: float, tail: float, cap: float) -> _Cells:
+def _blended_cells(pair: Blend, step: float, tail: float) -> _Cells:
+    """All parts on the grid of the first, with their weights."""
+    parts = [
+        (weight, _cells(replace(part, anchor=pair.anchor), step, tail, math.inf))
+        for weight, part in pair.parts
+    ]
+    start = min(cells.start for _, cells in parts)
+    size = max(cells.start + len(cells.left) for _, cells in parts) - start
+    left, right = np.zeros(size), np.zeros(size)
+    for weight, cells in parts:
+        at = slice(cells.start - start, cells.start - start + len(cells.left))
+        left[at] += weight * cells.left
+        right[at] += weight * cells.right
+    # raised to the first point of the part itself, which is not below the first of all
+    for weight, cells in parts:
+        left[cells.start - start] += weight * cells.below
+    beyond = sum(weight * cells.beyond for weight, cells in parts)
+    points = pair.anchor + step * (start + np.arange(size + 1))
+    return _Cells(start, left, right, 0.0, beyond, points, size + 1)
+
+
+def _atom_cells(pair: Atoms, step: float) -> _Cells:
+    """Every atom sends its P and its Q to the two ends of its cell."""
+    place = np.floor(pair.losses / step).astype(np.int64)
+    start, size = int(place.min()), int(place.max() - place.min()) + 1
+    if size > _MOST_CELLS:
+        raise InvalidInput(f"grid must be at least {size * step / _MOST_CELLS:.3g}, got {step!r}")
+    share = np.clip(np.expm1(place * step - pair.losses) / np.expm1(-step), 0.0, 1.0)
+    left = np.bincount(place - start, pair.masses * (1 - share), size)
+    right = np.bincount(place - start, pair.masses * share, size)
+    points = step * (start + np.arange(size + 1))
+    return _Cells(start, left, right, 0.0, pair.infinity, points, size + 1)
+
+
+def _cells(pair: Loss, step: float, tail: float, cap: float) -> _Cells:
     if isinstance(pair, Joined):
         return _joined_cells(pair, step, tail, cap)
+    if isinstance(pair, Blend):
+        return _blended_cells(pair, step, tail)
+    if isinstance(pair, Atoms):
+        return _atom_cells(pair, step)
     x_low, x_high = support(pair, tail)
     ends = pair.loss(np.array([x_low, x_high]))
     start = math.floor((ends[0] - pair.anchor) / step)

@@ -25,11 +25,11 @@ import numpy as np
 from scipy import fft as sfft
 from scipy.special import xlogy
 
+from noshuffle.accounting.atoms import Loss
 from noshuffle.accounting.loss_distribution import GridLoss, above, below, loss_range, outline
-from noshuffle.accounting.mixture import Joined, Pair
 
 Array = np.ndarray
-Block = tuple[Pair | Joined, int]
+Block = tuple[Loss, int]
 
 #: ε may be wrong by about this, relative, through the grid.
 ACCURACY = 2e-5

@@ -42,7 +42,7 @@ from noshuffle.accounting.loss_sum import (
     scout_of,
     tail_of,
 )
-from noshuffle.accounting.mixture import Joined
+from noshuffle.accounting.mixture import Joined, Pair
 
 Array = np.ndarray
 
@@ -71,7 +71,7 @@ def cap_of(blocks: Sequence[Block], *, delta: float) -> float | None:
 
 def _rate(block: Block) -> float:
     pair = block[0].over if isinstance(block[0], Joined) else block[0]
-    return pair.upper[-1][0]
+    return pair.upper[-1][0] if isinstance(pair, Pair) else 1.0
 
 
 def _exceeded(blocks: Sequence[Block], log_delta: float, number: float) -> float:
@@ -106,6 +106,33 @@ def epsilon_of(blocks: Sequence[Block], *, delta: float, is_upper: bool) -> floa
         middle = 0.5 * (low + high)
         low, high = (middle, high) if value(middle) > delta else (low, middle)
     return high if is_upper else low
+
+
+def delta_of(blocks: Sequence[Block], *, epsilon: float, is_upper: bool) -> float | None:
+    """δ at ε, from above or from below; None where one grid does as well."""
+    near, best = math.exp(max(scout_of(blocks, epsilon=epsilon).log_delta, -650.0)), None
+    cap = None
+    for _ in range(8):  # Chernoff's δ is far too large where single steps decide
+        cap = cap_of(blocks, delta=near) if near < 1 else None
+        if cap is not None or near < 1e-250:
+            break
+        near *= 0.02
+    for _ in range(4):  # each bound is made for a δ: go on from what it shows
+        if cap is None:
+            break
+        found = _bound(blocks, cap, delta=near, is_upper=True).delta(epsilon)
+        best = found if best is None else min(best, found)
+        if not 1e-250 < found < 1 or abs(math.log(found / near)) < 0.3:
+            break
+        near, cap = found, cap_of(blocks, delta=found)
+    if best is None or is_upper:
+        return best if best is None else min(1.0, best)
+    cap = cap_of(blocks, delta=best) or 0.0
+    if not cap > 0:
+        return None
+    bounds: list[_OneJump | _OneOutcome] = [_bound(blocks, cap, delta=best, is_upper=False)]
+    bounds += [_merged(blocks, share, delta=best) for share in (1e-2, 1e-4, 1e-6)]
+    return max(0.0, *(bound.delta(epsilon) for bound in bounds))
 
 
 @dataclass(frozen=True)

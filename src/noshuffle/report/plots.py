@@ -80,6 +80,16 @@ def epsilon_curve(
     axes.set(xlabel=step, ylabel=f"{what} (δ = {plan.delta:g})", ylim=(0, None))
 
 
+@as_svg
+def tradeoff_curve(axes: Axes, plan: Plan, *, last: int) -> None:
+    """Errors of whoever tells from the first `last` steps whether one unit took part."""
+    alphas = np.linspace(0.0, 1.0, 101)
+    axes.plot(alphas, plan.tradeoff(alphas, steps=last), color=WARM, label="at least")
+    axes.plot(alphas, 1 - alphas, color=MUTED, lw=1, ls=":", label="guessing")
+    axes.set(xlabel="false alarms (type I)", ylabel="misses (type II)", xlim=(0, 1), ylim=(0, 1))
+    axes.legend(frameon=False)
+
+
 def noise_figure(
     plan: Plan,
     caption: str,

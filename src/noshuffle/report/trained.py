@@ -23,6 +23,9 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
         caption = "Accuracy on held-out data, computed from the released model."
         yield plots.learning_curve(run.evaluations), caption
     yield plots.epsilon_curve(run.plan, last=run.plan.steps), "Privacy spent so far."
+    if run.plan.noise_multiplier:
+        caption = "Errors of any test whether one unit took part in the whole run: never below."
+        yield plots.tradeoff_curve(run.plan, last=run.plan.steps), caption
     yield from plots.noise_figure(
         run.plan,
         "What the noise has added to the model's running sum: all mechanisms at this ε.",

@@ -1,0 +1,112 @@
+"""Losses of any mechanism, cut batches, unequal composition, small rates: beside enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.special import log_ndtr
+
+from noshuffle.accounting import atoms, composition, fourier, gaussian, mechanisms
+from noshuffle.accounting.fourier import AnyRelease, TruncatedRelease, compose
+from noshuffle.errors import InvalidInput
+
+
+def enumerated(epsilons: list[float], total: float) -> float:
+    """δ of several randomized responses, outcome by outcome."""
+    sure = [1 / (1 + math.exp(-e)) for e in epsilons]
+    out = 0.0
+    for signs in itertools.product((1, -1), repeat=len(epsilons)):
+        p = math.prod(s if sign > 0 else 1 - s for s, sign in zip(sure, signs))
+        out += p * max(0.0, -math.expm1(total - sum(s * e for s, e in zip(signs, epsilons))))
+    return out
+
+
+def test_unequal_composition_is_that_of_all_outcomes() -> None:
+    epsilons = [0.2, 0.2, 0.5, 1.3, 0.7]
+    for total in (0.4, 1.0, 2.0):
+        true = enumerated(epsilons, total)
+        found = composition.optimal_sequence([(e, 1e-9) for e in epsilons], slack=true)
+        assert total <= found.epsilon < total * 1.001
+        assert found.delta > true
+        even = [sum(epsilons) / 5] * 5  # as if they were equal
+        assert enumerated(even, total) < 0.99 * true
+    assert composition.optimal_sequence([(0.1, 0.0)], slack=1e-6).epsilon == pytest.approx(
+        0.1, rel=1e-3
+    )
+
+
+def test_losses_of_known_mechanisms() -> None:
+    noise = mechanisms.Laplace(2.0)
+    one = compose([AnyRelease(atoms.laplace(scale=2.0))])
+    assert noise.delta(epsilon=0.3) <= one.delta(epsilon=0.3) < 1.001 * noise.delta(epsilon=0.3)
+    p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.4, 0.1])
+    there, back = atoms.discrete(p, q)
+    for epsilon in (0.0, 0.4):
+        gamma = math.exp(epsilon)
+        assert there.delta(epsilon) == pytest.approx(np.maximum(p - gamma * q, 0).sum())
+        assert back.delta(epsilon) == pytest.approx(np.maximum(q - gamma * p, 0).sum())
+    twice = compose([AnyRelease(there, back, steps=2)])
+    P, Q = np.outer(p, p), np.outer(q, q)
+    true = max(np.maximum(a - math.exp(0.4) * b, 0).sum() for a, b in ((P, Q), (Q, P)))
+    assert true <= twice.delta(epsilon=0.4) < true * 1.001
+    with pytest.raises(InvalidInput, match="sum to 1"):
+        atoms.discrete(p, 2 * q)
+
+
+def test_profiles_are_chords() -> None:
+    grid = np.linspace(0, 6, 400)
+    curve = np.array([gaussian.delta(mu=0.5, epsilon=e) for e in grid])
+    true = gaussian.epsilon(mu=1.0, delta=1e-5)
+    found = compose([AnyRelease(atoms.profile(grid, curve), steps=4)]).epsilon(delta=1e-5)
+    assert true <= found < 1.001 * true
+    points = atoms.profile(grid, curve)
+    near = points.losses < 1.0  # the far end left out
+    careless = atoms.Atoms(points.losses[near], points.masses[near])
+    assert compose([AnyRelease(careless, steps=4)]).epsilon(delta=1e-5) < true
+    bump = curve.copy()
+    bump[200] = 0.5  # a point above the chord of its neighbours says nothing
+    assert atoms.profile(grid, bump).delta(1.0) == pytest.approx(points.delta(1.0), rel=1e-3)
+    for wrong in (([1.0, 0.5], [0.1, 0.1]), ([0.0], [2.0]), ([-1.0], [0.1])):
+        with pytest.raises(InvalidInput, match="profile"):
+            atoms.profile(*map(np.array, wrong))
+
+
+def test_cut_batches_move_by_two_where_they_are_full() -> None:
+    """All subsets, cut to one unit in every order; one sends +1, the others −1."""
+    rate, cap, z, others = 0.9, 1, 1.0, 2
+    axis = np.linspace(-12, 10, 4001)
+
+    def law(has_unit: bool) -> np.ndarray:
+        out, units = np.zeros_like(axis), [1.0] * has_unit + [-1.0] * others
+        for drawn in itertools.product((0, 1), repeat=len(units)):
+            chance = math.prod(rate if one else 1 - rate for one in drawn)
+            came = [value for value, one in zip(units, drawn) if one]
+            kept = list(itertools.combinations(came, min(cap, len(came))))
+            for each in kept:
+                out += chance / len(kept) * np.exp(-((axis - sum(each)) ** 2) / (2 * z * z))
+        return out / out.sum()
+
+    P, Q = law(True), law(False)
+    stated = compose([TruncatedRelease(z, rate, cap, others)])
+    plain = compose([(z, rate, 1)])
+    for epsilon in (0.2, 1.0, 2.0):
+        true = max(np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((P, Q), (Q, P)))
+        assert true <= stated.delta(epsilon=epsilon)
+    assert true > 1.5 * plain.delta(epsilon=2.0)  # a cut that nobody counts
+    roomy = compose([TruncatedRelease(z, rate, 3, others)])
+    assert roomy.delta(epsilon=1.0) == pytest.approx(plain.delta(epsilon=1.0), rel=1e-6)
+
+
+def test_delta_at_small_rates() -> None:
+    """One unit in 300,000, once: the far tail of one step decides."""
+    composed = compose([(0.646, 3e-6, 2000)])
+    upper, lower = (composed.delta(epsilon=0.5, bound=b) for b in fourier.BOUNDS)
+    assert 0 < lower < upper < 1.01 * lower
+    q, z = 3e-6, 0.646
+    x = z * z * math.log1p(math.expm1(0.5) / q) + 0.5  # where the loss of one step is 0.5
+    seen, unseen = (math.exp(log_ndtr((mean - x) / z)) for mean in (1.0, 0.0))
+    one = q * seen - (math.expm1(0.5) + q) * unseen
+    assert upper == pytest.approx(2000 * one, rel=0.02)
