@@ -4,7 +4,8 @@
     python benchmarks/soak.py --steps 1000000 --units 10000000       0 leaves a part out
 
 Steps are those of a `PrivateSum` of eight numbers with a run folder, BLT noise and an id for every
-unit, in batches of four, saved every tenth of the run; units go through the ledger in batches of
+unit, in batches of four, 100 epochs, saved every tenth of the run; at the end the run is closed and
+verified. TMPDIR says where its folder lies (a disk confirms every row). Units go through the ledger in batches of
 100,000 in a random order, three epochs of them, in memory: as numbers of rows, and as 64 random
 bits, which names become. Nothing waits for a clock. Memory is the resident set of the process.
 """
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from noshuffle import MinSeparation, Plan, PrivateSum, SinglePass
+from noshuffle import Epochs, MinSeparation, Plan, PrivateSum
 from noshuffle.release.ledger import Ledger
+from noshuffle.release.verify import verify
 
-BATCH, ROWS = 4, 100_000
+BATCH, ROWS, EPOCHS = 4, 100_000, 100
 
 
 def resident() -> float:
@@ -38,7 +40,10 @@ def size_of(folder: Path) -> int:
 
 def soak_steps(steps: int) -> None:
     """A row for every tenth of a long run."""
-    plan = Plan.fit(SinglePass(steps=steps), mechanism="blt", noise_multiplier=2.0)
+    once = steps // EPOCHS
+    plan = Plan.fit(
+        Epochs(epochs=EPOCHS, steps_per_epoch=once), mechanism="blt", noise_multiplier=2.0
+    )
     print("| steps | µs a step | MiB | ledger, bytes a step |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         run = PrivateSum(plan, clip=1.0, shape=(8,), run=Path(folder) / "run")
@@ -47,14 +52,19 @@ def soak_steps(steps: int) -> None:
         for part in range(10):
             began = time.perf_counter()
             for step in range(part * tenth, (part + 1) * tenth):
-                run.add(rows, ids=np.arange(step * BATCH, (step + 1) * BATCH))
+                run.add(rows, ids=np.arange(BATCH) + step % once * BATCH)
             spent = time.perf_counter() - began
             run.save()
             done = (part + 1) * tenth
             size = size_of(Path(folder) / "run") / done
             print(f"| {done:,} | {spent / tenth * 1e6:.0f} | {resident():.0f} | {size:.0f} |",
                   flush=True)  # fmt: skip
+        began = time.perf_counter()
         run.close()
+        print(f"\nclosed in {time.perf_counter() - began:.0f} s, {resident():.0f} MiB", flush=True)
+        began = time.perf_counter()
+        verdict = verify(Path(folder) / "run").answer
+        print(f"verified in {time.perf_counter() - began:.0f} s: {verdict}, {resident():.0f} MiB")
 
 
 def soak_units(units: int, kind: str) -> None:

@@ -7,7 +7,8 @@ counts. With Σ = L Lᵀ, L lower triangular, the rows l_r of L⁻¹ give all st
     Σ_t⁻¹ = Σ_{r<t} l_r l_rᵀ,        μ_t = max_u √(uᵀ Σ_t⁻¹ u) / z · (2 for replace-one)
 
 A row without noise of its own (a zero on the diagonal of L) is a release without protection: μ = ∞.
-Stated ε is whatever the plan says, `Plan.epsilon_after(t)`, or a list from elsewhere.
+Where batches are drawn in secret there is no one Gaussian: `sampled` gives an interval for ε.
+Stated ε is whatever the plan says, `Plan.epsilon_after(t)`, or comes from elsewhere.
 
 >>> from noshuffle import Epochs, Plan
 >>> plan = Plan.fit(Epochs(epochs=3, steps_per_epoch=4), mechanism="tree", epsilon=2.0)
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -27,16 +29,17 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, Finding, combined
-from noshuffle.auditing.curve import epsilon_of
+from noshuffle.auditing.curve import epsilon_of, mu_of
 from noshuffle.auditing.emitted import Array, emitted_rows
+from noshuffle.auditing.sampled import NUMBERS, epsilon_of_draws
 from noshuffle.auditing.worst import worst
 from noshuffle.participation import MinSeparation, Restarted
 from noshuffle.plan import Plan
 
 #: Longest run whose rows are emitted and inverted; of a longer one, its beginning.
-MOST_STEPS = 1024
-#: Relative error of ε that float32 rows may have.
-TOLERANCE = 2e-4
+MOST_STEPS, MOST_SAMPLED = 1024, 4096
+#: Relative error of ε that float32 rows may have, and that Monte Carlo may leave.
+TOLERANCE, CHANCE = 2e-4, 0.01
 #: Stopping points of participations whose worst pattern is a search.
 _SEARCHED = 48
 
@@ -52,14 +55,14 @@ class Stop:
     mu_low: float
     mu_high: float
     pattern: tuple[int, ...]
+    tolerance: float = TOLERANCE
 
     @property
     def answer(self) -> str:
-        """Whether the stated ε covers the truth."""
-        room = self.stated * (1 + TOLERANCE) + 1e-9
-        if self.low > room:
+        """Whether the stated ε covers the truth, up to the tolerance."""
+        if self.low > self.stated * (1 + TOLERANCE) + 1e-9:
             return REFUTED
-        return HOLDS if self.high <= room else UNDECIDED
+        return HOLDS if self.high <= self.stated * (1 + self.tolerance) + 1e-9 else UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class PlanAudit(Finding):
         for stop in self.refuted[:5]:
             lines.append(
                 f"  stopped after {stop.steps}: stated ε = {stop.stated:.4g}, true ε ≥ "
-                f"{stop.low:.4g} for a unit in steps {_shown(stop.pattern)}"
+                f"{stop.low:.4g} for a unit {_shown(stop.pattern)}"
             )
         if len(self.refuted) > 5:
             lines.append(f"  and {len(self.refuted) - 5} more stopping points")
@@ -123,19 +126,25 @@ class PlanAudit(Finding):
 
 
 def audit_plan(
-    plan: Plan, *, stated: Mapping[int, float] | None = None, most_steps: int = MOST_STEPS
+    plan: Plan,
+    *,
+    stated: Mapping[int, float] | None = None,
+    most_steps: int | None = None,
+    numbers: int = NUMBERS,
 ) -> PlanAudit:
     """Compare the plan's ε of every stopping point with the one of the rows it emits.
 
-    `stated` gives ε by number of steps in place of `plan.epsilon_after`.
+    `stated` gives ε by number of steps, where it is not that of `plan.epsilon_after`; `numbers`
+    are the random ones of each Monte Carlo, where batches are drawn in secret.
     """
-    part, n = plan.participation, min(plan.steps, most_steps)
+    part = plan.participation
+    n = min(plan.steps, most_steps or (MOST_SAMPLED if part.is_sampled else MOST_STEPS))
     left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
     common = (plan.strategy.words(), part.words(), plan.noise_multiplier, plan.delta)
-    if part.is_sampled:
-        return PlanAudit(*common, (), "ε of secret sampling rests on the draw, not on the noise")
     rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=n, horizon=plan.steps)
-    factor = whitening(rows @ rows.T)
+    factor, stated = whitening(rows @ rows.T), stated or {}
+    if part.is_sampled:
+        return PlanAudit(*common, *_sampled(plan, factor, stated, numbers, left_out))
     twice = 2.0 if plan.neighbours == "replace-one" else 1.0
     X, stops, chosen = np.zeros((n, n)), [], set(_stops(plan, n))
     for t in range(1, n + 1):
@@ -151,15 +160,40 @@ def audit_plan(
             low, high = twice * low / plan.noise_multiplier, twice * high / plan.noise_multiplier
         else:
             low = high = math.inf
-        spent = plan.epsilon_after(t) if stated is None else float(stated[t])
+        spent = float(stated[t]) if t in stated else plan.epsilon_after(t)
         ends = (epsilon_of(low, delta=plan.delta), epsilon_of(high, delta=plan.delta))
         stops.append(Stop(t, spent, *ends, low, high, pattern))
     return PlanAudit(*common, tuple(stops), left_out)
 
 
+def _sampled(
+    plan: Plan, factor: Array, stated: Mapping[int, float], numbers: int, left_out: str
+) -> tuple[tuple[Stop, ...], str]:
+    """The whole, a quarter and a sixteenth of it, the first step, and what is stated."""
+    n, stops = len(factor), []
+    for t in sorted({1, *(max(1, n // part) for part in (16, 4, 1)), *stated} & {*range(n + 1)}):
+        found = epsilon_of_draws(
+            plan.participation,
+            factor[:t, :t] / (plan.noise_multiplier or 1e-300),
+            neighbours=plan.neighbours,
+            delta=plan.delta,
+            numbers=numbers,
+        )
+        if found is None:
+            return (), "turns of one unit that share noise, or an unknown draw"
+        spent = float(stated[t]) if t in stated else plan.epsilon_after(t)
+        low, high = (mu_of(one, delta=plan.delta) for one in (found.low, found.high))
+        stops.append(Stop(t, spent, found.low, found.high, low, high, (), CHANCE))
+    return tuple(stops), left_out
+
+
 def whitening(covariance: Array) -> Array:
     """L⁻¹ for Σ = L·Lᵀ; infinite from the first row on that has no noise of its own."""
     n = len(covariance)
+    with suppress(np.linalg.LinAlgError):
+        L = np.linalg.cholesky(covariance)
+        if np.all(np.diag(L) ** 2 > 1e-9 * np.diag(covariance)):
+            return np.asarray(solve_triangular(L, np.eye(n), lower=True))
     L = np.zeros((n, n))
     for t in range(n):
         if t:
@@ -188,5 +222,7 @@ def _stops(plan: Plan, n: int) -> list[int]:
 
 
 def _shown(pattern: tuple[int, ...]) -> str:
-    text = ", ".join(str(step) for step in pattern[:8])
+    if not pattern:
+        return "that is drawn in secret"
+    text = "in steps " + ", ".join(str(step) for step in pattern[:8])
     return f"{text}, … ({len(pattern)} in all)" if len(pattern) > 8 else text

@@ -18,7 +18,7 @@ import torch
 
 from noshuffle.auditing.answers import Finding
 from noshuffle.auditing.membership import attack
-from noshuffle.auditing.prefixes import MOST_STEPS, audit_plan
+from noshuffle.auditing.prefixes import audit_plan
 from noshuffle.auditing.training_run import losses_of
 from noshuffle.datasets import NAMES, load
 from noshuffle.errors import InvalidInput
@@ -29,7 +29,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.training.models import build
 
 
-def audit_run(path: Path, *, most_steps: int = MOST_STEPS) -> list[Finding]:
+def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     """Findings about the run in that folder."""
     folder = RunFolder(path)
     plan = folder.plan()
@@ -37,10 +37,8 @@ def audit_run(path: Path, *, most_steps: int = MOST_STEPS) -> list[Finding]:
         raise InvalidInput(f"{path} has no statement.json; nothing is claimed")
     said = read_json(folder.statement_file)
     released = int(said.get("released_steps", plan.steps))
-    stated = {t: plan.epsilon_after(t) for t in range(1, min(plan.steps, most_steps) + 1)}
-    if released in stated:
-        epsilon = said.get("epsilon")
-        stated[released] = math.inf if epsilon is None else float(epsilon)
+    epsilon = said.get("epsilon")
+    stated = {released: math.inf if epsilon is None else float(epsilon)} if released else {}
     found: list[Finding] = [audit_plan(plan, stated=stated, most_steps=most_steps)]
     config = read_json(folder.config_file) if folder.config_file.is_file() else {}
     saved = checkpoint.saved(folder.checkpoints)

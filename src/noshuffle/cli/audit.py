@@ -30,10 +30,14 @@ class AuditSettings:
     save: bool = setting(
         False, "keep audit.json and audit.html in the run folder; its report shows them", "--save"
     )
-    most_steps: int = setting(1024, "stopping points that are looked at, from the first step on")
+    most_steps: int | None = setting(
+        None, "steps that are looked at, from the first on (1024; 4096 of secret draws)"
+    )
 
     def __post_init__(self) -> None:
-        whole(most_steps=self.most_steps, canaries=self.canaries, examples=self.examples)
+        whole(canaries=self.canaries, examples=self.examples)
+        if self.most_steps is not None:
+            whole(most_steps=self.most_steps)
         if self.target is None and not self.train:
             raise InvalidInput("give a plan.json or a run folder, or --train")
         if self.page is not None and not self.page.parent.is_dir():
@@ -70,10 +74,11 @@ def audit(asked: AuditSettings, output: Output) -> int:
     """Check a guarantee without the formulas that made it.
 
     The noise stream of training is driven with unit draws; ε of every stopping point comes from the
-    covariance of its rows, and noise that leaves by the door is compared with it. --train adds a
-    real training run with canaries. HOLDS (exit status 0): the stated ε covers all that was found.
-    REFUTED (1): an attack exceeds it. NOT DECIDED (3): neither was shown; what was left out is
-    named.
+    covariance of its rows, and noise that leaves by the door is compared with it. Where batches are
+    drawn in secret, ε comes from a Monte Carlo of the attacker's likelihood ratio, and draws are
+    counted. --train adds a real training run with canaries. HOLDS (exit status 0): the stated ε
+    covers all that was found. REFUTED (1): an attack exceeds it. NOT DECIDED (3): neither was
+    shown; what was left out is named.
     """
     from noshuffle.auditing.answers import EXIT_CODES, record_of
 
@@ -99,10 +104,14 @@ def _findings(asked: AuditSettings, *, is_quiet: bool) -> list[Finding]:
         findings = audit_run(asked.target, most_steps=asked.most_steps)
     else:
         findings = [audit_plan(plan, most_steps=asked.most_steps)]
+    if plan.participation.is_sampled:
+        from noshuffle.auditing.draws import audit_draws
+
+        findings.append(audit_draws(plan.participation))
     if asked.train:
         return findings + _trained(asked, plan, is_quiet=is_quiet)
     if plan.noise_multiplier and not plan.participation.is_sampled:
-        steps = min(plan.steps, asked.most_steps, 256)
+        steps = min(plan.steps, asked.most_steps or 256, 256)
         noise = released_noise(plan, coordinates=max(4096, 16 * steps), steps=steps)
         findings.append(audit_noise(noise, plan))
     return findings

@@ -97,6 +97,11 @@ def _noise(part: Part) -> Told:
     return [(_number(part["estimate"]["mu"]), "μ̂ of the worst unit, from the noise itself")], []
 
 
+def _draws(part: Part) -> Told:
+    least = min(p for *_, p in part["tests"].values())
+    return [(f"{least:.2g}", f"least p of {len(part['tests'])} counts of secret draws")], []
+
+
 def _canaries(part: Part) -> Told:
     label = f"μ̂ from the {part['attacker']}; claimed {part['claimed_mu']:.4g}"
     return [(_number(part["estimate"]["mu"]), label)], []
@@ -173,6 +178,7 @@ def _number(value: float | None) -> str:
 _TELLERS: dict[str, Callable[[Part], Told]] = {
     "plan": _plan,
     "noise": _noise,
+    "draws": _draws,
     "canaries": _canaries,
     "membership": _membership,
     "claim": _claim,
