@@ -5,9 +5,9 @@
 
 Steps are those of a `PrivateSum` of eight numbers with a run folder, BLT noise and an id for every
 unit, in batches of four, 100 epochs, saved every tenth of the run; at the end the run is closed and
-verified. TMPDIR says where its folder lies (a disk confirms every row). Units go through the ledger in batches of
-100,000 in a random order, three epochs of them, in memory: as numbers of rows, and as 64 random
-bits, which names become. Nothing waits for a clock. Memory is the resident set of the process.
+verified. TMPDIR says where its folder lies (a disk confirms every row). Units go through the ledger
+in batches of 100,000 in a random order, three epochs of them, in memory: as numbers of rows, and as
+64 random bits, which names become. Nothing waits for a clock. Memory is the resident set.
 """
 
 from __future__ import annotations
