@@ -172,18 +172,22 @@ def _sampled(
     """The whole, a quarter and a sixteenth of it, the first step, and what is stated."""
     n, stops = len(factor), []
     for t in sorted({1, *(max(1, n // part) for part in (16, 4, 1)), *stated} & {*range(n + 1)}):
-        found = epsilon_of_draws(
-            plan.participation,
-            factor[:t, :t] / (plan.noise_multiplier or 1e-300),
-            neighbours=plan.neighbours,
-            delta=plan.delta,
-            numbers=numbers,
-        )
-        if found is None:
-            return (), "turns of one unit that share noise, or an unknown draw"
         spent = float(stated[t]) if t in stated else plan.epsilon_after(t)
-        low, high = (mu_of(one, delta=plan.delta) for one in (found.low, found.high))
-        stops.append(Stop(t, spent, found.low, found.high, low, high, (), CHANCE))
+        for more in (1, 4):  # a narrower interval where the first one does not decide
+            found = epsilon_of_draws(
+                plan.participation,
+                factor[:t, :t] / (plan.noise_multiplier or 1e-300),
+                neighbours=plan.neighbours,
+                delta=plan.delta,
+                numbers=more * numbers,
+            )
+            if found is None:
+                return (), "turns of one unit that share noise, or an unknown draw"
+            low, high = (mu_of(one, delta=plan.delta) for one in (found.low, found.high))
+            stop = Stop(t, spent, found.low, found.high, low, high, (), CHANCE)
+            if stop.answer != UNDECIDED:
+                break
+        stops.append(stop)
     return tuple(stops), left_out
 
 

@@ -57,7 +57,7 @@ Draws = tuple[Array, Array]
 
 
 @dataclass(frozen=True)
-class Interval:
+class EpsilonRange:
     """ε of one attack: below `low` or above `high` by chance once in a million each."""
 
     low: float
@@ -136,13 +136,13 @@ class _Tilted:
 
 def epsilon_of_draws(
     part: Participation, factor: Array, *, neighbours: str, delta: float, numbers: int = NUMBERS
-) -> Interval | None:
+) -> EpsilonRange | None:
     """ε of the rows that `factor` whitens (Σ_t = F⁻¹F⁻ᵀ·z²); None where nothing is known of them.
 
     The unit is in the group of a cyclic draw whose turns shift its rows most.
     """
     if not np.all(np.abs(factor) < _LARGEST):
-        return Interval(math.inf, math.inf)
+        return EpsilonRange(math.inf, math.inf)
     steps = np.arange(len(factor))
     if isinstance(part, BallsInBins) and neighbours != "replace-one":
         b = part.steps_per_epoch
@@ -177,7 +177,7 @@ def epsilon_of_turns(
     shifts: Sequence[float] | Array,
     delta: float,
     numbers: int = NUMBERS,
-) -> Interval:
+) -> EpsilonRange:
     """ε of independent turns with these shifts, seen from one world: "remove", "add", "replace".
 
     Several, as "remove add", take turns.
@@ -202,7 +202,7 @@ def epsilon_of_turns(
     return _interval(_draws(losses, weights), delta)
 
 
-def epsilon_of_positions(K: Array, *, delta: float, numbers: int = NUMBERS) -> Interval:
+def epsilon_of_positions(K: Array, *, delta: float, numbers: int = NUMBERS) -> EpsilonRange:
     """ε of one secret, uniform position; K holds the inner products of its shifts."""
     count = max(2000, min(_MOST, numbers // len(K)))
     found = []
@@ -213,9 +213,9 @@ def epsilon_of_positions(K: Array, *, delta: float, numbers: int = NUMBERS) -> I
     return widest(found)
 
 
-def widest(found: Sequence[Interval]) -> Interval:
+def widest(found: Sequence[EpsilonRange]) -> EpsilonRange:
     """That of the better attack."""
-    return Interval(max(one.low for one in found), max(one.high for one in found))
+    return EpsilonRange(max(one.low for one in found), max(one.high for one in found))
 
 
 def _remove(K: Array, scale: float, count: int) -> Draws:
@@ -265,7 +265,7 @@ def _error(draws: Draws, delta: float) -> float:
     return deviation / mean if mean else math.inf
 
 
-def _interval(draws: Draws, delta: float) -> Interval:
+def _interval(draws: Draws, delta: float) -> EpsilonRange:
     """From where the estimate is δ outwards, to where its limits are."""
 
     def reach(side: float) -> float:
@@ -284,7 +284,7 @@ def _interval(draws: Draws, delta: float) -> Interval:
         return far
 
     found = _root_of(draws, delta)
-    return Interval(reach(-1.0), reach(1.0))
+    return EpsilonRange(reach(-1.0), reach(1.0))
 
 
 def _root_of(draws: Draws, delta: float) -> float:
