@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from noshuffle.experiments import accuracy, figure1, fitted, sampling, train_lines
+from noshuffle.experiments import accuracy, beyond, figure1, fitted, sampling, train_lines
 from noshuffle.experiments.figure import Request, shipped
 from noshuffle.experiments.lines import groups
 from noshuffle.experiments.runner import compute
@@ -205,3 +205,23 @@ def test_tasks_with_features_and_copies(more: dict[str, Any], numbers: int) -> N
     )
     assert 0.1 < found["runs"][0]["accuracy"] <= 1.0
     assert found["form"].startswith("stacked") != ("augment" in more)
+
+
+def test_recipes_are_chosen_by_held_out_rows() -> None:
+    def runs(*pairs: tuple[float, float]) -> dict[str, Any]:
+        return {"runs": [{"epsilon": e, "learning_rate": 0.1, "accuracy": a} for e, a in pairs]}
+
+    results = {
+        "cifar10_scattered/blt/search/0": runs((1.0, 0.62), (8.0, 0.66)),
+        "cifar10_scattered/blt/final/0-0": runs((1.0, 0.61), (8.0, 0.90)),
+        "cifar10_feature_cnn/blt/search/0": runs((1.0, 0.60), (8.0, 0.70)),
+        "cifar10_feature_cnn/blt/final/0-0": runs((1.0, 0.95), (8.0, 0.69)),
+        "mnist_scattered/blt/search/0": runs((1.0, 0.98)),
+    }
+    best = beyond.best_recipes(results, "cifar10")
+    found = {e: (task, point.mean) for e, (task, point) in best.items()}
+    assert found == {1.0: ("cifar10_scattered", 0.61), 8.0: ("cifar10_feature_cnn", 0.69)}
+    told = {str(checked).split()[0] for checked in beyond.FIGURE.checked(results)}
+    assert told == {"DIFFERS", "NOT"}
+    with pytest.raises(KeyError, match="mnist"):
+        beyond.best_recipes({}, "mnist")

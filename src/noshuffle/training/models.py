@@ -3,7 +3,6 @@
     tanh_cnn    16@8×8 and 32@4×4 convolutions, tanh, 26,010 parameters on MNIST
                 (Papernot et al. 2021, arXiv 2007.14191; the model of Kairouz et al. 2021)
     vgg         three blocks of two 3×3 convolutions, tanh, 550,570 parameters on CIFAR-10
-    vgg_gn      the same with GroupNorm and ReLU, and one mean a channel before the last layer
     small_cnn   two 3×3 convolutions for 8 × 8 digits
     linear, mlp tables
     softmax     linear, from zero: for fixed features (`scattering`)
@@ -84,19 +83,6 @@ def _vgg(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*_convolutions(shape, (32, 64, 128), each=2), *head)
 
 
-def _vgg_gn(shape: Shape, classes: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    channels = shape[0]
-    for width in (64, 128, 256):
-        for _ in range(2):
-            conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-            layers += [conv, nn.GroupNorm(16, width), nn.ReLU()]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-    return nn.Sequential(*layers, *head)
-
-
 def _small_cnn(shape: Shape, classes: int) -> nn.Module:
     flat = 32 * (shape[1] // 4) * (shape[2] // 4)
     return nn.Sequential(*_convolutions(shape, (16, 32), each=1), nn.Linear(flat, classes))
@@ -134,7 +120,6 @@ class CharLSTM(nn.Module):
 _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "tanh_cnn": _tanh_cnn,
     "vgg": _vgg,
-    "vgg_gn": _vgg_gn,
     "small_cnn": _small_cnn,
     "linear": _linear,
     "softmax": _linear,
