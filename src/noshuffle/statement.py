@@ -18,9 +18,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 from noshuffle.participation import Participation, Restarted
+
+#: How often an attacker of `meaning` accuses somebody who did not take part.
+FALSE_ALARMS = 0.01
+
+
+def meaning(epsilon: float, delta: float, mu: float | None = None, *, unit: str = "example") -> str:
+    """What ε means, in two sentences for everybody.
+
+    An attacker whose test accuses a share α of those who did not take part finds at most
+    min(e^ε·α + δ, 1 − e^−ε·(1 − δ − α)) of those who did, and for one Gaussian mechanism at most
+    Φ(Φ⁻¹(α) + μ) (Dong, Roth, Su 2019).
+
+    >>> meaning(1.0, 1e-5).rpartition(", ")[2]
+    'finds at most 2.8 % of those who did.'
+    """
+    factor = math.exp(min(epsilon, 700.0))
+    bounds = [factor * FALSE_ALARMS + delta, 1 - (1 - delta - FALSE_ALARMS) / factor]
+    if mu is not None:
+        normal = NormalDist()
+        bounds.append(normal.cdf(normal.inv_cdf(FALSE_ALARMS) + mu))
+    shown = (
+        f"{factor:.2g}" if factor < 10 else f"{factor:,.0f}" if factor < 1e6 else f"{factor:.1e}"
+    )
+    found = min(100.0, math.ceil(1000 * min(bounds)) / 10)
+    return (
+        f"Whether one {unit} took part or not changes the odds of anything that is seen of this by "
+        f"at most a factor of {shown} (up to δ = {delta:g}). Whoever guesses who took part, and "
+        f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds at most {found:g} % of "
+        "those who did."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

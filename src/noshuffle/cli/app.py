@@ -22,6 +22,7 @@ from noshuffle.cli.reproduce import reproduce
 from noshuffle.cli.sum import sum_
 from noshuffle.cli.train import federated, train
 from noshuffle.cli.tune import tune
+from noshuffle.cli.watch import watch
 from noshuffle.cli.words import in_options, refuse
 from noshuffle.errors import NoshuffleError
 
@@ -109,6 +110,7 @@ for _command in (
     seal,
     audit,
     report,
+    watch,
     reproduce,
 ):
     app.command(_command.__name__.rstrip("_"), cls=_LateHelp)(_one_line(_command))

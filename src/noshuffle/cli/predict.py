@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.cli.from_record import argument, check_fields, setting, takes
+from noshuffle.cli.promise import Output, print_json
 from noshuffle.errors import InvalidInput
 
 
@@ -27,8 +28,8 @@ class PredictSettings:
         check_fields(self)
 
 
-@takes(PredictSettings)
-def predict(asked: PredictSettings) -> None:
+@takes(PredictSettings, Output)
+def predict(asked: PredictSettings, output: Output) -> None:
     """Predict the rows of a table by a model of noshuffle fit.
 
     RUN is its folder, FILE a .csv or .parquet table with the same columns.
@@ -42,11 +43,15 @@ def predict(asked: PredictSettings) -> None:
     made = _predicted(read_json(path), read_json(RunFolder(asked.run).config_file), asked.file)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(made)
-    if asked.out is None:
+    names, *rows = made
+    if asked.out is not None:
+        write_bytes(asked.out, text.getvalue().encode())
+    if output.json:
+        print_json([dict(zip(names, row)) for row in rows])
+    elif asked.out is None:
         print(text.getvalue(), end="")
     else:
-        write_bytes(asked.out, text.getvalue().encode())
-        print(f"{len(made) - 1:,} predictions: {asked.out}")
+        print(f"{len(rows):,} predictions: {asked.out}")
 
 
 def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> list[list[Any]]:

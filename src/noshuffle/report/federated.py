@@ -60,7 +60,7 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     )
     if len({row.get("clip_norm") for row in rows}) > 1:
         yield (
-            _clip_curve(rows),
+            plots.clip_curve(rows, step="round"),
             "The clip norm follows a quantile of the update norms by noisy counts, which are "
             "part of the stated ε.",
         )
@@ -202,13 +202,6 @@ def _epsilon_by_times(
     axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {delta:g})")
     axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
     axes.legend(frameon=False, loc="lower right")
-
-
-@as_svg
-def _clip_curve(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    steps, norms = ([row[name] for row in rows] for name in ("step", "clip_norm"))
-    axes.plot(steps, norms, color=ACCENT, marker="o", ms=3)
-    axes.set(xlabel="round", ylabel="clip norm", ylim=(0, None))
 
 
 @as_svg

@@ -17,6 +17,7 @@ from noshuffle.release.files import write_bytes
 from noshuffle.report import audit, federated, fit, sums, trained
 from noshuffle.report.plots import Figure
 from noshuffle.report.run import RunRecord, read_run
+from noshuffle.statement import meaning
 
 _STYLE = """
 body{font:16px/1.55 system-ui,sans-serif;color:#1f2933;max-width:60rem;margin:2rem auto;
@@ -78,11 +79,12 @@ def write_report(path: Path) -> Path:
 def page(run: RunRecord) -> str:
     title = f"noshuffle run {run.name}"
     unsafe = [s for s in run.statement.get("assumptions", []) if "not private" in s.lower()]
-    return _document(
+    return document(
         title,
         f"<p class='lead'>{escape(_teller(run).lead(run))}</p>"
         + "".join(f"<p class='warn'>{escape(sentence)}</p>" for sentence in unsafe)
         + _cards(run, is_private=not unsafe)
+        + ("" if unsafe else _meaning(run))
         + _figures(run)
         + _statement(run)
         + (f"<h2>Second opinion</h2>{audit.section(run.audit)}" if run.audit else "")
@@ -92,13 +94,15 @@ def page(run: RunRecord) -> str:
 
 def write_audit(record: dict[str, Any], path: Path, *, title: str) -> None:
     """Write audit.html: what `noshuffle audit` found, as a page of its own."""
-    write_bytes(path, _document(title, audit.section(record)).encode())
+    write_bytes(path, document(title, audit.section(record)).encode())
 
 
-def _document(title: str, body: str) -> str:
+def document(title: str, body: str, head: str = "") -> str:
+    """A whole page that asks for nothing else."""
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
+        f"{head}"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>{body}</body></html>\n"
     )
@@ -121,6 +125,14 @@ def _cards(run: RunRecord, *, is_private: bool) -> str:
         for value, label in (*cards, *_teller(run).cards(run))
     )
     return f"<div class='cards'>{drawn}</div>"
+
+
+def _meaning(run: RunRecord) -> str:
+    said = run.statement
+    if said.get("epsilon") is None:
+        return ""
+    sentence = meaning(said["epsilon"], said["delta"], said.get("mu"), unit=said["unit"])
+    return f"<p>{escape(sentence)}</p>"
 
 
 def _figures(run: RunRecord) -> str:

@@ -2,6 +2,8 @@
 
 learning_curve   accuracy on held-out data over steps
 epsilon_curve    ε spent so far
+signal_curve     length of the released gradient beside that of its noise alone
+clip_curve       a clip norm that follows a private quantile
 noise_figure     standard deviation of the noise in the model over steps, the chosen mechanism
                  beside a Honaker tree and independent noise at the same ε
 """
@@ -88,6 +90,42 @@ def tradeoff_curve(axes: Axes, plan: Plan, *, last: int) -> None:
     axes.plot(alphas, 1 - alphas, color=MUTED, lw=1, ls=":", label="guessing")
     axes.set(xlabel="false alarms (type I)", ylabel="misses (type II)", xlim=(0, 1), ylim=(0, 1))
     axes.legend(frameon=False)
+
+
+@as_svg
+def signal_curve(axes: Axes, rows: Sequence[dict[str, Any]], noise: Sequence[float]) -> None:
+    """Norms of released gradients, and what the noise alone would have: both public."""
+    steps = [row["step"] for row in rows]
+    measured = [row["private_gradient_norm"] for row in rows]
+    axes.plot(steps, measured, color=ACCENT, marker="o", ms=3)
+    axes.plot(steps, noise, color=WARM, ls="--")
+    axes.set(xlabel="step", ylabel="L2 norm", ylim=(0, 1.15 * max(*measured, *noise)))
+    ends = [(measured[-1], "released gradient", ACCENT), (noise[-1], "noise alone", WARM)]
+    label_ends(axes, steps[-1], ends)
+
+
+@as_svg
+def clip_curve(axes: Axes, rows: Sequence[dict[str, Any]], *, step: str = "step") -> None:
+    steps, norms = ([row[name] for row in rows] for name in ("step", "clip_norm"))
+    axes.plot(steps, norms, color=ACCENT, marker="o", ms=3)
+    axes.set(xlabel=step, ylabel="clip norm", ylim=(0, None))
+
+
+def label_ends(
+    axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]], *, gap: float = 0.055
+) -> None:
+    """Names at the right ends of lines (height, name, colour), moved apart where they would touch.
+
+    Heights are on the axes' own scale; `gap` is the least distance as a share of it.
+    """
+    place = axes.transData + axes.transAxes.inverted()
+    wanted = sorted((float(place.transform((x, y))[1]), text, c) for y, text, c in ends)
+    last = -1.0
+    for height, text, colour in wanted:
+        last = max(height, last + gap)
+        axes.annotate(
+            text, (1.01, last), xycoords="axes fraction", color=colour, va="center", fontsize=9
+        )
 
 
 def noise_figure(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.participation import Epochs, Participation, Poisson, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.report.plots import spread
+from noshuffle.report.plots import label_ends, spread
 from noshuffle.strategies import Strategy, error, identity
 from noshuffle.strategies.fit import fit
 
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from noshuffle.comparison import MechanismRow
 
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)
+#: Lines of a picture: the best mechanism, then those that people know, where they were asked for.
+KNOWN = ("blt", "banded", "tree", "identity")
+_COLOURS = ("#0b6e99", "#6a4c93", "#4a8c5c", "#c8553d", "#7b8794")
+
+
+def _few(rows: Sequence[MechanismRow]) -> list[MechanismRow]:
+    """The best row and those of `KNOWN`; the table has the others."""
+    chosen = [row for row in rows[1:] if row.name in KNOWN]
+    return [rows[0], *(chosen or rows[1 : len(_COLOURS)])]
 
 
 def batch_curve(
@@ -69,35 +78,41 @@ def draw_plan(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    colours = pyplot.get_cmap("tab20")
-    for index, row in enumerate(rows):
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4))
+    figure.subplots_adjust(left=0.07, right=0.9, wspace=0.42, top=0.9, bottom=0.13)
+    shown = _few(rows)
+    colours = {row.name: colour for row, colour in zip(shown, _COLOURS)}
+    best, ends = rows[0].plan, []
+    for row in shown:
         curve = row.noise_multiplier * error(row.plan.strategy, row.plan.steps).per_step
         steps = spread(len(curve), most=600)
-        left.plot(steps, curve[[s - 1 for s in steps]], label=row.name, lw=1.3, c=colours(index))
-    best = rows[0].plan
+        left.plot(steps, curve[[s - 1 for s in steps]], lw=1.5, c=colours[row.name])
+        tail = curve[-max(1, len(curve) // 10) :]
+        ends.append((float(tail.mean()), row.name, colours[row.name]))
     left.set(
         xlabel="step",
         ylabel="noise std in the running sum / clip norm",
         title=f"error over steps at ε = {rows[0].epsilon:.3g}, δ = {best.delta:g}",
         yscale="log",
+        xlim=(1, best.steps),
     )
-    left.set_ylim(bottom=left.get_ylim()[0] / 2)
-    left.legend(frameon=False, fontsize=8, ncols=3, loc="lower right")
+    label_ends(left, best.steps, ends)
     batch_size = batch_size or 1
     if population is None:
         part = best.participation
         length = part.steps_per_epoch if isinstance(part, Epochs) else part.steps
         population = length * batch_size
-    names = [row.name for row in rows if row.name in ("blt", "tree", "identity", "banded")]
-    for name in (*(names or [rows[0].name]), "poisson"):
+    ends, last = [], 0
+    for name in (*colours, "poisson"):
         points = batch_curve(best, name, population=population, batch_size=batch_size)
-        label = "DP-SGD, Poisson sampling" if name == "poisson" else name
-        style = "--" if name == "poisson" else "-"
+        colour, style = (colours[name], "-") if name in colours else ("#444444", "--")
         if points:
-            right.plot(*zip(*points), marker="o", ms=3, ls=style, label=label)
+            right.plot(*zip(*points), marker="o", ms=3, ls=style, c=colour)
+            label = "DP-SGD, Poisson" if name == "poisson" else name
+            ends.append((points[-1][1], label, colour))
+            last = max(last, points[-1][0])
     right.set(
         xlabel="batch size (computation)",
         ylabel=f"ε (δ = {best.delta:g})",
@@ -105,7 +120,10 @@ def draw_plan(
         yscale="log",
         title="ε over batch size at constant signal-to-noise",
     )
-    right.legend(frameon=False, fontsize=8)
+    label_ends(right, last, ends)
+    for axis in (left.yaxis, right.xaxis, right.yaxis):  # 0.5 and 20, not powers
+        for set_form in (axis.set_major_formatter, axis.set_minor_formatter):
+            set_form(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

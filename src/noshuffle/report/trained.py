@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
+
+from noshuffle.errors import NoshuffleError
 from noshuffle.report import plots
 from noshuffle.report.run import RunRecord
+from noshuffle.strategies import Strategy
+from noshuffle.strategies.base import ToeplitzStrategy
 
 
 def lead(run: RunRecord) -> str:
@@ -26,8 +33,44 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     if run.plan.noise_multiplier:
         caption = "Errors of any test whether one unit took part in the whole run: never below."
         yield plots.tradeoff_curve(run.plan, last=run.plan.steps), caption
+    yield from _signal(run)
+    if len({row.get("clip_norm") for row in run.evaluations}) > 1:
+        caption = (
+            "The clip norm follows a quantile of the norms by noisy counts, which are paid for."
+        )
+        yield plots.clip_curve(run.evaluations), caption
     yield from plots.noise_figure(
         run.plan,
         "What the noise has added to the model's running sum: all mechanisms at this ε.",
         per=run.config.get("batch_size"),
+    )
+
+
+def _row_norms(strategy: Strategy, n: int) -> Any:
+    """‖row t of C⁻¹‖ for every step: how long the noise of a step is for unit draws."""
+    if isinstance(strategy, ToeplitzStrategy):
+        squares = np.cumsum(strategy.noising_coefficients(n) ** 2)
+        return np.sqrt(squares) / strategy.gain_values(n)
+    return np.linalg.norm(strategy.noising(n), axis=1)
+
+
+def _signal(run: RunRecord) -> Iterator[plots.Figure]:
+    """Signal against noise: E‖noise‖ is z·ζ·‖row t of C⁻¹‖·√d / B, a function of public numbers."""
+    names = ("private_gradient_norm", "trained_parameters", "step")
+    rows = [row for row in run.evaluations if all(row.get(name) for name in names)]
+    batch, clip = run.config.get("batch_size"), run.config.get("clip_norm")
+    if len(rows) < 2 or not batch or not clip:
+        return
+    try:
+        per_step = _row_norms(run.plan.strategy, run.plan.steps)
+    except NoshuffleError:  # too long to compute
+        return
+    scale = run.plan.noise_multiplier * clip / batch
+    noise = [
+        scale * per_step[row["step"] - 1] * math.sqrt(row["trained_parameters"]) for row in rows
+    ]
+    yield (
+        plots.signal_curve(rows, noise),
+        "Length of the released gradient beside that of its noise alone. Where they meet, a single "
+        "step is noise, and only sums over many steps carry the signal.",
     )

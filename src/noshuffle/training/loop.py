@@ -186,6 +186,9 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "learning_rate": float(private._parts.optimizer.param_groups[0]["lr"]),
             "private_gradient_norm": norm,
+            "trained_parameters": sum(p.numel() for p in private._parts.parameters.values()),
         }
+        if private._parts.threshold.is_adaptive:  # learned from noisy counts: released
+            released["clip_norm"] = private._parts.threshold.clip.bound(())
         private.run.append_metrics({**released, **metrics})
     return metrics

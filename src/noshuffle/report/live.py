@@ -1,0 +1,165 @@
+"""A run while it lives: what its folder shows of it right now, in a few lines or as a page.
+
+Only what may be published is read: plan, statement, metrics.jsonl (functions of released values),
+and from the ledger the number of released steps and their times. No loss, no norm, no unit. A
+reader takes no lock, so the run does not notice. Forked runs show the ε that they wrote last, which
+counts their parents. State: none; a snapshot is taken anew each time.
+
+>>> bar(3, 12, width=8), sparkline([0.1, 0.5, 0.9])
+('██░░░░░░', '▁▅█')
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_tables import Evidence
+from noshuffle.report.run import RunRecord, read_run
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Steps that the present speed is taken from.
+RECENT = 50
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """Where a run stands. `epsilon` is None where no finite ε holds."""
+
+    run: str
+    step: int
+    steps: int
+    epsilon: float | None
+    planned_epsilon: float | None
+    delta: float
+    unit: str
+    is_private: bool
+    steps_per_second: float | None
+    seconds_since_step: float | None
+    accuracy: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.steps
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self.steps - self.step) / self.steps_per_second if self.steps_per_second else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "is_done": self.is_done, "seconds_left": self.seconds_left}
+
+
+def snapshot(path: Path) -> RunSnapshot:
+    """What the folder shows now; a folder that is no run is refused."""
+    run = read_run(path)
+    step, speed, since = _pace(RunFolder(path), run)
+    said = run.statement.get("assumptions", [])
+    scored = (row for row in run.evaluations if row.get("test_accuracy") is not None)
+    return RunSnapshot(
+        run=str(path),
+        step=step,
+        steps=run.plan.steps,
+        epsilon=_epsilon(run, step, is_forked=bool(RunFolder(path).ancestors())),
+        planned_epsilon=_finite(run.plan.epsilon()),
+        delta=run.plan.delta,
+        unit=run.plan.unit,
+        is_private=not any("not private" in sentence.lower() for sentence in said),
+        steps_per_second=speed,
+        seconds_since_step=since,
+        accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
+    )
+
+
+def _pace(folder: RunFolder, run: RunRecord) -> tuple[int, float | None, float | None]:
+    """Released steps, steps a second over the last ones, and seconds since the last one."""
+    try:
+        with closing(Evidence(folder.ledger_file)) as ledger:
+            query = f"SELECT step, time FROM steps ORDER BY step DESC LIMIT {RECENT}"
+            rows = ledger.db.execute(query).fetchall()
+    except (OSError, sqlite3.Error):  # being written, or moved away: what the statement says
+        rows = []
+    if not rows:
+        return int(run.statement.get("released_steps", 0)), None, None
+    (last, newest), (first, oldest) = rows[0], rows[-1]
+    speed = (last - first) / (newest - oldest) if newest > oldest else None
+    return last + 1, speed, max(0.0, time.time() - newest)
+
+
+def _epsilon(run: RunRecord, step: int, *, is_forked: bool) -> float | None:
+    if not is_forked:
+        return _finite(run.plan.epsilon_after(step)) if step else 0.0
+    told = [row.get("epsilon") for row in run.evaluations] + [run.statement.get("epsilon")]
+    return max((e for e in told if e is not None), default=None)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def bar(done: int, of: int, *, width: int) -> str:
+    full = round(width * min(done, of) / of)
+    return "█" * full + "░" * (width - full)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character a value, from the least to the largest."""
+    low, high = min(values), max(values)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[math.ceil((v - low) * scale)] for v in values)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {whole % 60:02} s" if minutes else f"{whole} s"
+
+
+def told(now: RunSnapshot, *, width: int) -> list[str]:
+    """A few lines, none wider than a terminal of 40 columns or more (the folder's name aside)."""
+    share = f" {100 * now.step / now.steps:.0f} %"
+    lines = [
+        now.run,
+        f"step {now.step:,} of {now.steps:,}",
+        bar(now.step, now.steps, width=max(8, min(width, 60) - len(share))) + share,
+    ]
+    planned = "∞" if now.planned_epsilon is None else f"{now.planned_epsilon:.3g}"
+    spent = "∞" if now.epsilon is None else f"{now.epsilon:.3g}"
+    if now.is_private:
+        lines.append(f"ε {spent} of {planned} (δ = {now.delta:g}) per {now.unit}")
+    else:
+        lines.append("NOT PRIVATE: no ε holds")
+    if now.steps_per_second and not now.is_done:
+        left = duration(now.seconds_left or 0.0)
+        lines.append(f"{now.steps_per_second:.3g} steps/s, about {left} left")
+    if now.seconds_since_step is not None and not now.is_done:
+        lines.append(f"last step {duration(now.seconds_since_step)} ago")
+    if now.accuracy:
+        curve = sparkline([value for _, value in now.accuracy[-20:]])
+        lines.append(f"held-out {100 * now.accuracy[-1][1]:.1f} % {curve}")
+    return [*lines, "finished"] if now.is_done else lines
+
+
+def live_page(path: Path, *, every: float) -> str:
+    """The same as a page that loads itself again, with the pictures of the report."""
+    from noshuffle.report.html import document
+    from noshuffle.report.plots import epsilon_curve, learning_curve
+
+    now, run = snapshot(path), read_run(path)
+    lines = "".join(f"<p>{escape(line)}</p>" for line in told(now, width=28)[1:])
+    pictures = [learning_curve(run.evaluations)] if now.accuracy else []
+    if now.step and now.is_private and now.planned_epsilon is not None:
+        pictures.append(epsilon_curve(run.plan, last=now.step))
+    drawn = "".join(f"<figure>{svg}</figure>" for svg in pictures)
+    again = "" if now.is_done else f"<meta http-equiv='refresh' content='{max(1, round(every))}'>"
+    return document(f"noshuffle run {run.name}", f"{lines}<div class='grid'>{drawn}</div>", again)

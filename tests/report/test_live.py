@@ -1,0 +1,69 @@
+"""A run while it lives: what is shown, what is never shown, and how wide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import noshuffle as ns
+from noshuffle.cli import main
+from noshuffle.report.live import snapshot, told
+from noshuffle.statement import meaning
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three of four planned steps, one evaluation, still open."""
+    path = tmp_path_factory.mktemp("runs") / "half"
+    plan = ns.Plan.fit(ns.SinglePass(steps=4), mechanism="tree", epsilon=2.0, delta=1e-5)
+    model = torch.nn.Linear(2, 2)
+    private = ns.privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        clip_norm=1.0,
+        batch_size=4,
+        run=path,
+    )
+    for _ in range(3):
+        private.step(torch.nn.CrossEntropyLoss(), torch.randn(4, 2), torch.randint(2, (4,)))
+    assert private.run is not None
+    private.run.append_metrics({"step": 3, "test_accuracy": 0.75})
+    return path
+
+
+def test_it_shows_where_the_run_stands(folder: Path) -> None:
+    now = snapshot(folder)
+    plan = ns.Plan.from_json((folder / "plan.json").read_text())
+    assert (now.step, now.steps, now.is_done) == (3, 4, False)
+    assert now.epsilon == plan.epsilon_after(3) < plan.epsilon() == now.planned_epsilon
+    assert now.accuracy == ((3, 0.75),)
+
+
+@pytest.mark.parametrize("width", [40, 50, 60])
+def test_lines_fit_a_narrow_terminal(folder: Path, width: int) -> None:
+    assert all(len(line) <= width for line in told(snapshot(folder), width=width)[1:])
+
+
+def test_the_command_looks_once_and_leaves_the_folder_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {f: f.read_bytes() for f in folder.iterdir() if f.suffix in (".json", ".jsonl")}
+    page = tmp_path / "live.html"
+    assert main(["watch", str(folder), "--json", "--page", str(page)]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert "http-equiv='refresh'" in page.read_text()
+    assert before == {f: f.read_bytes() for f in before}
+    assert main(["watch", str(folder), "--page", str(folder / "x.html")]) == 2
+    assert not (folder / "x.html").exists()
+
+
+def test_what_epsilon_means_is_what_the_tests_of_an_attacker_allow() -> None:
+    """Of the Gaussian with μ, the sentence has the power of the best test, and not less."""
+    power = 100 * float(torch.distributions.Normal(0, 1).cdf(torch.tensor(-2.3263479 + 1.0)))
+    assert f"at most {power + 0.05:.1f} %" in meaning(4.4, 1e-5, 1.0)
+    assert "a factor of 2.7 " in meaning(1.0, 1e-5)
+    assert "at most 100 %" in meaning(1e6, 1e-5)
