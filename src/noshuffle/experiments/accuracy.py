@@ -63,7 +63,7 @@ def _search_cells(task: StudyTask, line: StudyLine, asked: Request) -> list[Cell
         outer = []
         for epsilon, tried in search_grid(results, task.name, line.name).items():
             best = max(tried, key=lambda rate: tried[rate])
-            if len(factors) < 3:  # one of two is always at an end
+            if len(task.factors) == 2:  # one of two is always at an end
                 continue
             if best == max(tried):
                 outer.append((epsilon, _rounded(best * step), 0))
