@@ -210,8 +210,8 @@ RELEASE = (
     Mutant(
         "fields of a row may move into each other",
         "release/ledger_tables.py",
-        'hasher.update(len(field).to_bytes(8, "little") + field)',
-        "hasher.update(field)",
+        'parts += (len(field).to_bytes(8, "little"), field)',
+        "parts += (field,)",
         VERIFY + LEDGER,
         "chain",
     ),

@@ -148,11 +148,13 @@ def test_bits_of_the_torch_path(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("ring", [(0,), (3,), (1, 2, 5)])
 def test_bits_of_the_torch_path_under_a_ring_of_keys(name: str, ring: tuple[int, ...]) -> None:
-    plain = [got for _, got in both(RECIPES[name])]
+    plain = twin_of(RECIPES[name])
+    for step in range(N):
+        plain.add_(values := values_of(step, {}))
     renewed = both(RECIPES[name], ring=ring)
     for expected, got in renewed:
         assert torch.equal(expected, got)
-    assert not torch.equal(plain[-2], renewed[-2][1])
+    assert not torch.equal(values["b"], renewed[-2][1])
 
 
 @needs_triton

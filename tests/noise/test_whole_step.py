@@ -73,12 +73,11 @@ def test_it_has_the_bits_of_the_chunks(name: str, threads: int, kind: torch.dtyp
     shapes = {"w": (130, 1000), "b": (3,), "none": (0, 4), "one": (1024,), "scalar": ()}
     try:
         torch.set_num_threads(threads)
-        for times in (1.0, 1 / 250):
-            options = {"shapes": shapes, "times": times, "starts": {"b": 1022, "w": 77}}
-            options["kind"] = kind
-            fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
-            assert len(fast) == len(slow) >= 8 * len(shapes)
-            assert all(torch.equal(a, b) for a, b in zip(fast, slow))
+        times = 1.0 if threads == 1 else 1 / 250
+        options = {"shapes": shapes, "times": times, "starts": {"b": 1022, "w": 77}, "kind": kind}
+        fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
+        assert len(fast) == len(slow) >= 8 * len(shapes)
+        assert all(torch.equal(a, b) for a, b in zip(fast, slow))
     finally:
         torch.set_num_threads(before)
 

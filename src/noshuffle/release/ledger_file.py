@@ -35,10 +35,12 @@ from noshuffle.release.units import Ids
 
 #: Bytes of a page, and how many of them the write-ahead log holds before it begins anew.
 _PAGE, _LOG_PAGES = 1024, 128
-#: One statement, so that nobody can end the run in between, or go on with it.
+#: One statement, so that nobody can end the run in between, or go on with it. (Two questions of
+#: meta: for IN (…) SQLite makes a table in every step.)
 _ADD = (
     "INSERT INTO steps SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ? "
-    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name IN ('forked', 'sealed')) "
+    "WHERE NOT EXISTS (SELECT 1 FROM meta WHERE name = 'forked') "
+    "AND NOT EXISTS (SELECT 1 FROM meta WHERE name = 'sealed') "
     "AND NOT EXISTS (SELECT 1 FROM log WHERE seq > ?)"
 )
 
@@ -155,9 +157,11 @@ class LedgerFile(tables.LedgerTables, OneOwner):
                     self._bind("identified_by", identified_by)
                     self._add(step, now, count, batch, digest, b"", ids)
                 return
-            if self._waiting.keys() - {step - 1}:
-                self.flush()
-            late = self.collect_digests().get(step - 1, b"")
+            late = b""
+            if self._waiting:
+                if self._waiting.keys() - {step - 1}:
+                    self.flush()
+                late = self.collect_digests().get(step - 1, b"")
             self._undo()  # one insertion is a transaction by itself
             self._add(step, now, count, batch, digest, late, ids)
             self._waiting.clear()

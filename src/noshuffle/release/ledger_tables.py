@@ -104,10 +104,10 @@ def event_link(before: bytes, kind: str, time: float, body: bytes) -> bytes:
 
 def _linked(before: bytes, head: bytes, *fields: bytes) -> bytes:
     """Lengths go in too, or fields could move into each other."""
-    hasher = hashlib.sha256(before + head)
+    parts = [before, head]
     for field in fields:
-        hasher.update(len(field).to_bytes(8, "little") + field)
-    return hasher.digest()
+        parts += (len(field).to_bytes(8, "little"), field)
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def encode_units(units: Ids) -> bytes:
