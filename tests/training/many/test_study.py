@@ -114,11 +114,14 @@ def alone(make, setting: Setting, run: int, source, schedule=(1.0, 1.0, 1.0)) ->
     return inner
 
 
-@pytest.mark.parametrize(("make", "form"), [(stacked_net, "stacked"), (Residual, "vmap")])
+@pytest.mark.parametrize(
+    ("make", "form"), [(stacked_net, "stacked"), (Residual, "vmap"), (Residual, "layer rules")]
+)
 def test_a_study_equals_the_runs_of_privatize(make, form: str) -> None:
     """Other strategies, noise, clip norms, rates, momenta and seeds side by side."""
     source, schedule = test_source(seed=3), (1.0, 0.5, 0.25)
-    study = Study(make, SETTINGS, steps=3, batch_size=5, learning_rates=schedule, source=source)
+    common = {"steps": 3, "batch_size": 5, "learning_rates": schedule, "source": source}
+    study = Study(make, SETTINGS, in_turn=form == "layer rules", **common)
     for x, y, _ in batches():
         study.step(x, y)
     assert study.why.startswith(form)

@@ -74,8 +74,12 @@ def _full_precision():
         yield
 
 
-@pytest.mark.parametrize(("make", "form"), [(small_cnn, "stacked"), (Residual, "vmap")])
-def test_captured_eager_and_privatize_agree(make, form: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "form", "in_turn"),
+    [(small_cnn, "stacked", False), (Residual, "vmap", False)]
+    + [(make, "layer rules, in turn", True) for make in (small_cnn, Residual)],
+)
+def test_captured_eager_and_privatize_agree(make, form: str, in_turn: bool) -> None:
     schedule = (1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
     common = {
         "steps": STEPS,
@@ -83,6 +87,7 @@ def test_captured_eager_and_privatize_agree(make, form: str) -> None:
         "learning_rates": schedule,
         "source": test_source(seed=2),
         "device": "cuda",
+        "in_turn": in_turn,
     }
     captured = Study(make, SETTINGS, **common)
     eager = Study(make, SETTINGS, capture=False, **common)
