@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.factor import slack
 from noshuffle.clipping.forms import DenseGradient, OuterGradient
 from noshuffle.errors import (
@@ -317,9 +316,6 @@ def test_reasons_against_a_graph():
         private._parts.parameters = {"w": Elsewhere()}
         return why_not(private._parts, wanted=wanted)
 
-    clip = QuantileClip(initial=1.0, units=8)
-    adaptive = make(compiled=False, strategy=identity(), clip_norm=None, clip=clip)
-    assert "quantile" in reason(adaptive)
     assert "microbatches" in reason(make(compiled=False, engine=PerExample(4)))
     assert "not fused" in reason(make(compiled=False))
     large = make(compiled=False)

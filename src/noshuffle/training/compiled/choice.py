@@ -13,6 +13,7 @@ that a resumed run repeats the same arithmetic. No state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +47,16 @@ def choose(
 
     def eager() -> Sums:
         reseed(program)
+        users = program.users
+        own: dict[str, Any] = {}
+        if users is not None:
+            own = {"units": users.units, "reduce": parts.reduce}
         found = parts.engine.clipped_sum(
-            parts.model, loss_fn, program.batch, clip=clip, weights=program.keep
+            parts.model, loss_fn, program.batch, clip=clip, weights=program.keep, **own
         )
-        return Sums(found.values, found.losses, found.norms, found.bad)
+        bad = found.bad.new_zeros(program.capacity)
+        bad[: len(found.bad)] = found.bad
+        return Sums(found.values, found.losses, found.norms, bad)
 
     truth = eager()
     if not agree(eager(), truth, bound=bound):
@@ -66,6 +73,8 @@ def choose(
         clip=clip,
         fuse=fuse or wanted.endswith("fused"),
         show=program.show,
+        users=program.users,
+        moving=program.moving,
     )
     for name in reversed(builders):
         if wanted and name != wanted:

@@ -38,6 +38,7 @@ from noshuffle.clipping.forms import (
 )
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled import kernels
+from noshuffle.training.compiled.staged import StagedUsers
 
 #: A gradient is written out up to this many numbers of one example; a whole matrix up to so many.
 MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
@@ -85,13 +86,24 @@ class Flattened:
     """
 
     def __init__(
-        self, forms: Forms, like: Mapping[str, Tensor], *, aim: float, rows: int = 1
+        self,
+        forms: Forms,
+        like: Mapping[str, Tensor],
+        *,
+        aim: float,
+        rows: int = 1,
+        users: StagedUsers | None = None,
     ) -> None:
         if any(value.dtype == torch.float64 for value in like.values()):
             raise Unsupported("the matrix is in single precision")
         self._like = dict(like)
         device = next(iter(like.values())).device
         kinds = {name: _kind(forms.get(name, ()), like[name].numel()) for name in like}
+        self._users = users
+        if users is not None:  # a sum over rows is none of inputs and output gradients
+            kinds = {name: "dense" if kind == "pair" else kind for name, kind in kinds.items()}
+            if "other" in kinds.values():
+                raise Unsupported("not every gradient can be written out for the sums of users")
         self._dense, self._pairs, self._others = (
             [name for name in like if kinds[name] == kind] for kind in ("dense", "pair", "other")
         )
@@ -110,8 +122,9 @@ class Flattened:
         if rows * behind > MOST_NUMBERS:
             raise Unsupported(f"a matrix of {rows} × {behind:,} is too large")
         # A lane of the kernel loses at most one rounding for every square that it adds up.
-        aim *= 1.0 - 2.0**-24 * ((max([self.columns, *inputs, *outputs]) - 1) // BLOCK)
-        self._aim = torch.full((1,), aim, dtype=torch.float64, device=device)
+        self._room = 1.0 - 2.0**-24 * ((max([self.columns, *inputs, *outputs]) - 1) // BLOCK)
+        self._aim = torch.empty(1, dtype=torch.float64, device=device)
+        self.aim_at(aim)
         self._zeros = torch.zeros(0, dtype=torch.float64, device=device)
         tiles = [
             (r, p, q)
@@ -123,9 +136,13 @@ class Flattened:
         self._where = torch.tensor(self._table or [(0,) * 5], dtype=torch.int64, device=device)
         self._tiles = torch.tensor(tiles or [(0,) * 3], dtype=torch.int32, device=device)
 
+    def aim_at(self, norm: float) -> None:
+        """Clip to this norm from the next call (or replay) on."""
+        self._aim.fill_(norm * self._room)
+
     def __call__(self, forms: Forms, losses: Tensor, keep: Tensor) -> Sums:
-        """Clip every row and sum."""
-        size = len(losses)
+        """Clip every row and sum; the rows of a user are one."""
+        size, single = len(losses), losses.float()
         pairs: list[Any] = [forms[n][0] for n in self._pairs]
         parts = [*(forms[n][0].dense() for n in self._dense), *(f.a for f in pairs)]
         parts += [f.g for f in pairs]
@@ -136,7 +153,12 @@ class Flattened:
         if self._others:
             extra = torch.stack([squares(forms[n]).double() for n in self._others]).sum(0)
         run = self._by_kernels if matrix.is_cuda and kernels.HAS_TRITON else self._plain
-        factor, report, flat = run(matrix, losses.float(), keep, extra)
+        if self._users is None:
+            factor, report, flat = run(matrix, single, keep, extra)
+        else:
+            matrix, own, present = self._users.sums(matrix, single)
+            factor, report, flat = run(matrix, own, present, extra)
+            report = torch.cat([single[None], report[1:]])
         values, at, good = {}, 0, factor != 0
         for name in (*self._dense, *self._pairs):
             shape = self._like[name].shape

@@ -72,6 +72,35 @@ def row_factors(
 
 
 @jit
+def user_sum(
+    matrix,
+    width,
+    table,  # int32: rows user by user; from `users` on, where those of each user begin
+    users,
+    losses,
+    out,  # float32, users × width
+    own,  # float32, per user: 0, or NaN where a loss is not finite
+    IS_MEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[u, j] = Σ over the rows b of user u of matrix[b, j], or their mean."""
+    u = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    begin, end = tl.load(table + users + u), tl.load(table + users + u + 1)
+    total = tl.zeros([COLUMNS], tl.float32)
+    spoiled = 0.0
+    for k in range(begin, end):
+        b = tl.load(table + k).to(tl.int64)
+        total += tl.load(matrix + b * width + column, mask=column < width, other=0.0)
+        spoiled += tl.load(losses + b) * 0.0
+    if IS_MEAN:
+        total = total / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(out + u.to(tl.int64) * width + column, total, mask=column < width)
+    if tl.program_id(1) == 0:
+        tl.store(own + u, spoiled)
+
+
+@jit
 def dense_sum(
     matrix,
     width,

@@ -22,12 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from noshuffle.clipping import ClippedSum
 from noshuffle.errors import Unsupported
 from noshuffle.release import tags
 from noshuffle.release.digest import DigestRing, Keys, Printer
+from noshuffle.release.guard import Mask
+from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, repeatable, warmed
 from noshuffle.training.compiled.signal import Signal
+from noshuffle.training.compiled.staged import StagedClip, StagedUsers
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step import Parts
 
@@ -63,6 +67,16 @@ class Program(BatchBuffers):
     ) -> None:
         super().__init__(batch, capacity=capacity, device=keys.device)
         self.parts, self.captures, self._keys = parts, captures, keys
+        self.users: StagedUsers | None = None
+        self.moving: StagedClip | None = None
+        if parts.groups_users:
+            is_mean = parts.reduce == "mean"
+            self.users = StagedUsers(capacity=capacity, device=keys.device, is_mean=is_mean)
+        if parts.threshold.is_adaptive:
+            self.moving = StagedClip(device=keys.device, divisor=parts.planned_batch)
+        #: Which numbers of the report are norms of units, and what a moving clip norm saw of them.
+        self.units: Ids | slice = slice(0)
+        self.seen: ClippedSum | None = None
         self.structure = repr(self.spec).encode()
         self._printer = Printer(keys, [[buffer] for buffer in self.tensors])
         self._pool = torch.cuda.graph_pool_handle() if captures else None
@@ -112,6 +126,7 @@ class Program(BatchBuffers):
             # Its tables are sent to the device here: inside a capture they would be sent again
             # with every replay, from memory that is somebody else's by then.
             values = [in_memory(self.values[name]) for name in sorted(self.values)]
+            values += self.moving.printed if self.moving is not None else []
             self._sum_printer = Printer(self._keys, [values])
             torch.cuda.synchronize(self.device)
             self._hash_sum()
@@ -175,8 +190,11 @@ class Program(BatchBuffers):
         values = self.values
         if self._ring is not None:
             self._hash_sum()
+        moving, own = self.moving, list(values.values())
+        if moving is not None:
+            torch._foreach_mul_(own, moving.before)
         self.parts.noise.add_(values)
-        torch._foreach_mul_(list(values.values()), 1.0 / self.parts.planned_batch)
+        torch._foreach_mul_(own, 1.0 / self.parts.planned_batch if moving is None else moving.after)
         self._grads = {p: values[n].to(p.dtype) for n, p in self.parts.parameters.items()}
         self._give()
         if self.update.is_captured:
@@ -199,6 +217,26 @@ class Program(BatchBuffers):
         self._digested.wait()
         return [row.tobytes() for row in self._told[0]]
 
+    def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
+        """Say whose the rows are, where users are clipped, and to what norm, where it moves."""
+        self.units, self.seen = slice(size) if keep is None else np.flatnonzero(keep), None
+        if self.users is not None:
+            assert ids is not None
+            self.users.stage(ids, keep)
+            self.units = slice(self.users.count)
+        if self.moving is not None:
+            ((_, norm),) = self.parts.threshold.clip.groups(tuple(self.parts.parameters))
+            self.moving.stage(norm)
+
+    def _see(self) -> None:
+        """Count what a moving clip norm learns from; waits for the norms."""
+        if self.moving is None or self.seen is not None:
+            return
+        losses, norms, bad = torch.from_numpy(self.report()[:, self.units].copy())
+        bad = bad != 0
+        self.seen = ClippedSum({}, 0.0, norms, losses, bad, torch.ones_like(bad))
+        self.moving.counted(self.parts.threshold.count([self.seen]))
+
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""
         self._shown.expect()
@@ -211,8 +249,11 @@ class Program(BatchBuffers):
         It comes with `release`, or by itself where somebody must know it first (`is_now`).
         """
         ring = self._ring
+        if is_now or ring is None:
+            self._see()
         if ring is None:
             values = [self.values[name] for name in sorted(self.values)]
+            values += self.moving.printed if self.moving is not None else []
             here = tags.of_group(values, self.parts.secret)
             return lambda: here
         if is_now:
@@ -245,6 +286,7 @@ class Program(BatchBuffers):
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""
         assert self.update is not None
+        self._see()
         self.update.before()
         if self.captures:
             self.parts.noise.announce(counts_itself=True)

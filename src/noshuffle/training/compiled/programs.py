@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -41,12 +42,8 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
         return "compile=False"
     if device.type != "cuda":
         return f"graphs need a CUDA device, the parameters are on {device.type}"
-    if parts.groups_users:
-        return "a plan with unit='user' groups rows by who they belong to, which changes by step"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
         return "the compiled step is written for float32, the parameters are float64"
-    if parts.threshold.is_adaptive:
-        return "the clip norm follows a quantile, which is read after every step"
     if not isinstance(parts.engine, Ghost | PerExample):
         return f"the engine {type(parts.engine).__name__} is not known to run without waiting"
     if parts.engine.microbatch is not None:
@@ -198,6 +195,7 @@ class Programs:
                 )
                 program.stage(tree_flatten(batch)[0], size)
                 program.weigh(size, None)
+                program.stage_units(size, None, np.arange(size) // 2)
                 with put_back_after(self.parts.model):  # its runs are trials, not steps
                     chosen = choose(program, loss_fn, fuse=fuse, say=self.say, only=only)
                 if chosen is None:

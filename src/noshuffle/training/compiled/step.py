@@ -106,7 +106,7 @@ class Compiled(Programs):
                 if own is None:
                     program.digest()
                 if is_early or admission is not None:
-                    self._sum(program, size, keep, index)
+                    self._sum(program, size, keep, index, own)
                 # The device is at work from here on: what the sum does not need is done meanwhile.
                 if program.has_moved():
                     self._recapture(program)
@@ -121,11 +121,13 @@ class Compiled(Programs):
                     admission = release.admit(index, None, name, drop=parts.drop)
                     keep = rows_kept(admission, size)
                     if not is_early:
-                        self._sum(program, size, keep, index)
+                        self._sum(program, size, keep, index, None)
                 raw = program.sum_digest(is_now=admission.is_replay)
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
+                    if program.seen is not None:
+                        release.learn([program.seen], step=index)
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
@@ -134,7 +136,8 @@ class Compiled(Programs):
                 program.give_up()
                 raise
         rows = slice(size) if keep is None else np.flatnonzero(keep)
-        seen = Pending(program, rows, 0 if keep is None else size - int(keep.sum()))
+        left_out = 0 if keep is None else size - int(keep.sum())
+        seen = Pending(program, rows, left_out, program.units)
         if is_released:
             return seen
         kept = seen.read(is_skipped=True)
@@ -142,9 +145,12 @@ class Compiled(Programs):
         release.skip()
         return kept
 
-    def _sum(self, program: Program, size: int, keep: Mask | None, index: int) -> None:
+    def _sum(
+        self, program: Program, size: int, keep: Mask | None, index: int, ids: Ids | None
+    ) -> None:
         """Start the clipped sum of the rows that count."""
         program.weigh(size, keep)
+        program.stage_units(size, keep, ids)
         if program.is_random:
             with seeded(self.parts.release.seed(index), self.device):
                 program.sum()
@@ -203,10 +209,13 @@ class Pending:
     program: Program
     rows: Ids | slice
     dropped: int
+    units: Ids | slice
 
     def read(self, *, is_skipped: bool = False) -> Outcome:
         """Wait for it."""
-        losses, norms, bad = torch.from_numpy(self.program.report()[:, self.rows].copy())
+        report = self.program.report()
+        losses = torch.from_numpy(report[0, self.rows].copy())
+        norms, bad = torch.from_numpy(report[1:, self.units].copy())
         return Outcome(losses, norms, bad != 0, self.dropped, is_skipped=is_skipped)
 
     @property

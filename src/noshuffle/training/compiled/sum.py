@@ -40,6 +40,7 @@ from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import no_autocast, wide
 from noshuffle.training.compiled.flat import Flattened, Forms, Sums, TotalFn
+from noshuffle.training.compiled.staged import StagedClip, StagedUsers
 
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27
@@ -140,7 +141,14 @@ def written(model: nn.Module, loss_fn: Criterion | ModelLoss) -> FormsFn:
 
 
 def clipped(
-    forms: FormsFn, model: nn.Module, batch: tuple[Any, ...], *, clip: Clip, by_matrix: bool
+    forms: FormsFn,
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    *,
+    clip: Clip,
+    by_matrix: bool,
+    users: StagedUsers | None = None,
+    moving: StagedClip | None = None,
 ) -> TotalFn:
     """The clipped sum of such gradients, by operations of torch or by way of one matrix."""
     like = trainable(model)
@@ -148,7 +156,11 @@ def clipped(
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
         first, losses = forms(batch)
-        flat = Flattened(first, like, aim=c * (1.0 - slack(*like.values())), rows=len(losses))
+        room = 1.0 - slack(*like.values())
+        flat = Flattened(first, like, aim=c * room, rows=len(losses), users=users)
+        if moving is not None:
+            made = flat
+            moving.aims.append(lambda norm: made.aim_at(norm * room))
 
     def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
         found, losses = forms(batch)
@@ -199,8 +211,13 @@ def candidates(
     clip: Clip,
     fuse: bool,
     show: Callable[[Tensor], None] | None = None,
+    users: StagedUsers | None = None,
+    moving: StagedClip | None = None,
 ) -> dict[str, Callable[[], TotalFn]]:
-    """Builders of the forms to try, by name, the best last."""
+    """Builders of the forms to try, by name, the best last.
+
+    Sums over users, and clip norms that move, are for the matrix alone.
+    """
     found: dict[str, Callable[[], TotalFn]] = {
         "engine": lambda: by_engine(engine, model, loss_fn, clip=clip)
     }
@@ -216,7 +233,10 @@ def candidates(
     way = partial(clipped, forms, model, batch, clip=clip)
     found[name] = partial(way, by_matrix=False)
     if len(clip.groups(tuple(like))) == 1 and all(p.dtype != torch.float64 for p in like.values()):
-        found[f"{name} in a matrix"] = partial(way, by_matrix=True)
+        more = {"users": users, "moving": moving}
+        found[f"{name} in a matrix"] = partial(way, by_matrix=True, **more)
+    if users is not None or moving is not None:
+        return {name: build for name, build in found.items() if name.endswith("in a matrix")}
     if fuse:
         # The compiler would not keep a copy to the host where it was.
         quiet = rules(engine, model, loss_fn, batch) if name == "rules" else forms

@@ -34,6 +34,10 @@ def block_sums(parts: Parts, *, is_sharded: bool) -> tuple[BlockSums | None, str
     if is_sharded:
         return None, "sharded parameters lie elsewhere whenever they are gathered"
     reason = why_not(parts, wanted="auto")
+    if parts.groups_users:
+        reason = "a plan with unit='user' groups rows by who they belong to, which changes by step"
+    elif parts.threshold.is_adaptive:
+        reason = "the clip norm follows a quantile, which is read after every step"
     return (None, reason) if reason else (BlockSums(parts, captures=True), "")
 
 
