@@ -212,8 +212,8 @@ def test_an_axis_of_one_entry_may_have_any_stride() -> None:
     found = [conv_kernels.squares(a, b, **how) for a, b in ((odd, odd_g), (plain, plain_g))]
     assert torch.equal(*found)
     sums = [norm_kernels.channel_sums(t, t, groups=2, eps=1e-5) for t in (odd_g, plain_g)]
-    assert torch.equal(sums[0][0], sums[1][0])
-    assert torch.equal(sums[0][1], sums[1][1])
+    for one, other in zip(*sums):  # another layout is added up in another order
+        assert torch.allclose(one, other, rtol=1e-5)
 
 
 @with_triton
