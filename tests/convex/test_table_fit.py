@@ -13,9 +13,10 @@ from scipy.stats import beta
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
-from noshuffle.convex.gradient_rule import GradientRule, steps_for
+from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.losses import logistic, squared
 from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.convex.schedule import steps_for
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.release.verify import verify
 

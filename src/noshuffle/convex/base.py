@@ -19,6 +19,7 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
+from noshuffle.convex.inference import Inference
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.saved import Saveable
@@ -34,7 +35,7 @@ _FLOATS = [np.float64, np.float32]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[misc]
+class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type: ignore[misc]
     """A linear model: of a table by the solver that suits it, of a stream by DP-FTRL.
 
     Parameters
@@ -68,6 +69,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         `partial_fit`; noise grows by it. None: weights of `fit` are public (see `weighting`).
     missing : "refuse", or "skip": rows with NaN add nothing; "gd" releases their number with noise,
         as `n_left_out_`, in one more reading.
+    inference : "gd": spend a quarter more readings on what `intervals` and `predict_interval` need.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
         deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
@@ -98,6 +100,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     neighbours: str = "zero-out"
     max_weight: float | None = None
     missing: str = "refuse"
+    inference: bool = False
     release_score: bool = False
     budget: Any = None
     test_seed: int | str | None = None
@@ -117,7 +120,15 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     def _publish(self) -> None:
         self.coef_: Array
         self.intercept_: Any
-        self.coef_, self.intercept_ = self._original_coordinates()
+        self.coef_, self.intercept_ = self._told(self._weights)
+
+    def _told(self, weights: Array) -> tuple[Array, Any]:
+        """Coefficients and intercepts in the units of the data."""
+        return self._original_coordinates(weights)
+
+    def _link(self, margins: Array) -> Array:
+        """What is expected of a row of that margin (a mean, or a chance)."""
+        raise Unsupported(f"{type(self).__name__} has no probabilities; use intervals")
 
     def _take_classes(self, y: Any) -> tuple[str, ...]:
         """What `fit` learns from y before it begins, in words."""
@@ -237,6 +248,11 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         self._finish(*said, *(note for note in more if note not in said))
         return self
 
+    def _rows_of(self, x: Any) -> Any:
+        """Rows inside their bounds, dense."""
+        refuse_complex(X=x)
+        return self._rows.apply(validate_data(self, x, dtype=_FLOATS, reset=False))
+
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")
         refuse_complex(X=x)
@@ -247,10 +263,10 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             out.append(rows @ self._weights[:, :-1].T + self._weights[:, -1])
         return np.concatenate(out)
 
-    def _original_coordinates(self) -> tuple[Array, NDArray[np.float64]]:
+    def _original_coordinates(self, weights: Array) -> tuple[Array, Array]:
         """Weights and intercepts for rows as they came, while those lie within their bounds."""
-        coef = self._weights[:, :-1] * self._rows.scale
-        return coef, self._weights[:, -1] - coef @ self._rows.shift
+        coef = weights[:, :-1] * self._rows.scale
+        return coef, weights[:, -1] - coef @ self._rows.shift
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -135,6 +135,9 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
             return np.hstack([1.0 - positive, positive])
         return np.asarray(softmax(margins, axis=1))
 
+    def _link(self, margins: Array) -> Array:
+        return np.asarray(expit(margins))
+
     def predict_log_proba(self, X: Any) -> Array:
         """Logarithm of `predict_proba`."""
         with np.errstate(divide="ignore"):

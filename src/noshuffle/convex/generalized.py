@@ -58,7 +58,7 @@ class PrivateQuantileRegressor(PrivateRegressor):
     quantile: float = 0.5
     clip_norm: float | None = 4.0
 
-    _STEP: ClassVar[float] = 0.1  # its slopes do not shrink towards the answer
+    _STEP: ClassVar[float] = 0.5  # its slopes do not shrink towards the answer
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd")
 
     def _loss(self, classes: int) -> MarginLoss:
@@ -100,16 +100,12 @@ class PrivateLogRegressor(PrivateRegressor):
         low, high = self._limits()
         return np.asarray(np.clip(np.asarray(y, dtype=np.float64), low, high) / high)
 
-    def _publish(self) -> None:
-        coef, intercept = self._original_coordinates()
-        self.coef_ = coef[0]
-        self.intercept_ = float(intercept[0] + math.log(self._limits()[1]))
+    def _told(self, weights: Array) -> tuple[Array, Any]:
+        coef, intercept = self._original_coordinates(weights)
+        return coef[0], float(intercept[0] + math.log(self._limits()[1]))
 
-    def predict(self, X: Any) -> Array:
-        """The expected target of every row, inside the target bounds."""
-        low, high = self._limits()
-        margins = np.minimum(self._margins(X)[:, 0], 0.0)
-        return np.asarray(np.clip(high * np.exp(margins), low, high))
+    def _link(self, margins: Array) -> Array:
+        return np.asarray(self._limits()[1] * np.exp(np.minimum(margins, 0.0)))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

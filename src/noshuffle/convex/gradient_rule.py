@@ -20,80 +20,37 @@ m̂ is shrunk towards the mean of all columns by the share of its spread that is
 post-processing: the x' of a row depends on the row and on what was released. Clipped gradients of
 linear models are gradients of another convex loss (Song, Steinke, Thakkar, Thakurta 2021).
 
-Noise of a step is √T/(nμ) in a coordinate, so R = nμ/√(p + 1) says how many steps are worth their
-noise. Below R = 3 nothing but the intercept is learned, in one step: then the noise hides every
-column, and the most frequent class is the better answer. Beyond, s ≈ T/9 and
-
-    classes      T = R/2 within [4, 64],   η = 4 for logistic losses, 1 for hinges
-    regression   T = R within [8, 64],     η = R/100 within [0.1, 1]
-
-Steps, rates and the limit were chosen by simulation on synthetic tables (benchmarks/convex_rule.py
-prints one); ρ = 3, β, C and that columns are standardised at all while looking at tables of
-benchmarks/RESULTS.md, too. All of it moves accuracy, never privacy. Sparse rows are taken as they
+`schedule` says how many steps are worth their noise. Sparse rows are taken as they
 are, and models without an intercept are scaled but not centred.
 
 State: iterate, velocity, sum of the iterates of the second half, what the first readings released.
-
->>> steps_for(rows=10_000, columns=20, mu=0.25)
-Schedule(steps=64, readings=7, length=3.0, rate=1.0)
->>> steps_for(rows=200, columns=30, mu=0.03)
-Schedule(steps=1, readings=0, length=0.0, rate=1.0)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
-from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.inference import Law, law_of, reach, spread_sum
+from noshuffle.convex.margins import MarginLoss, PerMargin
+from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
+from noshuffle.convex.schedule import LENGTH
 from noshuffle.convex.stream import Rule, Watch
 from noshuffle.errors import non_negative, positive
 
-#: Length of a standardised row beside its constant, momentum, clipping of (x, x²) in units of √p.
-LENGTH, MOMENTUM, TYPICAL = 3.0, 0.9, math.sqrt(0.6)
-FEWEST, MOST = 4, 64
+#: Momentum, clipping of (x, x²) in units of √p.
+MOMENTUM, TYPICAL = 0.9, math.sqrt(0.6)
 #: Balanced classes multiply steps by at most this.
 MOST_GAIN = 4.0
-#: R below which only the intercept is learned.
-HIDDEN = 3.0
 #: Variance below which a column within [−1, 1] counts as constant.
 _FLOOR = 1e-4
-
-
-class Schedule(NamedTuple):
-    """Gradient steps, readings of the columns before them, length of a standardised row."""
-
-    steps: int
-    readings: int
-    length: float
-    rate: float
-
-
-def steps_for(
-    *,
-    rows: int,
-    columns: int,
-    mu: float,
-    rate: float | None = 1.0,
-    fit_intercept: bool = True,
-    is_sparse: bool = False,
-) -> Schedule:
-    """The schedule of the docstring, from public numbers; rate=None is a regression."""
-    worth = rows * mu / math.sqrt(columns + 1)
-    if worth < HIDDEN and fit_intercept:
-        return Schedule(1, 0, 0.0, rate or 1.0)
-    if rate is None:
-        steps, rate = int(min(max(worth, 2 * FEWEST), MOST)), min(max(worth / 100, 0.1), 1.0)
-    else:
-        steps = int(min(max(worth / 2, FEWEST), MOST))
-    return Schedule(steps, 0 if is_sparse else max(1, round(steps / 9)), LENGTH, rate)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -120,10 +77,13 @@ class GradientRule(Rule):
     #: Models of log y start at the logarithm of the mean target, which the first reading releases,
     #: and divide gradients by this power of it. None: targets are not read for that.
     level_power: float | None = None
+    #: Readings at the end that release what confidence intervals need (see `inference`).
+    spreads: int = 0
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
-    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain")
+    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
+    _STATE += ("_slopes", "_spread")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
@@ -135,7 +95,11 @@ class GradientRule(Rule):
         self._before = self._counting + self.readings  # readings before the first gradient
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
-        self._gain = 1.0
+        self._gain = self._level = 1.0
+        # Sums of gradients at the answer and of `spread_sum`.
+        self._slopes = np.zeros(p + 1)
+        self._spread = np.zeros((p + 1) * (p + 2) if self.spreads else 0)
+        self.size = max(self.size, len(self._spread))
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
         self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
@@ -144,9 +108,36 @@ class GradientRule(Rule):
 
     @property
     def weights(self) -> Array:
-        mean = self._average / self._taken if self._taken else self._theta
-        coef = mean[:, :-1] * self._scale
-        return np.hstack([coef, mean[:, -1:] - coef @ self._centre[:, None]])
+        return self._unscaled(self._answer)
+
+    def _unscaled(self, theta: Array) -> Array:
+        """Weights for rows as they come, from those for standardised ones."""
+        coef = theta[:, :-1] * self._scale
+        return np.hstack([coef, theta[:, -1:] - coef @ self._centre[:, None]])
+
+    def law(self) -> Law:
+        """What is known of the error of the weights, in their own coordinates."""
+        q, phase = self.features + 1, self._phase
+        m = phase.plan.steps - self.spreads - self._descent
+        unit = phase.plan.noise_multiplier * self.clip_norm / phase.batch_size
+        kept = np.arange(q) < self.features + int(self.fit_intercept)
+        own = np.ix_(kept, kept)
+        half = q * (q + 1) // 2
+        parts = [unpack_square(v, q)[own] for v in np.split(self._spread / self.spreads, [half])]
+        found = law_of(
+            np.concatenate([pack(part) for part in parts]),
+            q=int(kept.sum()),
+            clip=self.clip_norm,
+            limit=self._limit,
+            deviation=unit / math.sqrt(self.spreads),
+            point=self._answer[0, kept],
+            gradient=self._slopes[kept] / m,
+            gradient_deviation=self._gain * unit / math.sqrt(m),
+            rows=phase.batch_size,
+            gain=self._gain,
+        )
+        matrix = np.column_stack([self._unscaled(one[None])[0] for one in np.eye(q)])
+        return found.mapped(matrix[:, kept])
 
     def start(self, phase: Phase) -> None:
         self._phase = phase
@@ -163,12 +154,50 @@ class GradientRule(Rule):
             out[: len(counts)] = self.clip_norm * (1 - CLIP_SLACK) * counts
         elif self._count < self._before:
             out[: self._columns] = self._column_sums(x, there)
+        elif self._count >= self._last:
+            rows, residual, bends = self._residuals(x, y, weight, theta=self._answer)
+            rows = np.hstack([rows, np.full((len(y), 1), float(self.fit_intercept))])
+            limit = {"clip": self.clip_norm, "limit": self._limit}
+            out[: len(self._spread)] = spread_sum(rows, residual * rows, bends, **limit)
         else:
             gradient = self._gradient(x, y, weight)
             out[: gradient.size] = gradient.ravel()
         return out
 
+    @property
+    def _last(self) -> int:
+        """Readings before the first that is about curvature."""
+        return self._phase.plan.steps - self.spreads if self.spreads else self._count + 1
+
+    @property
+    def _descent(self) -> int:
+        """Readings until the descent ends; for intervals it has half of the gradients."""
+        if not self.spreads:
+            return self._count + 1
+        return self._before + (self._phase.plan.steps - self._before - self.spreads + 1) // 2
+
+    @property
+    def _answer(self) -> Array:
+        return self._average / self._taken if self._taken else self._theta
+
+    @property
+    def _limit(self) -> float:
+        """Curvature of a row up to which it counts in full."""
+        most = self.loss.curvature() or 1.0
+        return self.most_weight * reach(self.features) * most * min(1.0, 3.0 * self._level)
+
     def _gradient(self, x: Any, y: Targets, weight: Array | None) -> Array:
+        theta = self._theta if self._count < self._descent else self._answer
+        rows, residual, _ = self._residuals(x, y, weight, theta=theta)
+        gradient = np.zeros_like(self._theta)
+        gradient[:, :-1] = (rows.T @ residual).T
+        gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0
+        return gradient
+
+    def _residuals(
+        self, x: Any, y: Targets, weight: Array | None, *, theta: Array
+    ) -> tuple[Any, Array, Array]:
+        """Standardised rows, clipped residuals and (where it is asked for) curvatures."""
         far = np.zeros(x.shape[0], dtype=bool)
         rows = np.zeros((x.shape[0], self.features)) if self.length == 0 else x
         with np.errstate(over="ignore", invalid="ignore"):
@@ -177,22 +206,26 @@ class GradientRule(Rule):
                 # Once scaled it may be too large for a number, and 0·∞ is not 0.
                 far = ~np.isfinite(rows).all(axis=1)
                 rows[far] = 0.0
-            margins = rows @ self._theta[:, :-1].T + self._theta[:, -1]
+            margins = rows @ theta[:, :-1].T + theta[:, -1]
             residual = self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
             norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
             norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
             factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
+            free = factor == 1.0
             factor = factor if weight is None else factor * weight
             if self.is_balanced:
                 factor = factor * self._class_weight[y.astype(np.int64)]
             residual *= factor[:, None]
-        residual[far | ~np.isfinite(residual).all(axis=1)] = 0.0
-        gradient = np.zeros_like(self._theta)
-        gradient[:, :-1] = (rows.T @ residual).T
-        gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0
-        return gradient
+        far |= ~np.isfinite(residual).all(axis=1)
+        residual[far] = 0.0
+        bends = np.zeros(0)
+        if self.spreads:  # the slope of a clipped row does not change with its margin
+            assert isinstance(self.loss, PerMargin)
+            phi = self.loss.phi.curvature_fn(margins[:, 0], self.loss.targets(margins, y)[:, 0])
+            bends = np.where(free & ~far, phi * factor, 0.0)
+        return rows, residual, bends
 
     def _column_sums(self, x: Array, there: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -218,12 +251,18 @@ class GradientRule(Rule):
             if self._count == self._before:
                 self._standardise()
             return
+        if self.spreads and self._count > self._last:
+            self._spread += mean[: len(self._spread)]
+            return
         gradient = mean[: self._theta.size].reshape(self._theta.shape) * self._gain
+        if self._count > self._descent:
+            self._slopes = self._slopes + gradient[0]
+            return
         gradient[:, :-1] += self.ridge * self._scale**2 * self._theta[:, :-1]
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
         self._theta = self._theta - self.rate * self._velocity
-        total = self._phase.plan.steps - self._before
+        total = (self._descent if self.spreads else self._phase.plan.steps) - self._before
         if 2 * (self._count - self._before) > total:
             self._average, self._taken = self._average + self._theta, self._taken + 1
 
@@ -244,7 +283,7 @@ class GradientRule(Rule):
             rows = self._phase.batch_size / self._filled
             level = min(max(float(told[self.census]), 4.0 * deviation, 1e-6 * rows) / rows, 1.0)
             self._theta[:, -1] = math.log(level) * float(self.fit_intercept)
-            self._gain *= min(level**-self.level_power, MOST_GAIN)
+            self._gain, self._level = self._gain * min(level**-self.level_power, MOST_GAIN), level
         if self.is_balanced:
             kept = np.maximum(counts, max(2.0 * deviation, 1.0))
             self._class_weight = kept.min() / kept

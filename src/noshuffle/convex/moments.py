@@ -22,21 +22,31 @@ import numpy as np
 from noshuffle.convex.arrays import Array, Targets
 
 
+def pack(square: Array) -> Array:
+    """svec of a symmetric matrix."""
+    upper = np.triu_indices(len(square))
+    return np.asarray(square[upper] * _stretch(upper))
+
+
+def unpack_square(vector: Array, d: int) -> Array:
+    """The symmetric matrix of `pack`."""
+    upper, out = np.triu_indices(d), np.zeros((d, d))
+    out[upper] = vector / _stretch(upper)
+    return np.asarray(out + np.triu(out, 1).T)
+
+
 def moments(rows: Array, labels: Targets, *, ratio: float, weights: Array | float = 1.0) -> Array:
     """Sum over rows of weight·(svec(x xᵀ), τ y x), τ = ratio."""
     weighted = rows * np.reshape(weights, (-1, 1))
-    upper = np.triu_indices(rows.shape[1])
     with np.errstate(over="ignore", invalid="ignore"):
-        gram = (weighted.T @ rows)[upper]
-    return np.concatenate([gram * _stretch(upper), ratio * (weighted.T @ labels)])
+        gram = pack(weighted.T @ rows)
+    return np.concatenate([gram, ratio * (weighted.T @ labels)])
 
 
 def unpack(vector: Array, d: int, *, ratio: float) -> tuple[Array, Array]:
     """The symmetric matrix and the vector that `moments` packed."""
-    upper = np.triu_indices(d)
-    gram = np.zeros((d, d))
-    gram[upper] = vector[: len(upper[0])] / _stretch(upper)
-    return np.triu(gram) + np.triu(gram, 1).T, vector[len(upper[0]) :] / ratio
+    half = d * (d + 1) // 2
+    return unpack_square(vector[:half], d), vector[half:] / ratio
 
 
 def _stretch(upper: tuple[Any, ...]) -> Array:

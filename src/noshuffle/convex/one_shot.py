@@ -21,8 +21,8 @@ import numpy as np
 from scipy import sparse
 
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.gradient_rule import LENGTH
 from noshuffle.convex.loss_record import Loss, fit_into
+from noshuffle.convex.schedule import LENGTH
 from noshuffle.convex.solvers.base import Solution
 from noshuffle.convex.solvers.domains import L1Ball
 from noshuffle.convex.solvers.frank_wolfe_full import frank_wolfe_full

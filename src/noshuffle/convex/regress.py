@@ -74,17 +74,18 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc
             )
         return low, high
 
-    def _publish(self) -> None:
+    def _told(self, weights: Array) -> tuple[Array, Any]:
         low, high = self._limits()
-        coef, intercept = self._original_coordinates()
-        self.coef_ = coef[0] * (high - low) / 2
-        self.intercept_ = float(intercept[0] * (high - low) / 2 + (low + high) / 2)
+        coef, intercept = self._original_coordinates(weights)
+        return coef[0] * (high - low) / 2, float(self._link(intercept)[0])
+
+    def _link(self, margins: Array) -> Array:
+        low, high = self._limits()
+        return np.asarray((low + high) / 2 + margins * (high - low) / 2)
 
     def predict(self, X: Any) -> Array:
         """The expected target of every row, inside the target bounds."""
-        margins = self._margins(X)[:, 0]
-        low, high = self._limits()
-        return np.asarray(np.clip((low + high) / 2 + margins * (high - low) / 2, low, high))
+        return np.asarray(np.clip(self._link(self._margins(X)[:, 0]), *self._limits()))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

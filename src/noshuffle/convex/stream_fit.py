@@ -56,6 +56,8 @@ class StreamFit(TableFit):
         """The rule of `solver_`, one of those that read rows in steps."""
         loss, outputs = self._loss(classes), 1 if classes <= 2 else classes
         clip_norm = self._clip(loss, outputs)
+        if self.inference:
+            self._refuse_inference(loss, outputs)
         if self.solver_ == "gd":
             return self._gradient_rule(loss, features, outputs, clip_norm)
         composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
@@ -180,6 +182,10 @@ class StreamFit(TableFit):
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
         self.progressive_score_ = self._progress.value
+        self.__dict__.pop("_law", None)
+        if self.inference and isinstance(stream.rule, GradientRule):
+            self._law = stream.rule.law()
+            self._weights = self._law.centre[None]
         self._publish()
         self._count_rows(stream.rule)
         self._notes = notes

@@ -19,11 +19,12 @@ from scipy import sparse
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.gradient_rule import LENGTH, GradientRule, Schedule, steps_for
+from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.losses import Loss, by_label
-from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
 from noshuffle.convex.rows import RowMap
+from noshuffle.convex.schedule import LENGTH, Schedule, stable_rate, steps_for
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
 from noshuffle.statement import PrivacyStatement
@@ -72,6 +73,7 @@ class TableFit:
         budget: Any
         test_seed: int | str | None
         missing: str
+        inference: bool
         _most_weight: float
         privacy_: PrivacyStatement
         _weights: Array
@@ -119,10 +121,26 @@ class TableFit:
         if self.solver_ == "gd":
             found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
             self._schedule, self._passes = found, found.readings + found.steps
-            self._passes += int(self._census() > 0)
+            self._passes += int(self._census() > 0) + self._spreads()
         elif self.solver_ == "sums":
             self._passes = 1
         return why
+
+    def _spreads(self) -> int:
+        """Readings that "gd" spends on what confidence intervals need."""
+        return max(2, round(self._schedule.steps / 4)) if self.inference else 0
+
+    def _refuse_inference(self, loss: MarginLoss, outputs: int) -> None:
+        if self.solver_ != "gd" or self._schedule.readings == 0:
+            raise Unsupported(
+                "inference=True needs solver 'gd' on dense rows that the noise does not hide; "
+                "leave it out, or use more rows or a larger epsilon"
+            )
+        if outputs > 1 or not isinstance(loss, PerMargin) or loss.curvature() is None:
+            raise Unsupported(
+                "inference=True needs a smooth loss of one margin (two classes, or a regression); "
+                "leave it out"
+            )
 
     def _is_balanced(self) -> bool:
         given = getattr(self, "class_weight", None)
@@ -155,6 +173,8 @@ class TableFit:
             is_sparse=is_sparse,
         )
         found = found._replace(rate=found.rate * self._STEP)
+        if self.inference:
+            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)))
         if self.passes != 1:
             whole(at_least=2, passes=self.passes)
             readings = 0 if is_sparse else max(1, round(self.passes / 10))
@@ -241,6 +261,7 @@ class TableFit:
             census=self._census(),
             is_balanced=self._is_balanced(),
             level_power=self._LEVEL_POWER,
+            spreads=self._spreads(),
         )
 
     def _row_map(self, features: int) -> RowMap:

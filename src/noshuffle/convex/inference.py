@@ -1,0 +1,188 @@
+"""Confidence intervals of a linear model that full-batch descent released: noise and sampling.
+
+Beside its gradients, "gd" releases in its last readings (`inference=True`), as one more vector of
+norm at most the clip norm and covered by the same statement, per row
+
+    (svec(H_i)/C_H, svec(J_i)/c²)·c/√2,    H_i = φ''(s_i)[not clipped]·x̃x̃ᵀ,    J_i = c_i c_iᵀ
+
+at the answer, x̃ = (x', 1) the standardised row, c_i its clipped gradient,
+and m noisy gradients g̃_t = ∇F(θ̄) + ξ_t at the point θ̄ that the descent (with half of the gradients)
+ended at. To first order ∇F(θ) = H(θ − θ*), so
+
+    θ̃ = θ̄ − Ĥ⁻¹·mean g̃_t = θ* − H⁻¹·mean ξ_t
+
+whatever the path was: one Newton step takes out what the descent has not reached yet, and the law
+of the rest is known. θ̃ is the answer then (`coef_`). With F the mean over n rows, θ* scatters
+around the population's minimiser:
+
+    cov(θ̃) = Ĥ⁻¹(σ²/m·I)Ĥ⁻¹   (noise)   +   Ĥ⁻¹(Ĵ/n)Ĥ⁻¹   (sampling, Huber's sandwich)
+
+Noise N of Ĥ moves θ̃ by Ĥ⁻¹N(θ̄ − θ*), whose size is estimated by Ĥ⁻¹·mean g̃_t and put into the
+first part. "sampling=False" leaves the second part out: then the interval is about the answer that
+this table would give without noise. The target is the minimiser of the risk as it is clipped:
+where gradients are clipped often, it is not the maximum of the likelihood; give a clip_norm that
+clips few. Where noise reaches a third of the least eigenvalue of Ĥ, there is no interval. Measured
+coverage: benchmarks/convex_intervals.py. No state.
+
+>>> one = spread_sum(np.ones((1, 1)), np.ones((1, 1)), np.ones(1), clip=1.0, limit=4.0)
+>>> one.round(3).tolist()
+[0.177, 0.707]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from scipy.stats import norm
+from sklearn.utils.validation import check_is_fitted
+
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.moments import noise_norm, pack, unpack_square
+from noshuffle.errors import InvalidInput, Unsupported, open_unit
+
+#: How far the least eigenvalue of the curvature must lie above its noise.
+CLEAR = 3.0
+NOISE, BOTH = "noise", "noise and sampling"
+
+
+def reach(columns: int) -> float:
+    """Squared length of a standardised row (10 on average) up to which curvature counts in full:
+    two deviations of normal columns more."""
+    return 10.0 + 18.0 * math.sqrt(2.0 / columns)
+
+
+def spread_sum(rows: Array, gradients: Array, bends: Array, *, clip: float, limit: float) -> Array:
+    """Σ (svec(H_i)/C_H, svec(J_i)/c²)·c/√2, C_H = `limit`; each row's part is at most c = `clip`.
+
+    `gradients` are clipped to c; a row whose curvature is above the limit is scaled down to it.
+    """
+    sizes = bends * np.einsum("ij,ij->i", rows, rows)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kept = np.where(sizes > limit, limit / sizes, 1.0)
+    curved = (rows * (bends * kept)[:, None]).T @ rows
+    outer = gradients.T @ gradients
+    share = clip / math.sqrt(2.0) * (1 - 2.0**-40)
+    return np.concatenate([pack(curved) / limit, pack(outer) / clip**2]) * share
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """θ̃ and the two parts of its covariance; `error` says why there is none."""
+
+    centre: Array
+    noise: Array
+    sampling: Array
+    error: str = ""
+
+    def mapped(self, matrix: Array) -> Law:
+        """The law of matrix @ θ̃."""
+        noise, sampling = (matrix @ part @ matrix.T for part in (self.noise, self.sampling))
+        return Law(matrix @ self.centre, noise, sampling, self.error)
+
+
+def law_of(
+    told: Array,
+    *,
+    q: int,
+    clip: float,
+    limit: float,
+    deviation: float,
+    point: Array,
+    gradient: Array,
+    gradient_deviation: float,
+    rows: int,
+    gain: float,
+) -> Law:
+    """From released means: of `spread_sum` (noise of `deviation` in an entry), of gradients."""
+    half, unit = q * (q + 1) // 2, math.sqrt(2.0) / clip
+    curved = unpack_square(told[:half], q) * unit * limit * gain
+    outer = unpack_square(told[half : 2 * half], q) * unit * clip**2 * gain**2
+    entry = deviation * unit * limit * gain
+    hidden = noise_norm(entry, q)
+    values, basis = np.linalg.eigh(curved)
+    if not values[0] > CLEAR * hidden:
+        why = (
+            f"the noise hides the curvature of some direction (least eigenvalue {values[0]:.2g}, "
+            f"noise {hidden:.2g}); use more rows, fewer columns or a larger epsilon"
+        )
+        return Law(point, np.zeros((q, q)), np.zeros((q, q)), why)
+    inverse = (basis / values) @ basis.T
+    spread, axes = np.linalg.eigh(outer)
+    outer = (axes * np.maximum(spread, 0.0)) @ axes.T
+    step = inverse @ gradient
+    variance = gradient_deviation**2 + entry**2 * float(step @ step)
+    return Law(
+        point - step,
+        variance * inverse @ inverse,
+        inverse @ outer @ inverse / rows,
+    )
+
+
+class Intervals(NamedTuple):
+    """Of every coefficient, the intercept last; `covers` says which errors are in the width."""
+
+    estimate: Array
+    low: Array
+    high: Array
+    deviation: Array
+    covers: str
+
+
+class Inference:
+    """`intervals` and `predict_interval` of estimators that were fitted with inference=True."""
+
+    if TYPE_CHECKING:
+        inference: bool
+        _law: Law
+        _rows: Any
+
+        def _told(self, weights: Array) -> tuple[Array, Any]: ...
+        def _link(self, margins: Array) -> Array: ...
+        def _rows_of(self, X: Any) -> Any: ...
+
+    def intervals(self, level: float = 0.95, *, sampling: bool = True) -> Intervals:
+        """Confidence intervals of coefficients and intercept, from released numbers alone.
+
+        `sampling`: cover the population's coefficients (noise and sampling), or with False those
+        that this table has without noise.
+        """
+        law = self._fitted_law(level)
+        zero = self._flat(np.zeros((1, len(law.centre))))
+        ones = np.eye(len(law.centre))
+        matrix = np.column_stack([self._flat(one[None]) - zero for one in ones])
+        told = law.mapped(matrix)
+        width = self._deviation(told, sampling)
+        estimate, reach = zero + told.centre, norm.ppf(0.5 + level / 2) * width
+        return Intervals(
+            estimate, estimate - reach, estimate + reach, width, BOTH if sampling else NOISE
+        )
+
+    def predict_interval(self, X: Any, level: float = 0.95, *, sampling: bool = True) -> Array:
+        """(low, high) for what is expected of every row: a mean, or the second class's chance."""
+        law = self._fitted_law(level)
+        rows = np.hstack([x := self._rows_of(X), np.ones((x.shape[0], 1))])
+        parts = law.noise + (law.sampling if sampling else 0.0)
+        width = np.sqrt(np.maximum(np.einsum("ij,jk,ik->i", rows, parts, rows), 0.0))
+        middle, reach = rows @ law.centre, norm.ppf(0.5 + level / 2) * width
+        return np.column_stack([self._link(middle - reach), self._link(middle + reach)])
+
+    def _fitted_law(self, level: float) -> Law:
+        check_is_fitted(self, "privacy_")
+        open_unit(level=level)
+        if not hasattr(self, "_law"):
+            raise InvalidInput("intervals need inference=True, given before fit")
+        if self._law.error:
+            raise Unsupported(f"there is no interval: {self._law.error}")
+        return self._law
+
+    def _flat(self, weights: Array) -> Array:
+        coef, intercept = self._told(weights)
+        return np.append(np.ravel(coef), intercept)
+
+    @staticmethod
+    def _deviation(law: Law, sampling: bool) -> Array:
+        parts = np.diag(law.noise) + (np.diag(law.sampling) if sampling else 0.0)
+        return np.asarray(np.sqrt(np.maximum(parts, 0.0)))

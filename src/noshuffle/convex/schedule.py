@@ -1,0 +1,68 @@
+"""How often full-batch descent reads a table, and how far it steps, from public numbers alone.
+
+Noise of a step is √T/(nμ) in a coordinate, so R = nμ/√(p + 1) says how many steps are worth their
+noise. Below R = 3 nothing but the intercept is learned, in one step: then the noise hides every
+column, and the most frequent class is the better answer. Beyond, s ≈ T/9 and
+
+    classes      T = R/2 within [4, 64],   η = 4 for logistic losses, 1 for hinges
+    regression   T = R within [8, 64],     η = R/100 within [0.1, 0.2]
+
+Steps, rates and the limit were chosen by simulation on synthetic tables (benchmarks/convex_rule.py
+prints one); ρ = 3, β, C and that columns are standardised at all while looking at tables of
+benchmarks/RESULTS.md, too. All of it moves accuracy, never privacy. No state.
+
+>>> steps_for(rows=10_000, columns=20, mu=0.25)
+Schedule(steps=64, readings=7, length=3.0, rate=1.0)
+>>> steps_for(rows=200, columns=30, mu=0.03)
+Schedule(steps=1, readings=0, length=0.0, rate=1.0)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+#: Length of a standardised row beside its constant.
+LENGTH = 3.0
+FEWEST, MOST = 4, 64
+#: R below which only the intercept is learned.
+HIDDEN = 3.0
+
+
+class Schedule(NamedTuple):
+    """Gradient steps, readings of the columns before them, length of a standardised row."""
+
+    steps: int
+    readings: int
+    length: float
+    rate: float
+
+
+def steps_for(
+    *,
+    rows: int,
+    columns: int,
+    mu: float,
+    rate: float | None = 1.0,
+    fit_intercept: bool = True,
+    is_sparse: bool = False,
+) -> Schedule:
+    """The schedule of the docstring, from public numbers; rate=None is a regression."""
+    worth = rows * mu / math.sqrt(columns + 1)
+    if worth < HIDDEN and fit_intercept:
+        return Schedule(1, 0, 0.0, rate or 1.0)
+    if rate is None:
+        steps, rate = int(min(max(worth, 2 * FEWEST), MOST)), min(max(worth / 100, 0.1), 0.2)
+    else:
+        steps = int(min(max(worth / 2, FEWEST), MOST))
+    return Schedule(steps, 0 if is_sparse else max(1, round(steps / 9)), LENGTH, rate)
+
+
+def stable_rate(rate: float | None) -> float:
+    """Step size at which descent with momentum 0.9 converges whatever the columns are.
+
+    That is η·h < 2(1 + β) with h ≤ ϱ·3² the curvature of standardised rows: ϱ = 1 for regressions,
+    1/4 for logistic losses (whose rate is 4). Larger ones swing where columns are correlated, which
+    clipping and averaging forgive, and a Newton step does not.
+    """
+    return 3.5 / LENGTH**2 * (rate or 1.0)
