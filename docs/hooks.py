@@ -18,6 +18,7 @@ OUTSIDE = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "benchmarks/RESULTS.md",
     "examples/federated/README.md",
 )

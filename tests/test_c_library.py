@@ -36,6 +36,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
+@needs_compiler
+def test_without_a_compiler_the_libraries_of_the_wheel_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c_library, "_SHIPPED", tmp_path)
+    assert c_library.ship(tmp_path, {SEVEN: c_library.EXACT}) == 1
+    monkeypatch.setattr(c_library, "_compiler", lambda: None)
+    built = build(SEVEN)
+    assert built is not None
+    assert built.seven() == 7
+    assert build(SEVEN, switch="off") is None
+    assert build("int eight(void) { return 8; }") is None
+    (tmp_path / c_library.shipped_name(SEVEN, ("-g",))).write_bytes(b"damaged")
+    assert build(SEVEN, flags=("-g",)) is None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_what_a_wheel_ships_is_what_is_asked_for_and_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built for any processor, every library is found by its user and equals its slow twin."""
+    monkeypatch.setattr(c_library, "_SHIPPED", tmp_path)
+    assert c_library.ship(tmp_path) == len(FILES) == len(c_library.SHIPPED_FLAGS)
+    monkeypatch.setattr(c_library, "_compiler", lambda: None)
+    for ask in (native.library, native_conv.library, native_rows.library):
+        ask.cache_clear()
+        assert ask() is not None
+        ask.cache_clear()
+    for module, name in ((tags, "ghash.c"), (unit_index, "units.c")):
+        assert module.build(text_of(name)) is not None
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that were given to a compiler."""

@@ -13,8 +13,10 @@ folder and forgotten with the process. A file appears whole or not at all, so pr
 the same one at the same time.
 
 Whoever asks for a library compares it with its slow twin before using it, in every process: what
-lies on a disk may rot, and the torch that it was compared with may have been replaced. Without a
-compiler there are only the slow forms; NOSHUFFLE_NATIVE=off in the environment asks for those.
+lies on a disk may rot, and the torch that it was compared with may have been replaced. Where there
+is no compiler, those that came with the package are used: a wheel that was built where there was
+one holds them (`ship`), for any processor of its kind, so without the newest instructions. Else
+there are only the slow forms; NOSHUFFLE_NATIVE=off in the environment asks for those.
 
 `together` runs a C function on several threads: the team of the OpenMP library that torch has
 loaded, whose threads keep their cores busy waiting and would have to be fought by others. Where it
@@ -50,6 +52,15 @@ _PROCESSOR_FLAGS = ("-march=native", "-mcpu=native")
 _COMMON = ("-O3", "-shared", "-fPIC", "-fno-semantic-interposition")
 
 _SOURCES = Path(__file__).parent / "native"
+#: Libraries that came with the package, and the flags that each is asked for with.
+_SHIPPED = _SOURCES / "built"
+SHIPPED_FLAGS = {
+    "noise.c": EXACT,
+    "ghash.c": EXACT,
+    "units.c": EXACT,
+    "rows.c": EXACT,
+    "convolution.c": ("-fno-math-errno",),
+}
 _PROCESS = os.getpid()
 
 
@@ -64,9 +75,11 @@ def build(
 ) -> ctypes.CDLL | None:
     """The library of a C text, or None where it cannot be built or is switched off."""
     switch = os.environ.get("NOSHUFFLE_NATIVE", "") if switch is None else switch
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or switch.lower() in ("off", "0"):
+    if switch.lower() in ("off", "0"):
         return None
+    compiler = _compiler()
+    if compiler is None:
+        return _shipped(text, flags)
     folder = cache_folder()
     if folder is not None:
         try:
@@ -76,6 +89,43 @@ def build(
     with tempfile.TemporaryDirectory(prefix="noshuffle-", ignore_cleanup_errors=True) as aside:
         made = _compiled(text, compiler, flags, Path(aside))
         return None if made is None else ctypes.CDLL(str(made))
+
+
+def _compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def shipped_name(text: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.blake2b("\0".join([text, *flags]).encode(), digest_size=20)
+    return f"{digest.hexdigest()}.so"
+
+
+def _shipped(text: str, flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    """The library of that text that came with the package, if it did and can be loaded here."""
+    try:
+        return ctypes.CDLL(str(_SHIPPED / shipped_name(text, flags)))
+    except OSError:
+        return None
+
+
+def ship(folder: Path, texts: dict[str, tuple[str, ...]] | None = None) -> int:
+    """Build libraries for any processor of this kind into a folder; returns how many there are.
+
+    `texts` maps C texts to their flags: by default those of this package.
+    """
+    compiler, made = _compiler(), 0
+    if compiler is None:
+        return 0
+    if texts is None:
+        texts = {text_of(name): flags for name, flags in SHIPPED_FLAGS.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for text, flags in texts.items():
+        with tempfile.TemporaryDirectory(prefix="noshuffle-") as aside:
+            library = _compiled(text, compiler, flags, Path(aside), processors=("",))
+            if library is not None:
+                shutil.copyfile(library, folder / shipped_name(text, flags))
+                made += 1
+    return made
 
 
 def _kept(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL | None:
@@ -100,12 +150,19 @@ def _kept(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> cty
     return ctypes.CDLL(str(kept))
 
 
-def _compiled(text: str, compiler: str, flags: tuple[str, ...], folder: Path) -> Path | None:
+def _compiled(
+    text: str,
+    compiler: str,
+    flags: tuple[str, ...],
+    folder: Path,
+    *,
+    processors: tuple[str, ...] = _PROCESSOR_FLAGS,
+) -> Path | None:
     source, target = folder / "loops.c", folder / "loops.so"
     source.write_text(text, encoding="utf-8")
     files = ["-o", str(target), str(source), "-lm"]
-    for processor in _PROCESSOR_FLAGS:
-        command = [compiler, *_COMMON, processor, *flags, *files]
+    for processor in processors:
+        command = [compiler, *_COMMON, *processor.split(), *flags, *files]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             return target

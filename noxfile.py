@@ -1,0 +1,48 @@
+"""The matrix: Pythons 3.11 to 3.14, torch from the oldest that is promised to the newest.
+
+    nox                     every Python that is present, with the oldest and the newest torch
+    nox -s mathematics      strategies and accounting alone, which need no torch
+    nox -s wheel            builds a wheel, installs it without a compiler, and trains with it
+
+A Python that is not there is skipped and named. Versions of everything else follow pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import nox
+
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+TORCH = {"oldest": "torch==2.11.*", "newest": "torch"}
+#: The suite in an hour's machine; `make test` runs all of it on one Python.
+QUICK = ("tests/test_plan.py", "tests/training", "tests/release", "tests/clipping", "tests/convex")
+
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["tests"]
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", list(TORCH))
+def tests(session: nox.Session, torch: str) -> None:
+    session.install(TORCH[torch])
+    session.install("-e", ".[dev,federated]")
+    session.run("python", "-m", "pytest", *(session.posargs or QUICK))
+
+
+@nox.session(python=PYTHONS)
+def mathematics(session: nox.Session) -> None:
+    """Without torch: the doctests of all that may not import it."""
+    session.install("numpy", "scipy", "threadpoolctl", "pytest")
+    session.install("--no-deps", "-e", ".")
+    places = [f"src/noshuffle/{name}" for name in ("strategies", "accounting", "participation.py")]
+    options = ("--doctest-modules", "--import-mode=importlib", "-c", "/dev/null", "--rootdir=.")
+    session.run("python", "-m", "pytest", "-q", *options, *places)
+
+
+@nox.session(python=PYTHONS[0])
+def wheel(session: nox.Session) -> None:
+    """A wheel from this checkout, tried where no compiler is found."""
+    folder = session.create_tmp()
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", folder, ".")
+    session.install("--find-links", folder, "--pre", "noshuffle")
+    session.run("noshuffle", "--version")
+    session.run("noshuffle", "train", "--out", f"{folder}/run", env={"PATH": session.bin})
