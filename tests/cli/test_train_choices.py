@@ -10,9 +10,9 @@ import pytest
 
 from noshuffle import datasets
 from noshuffle.cli import main
-from noshuffle.cli.job import _order, make_plan
 from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_choices import composite_of, constraint_of, rows_in_order
+from noshuffle.cli.train_parts import make_plan, row_order
 from noshuffle.errors import InvalidInput
 from noshuffle.optim.composite import ElasticNet, GroupLasso
 from noshuffle.optim.constraints import L1Ball, L2Ball
@@ -45,7 +45,7 @@ def test_an_order_changes_at_restarts_only() -> None:
         {"mechanism": "tree", "restart_every": 22, "order": "random-per-restart", "epochs": 4}
     )
     rows = [
-        batch.tolist() for batch in _order(settings, data)
+        batch.tolist() for batch in row_order(settings, data)
     ]  # 11 steps a pass, two passes a tree
     assert len(rows) == 44
     assert rows[:11] == rows[11:22] != rows[22:33] == rows[33:]

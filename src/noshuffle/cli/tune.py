@@ -79,17 +79,18 @@ def _search(
 ) -> Tuned:
     from noshuffle import datasets
     from noshuffle.budget import tune as best_of
-    from noshuffle.cli import job
+    from noshuffle.cli.job import train_quietly
+    from noshuffle.cli.train_parts import make_plan, right_answers
 
     data = datasets.load(settings.data)
     strategy: list[Any] = []
 
     def run(chosen: TrainSettings, trial: Trial) -> tuple[Any, Any]:
         asked = replace(chosen, epsilon=trial.epsilon, delta=trial.delta)
-        plan = job.make_plan(asked, data, strategy[0] if strategy else None)
+        plan = make_plan(asked, data, strategy[0] if strategy else None)
         strategy.append(plan.strategy)  # fitted once: it depends on no setting that is tried
-        model = job.train_quietly(asked, data, plan, budget=trial)
-        right = job.right_answers(model, data.x_test, data.y_test)
+        model = train_quietly(asked, data, plan, budget=trial)
+        right = right_answers(model, data.x_test, data.y_test)
         return model.state_dict(), float(right.mean()) if data.is_test_public else right.numpy()
 
     return best_of(
