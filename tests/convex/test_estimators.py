@@ -45,7 +45,9 @@ WAIVED = {
 CHECKED = [
     PrivateLogisticRegression(epsilon=50.0, delta=1e-3, bounds=(-4, 4), **QUICK),
     PrivateSVC(epsilon=50.0, delta=1e-3, **QUICK),
-    PrivateSVC(epsilon=50.0, delta=1e-3, loss="hinge", **QUICK),
+    pytest.param(
+        PrivateSVC(epsilon=50.0, delta=1e-3, loss="hinge", **QUICK), marks=pytest.mark.slow
+    ),
     PrivateLinearRegression(
         epsilon=50.0, delta=1e-3, bounds=(-3, 3), target_bounds=(-3, 3), **QUICK
     ),

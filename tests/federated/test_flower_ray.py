@@ -30,15 +30,15 @@ LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2, proxim
 def _ray() -> Iterator[None]:
     """Ray as Flower starts it, which it does not if there is one.
 
-    It gives its own processes half a minute, a fixed number: a machine that is busy enough needs
-    more, which says nothing of what is tested here.
+    With one actor: to start it is most of the work. Ray gives its processes half a minute, a fixed
+    number: a machine that is busy enough needs more, which says nothing of what is tested here.
     """
     import ray
 
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(5):
         try:
-            ray.init(include_dashboard=False, runtime_env={"env_vars": paths})
+            ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": paths})
             break
         except Exception as error:
             ray.shutdown()
