@@ -20,10 +20,23 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[(1, 1, 0), (40, 100, 1), (4096, 2**24, 16)], ids=str)
-def sizes(monkeypatch, request):
-    """Runs of recent arrivals, and the array of an index, small enough to fill up."""
-    for name, value in zip(("_RECENT", "_PLACES", "_PLACES_EACH"), request.param):
+def without_c(monkeypatch):
+    for place in (unit_index, module):
+        monkeypatch.setattr(place, "library", lambda: None)
+
+
+@pytest.fixture(params=["C", "numpy"])
+def twin(monkeypatch, request):
+    """The loops in C, if they can be built here, and the same without them."""
+    if request.param == "numpy":
+        without_c(monkeypatch)
+
+
+@pytest.fixture(params=[(1, 1, 0, 2), (40, 100, 1, 64), (4096, 2**24, 16, 1024)], ids=str)
+def sizes(monkeypatch, request, twin):
+    """Runs of recent arrivals, the array and the table of an index, small enough to fill up."""
+    names = ("_RECENT", "_PLACES", "_PLACES_EACH", "_SLOTS")
+    for name, value in zip(names, request.param):
         monkeypatch.setattr(unit_index, name, value)
 
 
@@ -101,12 +114,26 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, room):
 
 @pytest.mark.parametrize(
     "place",
-    ["_found", "_append", "_move_on", "_part", "_write", "add", "_widen", "_add_to_runs"],
+    [
+        "_found",
+        "_append",
+        "_move_on",
+        "_part",
+        "_write",
+        "add",
+        "_widen",
+        "_add_to_runs",
+        "_rebuild",
+    ],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "behind"])
 def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
-    for name, value in {"_RECENT": 2, "_PLACES": 12, "_PLACES_EACH": 0}.items():
+    for name, value in {"_RECENT": 2, "_PLACES": 12, "_PLACES_EACH": 0, "_SLOTS": 2}.items():
         monkeypatch.setattr(unit_index, name, value)
+    if place == "_add_to_runs":
+        without_c(monkeypatch)
+    elif place == "_rebuild" and unit_index.library() is None:
+        pytest.skip("no compiler")
     rng = np.random.default_rng(0)
     table, slow = UnitTable(), {}
     where = UnitTable if hasattr(UnitTable, place) else UnitIndex
@@ -133,12 +160,13 @@ def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
         except KeyboardInterrupt:
             table.update(ids, step=step)
     is_armed = False
-    assert hits > (1 if place == "_widen" else 2)
+    assert hits > {"_widen": 1, "_rebuild": 0}.get(place, 2)
     ids, seen = table.all()
     rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
     assert dict(zip(ids.tolist(), rows)) == slow
 
 
+@pytest.mark.usefixtures("twin")
 def test_an_add_that_was_interrupted_and_not_done_again_leaves_nothing(monkeypatch):
     monkeypatch.setattr(unit_index, "_PLACES", 8)
     index = UnitIndex()
@@ -149,15 +177,57 @@ def test_an_add_that_was_interrupted_and_not_done_again_leaves_nothing(monkeypat
             super().__setitem__(*what)
             raise KeyboardInterrupt
 
-    places = index._places
-    index._places = places.view(Stopped)
+    class StoppedLibrary:
+        def __getattr__(self, name):
+            return getattr(built, name)
+
+        def units_add(self, *what):
+            built.units_add(*what)
+            raise KeyboardInterrupt
+
+    places, built = index._places, index._c
+    if built is None:
+        index._places = places.view(Stopped)
+    else:
+        index._c = StoppedLibrary()
     with pytest.raises(KeyboardInterrupt):
         index.add(np.array([5, 80, 3]))
-    index._places = places
+    index._places, index._c = places, built
     assert index.find(np.array([2, 3, 5, 80, 90])).tolist() == [0, -1, -1, -1, 1]
     index.add(np.array([3, 70]))
     assert index.find(np.array([2, 3, 5, 70, 80, 90])).tolist() == [0, 2, -1, 3, -1, 1]
     assert index.units.tolist() == [2, 90, 3, 70]
+
+
+def test_large_batches_move_on_as_their_twin_does(monkeypatch):
+    """Records, spreads and rows of both, for rows and names, new, old, mixed and out of order."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        tables = [UnitTable()]
+        with monkeypatch.context() as patch:
+            without_c(patch)
+            tables.append(UnitTable())
+        names = rng.permutation(9000)
+        if seed % 2:
+            names = names * 0x9E3779B97F4A7C1 - 2**61
+        for step in range(12):
+            ids = np.sort(rng.choice(names, size=int(rng.integers(1, 5000)), replace=False))
+            told = []
+            for table, is_slow in zip(tables, (False, True)):
+                with monkeypatch.context() as patch:
+                    if is_slow:
+                        without_c(patch)
+                    seen, spread = table.look_up(ids), table.spread(ids)
+                    own = np.stack([seen.first, seen.last, seen.count])[:, seen.count > 0]
+                    assert spread.known == own.shape[1]
+                    if spread.known:
+                        assert spread.low[:3] == tuple(own.min(axis=1))
+                        assert spread.high[:3] == tuple(own.max(axis=1))
+                    table.update(ids, step=step)
+                    units, all_seen = table.all()
+                    told.append([units, all_seen.first, all_seen.last, all_seen.count])
+            for a, b in zip(*told):
+                np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2047, 2048, 5000])

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from noshuffle.errors import ParticipationViolation, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
-from noshuffle.release.unit_index import in_order
-from noshuffle.release.units import Ids, Record, Seen
+from noshuffle.release.unit_index import in_order, increases
+from noshuffle.release.units import Ids, Record, Seen, Spread
 
 Mask = NDArray[np.bool_]
 
@@ -77,6 +77,21 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
     return np.asarray(never | again, dtype=bool)
 
 
+def are_all_admitted(participation: Participation, *, step: int, spread: Spread) -> bool:
+    """True only if every unit passes, by the extremes of their records; else look at each.
+
+    MinSeparation asks for nothing but a last step and a count that are not too large; the others
+    are asked where all have one first and one last step.
+    """
+    if not spread.known:
+        return True
+    (first, last, *_), (_, latest, most, _) = spread.low, spread.high
+    rule = participation.participation if isinstance(participation, Restarted) else participation
+    if not isinstance(rule, MinSeparation) and (first, last) != spread.high[:2]:
+        return False
+    return bool(_allows(participation, step, first, latest, most))
+
+
 def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
     """The same answer for units that took part before, with one record between them."""
     return bool(_allows(participation, step, *record))
@@ -113,10 +128,10 @@ def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mas
 
     A batch holds every example once; with `groups` the rows of one user form one contribution.
     """
-    if (ids[1:] > ids[:-1]).all():  # in order already, as data in file order is
+    if increases(ids):  # in order already, as data in file order is
         return ids.copy(), None
     units = in_order(ids)
-    if (units[1:] > units[:-1]).all():
+    if increases(units):
         return units, None
     units, first, often = np.unique(ids, return_index=True, return_counts=True)
     if groups:

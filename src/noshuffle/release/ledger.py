@@ -139,6 +139,11 @@ class Ledger(LedgerFile):
             if shared and guard.is_party_admitted(self.participation, step=step, record=shared):
                 return Admission(step, batch, "ids", known)
         units, repeat = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
+        if len(ids) and repeat is None and not len(self.barred):
+            spread = self._table.spread(units)
+            if guard.are_all_admitted(self.participation, step=step, spread=spread):
+                self._known.add(ids, units)
+                return Admission(step, batch, "ids", units)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
         is_barred = np.isin(units, self.barred) if len(self.barred) else False

@@ -25,14 +25,14 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.release.unit_index import UnitIndex, make_room
+from noshuffle.release.unit_index import UnitIndex, address, library, with_room
 
 Ids = NDArray[np.int64]
 #: first, last, count
@@ -53,6 +53,20 @@ class Seen:
     def record(self, i: int) -> Record:
         """That of one unit."""
         return int(self.first[i]), int(self.last[i]), int(self.count[i])
+
+
+class Spread(NamedTuple):
+    """How many of the units asked for were seen before; least and largest first, last, count, and
+    number of a party among those."""
+
+    known: int
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all that were seen have one record."""
+        return self.low[:3] == self.high[:3]
 
 
 def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
@@ -152,6 +166,7 @@ class UnitTable:
         self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row; there is room behind them
         # Rows of the units asked for last: a step looks the same ones up several times.
         self._asked: tuple[bytes, Ids] | None = None
+        self._told: tuple[Ids, Spread] | None = None  # of such rows, until a record changes
         # A party is in both dictionaries, or it is none: numbers in rows may be of former ones.
         self._parties: dict[int, _Party] = {}
         self._firsts: dict[int, int] = {}  # the number of a party by its first unit
@@ -159,7 +174,7 @@ class UnitTable:
         self._founded = self._members = 0
 
     def __len__(self) -> int:
-        return len(self._index.units)
+        return len(self._index)
 
     def shared(self, ids: Ids) -> Record | None:
         """The one record of these units, if they have always come together in this order."""
@@ -184,16 +199,51 @@ class UnitTable:
             out[:, hit] = self._data[rows[hit], :3].T
         return Seen(first=out[0], last=out[1], count=out[2])
 
+    def spread(self, ids: Ids) -> Spread:
+        """What the records of these units have between them."""
+        ids = np.asarray(ids, dtype=np.int64)
+        self._write_back()
+        return self._spread(self._rows(ids))
+
+    def _spread(self, rows: Ids) -> Spread:
+        if self._told is not None and self._told[0] is rows:
+            return self._told[1]
+        told = np.zeros(9, dtype=np.int64)
+        if (built := library()) is not None:
+            built.units_spread(address(self._data), address(rows), len(rows), address(told))
+        elif len(hit := rows[rows >= 0]):
+            own = self._data.take(hit, axis=0)
+            told[:] = len(hit), *own.min(axis=0), *own.max(axis=0)
+        known, *ends = told.tolist()
+        self._told = rows, Spread(known, tuple(ends[:4]), tuple(ends[4:]))
+        return self._told[1]
+
     def update(self, ids: Ids, *, step: int, first: NDArray[np.bool_] | None = None) -> None:
         """These distinct units took part in `step`; where `first` is true, `first` starts anew."""
         ids = np.asarray(ids, dtype=np.int64)
+        if step >= 1 << 31:
+            raise _too_large()
         if not len(ids):
             return
         party = self._party(ids)
         if party is not None and (first is None or first.all() == first.any()):
             self._move_on(party, step=step, is_anew=first is not None and bool(first[0]))
             return
-        rows = self._rows(ids)
+        rows, built = self._rows(ids), library()
+        if built is not None and first is None:
+            spread = self._spread(rows)
+            if spread.known == len(ids):
+                if spread.high[3]:
+                    self._part(rows)  # parties that end write their records
+                    spread = self._spread(rows)
+                number = self._new_number(len(ids)) if spread.is_one else 0
+                self._told = None
+                # In one call: an interrupt finds these units before the step or behind it.
+                built.units_move(address(self._data), address(rows), len(rows), step, number)
+                if number:
+                    self._found(ids, rows, number, _record(self._data[rows[0]]))
+                return
+        self._told = None
         is_known = rows >= 0
         known = rows[is_known]
         self._part(known)
@@ -208,7 +258,7 @@ class UnitTable:
             # All fields at once: an interrupt finds these units before the step or behind it.
             self._data[known] = own
             if number:
-                self._found(ids, known, number, (int(own[0, 0]), step, int(own[0, 2])))
+                self._found(ids, known, number, _record(own[0]))
         if len(known) < len(ids):
             new = ids[~is_known] if len(known) else ids
             number = 0 if len(known) else self._new_number(len(ids))
@@ -224,8 +274,9 @@ class UnitTable:
     def all(self) -> tuple[Ids, Seen]:
         """Every unit with its record, in order of id; theirs to change."""
         self._write_back()
-        order = np.argsort(self._index.units)
-        return self._index.units[order], _seen(self._data.take(order, axis=0))
+        units = self._index.units
+        order = np.argsort(units)
+        return units[order], _seen(self._data.take(order, axis=0))
 
     def _party(self, ids: Ids) -> _Party | None:
         """The party that these units are, in their order."""
@@ -273,6 +324,7 @@ class UnitTable:
         """Bring the rows up to date with one party."""
         if number in self._behind:
             party = self._parties[number]
+            self._told = None
             self._data[party.rows, :3] = party.record
             self._behind.discard(number)
 
@@ -285,13 +337,25 @@ class UnitTable:
     def _append(self, ids: Ids, records: NDArray[np.int64]) -> Ids:
         """Rows for units that have none, theirs from the moment when the index knows of them."""
         if records.size and (records.min() < 0 or records.max() >= 1 << 31):
-            raise InvalidInput("steps and counts of a unit are below two thousand million")
+            raise _too_large()
         start, end = len(self), len(self) + len(ids)
-        make_room(self._data, end)
-        self._data[start:end] = records
+        self._data = with_room(self._data, end, likely=self._index.likely)
+        if records.ndim == 1 and (built := library()) is not None:
+            own = records.astype(np.int32)
+            built.units_fill(address(self._data), start, end, address(own))
+        else:
+            self._data[start:end] = records
         self._asked = None
         self._index.add(ids)
         return np.arange(start, end)
+
+
+def _too_large() -> InvalidInput:
+    return InvalidInput("steps and counts of a unit are below two thousand million")
+
+
+def _record(row: NDArray[np.int32]) -> Record:
+    return int(row[0]), int(row[1]), int(row[2])
 
 
 def _seen(data: NDArray[np.int32]) -> Seen:
