@@ -12,7 +12,9 @@ from noshuffle.participation import (
     Participation,
     Poisson,
     Restarted,
+    SeparatedBins,
     SinglePass,
+    TruncatedPoisson,
     from_dict,
 )
 
@@ -24,6 +26,8 @@ EXAMPLES: list[Participation] = [
     FixedSize(10, 5, 50),
     CyclicPoisson(10, 4, 0.5),
     BallsInBins(3, 4),
+    TruncatedPoisson(10, 0.5, 7, 12),
+    SeparatedBins(3, 4, 2),
     Restarted(Epochs(10, 4), 8),
     Restarted(MinSeparation(20, 4, 3), 6),
 ]

@@ -13,10 +13,13 @@ maximum over every pattern of steps that it allows:
     CyclicPoisson   unit i belongs to group i mod `groups`; step t flips coins for group t mod
                     `groups` only
     BallsInBins     one secret uniform position for every unit, the same in every epoch
+    SeparatedBins   a fresh one in every epoch, any two at least `separation` steps apart
+    TruncatedPoisson  as Poisson, batches cut to `cap` units at random
 
-The last four are sampled: their guarantee needs the randomness of the draw. Under the first two
-only independent noise (DP-SGD) is accounted, under cyclic draws also noise of at most `groups`
-bands, under secret positions any noise but that of trees.
+The last six are sampled: their guarantee needs the randomness of the draw. Under the first two
+(and cut batches) only independent noise (DP-SGD) is accounted, under cyclic draws also noise of at
+most `groups` bands, under separated positions of at most `separation` bands, under secret positions
+any noise but that of trees.
 
 >>> Epochs(epochs=20, steps_per_epoch=240).steps
 4800
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from noshuffle.errors import InvalidInput, instance_of, one_of, unit_rate, whole
 
@@ -41,6 +44,11 @@ class Participation:
     #: Whether one secret draw decides about rows that are released at several times. Two
     #: continuations of one folder then share it, and do not compose as runs of their own.
     keeps_draws: ClassVar[bool] = False
+
+    @property
+    def largest_draw(self) -> int | None:
+        """The most units that a draw can have, where the participation bounds it."""
+        return None
 
     if TYPE_CHECKING:  # a field in some of the records, computed in others
 
@@ -214,6 +222,10 @@ class FixedSize(Participation):
     def rate(self) -> float:
         return self.batch / self.population
 
+    @property
+    def largest_draw(self) -> int:
+        return self.batch
+
     def words(self) -> str:
         return (
             f"each of {self.steps} steps is a secret uniform random subset of {self.batch} out of "
@@ -299,6 +311,96 @@ class BallsInBins(Participation):
         )
 
 
+@dataclass(frozen=True)
+class TruncatedPoisson(Participation):
+    """Poisson batches out of `population` units; of a larger one, `cap` units stay, at random.
+
+    Batches of a bounded size are what compiled steps want. Whoever joins a full batch displaces
+    another unit, which the accountant counts (`accounting.atoms`).
+    """
+
+    steps: int
+    rate: float
+    cap: int
+    population: int
+    kind: ClassVar[str] = "truncated-poisson"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unit_rate(rate=self.rate)
+
+    @classmethod
+    def of(cls, *, steps: int, batch: int, population: int, deviations: float = 5.0) -> Self:
+        """With an expected batch, cut so many standard deviations above it."""
+        whole(batch=batch, population=population)
+        if batch > population:
+            raise InvalidInput(f"batch must be at most the population ({population}), got {batch}")
+        rate = batch / population
+        spread = math.sqrt(batch * (1 - rate))
+        return cls(steps, rate, min(population, math.ceil(batch + deviations * spread)), population)
+
+    @property
+    def largest_draw(self) -> int:
+        return self.cap
+
+    def words(self) -> str:
+        return (
+            f"in each of {self.steps} steps every one of {self.population} units is drawn by an "
+            f"independent secret coin flip of probability {self.rate:.6g}; of more than {self.cap} "
+            "units a secret, uniformly random subset of that size takes part"
+        )
+
+
+@dataclass(frozen=True)
+class SeparatedBins(Participation):
+    """A fresh secret position in every epoch, any two of one unit at least `separation` apart.
+
+    Unit i has epochs of its own that begin at steps ≡ i mod steps_per_epoch (which is public, so
+    that batches have the same expected size everywhere); in each of them it takes part once, at a
+    uniform one of the first steps_per_epoch − separation + 1 steps. Positions that lie outside the
+    run are passed over. The scheme of Dong and Ganesh (2026, arXiv 2602.09338) draws the gaps
+    between positions from a geometric law instead; here epochs are independent, and compose.
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    separation: int
+    kind: ClassVar[str] = "separated-bins"
+    is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+        if self.separation > self.steps_per_epoch:
+            raise InvalidInput(
+                f"separation must be at most steps_per_epoch ({self.steps_per_epoch}), got "
+                f"{self.separation}"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def choices(self) -> int:
+        """How many positions of an epoch are drawn from."""
+        return self.steps_per_epoch - self.separation + 1
+
+    def most_within(self, steps: int) -> int:
+        """Epochs of its own that begin before `steps`, one of them before the run."""
+        begun = math.ceil(steps / self.steps_per_epoch)
+        return min(begun + 1, math.ceil(steps / self.separation))
+
+    def words(self) -> str:
+        return (
+            f"every unit has a secret position in each of its epochs of {self.steps_per_epoch} "
+            f"steps, drawn anew, uniformly and independently among {self.choices} of them, so that "
+            f"any two are at least {self.separation} steps apart, over {self.steps} steps"
+        )
+
+
 def narrowed(part: Participation, most: int) -> Participation | None:
     """The same pattern with at most `most` steps of one unit; None where no narrower one is known.
 
@@ -318,7 +420,17 @@ def narrowed(part: Participation, most: int) -> Participation | None:
 
 _KINDS: dict[str, type[Participation]] = {
     cls.kind: cls
-    for cls in (SinglePass, Epochs, MinSeparation, Poisson, FixedSize, CyclicPoisson, BallsInBins)
+    for cls in (
+        SinglePass,
+        Epochs,
+        MinSeparation,
+        Poisson,
+        FixedSize,
+        CyclicPoisson,
+        BallsInBins,
+        TruncatedPoisson,
+        SeparatedBins,
+    )
 }
 
 

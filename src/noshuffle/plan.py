@@ -33,6 +33,7 @@ from typing import Any
 from noshuffle import participation as participations
 from noshuffle import plan_accountant, strategies
 from noshuffle.accounting import bins, gaussian, monte_carlo, renyi, tradeoff
+from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.errors import (
     InvalidInput,
     Unsupported,
@@ -42,13 +43,13 @@ from noshuffle.errors import (
     open_unit,
     whole,
 )
-from noshuffle.participation import BallsInBins, CyclicPoisson, Participation
+from noshuffle.participation import BallsInBins, CyclicPoisson, Participation, SeparatedBins
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.own import check_own
-from noshuffle.strategies.positions import gram, overlaps
+from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
@@ -148,8 +149,10 @@ class Plan:
             strategy = mechanism
         elif isinstance(participation, BallsInBins):
             strategy = _fitted(mechanism, participation.in_order, workload, max_buffers, options)
-        elif isinstance(participation, CyclicPoisson) and mechanism == "best":
-            given = {"workload": workload, "bands": participation.groups, **options}
+        elif isinstance(participation, CyclicPoisson | SeparatedBins) and mechanism == "best":
+            is_cyclic = isinstance(participation, CyclicPoisson)
+            bands = getattr(participation, "groups" if is_cyclic else "separation")
+            given = {"workload": workload, "bands": bands, **options}
             strategy = fit_strategy("banded", participation, **given).strategy
         elif participation.is_sampled and mechanism in ("best", "identity"):
             strategy = strategies.identity()
@@ -210,11 +213,15 @@ class Plan:
             cache[steps, part] = found if found.squared <= covered.squared else covered
         return cache[steps, part]
 
-    def positions(self, steps: int) -> bins.Overlaps:
+    def positions(self, steps: int) -> bins.Overlaps | FreshPositions:
         """How far secret positions overlap in the first `steps` steps, for the accountant bins.
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
+        part = self.participation
+        if isinstance(part, SeparatedBins):
+            epochs = part.most_within(steps)
+            return FreshPositions(separated_classes(self.strategy, part, self.steps), epochs)
         known = (1, 0.0, self.sensitivity_after(steps).squared)
         return bins.Overlaps((known, *overlaps(self.strategy, _bins_of(self), steps)[1:]))
 
@@ -223,8 +230,14 @@ class Plan:
 
         Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
         """
-        K = gram(self.strategy, _bins_of(self), self.steps)
-        secret = monte_carlo.SecretPositions(K, self.positions(self.steps))
+        part, known = self.participation, self.positions(self.steps)
+        if isinstance(known, FreshPositions):
+            assert isinstance(part, SeparatedBins)
+            K = separated_gram(self.strategy, part, self.steps)
+            secret = monte_carlo.SecretPositions(K, known, periods=known.epochs)
+        else:
+            K = gram(self.strategy, _bins_of(self), self.steps)
+            secret = monte_carlo.SecretPositions(K, known)
         z, delta = self.noise_multiplier, self.delta
         return secret.epsilon(noise_multiplier=z, delta=delta, samples=samples, seed=seed)
 

@@ -3,7 +3,9 @@
     unsampled          exact      one Gaussian mechanism with μ = S/z
     Poisson, cyclic    fourier    loss distributions of the draws, z/S a draw; or rdp
     FixedSize          fourier    the worst pair; or rdp
+    TruncatedPoisson   fourier    with what a full batch costs (`accounting.atoms`)
     BallsInBins        bins       overlaps of the shifts (`accounting.bins`)
+    SeparatedBins      bins       the same in every epoch (`accounting.fresh_positions`)
 
 Functions take the `Plan` that asks (`noshuffle.plan`). No state.
 """
@@ -13,13 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from noshuffle.accounting import bins, calibrate, composition, fourier, gaussian, renyi
+from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.errors import Unsupported, positive, whole
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Participation,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 
 Array = np.ndarray
 ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
@@ -29,6 +41,8 @@ _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
     FixedSize: ("replace-one", "fourier"),
     CyclicPoisson: ("add-remove", "fourier"),
     BallsInBins: ("add-remove", "bins"),
+    SeparatedBins: ("add-remove", "bins"),
+    TruncatedPoisson: ("add-remove", "fourier"),
 }
 
 
@@ -44,10 +58,16 @@ def refuse_what_is_not_proved(plan: Any) -> None:
             "batches of a fixed size are accounted for replace-one (or zero-out) "
             'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
         )
-    is_bins = isinstance(plan.participation, BallsInBins)
+    is_bins = isinstance(plan.participation, BallsInBins | SeparatedBins)
     if is_bins != (plan.accountant == "bins") or (is_bins and plan.neighbours == "replace-one"):
         raise Unsupported(
-            "the accountant bins is that of secret positions (BallsInBins), the only one, for "
+            "the accountant bins is that of secret positions (BallsInBins), their only one, for "
+            f"add-remove or zero-out; got {plan.accountant!r}, {plan.neighbours!r}"
+        )
+    is_cut = isinstance(plan.participation, TruncatedPoisson)
+    if is_cut and (plan.accountant != "fourier" or plan.neighbours == "replace-one"):
+        raise Unsupported(
+            "batches that are cut (TruncatedPoisson) have the fourier accountant alone, for "
             f"add-remove or zero-out; got {plan.accountant!r}, {plan.neighbours!r}"
         )
     if plan.participation.is_sampled and plan.accountant == "exact":
@@ -75,11 +95,11 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
     z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
     if z == 0:
         return math.inf
-    if isinstance(part, BallsInBins):
-        found: bins.Overlaps = plan.positions(steps)
+    if isinstance(part, BallsInBins | SeparatedBins):
+        found: bins.Overlaps | FreshPositions = plan.positions(steps)
         return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
-    assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     if plan.accountant == "rdp":
+        assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
         turns = part.most_within(steps)
         common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
         if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
@@ -96,8 +116,8 @@ def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
         return lambda epsilons: np.array(
             [gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
         )
-    if isinstance(part, BallsInBins):
-        found: bins.Overlaps = plan.positions(steps)
+    if isinstance(part, BallsInBins | SeparatedBins):
+        found: bins.Overlaps | FreshPositions = plan.positions(steps)
         return lambda epsilons: found.deltas(epsilons, noise_multiplier=z, near=plan.delta)
     composed = sampled_release(plan, steps)
 
@@ -114,6 +134,9 @@ def sampled_release(plan: Any, steps: int) -> fourier.Composed:
     direction = "replace" if plan.neighbours == "replace-one" else "both"
     if isinstance(part, FixedSize):
         direction = "fixed"
+    if isinstance(part, TruncatedPoisson):
+        cut = fourier.TruncatedRelease(z, part.rate, part.cap, part.population, steps)
+        return fourier.compose([cut])
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction)
 
@@ -127,10 +150,9 @@ def group_epsilon(plan: Any, size: int) -> float:
         return gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
     curve, low, high = curve_of(plan, plan.steps), 0.0, float(plan.epsilon())
     most = math.inf
-    if isinstance(plan.participation, BallsInBins):  # as if all positions were known
-        most = gaussian.epsilon(
-            mu=size * plan.sensitivity.value / plan.noise_multiplier, delta=plan.delta
-        )
+    if isinstance(plan.participation, BallsInBins | SeparatedBins):  # as if they were known
+        mu = plan.positions(plan.steps).mu(plan.noise_multiplier)
+        most = gaussian.epsilon(mu=size * mu, delta=plan.delta)
 
     def fits(epsilon: float) -> bool:
         delta = min(1.0, float(curve(np.array([epsilon]))[0]))
@@ -145,6 +167,10 @@ def group_epsilon(plan: Any, size: int) -> float:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return min(most, size * high)
+
+
+def _fresh_epsilon(known: FreshPositions, delta: float, noise: float) -> float:
+    return known.epsilon(noise_multiplier=noise, delta=delta)
 
 
 def calibrated(plan: Any, epsilon: float | None) -> Any:
@@ -163,8 +189,18 @@ def calibrated(plan: Any, epsilon: float | None) -> Any:
         while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
             z *= 1 + 1e-5
         return replace(plan, noise_multiplier=z)
-    if isinstance(part, Poisson | FixedSize | CyclicPoisson):  # the central limit is near
-        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)
+    if isinstance(part, SeparatedBins):
+        known: FreshPositions = plan.positions(part.steps)
+        start = known.mu(1.0) / gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        z = max(start / 2, 0.2 * known.mu(1.0))
+        for _ in range(2):  # the class that is best for a guess, then for what it led to
+            near = known.sharpest(noise_multiplier=z, delta=plan.delta)
+            z = calibrate.smallest(
+                partial(_fresh_epsilon, near, plan.delta), target=epsilon, start=z, tolerance=1e-4
+            )
+        return replace(plan, noise_multiplier=z)
+    if isinstance(part, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson):
+        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)  # the central limit is near
         turns, rate = part.most_within(part.steps), min(part.rate, 0.999)
         start = plan.sensitivity.value / math.sqrt(math.log1p((mu / rate) ** 2 / turns))
     z = calibrate.smallest(

@@ -17,7 +17,15 @@ from noshuffle.auditing.draws import audit_draws
 from noshuffle.auditing.prefixes import audit_plan, whitening
 from noshuffle.auditing.sampled import epsilon_of_draws, epsilon_of_positions, epsilon_of_turns
 from noshuffle.cli import main
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Participation,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.release.sampler import make_sampler
 
 FEW = 100_000  # random numbers: intervals of some per cent
@@ -101,6 +109,15 @@ def test_draws_that_are_not_the_planned_ones() -> None:
     assert drawn_from(part, CyclicPoisson(32, 4, 0.1)) == REFUTED
     assert drawn_from(BallsInBins(4, 10), part) == REFUTED  # the same rate, everybody in turn
     assert drawn_from(part, BallsInBins(4, 10)) == REFUTED
+    cut = TruncatedPoisson(32, 0.1, 205, 2000)
+    assert drawn_from(cut, cut) == HOLDS
+    assert drawn_from(Poisson(32, 0.1), cut) == REFUTED  # some are above the cap
+    assert drawn_from(TruncatedPoisson(32, 0.1, 150, 2000), cut) == REFUTED
+    fresh = SeparatedBins(4, 10, 3)
+    assert drawn_from(fresh, fresh) == HOLDS
+    assert drawn_from(BallsInBins(4, 10), fresh) == REFUTED
+    assert drawn_from(SeparatedBins(4, 10, 1), fresh) == REFUTED
+    assert drawn_from(SeparatedBins(4, 10, 5), fresh) == REFUTED
     again = make_sampler(part, population=2000, key=bytes(32))
     once = again.draw(0)
     again.draw = lambda step: once  # type: ignore[method-assign]

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, FixedSize, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    FixedSize,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
     FixedSizeSampler,
@@ -68,6 +76,43 @@ def test_positions_are_uniform_and_stay():
     assert ((sizes - 10_000) ** 2 / 10_000).sum() < 40  # χ² with six degrees of freedom
     seen = sampler.positions
     assert abs(np.mean(seen[1:] == seen[:-1]) - 1 / 7) < 5 * np.sqrt(6 / 49 / 70_000)
+
+
+def test_cut_batches_keep_a_uniform_subset():
+    part = TruncatedPoisson(steps=3000, rate=0.5, cap=6, population=10)
+    plain = PoissonSampler(Poisson(steps=3000, rate=0.5), 10, KEY)
+    sampler, counts, cut = make_sampler(part, key=KEY), np.zeros(10), 0
+    for step, ids in enumerate(sampler):
+        before = plain.draw(step)  # the same words: the cut only leaves units out
+        assert len(ids) == min(6, len(before))
+        assert np.isin(ids, before).all()
+        if len(before) > 6:
+            cut += 1
+            counts[ids] += 1
+    assert abs(cut / 3000 - 0.171875) < 5 * np.sqrt(0.1424 / 3000)  # P(Binomial(10, ½) > 6)
+    assert np.abs(counts / cut - 0.6).max() < 5 * np.sqrt(0.24 / cut)  # the first six: 1 and 0.3
+    with pytest.raises(InvalidInput, match="samples from 10"):
+        make_sampler(part, key=KEY, population=9)
+    of = TruncatedPoisson.of(steps=1, batch=100, population=10_000)
+    assert (of.rate, of.cap, of.largest_draw) == (0.01, 150, 150)
+
+
+def test_fresh_positions_are_uniform_independent_and_apart():
+    part = SeparatedBins(epochs=4, steps_per_epoch=6, separation=3)
+    sampler = make_sampler(part, key=KEY, population=30_000)
+    hits = np.zeros((24, 30_000), dtype=bool)
+    for step in reversed(range(24)):  # in any order
+        hits[step, sampler.draw(step)] = True
+    assert abs(hits.sum(1) - 5000).max() < 5 * np.sqrt(30_000 * 5 / 36)
+    where = [hits[np.arange(6) + 6 * k + phase, phase::6] for phase in range(6) for k in range(3)]
+    for own in where:  # one in each epoch of its own, at the first four of its steps
+        assert (own.sum(0) == 1).all()
+        assert not own[4:].any()
+        assert np.abs(own[:4].mean(1) - 0.25).max() < 5 * np.sqrt(0.1875 / own.shape[1])
+    again = np.mean([np.mean((where[i] & where[i + 1]).any(0)) for i in range(0, 18, 3)])
+    assert abs(again - 0.25) < 5 * np.sqrt(0.1875 / 30_000)
+    runs = hits[:-2].astype(int) + hits[1:-1] + hits[2:]
+    assert runs.max() == 1
 
 
 def test_draws_depend_on_key_and_step_only():

@@ -19,7 +19,9 @@ from noshuffle.participation import (
     Epochs,
     FixedSize,
     Poisson,
+    SeparatedBins,
     SinglePass,
+    TruncatedPoisson,
 )
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
@@ -117,7 +119,14 @@ def test_a_good_run_is_proved(good):
     assert record["released_steps"] == 8
 
 
-SAMPLED = [Poisson(6, 0.3), FixedSize(6, 5, 24), CyclicPoisson(6, 2, 0.6), BallsInBins(2, 3)]
+SAMPLED = [
+    Poisson(6, 0.3),
+    FixedSize(6, 5, 24),
+    CyclicPoisson(6, 2, 0.6),
+    BallsInBins(2, 3),
+    TruncatedPoisson(6, 0.4, 8, 24),
+    SeparatedBins(2, 3, 2),
+]
 
 
 @pytest.mark.parametrize("rule", SAMPLED, ids=repr)

@@ -5,6 +5,7 @@
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     bins          one secret position for every unit, under any Gaussian noise
+    fresh_positions  a fresh secret position in every epoch
     monte_carlo   the same by rigorous Monte Carlo, beside that bound
     composition   basic, advanced and optimal composition, groups, amplification
     atoms         losses of any mechanism: Laplace, randomized response, discrete, given profiles
@@ -25,6 +26,7 @@ from noshuffle.accounting import (
     calibrate,
     composition,
     fourier,
+    fresh_positions,
     gaussian,
     gdp,
     mechanisms,
@@ -41,6 +43,7 @@ __all__ = [
     "calibrate",
     "composition",
     "fourier",
+    "fresh_positions",
     "gaussian",
     "gdp",
     "mechanisms",

@@ -94,22 +94,22 @@ class Overlaps:
             low, high = (low, middle) if is_enough else (middle, high)
         return high
 
-    def _ratios(self, noise: float, delta: float) -> Iterator[_Ratio]:
+    def _ratios(self, noise: float, delta: float) -> Iterator[MeanRatio]:
         for count, common, own in self.classes:
             if count > 1:
-                found = _ratio(count, common / noise**2, own / noise**2, tail=1e-4 * delta)
+                found = ratio_of(count, common / noise**2, own / noise**2, tail=1e-4 * delta)
                 if found is not None:
                     yield found
 
 
 @dataclass(frozen=True)
-class _Ratio:
+class MeanRatio:
     """Masses of (1/m) Σ U under Q, the common a, and what the grid leaves out."""
 
     values: Array
     mass: Array
     common: float
-    rounding: float
+    rounding: Array
     rest: float
 
     def delta(self, epsilon: float) -> float:
@@ -124,22 +124,30 @@ class _Ratio:
             call = L * ndtr(x + root / 2) - gamma * ndtr(x - root / 2)
             put = ndtr(y + root / 2) - gamma * L * ndtr(y - root / 2)
         both = [
-            float(self.mass @ gain) * (1 + 1e-7) + self.rounding * float(gain.sum()) + self.rest
+            float(self.mass @ gain) * (1 + 1e-7) + float(self.rounding @ gain) + self.rest
             for gain in (np.maximum(call, 0.0), np.maximum(put, 0.0))
         ]
         return min(1.0, max(both))
 
 
-def _ratio(count: int, common: float, own: float, *, tail: float) -> _Ratio | None:
-    """The grid, or None where it would be too large (or the class has no spread)."""
+def ratio_of(
+    count: int, common: float, own: float, *, tail: float, most: int = 0
+) -> MeanRatio | None:
+    """The grid, or None where it would be too large (or the class has no spread).
+
+    With `most` points at most it is made to be composed: coarser, and by a second transform with a
+    tilt θ, which is far more accurate for large ratios. What either transform wraps around is extra
+    mass; what lies beyond the window X is charged by Chernoff: E[S; S > X] ≤ X e^{−θX} M(θ)^m
+    where θX ≥ 1.
+    """
     root = math.sqrt(max(own, 0.0))
     reach = root * (root - float(ndtri(tail))) - own / 2
     if not root > 1e-6 or reach > 30:
         return None
     top, spread = math.exp(reach), math.sqrt(math.expm1(own))
-    span = count + 14 * spread * math.sqrt(count) + top
-    step = min(0.05 * spread, 0.25)
-    if span / step > _MOST_POINTS:
+    span = count + 14 * spread * math.sqrt(count) + (1.5 * top if most else top)
+    step = max(min(0.05 * spread, 0.25), span / (most or math.inf))
+    if step > max(0.25, 0.1 * count) or span / step > _MOST_POINTS:
         return None
     points = np.arange(math.ceil(top / step) + 1) * step
     with np.errstate(divide="ignore"):
@@ -149,22 +157,43 @@ def _ratio(count: int, common: float, own: float, *, tail: float) -> _Ratio | No
     mass = np.append(q - right, 0.0)
     mass[1:] += right
     size = sfft.next_fast_len(max(math.ceil(span / step), len(mass)) + 1, real=True)
-    spectrum = sfft.rfft(mass, size)
-    spectrum = np.exp(count * np.log(np.where(spectrum == 0, 1e-300, spectrum)))
-    out = sfft.irfft(spectrum, size)
-    norm = math.sqrt(2.0 * float(np.sum(np.abs(spectrum) ** 2)) / size)
-    error = 6 * _UNIT * math.log2(size) * norm * (1 + 2 * count * float(np.linalg.norm(mass)))
-    error += 8 * _UNIT * (count + 50) * 2.0 * float(np.sum(np.abs(spectrum))) / size
     values = np.arange(size) * step / count
-    # Sums beyond the window came in again from below: the mean tells how much of them there is.
-    whole = float(points @ mass) * float(mass.sum()) ** (count - 1)
-    wrapped = max(0.0, whole - float(values @ out)) + size * error * float(values[-1]) + 1e-13
+    out, error = _power(mass, count, size, 0.0)
+    if most:
+        beyond, tilts = size * step, np.geomspace(1 / (size * step), 60 / top, 24)
+        logs_m = [count * math.log(float(mass @ np.exp(theta * points))) for theta in tilts]
+        logs_x = [log_m - theta * beyond for log_m, theta in zip(logs_m, tilts, strict=True)]
+        tilt, log_x = min(zip(tilts, logs_x, strict=True), key=lambda each: each[1])
+        wrapped = beyond / count * math.exp(min(log_x, 0.0)) * (1 + 1e-9)
+        other, its = _power(mass, count, size, float(tilt) * step)
+        both = np.maximum(out, 0.0) + error, np.maximum(other, 0.0) + its  # both from above
+        out, error = np.minimum(both[0], both[1]), np.zeros(size)
+    else:
+        # Sums beyond the window came in again from below: the mean tells how much of them.
+        whole = float(points @ mass) * float(mass.sum()) ** (count - 1)
+        wrapped = max(0.0, whole - float(values @ out)) + float(values @ error) + 1e-13
     far_q, far_p = float(ndtr(-(reach + own / 2) / root)), float(ndtr(-(reach - own / 2) / root))
     rest = far_p + count * far_q + 2 * wrapped
     keep = out > error
     # What is dropped is not above twice the rounding, which is charged at every point.
     kept = np.where(keep, out, 0.0)
-    return _Ratio(values, kept, common, 2 * error, rest)
+    return MeanRatio(values, kept, common, 2 * error, rest)
+
+
+def _power(mass: Array, count: int, size: int, tilt: float) -> tuple[Array, Array]:
+    """The cyclic convolution power, by masses times e^{tilt·j}, and a bound on its errors."""
+    scale = tilt * np.arange(len(mass))
+    tilted = mass * np.exp(scale)
+    total = float(tilted.sum())
+    spectrum = sfft.rfft(tilted / total, size)
+    spectrum = np.exp(count * np.log(np.where(spectrum == 0, 1e-300, spectrum)))
+    out = sfft.irfft(spectrum, size)
+    norm = math.sqrt(2.0 * float(np.sum(np.abs(spectrum) ** 2)) / size)
+    one = float(np.linalg.norm(tilted)) / total
+    error = 6 * _UNIT * math.log2(size) * norm * (1 + 2 * count * one)
+    error += 8 * _UNIT * (count + 50) * 2.0 * float(np.sum(np.abs(spectrum))) / size
+    back = np.exp(np.minimum(count * math.log(total) - tilt * np.arange(size), 700.0))
+    return out * back, error * back * (1 + 1e-9)
 
 
 def _between(x: Array) -> Array:

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.accounting.bins import Overlaps
+from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.errors import InvalidInput, non_negative, open_unit, positive, whole
 
 Array = np.ndarray
@@ -82,7 +83,7 @@ class SecretPositions:
     """
 
     gram: Array
-    bound: Overlaps
+    bound: Overlaps | FreshPositions
     periods: int = 1
 
     def __post_init__(self) -> None:
@@ -167,7 +168,9 @@ class SecretPositions:
         positive(noise_multiplier=noise)
         whole(at_least=1000, samples=samples)
         K = np.asarray(self.gram, dtype=float) / noise**2
-        K = K + np.eye(len(K)) * (1e-12 * float(K.max()) + 1e-300)  # larger: on the safe side
+        # larger on the diagonal, on the safe side: bounds of inner products need not be a Gram
+        more = max(0.0, -float(np.linalg.eigvalsh(K)[0])) + 1e-12 * float(K.max()) + 1e-300
+        K = K + np.eye(len(K)) * more
         root = np.linalg.cholesky(K)
         kinds = [
             np.random.SeedSequence(seed, spawn_key=(DIRECTIONS.index(side), i)) for i in (0, 1)

@@ -1,6 +1,7 @@
 """Are secret draws what the plan says? The sampler of training, under a key of the system.
 
-    place   cyclic draws take their group only; a secret position is the same in every epoch
+    place   cyclic draws take their group only; a secret position is the same in every epoch, fresh
+            ones are far enough apart; cut batches are not larger than their cap
     size    coins that fell: Binomial(coins, q); batches of a fixed size have it; positions are even
     steps   units that two steps have in common, disjoint pairs of turns: Binomial(pairs, q²)
     units   two units in one step, disjoint pairs: the same (positions: both at one place)
@@ -24,7 +25,14 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Participation,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.release.sampler import Sampler, make_sampler
 
 #: A finding is believed when chance gives it less often than this.
@@ -61,17 +69,24 @@ class DrawAudit(Finding):
 def audit_draws(part: Participation, *, sampler: Sampler | None = None) -> DrawAudit:
     """Draw as training does, and count; `sampler` in place of the one of training."""
     if sampler is None:
-        population = part.population if isinstance(part, FixedSize) else _POPULATION
+        population = _POPULATION
+        if isinstance(part, FixedSize | TruncatedPoisson):
+            population = part.population
         if isinstance(part, CyclicPoisson):
             population = max(population, 2 * part.groups)
         sampler = make_sampler(part, population=population, key=os.urandom(32))
     units = sampler.population
-    steps = min(part.steps, _STEPS, max(8, _MOST_COINS // units))
+    enough = 3 * part.steps_per_epoch if isinstance(part, SeparatedBins) else _STEPS
+    steps = min(part.steps, enough, max(8, _MOST_COINS // units))
     drawn = np.zeros((steps, units), dtype=bool)
     for step in range(steps):
         drawn[step, sampler.draw(step)] = True
     if isinstance(part, BallsInBins):
         tests = _of_positions(drawn, part.steps_per_epoch)
+    elif isinstance(part, SeparatedBins):
+        tests = _of_fresh_positions(drawn, part)
+    elif isinstance(part, TruncatedPoisson):
+        tests = _of_cut_batches(drawn, part)
     else:
         groups = part.groups if isinstance(part, CyclicPoisson) else 1
         tests = _of_coins(drawn, groups, part)
@@ -122,6 +137,59 @@ def _of_positions(drawn: NDArray[np.bool_], b: int) -> dict[str, tuple[float, fl
         "size": (found, expected, min(1.0, len(sizes) * p)),
         "units": _binomial(seen, pairs.shape[1] // 2, len(sizes) / b / b),
     }
+
+
+def _of_fresh_positions(
+    drawn: NDArray[np.bool_], part: SeparatedBins
+) -> dict[str, tuple[float, float, float]]:
+    """Offsets in the epochs of their own of units whose first two epochs were seen whole."""
+    b, units = part.steps_per_epoch, drawn.shape[1]
+    phases, seen = np.arange(units) % b, min(2, len(drawn) // b - 1)
+    offsets, wrong = np.zeros((max(seen, 0), units), dtype=np.int64), 0
+    for unit in range(units):
+        steps = np.flatnonzero(drawn[:, unit])
+        wrong += int(np.any(np.diff(steps) < part.separation))
+        for k in range(seen):
+            start = int(phases[unit]) + k * b
+            own = steps[(steps >= start) & (steps < start + b)] - start
+            wrong += int(len(own) != 1)
+            offsets[k, unit] = own[0] if len(own) else -1
+    tests = {"places": (float(wrong), 0.0, float(wrong == 0))}
+    if seen < 1:
+        return tests
+    counts = np.bincount(offsets[0][offsets[0] >= 0], minlength=part.choices)
+    worst = int(np.argmax(np.abs(counts - units / part.choices)))
+    found, expected, p = _binomial(int(counts[worst]), units, 1 / part.choices)
+    tests["size"] = (found, expected, min(1.0, len(counts) * p))
+    beside = offsets[0][: units // 2 * 2].reshape(-1, 2)
+    same = int((beside[:, 0] == beside[:, 1]).sum())
+    tests["units"] = _binomial(same, len(beside), 1 / part.choices)
+    if seen > 1:
+        again = int((offsets[0] == offsets[1]).sum())
+        tests["steps"] = _binomial(again, units, 1 / part.choices)
+    return tests
+
+
+def _of_cut_batches(
+    drawn: NDArray[np.bool_], part: TruncatedPoisson
+) -> dict[str, tuple[float, float, float]]:
+    """Sizes with their cut, pairs of steps and of units, and who is left out of full batches."""
+    steps, units = drawn.shape
+    sizes = drawn.sum(axis=1)
+    came = np.arange(part.cap)
+    mean = float(binom.sf(came, part.population, part.rate).sum())  # of the smaller of K and cap
+    tests = {
+        "places": _never(sizes > part.cap),
+        "size": _binomial(int(sizes.sum()), steps * units, mean / units),
+    }
+    first = drawn[: steps // 2 * 2].reshape(-1, 2, units)
+    shared = int((first[:, 0] & first[:, 1]).sum())
+    tests["steps"] = _binomial(shared, len(first) * units, (mean / units) ** 2)
+    full = drawn[sizes == part.cap]
+    half = units // 2
+    front = int(full[:, :half].sum())
+    tests["units"] = _binomial(front, int(full.sum()), half / units)
+    return tests
 
 
 def _never(found: NDArray[np.bool_]) -> tuple[float, float, float]:

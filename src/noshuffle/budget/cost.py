@@ -32,8 +32,16 @@ import numpy as np
 
 from noshuffle.accounting import fourier, gdp, renyi
 from noshuffle.errors import Unsupported
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.plan import Plan
+from noshuffle.plan_accountant import sampled_release
 from noshuffle.statement import PrivacyStatement
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
@@ -118,8 +126,10 @@ def _cost(
         return Cost(said.mu, is_exact=said.exact)
     if is_sampled and delta:
         assert plan is not None
-        if isinstance(plan.participation, BallsInBins):
+        if isinstance(plan.participation, BallsInBins | SeparatedBins):
             return _in_bins(plan, steps, _SHARE * delta)
+        if isinstance(plan.participation, TruncatedPoisson):
+            return _composed(sampled_release(plan, steps), _SHARE * delta)
         noise = plan.noise_multiplier / plan.sensitivity.value
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), noise, turns, _SHARE * delta)
@@ -156,7 +166,10 @@ def _sampled(law: str, rate: float, noise: float, steps: int, slack: float) -> C
         sampling, orders = law.removeprefix("rdp-"), renyi.DEFAULT_ORDERS
         z = noise / 2 if sampling == "fixed" else noise
         return _above(_renyi(orders, renyi.curve([(z, rate, steps)], sampling=sampling)), slack)
-    composed = fourier.compose([(noise, rate, steps)], direction=law)
+    return _composed(fourier.compose([(noise, rate, steps)], direction=law), slack)
+
+
+def _composed(composed: fourier.Composed, slack: float) -> Cost:
     nears = (1e-2, math.sqrt(slack))
 
     def curve(epsilons: np.ndarray) -> np.ndarray:

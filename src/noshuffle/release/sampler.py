@@ -5,6 +5,8 @@
     FixedSizeSampler          a uniform subset of a fixed size
     BinsSampler               everybody at one secret position, the same in every epoch
     CyclicSampler             coin flips among one of several groups that take turns
+    TruncatedSampler          coin flips, and a random part of batches that are too large
+    SeparatedSampler          everybody at a fresh secret position in every epoch of its own
 
 Natural order is public and needs no randomness. The secret draws are what amplification rests on:
 they come from the ChaCha20 stream of a 256-bit key from the operating system, one nonce per step,
@@ -28,7 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, Unsupported, whole
-from noshuffle.participation import BallsInBins, CyclicPoisson, FixedSize, Participation, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Participation,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.release.units import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
@@ -50,7 +60,7 @@ def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
 class Sampler:
     """Secret draws, reproducible from the key and the step."""
 
-    participation: Poisson | FixedSize | CyclicPoisson | BallsInBins
+    participation: Participation
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
@@ -67,11 +77,15 @@ class Sampler:
         """The units of this step, in increasing order."""
         raise NotImplementedError
 
-    def _words(self, step: int, count: int) -> NDArray[np.uint64]:
+    def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
         """A random word a unit, of the step's own ChaCha20 stream (counter 0, nonce = step)."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
-        key = self.key if isinstance(self.key, bytes) else self.key(step)
+        key = (
+            self.key
+            if isinstance(self.key, bytes)
+            else self.key(step if key_of is None else key_of)
+        )
         nonce = bytes(8) + step.to_bytes(8, "little")
         cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
@@ -113,6 +127,26 @@ class FixedSizeSampler(Sampler):
         return np.sort(order[: self.participation.batch]).astype(np.int64)
 
 
+class TruncatedSampler(Sampler):
+    """Coin flips; of more than `cap` units those with the smallest words stay.
+
+    Guarantees: those of `PoissonSampler` before the cut. Words of drawn units are independent and
+    uniform below the threshold, so every subset of `cap` of them is equally likely up to ties,
+    whose probability is below population²·2⁻⁶⁵/rate.
+    """
+
+    participation: TruncatedPoisson
+
+    def draw(self, step: int) -> Ids:
+        words, part = self._words(step, self.population), self.participation
+        drawn = np.arange(self.population, dtype=np.int64)
+        if part.rate < 1:
+            drawn = np.flatnonzero(words < np.uint64(int(part.rate * 2**64))).astype(np.int64)
+        if len(drawn) > part.cap:
+            drawn = np.sort(drawn[np.argsort(words[drawn], kind="stable")[: part.cap]])
+        return drawn
+
+
 class CyclicSampler(Sampler):
     """Every example of the group whose turn it is by its own coin flip; example i is in group
     i mod groups.
@@ -141,13 +175,48 @@ class BinsSampler(Sampler):
     @cached_property
     def positions(self) -> NDArray[np.int64]:
         """As secret as the key."""
-        words, b = self._words(0, self.population), self.participation.steps_per_epoch
-        high, low = words >> np.uint64(32), words & np.uint64(2**32 - 1)  # ⌊word · b / 2⁶⁴⌋
-        scaled = high * np.uint64(b) + (low * np.uint64(b) >> np.uint64(32))
-        return (scaled >> np.uint64(32)).astype(np.int64)
+        return _scaled(self._words(0, self.population), self.participation.steps_per_epoch)
 
     def draw(self, step: int) -> Ids:
         return np.flatnonzero(self.positions == step % self.participation.steps_per_epoch)
+
+
+class SeparatedSampler(Sampler):
+    """Every example at a secret position of the epoch of its own that covers the step.
+
+    Guarantees: positions are independent over examples and epochs, uniform up to 2⁻⁶⁴ a position,
+    any two of one example at least `separation` steps apart. The epochs that begin in one stretch
+    of steps_per_epoch steps are drawn together, by one nonce, with the key of the run's first step.
+    """
+
+    participation: SeparatedBins
+
+    def draw(self, step: int) -> Ids:
+        b = self.participation.steps_per_epoch
+        stretch, place = divmod(step, b)
+        phase = np.arange(self.population, dtype=np.int64) % b
+        # Whose own epoch began in this stretch, and whose in the one before (which has nonce 0
+        # before the run): where it is now.
+        own = np.where(phase <= place, self._stretch(stretch + 1), self._stretch(stretch))
+        return np.flatnonzero((place - phase) % b == own)
+
+    def _stretch(self, nonce: int) -> NDArray[np.int64]:
+        if nonce not in self._cache:
+            words = self._words(nonce, self.population, key_of=0)
+            kept = {each: self._cache[each] for each in self._cache if each == nonce - 1}
+            self._cache = {**kept, nonce: _scaled(words, self.participation.choices)}
+        return self._cache[nonce]
+
+    @cached_property
+    def _cache(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+
+def _scaled(words: NDArray[np.uint64], choices: int) -> NDArray[np.int64]:
+    """⌊word · choices / 2⁶⁴⌋."""
+    high, low = words >> np.uint64(32), words & np.uint64(2**32 - 1)
+    scaled = high * np.uint64(choices) + (low * np.uint64(choices) >> np.uint64(32))
+    return (scaled >> np.uint64(32)).astype(np.int64)
 
 
 def make_sampler(
@@ -160,6 +229,12 @@ def make_sampler(
                 f"the plan samples from {participation.population} examples, got {population}"
             )
         return FixedSizeSampler(participation, participation.population, key)
+    if isinstance(participation, TruncatedPoisson):
+        if population not in (None, participation.population):
+            raise InvalidInput(
+                f"the plan samples from {participation.population} examples, got {population}"
+            )
+        return TruncatedSampler(participation, participation.population, key)
     if isinstance(participation, Poisson):
         if population is None:
             raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
@@ -168,6 +243,10 @@ def make_sampler(
         if population is None or participation.steps_per_epoch >= 2**31:
             raise InvalidInput("secret positions need the number of examples; give population=")
         return BinsSampler(participation, population, key)
+    if isinstance(participation, SeparatedBins):
+        if population is None or participation.steps_per_epoch >= 2**31:
+            raise InvalidInput("secret positions need the number of examples; give population=")
+        return SeparatedSampler(participation, population, key)
     if isinstance(participation, CyclicPoisson):
         if population is None or population < participation.groups:
             raise InvalidInput(

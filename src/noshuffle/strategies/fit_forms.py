@@ -27,7 +27,14 @@ from scipy.optimize import minimize
 from scipy.signal import correlate, lfilter
 
 from noshuffle.errors import Unsupported
-from noshuffle.participation import CyclicPoisson, Epochs, MinSeparation, Participation, SinglePass
+from noshuffle.participation import (
+    CyclicPoisson,
+    Epochs,
+    MinSeparation,
+    Participation,
+    SeparatedBins,
+    SinglePass,
+)
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.error import error
 from noshuffle.strategies.recipe import Array
@@ -85,6 +92,8 @@ def layout(participation: Participation) -> FitLayout:
         return FitLayout(participation.steps, participation.separation, participation.most)
     if isinstance(participation, CyclicPoisson):  # each turn is accounted apart
         return FitLayout(participation.steps, participation.groups, 1)
+    if isinstance(participation, SeparatedBins):  # and so is each position
+        return FitLayout(participation.steps, participation.separation, 1)
     raise Unsupported(
         "strategies are fitted for SinglePass, Epochs or MinSeparation, got "
         f"{type(participation).__name__}; use identity there, or a tree for Restarted"

@@ -52,7 +52,9 @@ from noshuffle.participation import (
     Participation,
     Poisson,
     Restarted,
+    SeparatedBins,
     SinglePass,
+    TruncatedPoisson,
 )
 from noshuffle.strategies import gram
 from noshuffle.strategies import toeplitz_sensitivity as toeplitz
@@ -121,8 +123,12 @@ def prefix_sensitivity(
         known = prefix_sensitivity(strategy, participation.in_order, steps)
         return min(secret, known, key=lambda each: each.squared)
     if isinstance(participation, CyclicPoisson) and not plain:
-        return _one_turn(strategy, participation, steps)
-    if isinstance(participation, Poisson | FixedSize | CyclicPoisson):
+        return _one_turn(strategy, participation, participation.groups, steps)
+    if isinstance(participation, SeparatedBins) and not plain:
+        return _one_turn(strategy, participation, participation.separation, steps)
+    if isinstance(
+        participation, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson | SeparatedBins
+    ):
         if plain:
             return _record(1.0, 1.0, "per step; the amplified accountant composes the steps")
         raise Unsupported(
@@ -151,8 +157,8 @@ def prefix_sensitivity(
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
 
 
-def _one_turn(strategy: Strategy, participation: CyclicPoisson, n: int) -> Sensitivity:
-    """The largest column, for encoders with no more diagonals than there are groups.
+def _one_turn(strategy: Strategy, participation: Participation, bands: int, n: int) -> Sensitivity:
+    """The largest column, for encoders with no more diagonals than lie between turns of a unit.
 
     The steps of a unit are then so far apart that their columns share no row: each of its turns is
     seen in rows of its own, as one sampled Gaussian step with the noise over its column norm
@@ -160,18 +166,18 @@ def _one_turn(strategy: Strategy, participation: CyclicPoisson, n: int) -> Sensi
     """
     if isinstance(strategy, ToeplitzStrategy) and n <= MAX_COEFFICIENTS:
         c, g = strategy.coefficients(n), strategy.gain_values(n)
-        is_banded = not np.any(c[participation.groups :])
+        is_banded = not np.any(c[bands:])
         columns = toeplitz.squared_columns(c, g)
     elif type(strategy) is Dense:
         C = strategy.encoder(n)
-        is_banded = not np.any(np.tril(C, -participation.groups)) and not np.any(np.triu(C, 1))
+        is_banded = not np.any(np.tril(C, -bands)) and not np.any(np.triu(C, 1))
         columns = np.sum(C * C, axis=0)
     else:
         is_banded, columns = False, np.zeros(1)
     if not is_banded:
         raise Unsupported(
-            f"cyclic-poisson sampling is accounted for noise of at most {participation.groups} "
-            f"bands (its groups), got the strategy {strategy.name!r}; use the mechanism banded"
+            f"{participation.kind} sampling is accounted for noise of at most {bands} bands (its "
+            f"groups, or separation), got the strategy {strategy.name!r}; use the mechanism banded"
         )
     largest = float(columns.max())
     return _record(largest, largest, "per turn; the amplified accountant composes the turns")

@@ -55,7 +55,8 @@ def compiled_step(parts: Parts, plan: Plan, *, wanted: bool | str) -> tuple[Comp
     capacity = int(parts.planned_batch)
     if plan.participation.is_sampled:
         # Draws vary around the planned size; six standard deviations leave one in 10⁸ outside.
-        capacity += math.ceil(6.0 * math.sqrt(capacity))
+        most = plan.participation.largest_draw
+        capacity = most or capacity + math.ceil(6.0 * math.sqrt(capacity))
     return Compiled(parts, capacity=capacity, fuse=wanted is True), ""
 
 
