@@ -194,7 +194,7 @@ def test_long_runs_leave_out_what_redraws_everything():
     names = {found.strategy.name for found in candidates(SinglePass(3000), max_buffers=2)}
     assert "dense" not in names
     assert "sqrt_toeplitz" not in names
-    assert "blt" in names
+    assert "blt_two_sided" in names
 
 
 def test_tiny_runs():

@@ -203,7 +203,7 @@ def test_what_has_no_proof_is_refused():
     with pytest.raises(Unsupported, match="at most"):
         st.sensitivity(endless, SinglePass(MOST_STEPS + 1))
     with pytest.raises(Unsupported, match="at most"):
-        st.error(endless, 2**16)
+        st.error(endless, 2**16, workload=momentum(0.9))
     with pytest.raises(Unsupported, match="at most"):
         endless.encoder(2**16)
 

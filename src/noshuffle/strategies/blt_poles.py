@@ -54,6 +54,15 @@ def _unbounded(gaps: Array) -> Array:
     return np.asarray(np.log(ratios / (1 - ratios)))
 
 
+def stretched(u: Array, factor: float) -> Array:
+    """u for steps `factor` times as fine: the slowest gap shrinks as 1/factor, a gap of one stays.
+
+    For warm starts: log gaps are moved in proportion to themselves.
+    """
+    gaps = np.stack(poles(u), axis=-1).ravel()
+    return _unbounded(gaps ** (1 - np.log(factor) / np.log(gaps[0])))
+
+
 def without_cancelled(gap: Array, hat: Array) -> tuple[Array, Array]:
     """Drop neighbours of the list θ_1, θ̂_1, θ_2, … that cancel; one pair always stays."""
     mixed = list(np.stack([gap, hat], axis=-1).ravel())

@@ -5,7 +5,8 @@
 Multiply by the sensitivity to compare mechanisms at equal privacy (`fit_forms.cost` does).
 
 A Toeplitz strategy under a Toeplitz workload (no gains, no schedule) has B = T(a/c), so ‖B_t‖² is
-the running sum of squares of one sequence: O(n). Trees know the variance of their prefix sums, and
+the running sum of squares of one sequence: O(n). So have BLTs with gains but no taps, under prefix
+sums with any learning rates (`buffered_squared`). Trees know the variance of their prefix sums, and
 carry a small covariance matrix along for other workloads: O(n·log² n).
 Everything else is computed from the rows of C⁻¹, one at a time: exact, in O(n²).
 
@@ -23,9 +24,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.signal import lfilter
 
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
+from noshuffle.strategies.blt import Blt, inverse_parameters
 from noshuffle.strategies.recipe import Array, Forest, forest_blocks
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
 from noshuffle.strategies.tree import Tree
@@ -68,6 +71,8 @@ def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -
 
 def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
     """‖B_t‖² for every step, by the cheapest exact way there is."""
+    if isinstance(strategy, Blt | TwoSidedBlt) and not strategy.taps and not workload.beta:
+        return buffered_squared(strategy, workload.rates(n))
     if isinstance(strategy, ToeplitzStrategy | TwoSidedBlt):
         if isinstance(strategy, TwoSidedBlt):
             rows = strategy.noising_rows(n)
@@ -95,6 +100,40 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
         )
     matrix = strategy.noising(n)
     return _by_rows(matrix, matrix.shape[1], workload, n)
+
+
+def buffered_squared(strategy: Blt | TwoSidedBlt, rates: Array) -> Array:
+    """‖B_t‖² for C⁻¹ = diag(1/g)·T(δ + Σ_j ω_j x/(1−θ_j x))·diag(1/a) under prefix sums, in O(n).
+
+    With v_r = 1/a_r² the step's noise m_t = z_t + Σ_j ω_j y_j and buffers y_j ← θ_j y_j + z_t,
+    read before they take z_t in, inner products follow from step to step:
+
+        q_jl(t+1) = θ_jθ_l q_jl(t) + v_t                          ⟨y_j, y_l⟩
+        p_j(t+1) = θ_j p_j(t) + d_t (v_t + θ_j Σ_l ω_l q_jl(t))   ⟨B_t, y_j⟩,   d = η/g
+        ‖B_t‖² = ‖B_{t−1}‖² + 2 d_t Σ_j ω_j p_j(t) + d_t² (v_t + Σ_jl ω_jω_l q_jl(t))
+
+    each a recursion of first order.
+    """
+    n = len(rates)
+    core = strategy.core if isinstance(strategy, TwoSidedBlt) else strategy
+    decays, scales = inverse_parameters(core.decays, core.scales)
+    d = rates / strategy.gain_values(n)
+    v = np.ones(n)
+    if isinstance(strategy, TwoSidedBlt):
+        v = 1.0 / strategy.draw_gain_values(n) ** 2
+
+    def before(source: Array, decay: float) -> Array:
+        """x(t) of x(t+1) = decay·x(t) + source(t), x(0) = 0."""
+        return np.asarray(lfilter([0.0, 1.0], [1.0, -decay], source))
+
+    power, cross = v.copy(), np.zeros(n)
+    for theta, omega in zip(decays, scales):
+        with_noise = np.zeros(n)
+        for other, weight in zip(decays, scales):
+            with_noise += weight * before(v, theta * other)
+        power += omega * with_noise
+        cross += omega * before(d * (v + theta * with_noise), theta)
+    return np.asarray(np.cumsum(2 * d * cross + d * d * power))
 
 
 def _by_rows(rows: Iterable[Array], width: int, workload: Workload, n: int) -> Array:

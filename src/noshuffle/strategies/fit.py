@@ -16,18 +16,21 @@ trees and independent noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.participation import Participation, Restarted
 from noshuffle.strategies.fit_forms import Fit, layout
+from noshuffle.strategies.fit_two_sided import check_two_sided
 from noshuffle.strategies.mechanisms import (
     DEFAULT_BANDS,
     DEFAULT_BUFFERS,
     MECHANISMS,
-    NORMALIZED_STEPS,
     OPTIONS,
+    STAGED_BUFFERS,
+    STAGED_STEPS,
     FitRequest,
     mechanism_of,
 )
@@ -38,6 +41,8 @@ __all__ = ["MECHANISMS", "best", "candidates", "fit"]
 #: Above these sizes `candidates` leaves out what draws all past noise again at every step.
 REDRAWN_STEPS = 512
 FULL_TREE_STEPS = 2048
+#: … and many bands, whose fits take minutes there and come out behind a BLT.
+BANDED_STEPS = 2**15
 
 
 def fit(
@@ -80,8 +85,9 @@ def candidates(
     """Every mechanism worth comparing that keeps at most `max_buffers` model-sized tensors.
 
     Least rms error first. Left out: what redraws all past noise at every step in long runs (sqrt
-    and dense above 512 steps, the full tree above 2048), more bands than the separation, and what
-    has no proof or no error formula for this participation and workload.
+    and dense above 512 steps, the full tree above 2048), more bands than the separation or than a
+    few above 2¹⁵ steps, what has no proof or no error formula for this participation and workload,
+    and in long runs BLTs without gains where gains on both sides can be fitted.
     """
     instance_of(Participation, participation=participation)
     workload = checked_workload(workload)
@@ -113,34 +119,47 @@ def _attempts(
         yield named("tree", variant="full")
     if isinstance(participation, Restarted):
         return
-    _, separation, most = layout(participation)
+    separation = layout(participation).separation
     room = DEFAULT_BANDS if max_buffers is None else max_buffers
-    for kept in (4, 16):
+    for kept in (4, 16) if n <= BANDED_STEPS else (4,):
         yield named("banded_inverse", bands=kept)
     if n <= REDRAWN_STEPS:
         yield named("sqrt")
         yield named("dense")
     if room:
-        yield named("banded", bands=min(separation, room + 1))
+        if n <= BANDED_STEPS:
+            yield named("banded", bands=min(separation, room + 1))
         # Without enough room for the automatic choice, the largest that fits is taken.
         limit = room if room < DEFAULT_BUFFERS else None
-        yield named("blt", buffers=limit)
-        if most > 1:
-            tapped: list[Fit] = []
+        yield from _buffered(named, participation, workload, limit)
 
-            def with_taps() -> Fit:
-                tapped.append(named("blt_tapped", buffers=limit)())
-                return tapped[0]
 
-            def with_gains(mechanism: str) -> Fit:  # of the size that taps settled on
-                size = tapped[0].strategy.buffers(n) if tapped else limit
-                return named(mechanism, buffers=size)()
+def _buffered(
+    named: Callable[..., Callable[[], Fit]],
+    participation: Participation,
+    workload: Workload,
+    limit: int | None,
+) -> Iterator[Callable[[], Fit]]:
+    """BLTs, from plain to gains on both sides, which in long runs are fitted alone: they hold all
+    others as special cases."""
+    n, _, most = layout(participation)
+    if n > STAGED_STEPS:
+        with suppress(Unsupported):
+            check_two_sided(participation, workload)
+            yield named("blt_two_sided", buffers=limit and min(limit, STAGED_BUFFERS))
+            return
+    found: list[Fit] = []
 
-            yield with_taps
-            yield partial(with_gains, "blt_gains")
-            yield partial(with_gains, "blt_two_sided")
-        elif n <= NORMALIZED_STEPS:
-            yield named("blt_two_sided", buffers=limit)
+    def of_one_size(mechanism: str) -> Fit:  # that which the first of them settled on
+        size = found[0].strategy.buffers(n) if found else limit
+        found.append(named(mechanism, buffers=size)())
+        return found[-1]
+
+    yield partial(of_one_size, "blt")
+    if most > 1:
+        yield partial(of_one_size, "blt_tapped")
+        yield partial(of_one_size, "blt_gains")
+    yield partial(of_one_size, "blt_two_sided")
 
 
 def best(

@@ -18,7 +18,7 @@ buffer whose pole cancels against a zero is dropped, so fewer buffers than asked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from noshuffle.errors import Unsupported, one_of, whole
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies import blt_forms as forms
+from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_gains import sensitivity_classes
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
@@ -34,6 +35,8 @@ from noshuffle.strategies.blt_poles import (
     poles,
     spaced,
     strategy_at,
+    stretched,
+    unbounded,
 )
 from noshuffle.strategies.fit_forms import Fit, layout, lbfgs
 from noshuffle.strategies.fit_gains import TAP_BOUNDS, fit_gains, fit_normalized, scheduled_error
@@ -45,6 +48,9 @@ SCHEDULE_LIMIT, GAINS_LIMIT = 200_000, 20_000
 
 #: Epochs up to which taps are fitted: the search keeps all inner products of k columns.
 TAPS_LIMIT = 256
+
+#: Above so many steps taps and poles are those of a shorter run of as many epochs.
+TAPS_STEPS = 50_000
 
 MAX_BUFFERS = 12
 
@@ -98,6 +104,8 @@ def _fitted(task: Task, buffers: int, taps: int, gains: bool) -> Fit:
         return fit_gains(
             plain, steps=task.steps, epochs=task.participations, rates=task.rates, buffers=buffers
         )
+    if taps and task.steps > TAPS_STEPS and task.rates is None:
+        return _taps_of_shorter_run(task, buffers, taps)
     if taps:
         return _fit_taps(task, _fitted(task, buffers, 0, False), buffers, taps)
     return _fit_poles(task, buffers)
@@ -223,6 +231,23 @@ def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:
     c = strategy_at(x[: 2 * d], taps=x[2 * d :], lag=task.separation).coefficients(task.steps)
     squared, _ = sensitivity_classes(c, np.ones(task.steps), epochs=task.participations)
     return (_log_error(task, x, d)[0] + float(np.log(squared.max()))) / 2, int(squared.argmax())
+
+
+def _taps_of_shorter_run(task: Task, d: int, p: int) -> Fit:
+    """Taps as in a run of TAPS_STEPS, whose poles are moved with the length; or none."""
+    plain, b = _fitted(task, d, 0, False), TAPS_STEPS // task.participations
+    short = replace(task, steps=b * task.participations, separation=b)
+    found = _fitted(short, d, p, False).strategy
+    assert isinstance(found, Blt)
+    if not found.taps:
+        return plain
+    u = stretched(unbounded(found), task.separation / b)
+    x = np.concatenate([u, found.taps])
+    value, _ = _tapped_value(task, x, len(u) // 2)
+    if np.exp(value) >= plain.objective:
+        return plain
+    strategy = strategy_at(u, taps=found.taps, lag=task.separation)
+    return Fit(strategy, float(np.exp(value)), True, plain.iterations, plain.start)
 
 
 def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:

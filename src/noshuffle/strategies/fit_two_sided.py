@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.errors import Unsupported, one_of
-from noshuffle.participation import Participation
+from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
 from noshuffle.strategies.fit_blt import fit_blt
@@ -57,12 +57,7 @@ def fit_two_sided(
     n, _, k = layout(participation)
     if objective == "max":
         raise Unsupported("two-sided gains are fitted for rms error, got max error")
-    if n > STEPS_LIMIT or n * k > SIZE_LIMIT:
-        raise Unsupported(
-            f"two-sided gains are fitted for at most {STEPS_LIMIT:,} steps and {SIZE_LIMIT:,} "
-            f"steps × epochs, got {n:,} steps and {k} epochs; fit a blt with taps, or fewer, "
-            "larger steps"
-        )
+    check_two_sided(participation, workload)
     one_sided = fit_blt(participation, buffers=buffers, taps=taps, gains=True, workload=workload)
     start = one_sided.strategy
     assert isinstance(start, Blt)
@@ -92,13 +87,31 @@ def fit_two_sided(
             gtol=1e-6,
         )
         iterations += found.iterations
-        strategy = _strategy(found.gains, *np.split(found.x, [len(u)]), epochs=k)
+        strategy = two_sided_at(found.gains, *np.split(found.x, [len(u)]), epochs=k)
         if (reached := measured(strategy)) < value:
             best, value, converged = strategy, reached, found.converged
     return Fit(best, value, converged, iterations, one_sided.start)
 
 
-def _strategy(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> TwoSidedBlt:
+def check_two_sided(participation: Participation, workload: Workload) -> None:
+    """Refuse what the search has no error or sensitivity for."""
+    n, _, k = layout(participation)
+    if n > STEPS_LIMIT or n * k > SIZE_LIMIT:
+        raise Unsupported(
+            f"two-sided gains are fitted for at most {STEPS_LIMIT:,} steps and {SIZE_LIMIT:,} "
+            f"steps × epochs, got {n:,} steps and {k} epochs; fit a blt with taps, or fewer, "
+            "larger steps"
+        )
+    if workload.beta:
+        raise Unsupported("gains are fitted without momentum; fit them for prefix sums")
+    if k > 1 and not isinstance(participation, Epochs):
+        raise Unsupported(
+            "taps and gains over several participations are proved for Epochs (same order every "
+            "epoch) only; fit a plain blt for MinSeparation"
+        )
+
+
+def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> TwoSidedBlt:
     """The strategy at a point, every place of an epoch with sensitivity one."""
     log_gains, log_weights = gains
     n = len(log_gains)

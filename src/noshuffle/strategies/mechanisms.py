@@ -12,7 +12,8 @@
 `fit`, `Plan.fit`, comparisons and the command line read this table and nothing else: a mechanism
 joins by one entry, one of your own by `own.register`. Sizes that are not given are settled here:
 bisr takes the power of two with the least error, up to the separation; a blt the fewest buffers
-within 0.1 % of the best of one to four, then taps and gains. For a single participation columns are
+within 0.1 % of the best of one to four, then taps and gains; two-sided gains of long runs have
+three buffers and twelve taps. For a single participation columns are
 scaled to norm one (arXiv 2509.14334) where that lowers the error.
 
 >>> [option for option in MECHANISMS["tree"].options]
@@ -38,6 +39,7 @@ from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
 from noshuffle.strategies.fit_forms import Fit, FitLayout, Goal, cost, layout
+from noshuffle.strategies.fit_staged import fit_staged
 from noshuffle.strategies.fit_tree import fit_tree
 from noshuffle.strategies.fit_two_sided import fit_two_sided
 from noshuffle.strategies.identity import identity
@@ -53,8 +55,10 @@ DEFAULT_BUFFERS = 4
 WORTH = 1e-3
 #: Redrawn taps that a BLT gets by default; more change the third digit.
 DEFAULT_TAPS = 6
-#: Longest run whose error with unit columns, O(n²) work, is computed unasked.
-NORMALIZED_STEPS = 8192
+#: Longest run whose error with unit columns, O(n²) work, is computed unasked; of a BLT, O(n).
+NORMALIZED_STEPS, NORMALIZED_BLT_STEPS = 8192, 4_000_000
+#: From here on two-sided gains are fitted in stages, with so many buffers and taps.
+STAGED_STEPS, STAGED_BUFFERS, STAGED_TAPS = 512, 3, 12
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,16 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     unit columns: they cost nothing, so they are always tried. Taps reach back whole epochs, so at
     most k − 1 of k participations are of use.
     """
-    most, buffers = request.layout.most, request.options.get("buffers")
+    n, _, most = request.layout
+    buffers = request.options.get("buffers")
+    if name == "blt_two_sided" and n > STAGED_STEPS and request.objective == "rms":
+        with threadpool_limits(limits=1):
+            return fit_staged(
+                request.participation,
+                buffers=buffers or STAGED_BUFFERS,
+                taps=request.options.get("taps", STAGED_TAPS),
+                workload=request.workload,
+            )
     taps = 0 if name == "blt" else min(request.options.get("taps", DEFAULT_TAPS), most - 1)
 
     def build(size: int, gains: bool = False) -> Fit:
@@ -247,7 +260,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     size = next(size for size, found in fits.items() if found.objective <= enough)
     if has_gains:
         return build(size, gains=True)
-    if most == 1 and request.layout.steps <= NORMALIZED_STEPS:
+    if most == 1 and n <= NORMALIZED_BLT_STEPS:
         with suppress(Unsupported):  # no unit columns for this workload or objective
             return min(fits[size], build(size, gains=True), key=lambda found: found.objective)
     return fits[size]
