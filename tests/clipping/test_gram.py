@@ -90,3 +90,15 @@ def test_the_kernels_do_not_hide_nan_and_infinity():
     a[0, 3, 2], g[1, 2, 1] = torch.nan, torch.inf
     assert gram.has_kernel(a, g)
     assert torch.isfinite(gram.squares(a, g)).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_inner_products_are_those_of_each_example_alone(dtype):
+    x = torch.randn(4, 6, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[2, 3, 1] = torch.nan
+    found = gram.inner(x)
+    others = [0, 1, 3]
+    wide = x[others].double()
+    assert torch.allclose(found[others].double(), wide @ wide.mT, rtol=1e-5, atol=1e-5)
+    assert torch.isnan(found[2, 3]).all()
+    assert torch.equal(found[others], gram.inner(x[others]))

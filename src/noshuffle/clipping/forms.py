@@ -221,7 +221,7 @@ class RowGradient(GradientForm):
             return self.g.new_zeros(b)
         if t <= max(64, d):
             same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
-            table = torch.where(same, bmm(self.g, self.g.mT), 0.0)
+            table = torch.where(same, gram.inner(self.g), 0.0)
             exact = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
         else:
             key, inverse = torch.unique(self._places(), return_inverse=True)
