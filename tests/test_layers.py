@@ -28,6 +28,7 @@ LAYERS = {
     "sampled_fit": 2,
     "plan_accountant": 2,
     "theory": 2,
+    "owners": 2,
     "noise": 3,
     "clipping": 3,
     "optim": 3,
@@ -48,9 +49,10 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant"},
+    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant", "owners"},
 )
 WITHOUT_TORCH = {
+    "owners",
     "errors",
     "participation",
     "strategies",

@@ -73,6 +73,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_run_that_ends_for_want_of_users_is_no_success(tmp_path: Path) -> None:
+    line = command(tmp_path / "r", separation=1, max_participations=1, clients_per_round=200)
+    assert main([*line, "--json"]) == 5
+
+
 def test_the_folder_holds_the_evidence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 4
     assert "NOT PRIVATE: 8 of 8" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.losses import logistic, squared
 from noshuffle.convex.margins import PerMargin, Softmax
 from noshuffle.convex.schedule import steps_for
+from noshuffle.convex.table_fit import NoBounds
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.release.verify import verify
 
@@ -240,3 +242,13 @@ def test_a_row_that_is_too_long_for_a_number_spoils_nothing(
         model = kind(epsilon=1.0, delta=1e-6, solver=solver, test_seed=0, **settings).fit(x, y)
     assert np.isfinite(model.coef_).all()
     assert np.isfinite(model.intercept_).all()
+
+
+def test_a_table_without_bounds_is_warned_of() -> None:
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    y = (x[:, 0] > 0).astype(int)
+    with pytest.warns(NoBounds, match="give bounds="):
+        PrivateLogisticRegression(epsilon=1.0, classes=[0, 1]).fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoBounds)
+        PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], bounds=(-4, 4)).fit(x + 9, y)

@@ -36,6 +36,8 @@ from noshuffle.report import write_report
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
 _GLANCE = 1000
+#: Exit status of a run that ended for want of users.
+ENDED_EARLY = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ class FederatedResult(JobResult):
             numbers = ", ".join(map(str, self.skipped))
             rows.append(("rounds passed over", f"{numbers} (open when the run died; charged)"))
         return rows
+
+    @property
+    def exit_code(self) -> int:
+        """5 where users ran out before the plan did: what is released is private, and less."""
+        return 0 if self.is_complete else ENDED_EARLY
 
     def tell(self, console: Console) -> None:
         """Who paid what, and what the limits left unused."""

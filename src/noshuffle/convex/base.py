@@ -192,6 +192,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         why = self._choose(X, run=run)
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(X)
+            self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:
             if sample_weight is not None:

@@ -10,6 +10,7 @@ State: none of its own; it writes the attributes of the estimator.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,6 +37,10 @@ IDS = "Units were told apart by the ids given with the rows; an id that came twi
 SETTINGS = "All other settings are taken to have been chosen without the data, too."
 _BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
 _UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
+
+
+class NoBounds(UserWarning):
+    """A table was learned without bounds of its columns: legal, and rarely meant."""
 
 
 class TableFit:
@@ -271,6 +276,16 @@ class TableFit:
             features=features,
             names=getattr(self, "feature_names_in_", None),
         )
+
+    def _warn_without_bounds(self) -> None:
+        if all(getattr(self, n) is None for n in self._BOUNDS):
+            warnings.warn(
+                "no bounds of columns were given: rows are clipped as they come, and columns of "
+                "large numbers hide all others; give bounds=(low, high), one pair for all columns "
+                "or one for each",
+                NoBounds,
+                stacklevel=3,
+            )
 
     def _words_of_bounds(self) -> str:
         given = [n for n in self._BOUNDS if getattr(self, n) is not None]

@@ -16,12 +16,14 @@ second pass; `private.step` is faster, and checks participation before any gradi
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
 on one example; the statement says so. Gradients that do not come through the model's output (a
 penalty on weights) are not in c: the first step compares the raw gradient with that of the passes,
-and refuses a loop in which something is missing. State: the factor of the last step.
+refuses a loop in which something is missing, and warns where it was scaled or clipped before the
+step, which has no effect. State: the factor of the last step.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -33,6 +35,7 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.check import ProbablyNotMeant
 from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
 from noshuffle.training.rng import seeded
 from noshuffle.training.step import Parts, Step
@@ -146,7 +149,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         at = 0
         with self._accumulate() as step:
             if not self._is_compared:
-                _check_raw(self._parts, passes)
+                _check_raw(self._parts, passes, factor)
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
                 part = None if given is None else given[at : at + size]
@@ -177,10 +180,11 @@ def _check_again(one: Pass, found: Tensor) -> None:
         raise Unsupported(MASKS.format(why="in parts or one by one, see private.fallbacks"))
 
 
-def _check_raw(parts: Parts, passes: list[Pass]) -> None:
-    """Raise unless the passes give the raw gradient, up to a factor (its norm may be clipped).
+def _check_raw(parts: Parts, passes: list[Pass], factor: float | None) -> None:
+    """Raise unless the passes give the raw gradient, up to a factor, and warn of a factor.
 
-    Of a gradient that is zero or not finite nothing can be said.
+    A GradScaler's own (`unscale_` by `factor`) is none. Of a gradient that is zero or not finite
+    nothing can be said.
     """
     own = list(parts.parameters.values())
     raw = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in own]
@@ -207,4 +211,13 @@ def _check_raw(parts: Parts, passes: list[Pass]) -> None:
             "loss.backward() gave gradients beyond those of the passes through the model (a "
             "penalty on weights, parts of it called by themselves, random numbers), and they would "
             "be lost; use private.step with a ModelLoss, or weight_decay of the optimizer"
+        )
+    scaled = dot / other
+    if min(abs(scaled - 1.0), abs(scaled * (factor or 1.0) - 1.0)) > (1e-3 if is_exact else 0.1):
+        warnings.warn(
+            f".grad was multiplied by {scaled:.3g} between loss.backward() and step() "
+            "(clip_grad_norm_, or by hand), which has no effect: the private gradient takes its "
+            "place; leave that line out (clip_norm of privatize bounds every example)",
+            ProbablyNotMeant,
+            stacklevel=4,
         )
