@@ -53,7 +53,7 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             exec(program, names)
 
 
-@pytest.mark.parametrize("name", [*ALONE, "docs/transformers.md"])
+@pytest.mark.parametrize("name", ALONE)
 def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, tmp_path, monkeypatch)
 

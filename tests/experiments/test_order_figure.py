@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noshuffle.experiments import order
+from noshuffle.experiments import order, order_view
 from noshuffle.experiments.figure import DIFFERS, HOLDS, NOT_TESTED, Request, shipped
 
 ROWS = np.arange(300)
@@ -58,7 +58,7 @@ def made_up(**accuracy: float) -> dict[str, Any]:
         name: {"rate": 0.1, "epsilon": 2.0, "accuracy": [value, value + 0.2]}
         for name, value in every.items()
     }
-    orders = {f"mnist, linear/final/{name}": made for name in order.ORDERS[:-1]}
+    orders = {f"mnist, linear/final/{name}": made for name in order_view.ORDERS[:-1]}
     return {**orders, "mnist, linear/final/sampled": {"sampled": made["blt"]}}
 
 
