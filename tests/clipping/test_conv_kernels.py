@@ -21,7 +21,14 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 if HAS_TRITON and not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
 
-from noshuffle.clipping import Flat, Ghost, conv_kernels, norm_kernels, rules_conv  # noqa: E402
+from noshuffle.clipping import (  # noqa: E402
+    Flat,
+    Ghost,
+    conv_kernels,
+    gpu_kernels,
+    norm_kernels,
+    rules_conv,
+)
 
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -230,3 +237,25 @@ def test_the_sum_is_of_what_the_norms_were_taken_of(shape: Any, dtype: torch.dty
         alone[b] = 1.0
         added = conv_kernels.total(x, g, alone, **how).double().square().sum()
         assert float(abs(added / squares[b] - 1.0)) < 2.0**-16, "more than what is left for it"
+
+
+@with_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 70, 9, 11), (2, 5, 4, 4), (1, 64, 8, 8), (2, 3, 1, 7)])
+def test_pictures_are_turned_as_torch_turns_them(shape: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    x[0, 1] = torch.nan
+    found, wanted = conv_kernels.turned(x, dtype), x.to(dtype, memory_format=torch.channels_last)
+    assert found.dtype is dtype
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+@with_triton
+def test_a_factor_of_zero_reads_nothing() -> None:
+    x = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    x[1] = torch.nan
+    found = gpu_kernels.rescale(x, torch.tensor([1.0, 0.0, 0.5], device=DEVICE))
+    assert torch.equal(found[0], x[0])
+    assert torch.equal(found[1], torch.zeros_like(x[1]))
+    assert torch.equal(found[2], 0.5 * x[2])

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from noshuffle.clipping import gram
 from noshuffle.clipping.gram import SMALLEST, allowance, has_kernel
-from noshuffle.clipping.products import HALF, bmm, roundoff, scaled, weighted, wide
+from noshuffle.clipping.products import HALF, bmm, roundoff, scaled, weighted, wide, zeroed
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,6 @@ class Units:
     def total(self, rows: Tensor) -> Tensor:
         """[B, …] → [U, …]: the sum over the examples of each unit."""
         return rows.new_zeros((self.count, *rows.shape[1:])).index_add_(0, self.of, rows)
-
-
-def zeroed(t: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, torch.zeros_like(t))
 
 
 _norm: Callable[..., Tensor] = torch.linalg.vector_norm

@@ -102,11 +102,12 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, M
 
 @jit
 def scale(x, factors, out, size, SIZE: tl.constexpr):
-    """out = x·factor, `size` entries an example."""
+    """out = x·factor, `size` entries an example; with factor zero nothing is read."""
     example = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    value = tl.load(x + example * size + k, mask=k < size, other=0.0).to(tl.float32)
     factor = tl.load(factors + example).to(tl.float32)
+    read = tl.where(factor != 0.0, size, 0)
+    value = tl.load(x + example * size + k, mask=k < read, other=0.0).to(tl.float32)
     tl.store(out + example * size + k, (value * factor).to(out.dtype.element_ty), mask=k < size)
 
 
@@ -136,7 +137,10 @@ def squares(
 
 
 def rescale(x: Tensor, factors: Tensor) -> Tensor:
-    """x[b]·factors[b], rounded once to the type of x; x is contiguous."""
+    """x[b]·factors[b], rounded once to the type of x; x is contiguous.
+
+    Guarantees: where factors[b] is zero the result is zero, whatever x[b] holds.
+    """
     out = torch.empty_like(x)
     size = x[0].numel()
     scale[(-(-size // RUN), len(x))](x, factors, out, size, SIZE=RUN, num_warps=8)

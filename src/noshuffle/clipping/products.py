@@ -30,10 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import gpu_kernels
 
 HALF = (torch.float16, torch.bfloat16)
+#: Numbers from which on a kernel of its own is worth it.
+LARGE = 2**20
 _ROUNDED = ("tf32", "bf16")
 _WIDENED: dict[str, Any] = {"out_dtype": torch.float32}  # an option of products on newer devices
 
@@ -167,12 +170,24 @@ def weighted(x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
 def _rescales(device: torch.device) -> bool:
     """Whether the kernel for it runs here, and agrees."""
     t = torch.arange(96.0, device=device, dtype=torch.bfloat16).reshape(2, 4, 12)
+    spoiled, left_out = t.clone(), torch.tensor([0.0, 1.0], device=device)
+    spoiled[0] = torch.nan
     factors = torch.tensor([0.3, 1.0], device=device)
     try:
-        found = gpu_kernels.rescale(t, factors)
+        found, kept = gpu_kernels.rescale(t, factors), gpu_kernels.rescale(spoiled, left_out)
     except Exception:  # a compiler may fail in any way; torch can always do it
         return False
-    return torch.equal(found, (t.float() * factors.reshape(2, 1, 1)).bfloat16())
+    is_zero = torch.equal(kept, t * left_out.bfloat16().reshape(2, 1, 1))
+    return is_zero and torch.equal(found, (t.float() * factors.reshape(2, 1, 1)).bfloat16())
+
+
+def zeroed(t: Tensor, keep: Tensor) -> Tensor:
+    """t with the examples outside `keep` replaced by zeros, NaN and ∞ included."""
+    if t.is_cuda and t.numel() >= LARGE and t.is_contiguous() and t.dtype in (*HALF, torch.float32):
+        is_now = not torch.cuda.is_current_stream_capturing() or _rescales.cache_info().currsize
+        if gpu_kernels.HAS_TRITON and is_now and get_proxy_mode() is None and _rescales(t.device):
+            return gpu_kernels.rescale(t, keep.float())
+    return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, 0.0)
 
 
 def _rescaled(t: Tensor, other: Tensor, factors: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from torch.nn import grad
 
 from noshuffle.clipping import conv_kernels
 from noshuffle.clipping.conv_windows import padded, sides_of, windows
-from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, zeroed
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
-from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide
+from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import rule
 
 #: Windows of fewer numbers are quickly written down.
@@ -213,7 +213,7 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
 def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolution:
     """In the form that kernels read: half precision, channels last."""
     if g.dtype in HALF:
-        x, g = (t.to(g.dtype, memory_format=torch.channels_last) for t in (x, g))
+        x, g = (conv_kernels.turned(t, g.dtype) for t in (x, g))
         return Convolution(layer, x, g, size, sides)
     pictures = len(x) // size
     (x, of_x), (g, of_g) = (conv_kernels.halves(t.float(), pictures=pictures) for t in (x, g))

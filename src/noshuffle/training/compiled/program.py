@@ -49,6 +49,13 @@ def in_memory(value: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,))
 
 
+def _as_it_lies(value: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient in the type and the order of memory of its parameter, as optimizers want it."""
+    if value.stride() == parameter.stride():
+        return value.to(parameter.dtype)
+    return torch.empty_like(parameter.detach()).copy_(value)
+
+
 class Program(BatchBuffers):
     """The graphs of one kind of batch, up to `capacity` rows.
 
@@ -195,7 +202,7 @@ class Program(BatchBuffers):
             torch._foreach_mul_(own, moving.before)
         self.parts.noise.add_(values)
         torch._foreach_mul_(own, 1.0 / self.parts.planned_batch if moving is None else moving.after)
-        self._grads = {p: values[n].to(p.dtype) for n, p in self.parts.parameters.items()}
+        self._grads = {p: _as_it_lies(values[n], p) for n, p in self.parts.parameters.items()}
         self._give()
         if self.update.is_captured:
             self.update.run(self._grads)
