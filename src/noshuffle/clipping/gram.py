@@ -62,7 +62,8 @@ def inner(x: Tensor) -> Tensor:
     if get_proxy_mode() is not None or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return bmm(x, x.mT)
     rows = x.detach().numpy()
-    return torch.from_numpy(np.matmul(rows, rows.transpose(0, 2, 1)))
+    with np.errstate(all="ignore"):  # an example may hold infinities: its norm is one, or NaN
+        return torch.from_numpy(np.matmul(rows, rows.transpose(0, 2, 1)))
 
 
 def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
