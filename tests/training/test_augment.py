@@ -85,6 +85,14 @@ def test_images_are_moved_and_mirrored_row_by_row() -> None:
     assert all(any(torch.equal(c, w) for w in allowed) for c in copies[0, :, 0])
     still = Augment(copies=2, shift=0, mirror=False)(x)
     assert torch.equal(still[:, 1], x)
+    assert Augment(copies=3)(x[:0]).shape == (0, 3, 1, 8, 8)  # a secret draw may be empty
+    own = Augment(copies=2, transform=lambda x: x.flatten(1) + torch.rand(()))(x)
+    assert own.shape == (2, 2, 64)
+    assert not torch.equal(own[:, 0], own[:, 1])
+    with pytest.raises(InvalidInput, match="a row for every row"):
+        Augment(copies=2, transform=lambda x: x[:1])(x)
+    with pytest.raises(Unsupported, match="criterion"):
+        mean_over_copies(mean_over_copies(LOSS))
 
 
 def private(**how: Any) -> Any:
