@@ -7,7 +7,7 @@ import torch
 
 from noshuffle.errors import InvalidInput
 from noshuffle.training import scattering as module
-from noshuffle.training.scattering import CHANNELS, normalised, scattering
+from noshuffle.training.scattering import CHANNELS, mirrored, normalised, scattering
 
 
 def images(rows: int = 2, channels: int = 1, side: int = 8) -> torch.Tensor:
@@ -52,6 +52,15 @@ def test_images_and_channels_are_transformed_by_themselves() -> None:
     x[0] *= 1e6
     assert torch.equal(scattering(x, chunk=2)[2], whole[2])
     torch.testing.assert_close(normalised(whole)[1], normalised(whole[1:2])[0])
+
+
+def test_mirrored_features_do_not_know_left_from_right() -> None:
+    x = images(2)
+    found = mirrored(x)
+    assert torch.equal(found, mirrored(x.flip(3)))
+    mean = (normalised(scattering(x)) + normalised(scattering(x.flip(3)))) / 2
+    torch.testing.assert_close(found, mean)
+    assert not torch.allclose(found, normalised(scattering(x)), atol=1e-2)
 
 
 def test_wavelets_have_mean_zero_and_a_shift_changes_little() -> None:

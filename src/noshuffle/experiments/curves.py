@@ -36,11 +36,8 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
     for task, lines in _found(figure, results).items():
         curves = {line: curve(results, task, line) for line in lines}
         epsilons = sorted({e for points in curves.values() for e in points if e > 0})
-        made = [v for k, v in results.items() if k.startswith(f"{task}/") and "data" in v]
-        title = settings["tasks"][task]["title"]
-        title = made[0].get("title", title) if made else title
-        if made and made[0]["data"] != settings["tasks"][task]["data"]:
-            title += f" ({made[0]['data']} stands in)"
+        made = _made(results, task)
+        title = _title(task, settings, made)
         heads = " | ".join(f"ε = {e:g}" for e in epsilons)
         block = [f"**{title}**: test accuracy in %, mean ± deviation (learning rate)", ""]
         block += [f"| line | trials | {heads} |", "|---" * (len(epsilons) + 2) + "|"]
@@ -56,6 +53,19 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
             block.append(f"| {names[line]} | {trials} | {' | '.join(shown)} |")
         blocks.append("\n".join(block))
     return "\n\n".join(blocks)
+
+
+def _made(results: Results, task: str) -> list[Mapping[str, Any]]:
+    return [v for k, v in results.items() if k.startswith(f"{task}/") and "data" in v]
+
+
+def _title(task: str, settings: Mapping[str, Any], made: Sequence[Mapping[str, Any]]) -> str:
+    """The title of a task, with the data that stood in for its own."""
+    record = settings["tasks"].get(task, {"title": ""})
+    if not made:
+        return str(record["title"])
+    name, title = made[0]["data"], made[0].get("title", record["title"])
+    return str(title if name == record["data"] else f"{title} ({name} stands in)")
 
 
 def draw(
@@ -96,7 +106,7 @@ def _panel(
         axes.errorbar(list(points), y, yerr=bars, label=label, ms=4, lw=1.3, **style)
     for (name, values), mark in zip(published.items(), "x+1"):
         axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=name)
-    axes.set(xscale="log", xlabel="ε", title=settings["tasks"].get(task, {}).get("title", ""))
+    axes.set(xscale="log", xlabel="ε", title=_title(task, settings, _made(results, task)))
     shown = [epsilon for line in lines for epsilon in curve(results, task, line) if epsilon > 0]
     ends = min(shown, default=1.0), max(shown, default=16.0)
     ticks = [tick for tick in (0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= 1.3 * ends[1]]

@@ -34,7 +34,7 @@ class StudyTask:
     in_turn: bool = False
     #: Rates that are searched, as factors of the middle; those of the figure if there are none.
     factors: tuple[float, ...] = ()
-    #: Fixed features that stand for the images: "scattering", or none.
+    #: Fixed features that stand for the images: "scattering", "mirrored", or none.
     features: str = ""
     #: Augmented copies of a row in every step; none if 0.
     augment: int = 0

@@ -33,7 +33,7 @@ from noshuffle.strategies.workload import cooldown
 from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.many import Setting, Study, accuracies
 from noshuffle.training.models import build
-from noshuffle.training.scattering import normalised, scattering
+from noshuffle.training.scattering import mirrored, normalised, scattering
 
 DECAY = 0.99
 #: Clip norm of runs without privacy.
@@ -69,6 +69,8 @@ def _data(name: str, stands_in: str, device: str, features: str) -> tuple[Any, .
     )
     if features == "scattering":
         x, x_test = (normalised(scattering(part)) for part in (x, x_test))
+    elif features == "mirrored":
+        x, x_test = mirrored(x), mirrored(x_test)
     return found.name, found.classes, x, y, x_test, y_test
 
 

@@ -100,6 +100,15 @@ def _scattered(x: Tensor) -> Tensor:
     return torch.cat(found, 2).flatten(1, 2)
 
 
+def mirrored(images: Tensor) -> Tensor:
+    """Normalised features, the mean of an image's and its mirror image's.
+
+    A linear model on them is one with symmetric weights: where classes do not know left from right
+    nothing is lost, and noise in half of the directions is not seen.
+    """
+    return (normalised(scattering(images)) + normalised(scattering(images.flip(3)))) / 2
+
+
 def normalised(features: Tensor) -> Tensor:
     """Groups of nine channels with mean zero and mean square one in each image."""
     return f.group_norm(features, features.shape[1] // TOGETHER)
