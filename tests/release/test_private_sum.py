@@ -176,3 +176,14 @@ def test_epochs_and_statement() -> None:
         sums.add([1.0], ids=[step % 2])
     assert sums.epsilon == pytest.approx(3.0, rel=1e-9)
     assert sums.statement().epsilon == sums.epsilon
+
+
+def test_the_statement_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
+    plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=2.0)
+    sums = PrivateSum(plan, clip=1.0, run=tmp_path / "r")
+    sums.add([0.5], ids=[1])
+    before = sums.statement()
+    sums.close()
+    sums.close()
+    assert sums.statement() == before
+    assert before.epsilon == plan.epsilon_after(1)

@@ -17,6 +17,7 @@ round number, so a run that was stopped and resumed is the run that was not.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -227,10 +228,13 @@ def evaluate(
     *,
     batch_size: int = 256,
     most: int | None = None,
+    loss_fn: LossFn = cross_entropy,
 ) -> tuple[float, float]:
     """Mean loss and accuracy per target on the held-out users (on the first `most` rows).
 
-    In eval mode, as the model will be used; the model itself stays as it is.
+    In eval mode, as the model will be used; the model itself stays as it is. With a `loss_fn` of
+    one's own (one loss per example, as in `simulate`) the mean is over examples, and the accuracy
+    NaN: a regression has none.
     """
     rows = len(task.x_test) if most is None else min(most, len(task.x_test))
     device = next(iter(parameters.values())).device
@@ -241,9 +245,13 @@ def evaluate(
         x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
         x, y = x.to(device), y.to(device)
         scores = call_with(twin, parameters, (x,))
+        if loss_fn is not cross_entropy:
+            loss, targets = loss + float(loss_fn(scores, y).sum()), targets + len(y)
+            continue
         is_target = y != NO_TARGET
         losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
         loss += float(losses)
         hits += int(((scores.argmax(1) == y) & is_target).sum())
         targets += int(is_target.sum())
-    return loss / max(1, targets), hits / max(1, targets)
+    accuracy = hits / max(1, targets) if loss_fn is cross_entropy else math.nan
+    return loss / max(1, targets), accuracy

@@ -94,6 +94,7 @@ class PrivateSum(OneOwner):
         self._begin["budget"] = budget
         self._device = torch.device(device)
         self._release: Release | None = None
+        self._statement: PrivacyStatement | None = None
         self._totals: dict[str, Tensor] = {}
         self._is_named = isinstance(shape, Mapping)
         self._kind = "tensor"
@@ -239,7 +240,8 @@ class PrivateSum(OneOwner):
         return self.release.sampler(population)
 
     def statement(self) -> PrivacyStatement:
-        return self.release.statement()
+        """The guarantee of what was released so far; after `close`, of all of it."""
+        return self._statement or self.release.statement()
 
     @property
     def epsilon(self) -> float:
@@ -256,9 +258,13 @@ class PrivateSum(OneOwner):
 
     def close(self, *, keep_keys: bool = False) -> None:
         """Save, bring the evidence up to date, let go of it; a finished stream is sealed."""
+        if self._statement is not None:
+            return
         if self.release.folder is not None:
             self.save()
+        said = self.release.statement()
         self.release.close_run(keep_keys=keep_keys)
+        self._statement = said
 
 
 def clipped_rows(rows: Tensor, clip: float) -> Tensor:
