@@ -1,10 +1,11 @@
 """Drivers × what they were at when they were killed, as a table.
 
-    python -m tests.release.kill_matrix 30        so many kills of every driver
+    python -m tests.release.kill_matrix 30            so many kills of every driver and command
+    python -m tests.release.kill_matrix 30 noshuffle  of those whose name has this word
 
 Each run is killed at up to two random instants (SIGKILL, between any two calls of Python), then
 brought to its end, and must be PROVED: every step on record once, none released with two values, ε
-that of the plan.
+that of the plan. Commands (`kill_commands`) must end as they do when nobody kills them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 from tests.release.contract import DRIVERS, PLACES
+from tests.release.kill_commands import COMMANDS, killed
 
 COLUMNS = [*PLACES, "elsewhere"]
 
@@ -38,9 +41,22 @@ def row(name: str, count: int) -> str:
     return f"| {name} | {' | '.join(cells)} | {found.total()} | {good} of {len(results)} |"
 
 
+def command_row(name: str, count: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        places, good, runs = killed(name, Path(folder), count)
+    found = Counter(places)
+    cells = [str(found[place] or "") for place in COLUMNS]
+    return f"| {name} | {' | '.join(cells)} | {len(places)} | {good} of {runs} |"
+
+
 if __name__ == "__main__":
     print(
         f"| driver | {' | '.join(COLUMNS)} | kills | proved |\n" + "|---" * (len(COLUMNS) + 3) + "|"
     )
+    asked, word = int(sys.argv[1]), "".join(sys.argv[2:])
     for each in DRIVERS:
-        print(row(each, int(sys.argv[1])), flush=True)
+        if word in each:
+            print(row(each, asked), flush=True)
+    for each in COMMANDS:
+        if word in each:
+            print(command_row(each, asked), flush=True)
