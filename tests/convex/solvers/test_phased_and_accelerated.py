@@ -199,7 +199,7 @@ def test_srgd_states_learns_and_refuses() -> None:
 
 def test_weakly_convex_scheme_descends_and_states() -> None:
     draws = np.random.default_rng(3)
-    x = losses.fit_into(9 * draws.standard_normal((16384, 2)), bound=1.0)
+    x = losses.fit_into(9 * draws.standard_normal((6144, 2)), bound=1.0)
     y = (x @ np.array([0.9, 0.0])) ** 2
     loss, start = losses.phase(radius=1.0), np.array([0.4, 0.4])
     run = weakly_convex(
