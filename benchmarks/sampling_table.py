@@ -14,7 +14,8 @@ import time
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.sampled_fit import KINDS, alternatives
-from noshuffle.strategies.fit import fit
+from noshuffle.strategies.fit import best
+from noshuffle.strategies.long_bound import long_bound
 
 
 def main() -> None:
@@ -28,7 +29,9 @@ def main() -> None:
         print(f"{asked.epochs} epochs of {b} steps, delta {asked.delta:g}")
         print(f"{'epsilon':>8} " + " ".join(f"{kind:>10}" for kind in KINDS) + "  best")
         order = Epochs(asked.epochs, b)
-        unsampled = fit("blt_two_sided", order, buffers=3).strategy
+        found = best(order)
+        unsampled, bound = found.strategy, long_bound(order).bound
+        print(f"unsampled: {found.objective:.3f} at sensitivity 1, no mechanism below {bound:.3f}")
         for epsilon in asked.epsilons:
             started = time.perf_counter()
             rows = alternatives(

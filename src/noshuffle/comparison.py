@@ -19,9 +19,12 @@ from typing import Any
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, instance_of, whole
 from noshuffle.participation import Participation
 from noshuffle.plan import Plan
-from noshuffle.strategies import Workload, error
-from noshuffle.strategies.mechanisms import MECHANISMS
+from noshuffle.strategies import Strategy, Workload, error
+from noshuffle.strategies.mechanisms import MECHANISMS, STAGED_STEPS
 from noshuffle.strategies.workload import checked_workload
+
+#: What the usual comparison of a long run leaves out.
+LEFT_OUT = ("sqrt", "bsr", "bisr", "blt_tapped", "blt_gains")
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,20 @@ def compare(
     workload: Workload | None = None,
     max_buffers: int | None = None,
     progress: Callable[[str], None] | None = None,
+    fit_fn: Callable[..., Strategy] | None = None,
 ) -> list[MechanismRow]:
-    """Rows sorted by rms error, the best first; mechanisms that do not apply are left out."""
+    """Rows sorted by rms error, the best first; mechanisms that do not apply are left out.
+
+    `mechanism` is a name, "all", or "usual": in long runs without the mechanisms that are special
+    cases of gains on both sides, or between others (`LEFT_OUT`). `fit_fn` fits a strategy by name.
+    """
     instance_of(Participation, participation=participation)
     workload = checked_workload(workload)
     if max_buffers is not None:
         whole(at_least=0, max_buffers=max_buffers)
-    wanted = tuple(MECHANISMS) if mechanism == "all" else (mechanism,)
+    wanted = tuple(MECHANISMS) if mechanism in ("all", "usual") else (mechanism,)
+    if mechanism == "usual" and participation.steps > STAGED_STEPS:
+        wanted = tuple(name for name in wanted if name not in LEFT_OUT or workload.beta)
     rows: list[MechanismRow] = []
     refusals: list[NoshuffleError] = []
     for name in wanted:
@@ -94,9 +104,12 @@ def compare(
             progress(name)
         started = time.perf_counter()
         try:
+            chosen: str | Strategy = name
+            if fit_fn is not None and name in MECHANISMS and not participation.is_sampled:
+                chosen = fit_fn(name, participation, workload=workload)
             plan = Plan.fit(
                 participation,
-                mechanism=name,
+                mechanism=chosen,
                 epsilon=epsilon,
                 noise_multiplier=noise_multiplier,
                 delta=delta,

@@ -9,6 +9,12 @@ import sys
 import pytest
 
 from noshuffle.cli import main
+from noshuffle.comparison import LEFT_OUT, compare
+from noshuffle.participation import Epochs, Participation, SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import Strategy, identity
+from noshuffle.strategies.lower_bound import rms_lower_bound
+from noshuffle.strategies.mechanisms import MECHANISMS
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -165,6 +171,32 @@ def test_plan_compares_mechanisms(capsys: pytest.CaptureFixture[str], tmp_path) 
 def test_plan_respects_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
     rows = output(capsys, *["plan", "--steps", "32", "--max-buffers", "1"])
     assert all(row["buffers"] <= 1 for row in rows)
+
+
+def test_plan_says_what_no_mechanism_is_below(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --epochs 4 --steps-per-epoch 16 --mechanism banded --bound"
+    assert main(line.split()) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    least = float(said.partition("rms below ")[2].split()[0])
+    part = Epochs(4, 16)
+    plan = Plan.fit(part, mechanism="banded", epsilon=8.0)
+    unit = plan.noise_multiplier / plan.sensitivity.value
+    assert least == pytest.approx(unit * rms_lower_bound(part), rel=2e-3)
+    assert main([*line.split(), "--momentum", "0.9"]) == 2
+
+
+def test_the_usual_table_of_a_long_run_is_short() -> None:
+    asked: list[str] = []
+
+    def noted(name: str, part: Participation, **options: object) -> Strategy:
+        asked.append(name)
+        return identity()
+
+    for steps in (513, 64):
+        compare(SinglePass(steps), mechanism="usual", epsilon=1.0, fit_fn=noted)
+    assert asked[:6] == ["identity", "tree", "banded", "banded_inverse", "blt", "blt_two_sided"]
+    assert set(LEFT_OUT) & set(asked[:7]) == set()
+    assert set(asked[7:]) == set(MECHANISMS)
 
 
 def test_a_narrow_table_cuts_no_number(

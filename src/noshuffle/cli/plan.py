@@ -16,10 +16,11 @@ from noshuffle.participation import Epochs, Participation
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(Promise):
-    mechanism: str = setting("all", "one mechanism, or 'all' to compare those that fit")
+    mechanism: str = setting("usual", "one mechanism, 'usual' or 'all' that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
     sampling: bool = setting(False, "also fit secret sampling, and say what it would buy")
+    bound: bool = setting(False, "also say what no mechanism can be below (prefix sums)")
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
 
@@ -29,6 +30,7 @@ def plan(asked: PlanSettings, output: Output) -> None:
 
     Without options: the MNIST budget of the DP-FTRL paper (20 epochs of 240 steps, ε = 8).
     """
+    from noshuffle.cli.kept_fit import kept_fit
     from noshuffle.comparison import compare
     from noshuffle.strategies import Workload
 
@@ -57,13 +59,16 @@ def plan(asked: PlanSettings, output: Output) -> None:
         workload=Workload(beta=asked.momentum),
         max_buffers=asked.max_buffers,
         progress=None if output.json else _say,
+        fit_fn=None if ":" in asked.mechanism else kept_fit,
     )
     if output.json:
         print_json([row.to_dict() for row in rows])
     else:
         _print_table(rows, participation.words())
-    if asked.sampling:
+    if asked.sampling and not output.json:
         _print_sampling(participation, asked, rows[0])
+    if asked.bound and not output.json:
+        _print_bound(participation, asked, rows[0])
     if asked.plot is not None:
         from noshuffle.report.tradeoff import draw_plan
 
@@ -91,6 +96,20 @@ def _print_sampling(participation: Participation, asked: PlanSettings, unsampled
     print("If positions can be drawn in secret (against the best of the table without):")
     for row in found:
         print(f"  {row.words} ({100 * (row.rms / unsampled.rms - 1):+.1f} %)")
+
+
+def _print_bound(participation: Participation, asked: PlanSettings, first: Any) -> None:
+    from noshuffle.strategies.long_bound import long_bound
+
+    if asked.momentum or participation.is_sampled:
+        raise InvalidInput("--bound is for prefix sums without sampling; leave out --momentum")
+    _say("a lower bound")
+    least = long_bound(participation).bound * first.noise_multiplier / first.sensitivity
+    _say("")
+    print(
+        f"No mechanism has an rms below {least:.3f} there (certified): {first.name} is within "
+        f"{100 * (first.rms / least - 1):.1f} % of the best there can be."
+    )
 
 
 def _say(name: str) -> None:
