@@ -89,6 +89,18 @@ def main() -> None:
             model.partial_fit(x[piece], y[piece], classes=[0, 1])
 
     show("noshuffle partial_fit, 1,000 rows a call", model, stream)
+    single = PrivateLogisticRegression(bounds=(-4, 4), horizon=given.rows, classes=[0, 1])
+    rows = np.asarray(x[:5000], dtype=np.float64)
+    single.partial_fit(rows[:1], y[:1])
+
+    def row_by_row() -> None:
+        for i in range(1, len(rows)):
+            single.partial_fit(rows[i : i + 1], y[i : i + 1])
+
+    began = time.process_time()
+    row_by_row()
+    rate = len(rows) / (time.process_time() - began)
+    print(f"{'noshuffle partial_fit, row by row':<42}{'':>9}{rate:>12,.0f}", flush=True)
     sgd = SGDClassifier(loss="log_loss", max_iter=1, tol=None, shuffle=False)
     show("scikit-learn SGDClassifier.fit", sgd, lambda: sgd.fit(x, y))
     sgd2 = SGDClassifier(loss="log_loss", shuffle=False)

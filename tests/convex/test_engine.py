@@ -14,6 +14,7 @@ import torch
 from scipy import sparse
 from scipy.optimize import check_grad
 from scipy.special import log_softmax
+from sklearn.base import clone
 
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 from noshuffle.convex.linear_rule import LinearRule, general_rate, smooth_rate
@@ -351,6 +352,27 @@ def test_phases_draw_independent_noise_under_one_key() -> None:
     correlations = np.corrcoef(made.heard) - np.eye(8)
     assert np.abs(correlations).max() < 0.08  # five deviations of a chance correlation
     np.testing.assert_allclose(np.std(made.heard, axis=1), claimed, rtol=0.06)
+
+
+def test_plain_pieces_skip_checks_and_nothing_else() -> None:
+    """Arrays of a stream that goes on are not handed to scikit-learn; lists are its twin."""
+    x = RNG.uniform(-1, 1, size=(60, 3))
+    y = (x[:, 0] > 0).astype(int)
+    kinds = (PrivateLogisticRegression(classes=[0, 1]), PrivateLinearRegression())
+    for kind in kinds:
+        kind.set_params(horizon=100, mechanism="tree", test_seed=0, batch_size=7)
+        target = y if kind is kinds[0] else x[:, 0]
+        fast, slow = clone(kind), clone(kind)
+        for i in range(60):
+            fast.partial_fit(x[i : i + 1], target[i : i + 1])
+            slow.partial_fit(x[i : i + 1].tolist(), target[i : i + 1].tolist())
+            assert (fast.n_rows_, fast.n_steps_) == (slow.n_rows_, slow.n_steps_)
+        np.testing.assert_array_equal(fast.coef_, slow.coef_)
+        assert fast.progressive_score_ == slow.progressive_score_
+        assert fast.privacy_ == slow.privacy_
+        for bad in (np.full((1, 3), np.nan), np.ones((1, 2)), np.ones((1, 3), dtype=complex)):
+            with pytest.raises(ValueError, match=r"NaN|features|real numbers"):
+                fast.partial_fit(bad, target[:1])
 
 
 def test_an_entry_in_several_parts_is_clamped_once():

@@ -69,6 +69,8 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         return self._partial_fit(X, y, classes, sample_weight, ids, run)
 
     def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        if not reset and self._is_plain(X, y):
+            return X, y
         X, y = super()._checked(X, y, reset=reset)
         check_classification_targets(y)
         return X, y

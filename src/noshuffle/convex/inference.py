@@ -3,9 +3,9 @@
 Beside its gradients, "gd" releases in its last readings (`inference=True`), as one more vector of
 norm at most the clip norm and covered by the same statement, per row
 
-    (svec(H_i)/C_H, svec(J_i)/c²)·c/√2,    H_i = φ''(s_i)[not clipped]·x̃x̃ᵀ,    J_i = c_i c_iᵀ
+    (svec(H_i)/C_H, svec(J_i)/C_J)·c/√2,   H_i = φ''(s_i)[not clipped]·x̃x̃ᵀ,    J_i = c_i c_iᵀ
 
-at the answer, x̃ = (x', 1) the standardised row, c_i its clipped gradient,
+at the answer, x̃ = (x', 1) the standardised row, c_i its clipped gradient, C_J = min(c², 2C_H),
 and m noisy gradients g̃_t = ∇F(θ̄) + ξ_t at the point θ̄ that the descent (with half of the gradients)
 ended at. To first order ∇F(θ) = H(θ − θ*), so
 
@@ -54,18 +54,26 @@ def reach(columns: int) -> float:
     return 10.0 + 18.0 * math.sqrt(2.0 / columns)
 
 
-def spread_sum(rows: Array, gradients: Array, bends: Array, *, clip: float, limit: float) -> Array:
-    """Σ (svec(H_i)/C_H, svec(J_i)/c²)·c/√2, C_H = `limit`; each row's part is at most c = `clip`.
+def outer_limit(clip: float, limit: float) -> float:
+    """C_J: no more than clipping leaves, and no more than the curvature says of gradients."""
+    return min(clip**2, 2.0 * limit)
 
-    `gradients` are clipped to c; a row whose curvature is above the limit is scaled down to it.
+
+def spread_sum(rows: Array, gradients: Array, bends: Array, *, clip: float, limit: float) -> Array:
+    """Σ (svec(H_i)/C_H, svec(J_i)/C_J)·c/√2, C_H = `limit`; each row's part is at most c = `clip`.
+
+    `gradients` are clipped to c; a row whose curvature (or square of the gradient) is above its
+    limit is scaled down to it.
     """
     sizes = bends * np.einsum("ij,ij->i", rows, rows)
     with np.errstate(divide="ignore", invalid="ignore"):
         kept = np.where(sizes > limit, limit / sizes, 1.0)
     curved = (rows * (bends * kept)[:, None]).T @ rows
-    outer = gradients.T @ gradients
+    squares, most = np.einsum("ij,ij->i", gradients, gradients), outer_limit(clip, limit)
+    short = gradients * np.sqrt(np.minimum(1.0, most / np.maximum(squares, most)))[:, None]
+    outer = short.T @ short
     share = clip / math.sqrt(2.0) * (1 - 2.0**-40)
-    return np.concatenate([pack(curved) / limit, pack(outer) / clip**2]) * share
+    return np.concatenate([pack(curved) / limit, pack(outer) / most]) * share
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +107,7 @@ def law_of(
     """From released means: of `spread_sum` (noise of `deviation` in an entry), of gradients."""
     half, unit = q * (q + 1) // 2, math.sqrt(2.0) / clip
     curved = unpack_square(told[:half], q) * unit * limit * gain
-    outer = unpack_square(told[half : 2 * half], q) * unit * clip**2 * gain**2
+    outer = unpack_square(told[half : 2 * half], q) * unit * outer_limit(clip, limit) * gain**2
     entry = deviation * unit * limit * gain
     hidden = noise_norm(entry, q)
     values, basis = np.linalg.eigh(curved)

@@ -176,9 +176,14 @@ class StreamFit(TableFit):
 
     def _finish(self, *notes: str) -> None:
         stream = self._stream
+        self.n_rows_ = stream.rows
+        now = (id(stream), stream.steps, len(stream.phases), stream.is_closed, notes)
+        if now == getattr(self, "_finished", None):  # nothing was released since the last call
+            self.progressive_score_ = self._progress.value
+            return
+        self._finished = now
         self._weights = stream.rule.weights.copy()
         self.n_steps_ = stream.steps
-        self.n_rows_ = stream.rows
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
         self.progressive_score_ = self._progress.value
@@ -210,7 +215,9 @@ class StreamFit(TableFit):
             stream.release.write_statement()
             if stream.release.released == self.plan_.steps:
                 stream.end_run()
-        self.privacy_ = statement_of(stream.phases, notes=tuple(said))
+        told = (len(stream.phases), *said)
+        if told != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
+            self._said, self.privacy_ = told, statement_of(stream.phases, notes=tuple(said))
 
     def _count_rows(self, rule: Rule) -> None:
         """What the census of "gd" released."""
