@@ -310,7 +310,7 @@ def test_reasons_against_a_graph():
         dtype = torch.float32
 
         def numel(self):
-            return 2**26
+            return 2**27
 
     def reason(private, wanted="auto"):
         private._parts.parameters = {"w": Elsewhere()}
@@ -320,7 +320,7 @@ def test_reasons_against_a_graph():
     assert "not fused" in reason(make(compiled=False))
     large = make(compiled=False)
     large._parts.noise._fused = object()
-    assert "67,108,864 parameters" in reason(large)
+    assert "134,217,728 parameters" in reason(large)
     assert reason(large, wanted=True) == ""
 
 
