@@ -96,6 +96,8 @@ CPU = (
 GPU = (
     job("The private step", "step_gpu", "", "--rounds 5 --steps 20"),
     job("4,800 private steps on MNIST", "step_gpu", "--run"),
+    job("Residual nets, ViT, users", "residual_gpu", "--peers", "wrn-16-4 500 --rounds 3", 600),
+    job("Scaling along four axes", "scaling", "", "--most 2"),
     job("Fused noise", "noise_gpu", "", "--only speed --no-peers"),
     job(
         "GPT-2 small, SGD",
