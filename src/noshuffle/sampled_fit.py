@@ -4,6 +4,7 @@
     poisson   coin flips in every step, independent noise (DP-SGD)
     cyclic    groups that take turns with coin flips, as many bands as groups, as many as are best
     bins      one secret position for every unit, under the strategies of "none" and "cyclic"
+    separated a fresh one in every epoch: independent noise, or an eighth of an epoch of bands
 
 Batches have the same expected size everywhere. Compared is z · rms, the noise in the running sum,
 which already holds what the amplification of each is worth. No state.
@@ -25,10 +26,19 @@ from functools import cache
 from typing import Any
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
-from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, Participation, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    Participation,
+    Poisson,
+    SeparatedBins,
+)
 from noshuffle.strategies import Strategy, Workload, error
 
 KINDS = ("none", "poisson", "cyclic", "bins")
+#: Kinds of secret draws; "separated" is tried where it is asked for by name.
+DRAWN = ("poisson", "cyclic", "separated", "bins")
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,23 @@ class SamplingRow:
     @property
     def words(self) -> str:
         part, name = self.plan.participation, self.plan.strategy.name
+        if isinstance(part, SeparatedBins):
+            name += f", {part.separation} apart"
         groups = f", {part.groups} groups" if isinstance(part, CyclicPoisson) else ""
         return f"{self.kind}: {name}{groups}, noise × rms {self.rms:.4g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "sampling": self.kind,
+            "participation": self.plan.participation.to_dict(),
+            "mechanism": self.plan.strategy.name,
+            "epsilon": self.plan.epsilon(),
+            "delta": self.plan.delta,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "rms_error": self.rms,
+            "plan_hash": self.plan.hash,
+        }
 
 
 def alternatives(
@@ -63,7 +88,7 @@ def alternatives(
     """
     instance_of(Epochs, participation=participation)
     for kind in kinds:
-        one_of(KINDS, sampling=kind)
+        one_of(("none", *DRAWN), sampling=kind)
     common = {"epsilon": epsilon, "delta": delta, "workload": workload, **options}
 
     def row(kind: str, part: Participation, mechanism: str | Strategy) -> SamplingRow:
@@ -84,6 +109,10 @@ def alternatives(
             return row("cyclic", CyclicPoisson(n, groups, groups / b), "best")
 
         rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, b))
+    if "separated" in kinds:
+        tried = {1: "identity", max(1, b // 8): "best"}
+        fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in tried.items()]
+        rows["separated"] = min(fresh, key=lambda each: each.rms)
     if "bins" in kinds:
         part, found = BallsInBins(participation.epochs, b), []
         for other in ("none", "cyclic"):
@@ -111,7 +140,7 @@ def fit_sampled(
     fit_plan: Callable[..., Any], participation: Participation, *, sampling: str, **options: Any
 ) -> Any:
     """The plan with the least noise among kinds of sampling: one of `KINDS`, or "any"."""
-    one_of((*KINDS, "any"), sampling=sampling)
+    one_of(("none", *DRAWN, "any"), sampling=sampling)
     if not isinstance(participation, Epochs) or options.get("epsilon") is None:
         raise InvalidInput('sampling= compares at one epsilon, for Epochs(…); give both, or "none"')
     kinds = KINDS if sampling == "any" else (sampling,)

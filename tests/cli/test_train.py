@@ -128,7 +128,13 @@ def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "tree" in told["statement"]["mechanism"]
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *("poisson", "fixed", "truncated"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cyclic", "separated", "bins")),
+    ],
+)
 def test_dp_sgd_is_the_same_command(
     sampling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

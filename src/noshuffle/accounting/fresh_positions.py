@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class FreshPositions:
 
     def epsilon(self, *, noise_multiplier: float, delta: float) -> float:
         """The least ε that some class shows; never below the truth."""
-        return self._least(noise_multiplier, delta)[0]
+        return _least(self, noise_multiplier, delta)[0]
 
     def delta(self, *, noise_multiplier: float, epsilon: float) -> float:
         """An upper bound of δ in both directions."""
@@ -65,34 +66,24 @@ class FreshPositions:
         mu = self.mu(noise_multiplier)
         best = np.array([gaussian.delta(mu=mu, epsilon=float(one)) for one in epsilons])
         for one in self.classes[1:]:
-            composed = self._composed(one, noise_multiplier, near)
+            composed = self.composed(one, noise_multiplier, near)
             if composed is not None:
                 best = np.minimum(best, composed.deltas(epsilons, near=near))
         return best
 
     def sharpest(self, *, noise_multiplier: float, delta: float) -> FreshPositions:
         """With the class alone that is best here: for searches."""
-        best = self._least(noise_multiplier, delta)[1]
+        best = _least(self, noise_multiplier, delta)[1]
         return replace(self, classes=(self.classes[0], *([best] if best else [])))
 
-    def _least(self, noise: float, delta: float) -> tuple[float, tuple[int, float, float] | None]:
-        positive(noise_multiplier=noise)
-        open_unit(delta=delta)
-        best, which = gaussian.epsilon(mu=self.mu(noise), delta=delta), None
-        for one in self.classes[1:]:
-            composed = self._composed(one, noise, delta)
-            found = math.inf if composed is None else composed.epsilon(delta=delta)
-            if found < best:
-                best, which = found, one
-        return best, which
-
-    def _composed(
+    def composed(
         self, one: tuple[int, float, float], noise: float, delta: float
     ) -> fourier.Composed | None:
+        """All epochs of one class as loss distributions; None where it has no grid."""
         count, common, own = one
         if count < 2:
             return None
-        tail = 1e-5 * delta / self.epochs
+        tail = 1e-3 * delta / self.epochs
         ratio = ratio_of(count, 0.0, own / noise**2, tail=tail, most=_POINTS)
         if ratio is None or ratio.rest > delta:
             return None
@@ -101,6 +92,22 @@ class FreshPositions:
             known = noise / math.sqrt(common * self.epochs)
             releases.append(fourier.PoissonRelease(known, 1.0))
         return fourier.compose(releases)
+
+
+@lru_cache(maxsize=256)  # prefixes of a run that have the same epochs ask the same
+def _least(
+    known: FreshPositions, noise: float, delta: float
+) -> tuple[float, tuple[int, float, float] | None]:
+    """The least ε, and the class that shows it."""
+    positive(noise_multiplier=noise)
+    open_unit(delta=delta)
+    best, which = gaussian.epsilon(mu=known.mu(noise), delta=delta), None
+    for one in known.classes[1:]:
+        composed = known.composed(one, noise, delta)
+        found = math.inf if composed is None else composed.epsilon(delta=delta)
+        if found < best:
+            best, which = found, one
+    return best, which
 
 
 def losses(ratio: MeanRatio) -> tuple[Atoms, Atoms]:

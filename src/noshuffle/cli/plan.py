@@ -10,7 +10,7 @@ from typing import Any
 from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.promise import Output, Promise, check_picture, print_json
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import InvalidInput, one_of, whole
 from noshuffle.participation import Epochs, Participation
 
 
@@ -19,7 +19,9 @@ class PlanSettings(Promise):
     mechanism: str = setting("usual", "one mechanism, 'usual' or 'all' that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
-    sampling: bool = setting(False, "also fit secret sampling, and say what it would buy")
+    sampling: str = setting(
+        "", "what secret draws would buy: any, or one of poisson, cyclic, separated, bins"
+    )
     bound: bool = setting(False, "also say what no mechanism can be below (prefix sums)")
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
@@ -61,12 +63,15 @@ def plan(asked: PlanSettings, output: Output) -> None:
         progress=None if output.json else _say,
         fit_fn=None if ":" in asked.mechanism else kept_fit,
     )
+    found = _sampled(participation, asked, rows[0]) if asked.sampling else []
     if output.json:
-        print_json([row.to_dict() for row in rows])
+        print_json([row.to_dict() for row in rows] + [row.to_dict() for row in found])
     else:
         _print_table(rows, participation.words())
-    if asked.sampling and not output.json:
-        _print_sampling(participation, asked, rows[0])
+    if found and not output.json:
+        print("If positions can be drawn in secret (against the best of the table without):")
+        for row in found:
+            print(f"  {row.words} ({100 * (row.rms / rows[0].rms - 1):+.1f} %)")
     if asked.bound and not output.json:
         _print_bound(participation, asked, rows[0])
     if asked.plot is not None:
@@ -77,25 +82,23 @@ def plan(asked: PlanSettings, output: Output) -> None:
             print(f"plot written to {asked.plot}")
 
 
-def _print_sampling(participation: Participation, asked: PlanSettings, unsampled: Any) -> None:
+def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) -> list[Any]:
     from noshuffle.plan import Plan
-    from noshuffle.sampled_fit import alternatives
+    from noshuffle.sampled_fit import DRAWN, alternatives
     from noshuffle.strategies import Workload
 
     if not isinstance(participation, Epochs) or asked.target_epsilon is None:
         raise InvalidInput("--sampling needs --epochs with --steps-per-epoch, and --target-epsilon")
-    found = alternatives(
+    one_of(("any", *DRAWN), sampling=asked.sampling)
+    return alternatives(
         Plan.fit,
         participation,
         epsilon=asked.target_epsilon,
         delta=asked.delta,
-        kinds=("poisson", "cyclic", "bins"),
+        kinds=("poisson", "cyclic", "bins") if asked.sampling == "any" else (asked.sampling,),
         unsampled=unsampled.plan.strategy,
         workload=Workload(beta=asked.momentum),
     )
-    print("If positions can be drawn in secret (against the best of the table without):")
-    for row in found:
-        print(f"  {row.words} ({100 * (row.rms / unsampled.rms - 1):+.1f} %)")
 
 
 def _print_bound(participation: Participation, asked: PlanSettings, first: Any) -> None:

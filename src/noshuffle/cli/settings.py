@@ -102,6 +102,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Kinds of secret draws to train with.
+SAMPLINGS = ("none", "poisson", "truncated", "fixed", "cyclic", "separated", "bins")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(RunSettings):
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
@@ -112,8 +116,13 @@ class TrainSettings(RunSettings):
     mechanism: str = privacy("blt_tapped", "blt_tapped, blt, tree, identity, … as in plan; or best")
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)
     sampling: str = privacy(
-        "none", "none, or DP-SGD with poisson or fixed batches",
-        check=partial(one_of, ("none", "poisson", "fixed")),
+        "none",
+        "none; DP-SGD: poisson, truncated, fixed; banded noise: cyclic, separated; any: bins",
+        check=partial(one_of, SAMPLINGS),
+    )
+    separation: int | None = privacy(
+        None, "groups of cyclic, least distance of separated (default: an eighth of an epoch)",
+        check=whole,
     )  # fmt: skip
     unit: str = privacy(
         "example", "protect an example or a user", check=partial(one_of, ("example", "user"))
@@ -146,11 +155,16 @@ class TrainSettings(RunSettings):
                 "momentum must lie in [0, 1) and cooldown in [0, 1], "
                 f"got {self.momentum} and {self.cooldown}"
             )
-        if self.sampling != "none" and self.mechanism not in ("identity", "blt_tapped"):
+        is_banded = self.sampling in ("cyclic", "separated")
+        fine = ("identity", "blt_tapped", *(("banded", "best") if is_banded else ()))
+        if self.sampling not in ("none", "bins") and self.mechanism not in fine:
+            kind = "banded or identity" if is_banded else "identity (DP-SGD)"
             raise InvalidInput(
-                f"sampling={self.sampling} needs mechanism identity (DP-SGD), "
-                f"got {self.mechanism!r}; correlated noise takes the data in order"
+                f"sampling={self.sampling} needs mechanism {kind}, "
+                f"got {self.mechanism!r}; other correlated noise takes bins, or the data in order"
             )
+        if self.separation is not None and not is_banded:
+            raise InvalidInput("separation belongs to sampling cyclic or separated")
         if self.average >= 1:
             raise InvalidInput(f"average must lie in [0, 1), got {self.average}")
         if self.optimizer != "ftrl" and (self.constraint or self.composite):

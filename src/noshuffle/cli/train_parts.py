@@ -18,12 +18,16 @@ from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.optim import FTRL
 from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
     Epochs,
     FixedSize,
     MinSeparation,
     Participation,
     Poisson,
     Restarted,
+    SeparatedBins,
+    TruncatedPoisson,
 )
 from noshuffle.plan import Plan
 from noshuffle.release.units import Ids
@@ -37,10 +41,8 @@ def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
     if batch > rows:
         raise InvalidInput(f"batch_size must be at most the {rows} training rows, got {batch}")
     steps = settings.epochs * (rows // batch)
-    if settings.sampling == "poisson":
-        return Poisson(steps, batch / rows)
-    if settings.sampling == "fixed":
-        return FixedSize(steps, batch, rows)
+    if settings.sampling != "none":
+        return _drawn(settings, rows)
     if settings.unit == "user":
         return _user_participation(settings, data, steps)
     whole = Epochs(settings.epochs, rows // batch)
@@ -52,6 +54,25 @@ def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
             f"changes, got {settings.restart_every}"
         )
     return Restarted(whole, settings.restart_every)
+
+
+def _drawn(settings: TrainSettings, rows: int) -> Participation:
+    """The participation of a kind of secret draws."""
+    batch, epochs = settings.batch_size, settings.epochs
+    per_epoch = rows // batch
+    steps, kind = epochs * per_epoch, settings.sampling
+    apart = settings.separation or max(1, per_epoch // 8)
+    if kind == "fixed":
+        return FixedSize(steps, batch, rows)
+    if kind == "truncated":
+        return TruncatedPoisson.of(steps=steps, batch=batch, population=rows)
+    if kind == "cyclic":
+        return CyclicPoisson.of(steps=steps, groups=apart, batch=batch, population=rows)
+    if kind == "separated":
+        return SeparatedBins(epochs, per_epoch, apart)
+    if kind == "bins":
+        return BallsInBins(epochs, per_epoch)
+    return Poisson(steps, batch / rows)
 
 
 def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> Participation:
@@ -84,11 +105,13 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
             participation, mechanism=strategy, epsilon=settings.epsilon, delta=settings.delta
         )
     mechanism: str | Strategy = "identity"
-    if settings.sampling == "none":
+    if settings.sampling in ("none", "bins"):
         mechanism = mechanism_named(settings.mechanism)
+    elif settings.sampling in ("cyclic", "separated") and settings.mechanism != "identity":
+        mechanism = "best"  # as many bands as lie between two turns
     if mechanism == "release_sums":
         mechanism = release_sums()
-    has_epochs = isinstance(participation, Epochs) and participation.epochs > 1
+    has_epochs = isinstance(participation, Epochs | BallsInBins) and participation.epochs > 1
     if mechanism == "blt_tapped" and not has_epochs:
         mechanism = "blt"  # taps sit at epoch lags: without epochs there are none
     options: dict[str, Any] = {}
@@ -97,7 +120,8 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
         options = {"buffers": 2}
         if settings.optimizer in ("ftrl", "sgd"):
             options["workload"] = momentum(settings.momentum)
-        mechanism, options = kept_fit(mechanism, participation, **options), {}
+        order = participation.in_order if isinstance(participation, BallsInBins) else participation
+        mechanism, options = kept_fit(mechanism, order, **options), {}
     if mechanism == "tree":
         options = {"restart_every": settings.restart_every, "completion": settings.completion}
     return Plan.fit(
