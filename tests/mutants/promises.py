@@ -54,8 +54,8 @@ PROMISES = (
     Mutant(
         "correlated noise under a Poisson ε",
         "strategies/sensitivity.py",
-        "if isinstance(participation, Poisson | FixedSize | CyclicPoisson):\n        if plain:",
-        "if isinstance(participation, Poisson | FixedSize | CyclicPoisson):\n        if True:",
+        "TruncatedPoisson | SeparatedBins\n    ):\n        if plain:",
+        "TruncatedPoisson | SeparatedBins\n    ):\n        if True:",
         SENSITIVITY + PLAN,
         "P4",
     ),

@@ -208,6 +208,22 @@ RELEASE = (
         "P3",
     ),
     Mutant(
+        "one unit of a batch stands for the places of all",
+        "release/guard.py",
+        "and (first, last) != spread.high[:2]:",
+        "and False:",
+        LEDGER,
+        "P2",
+    ),
+    Mutant(
+        "units that wrap around are counted once a run in the C loop",
+        "native/units.c",
+        "own[2] += own[1] != step;",
+        "own[2] += 0;",
+        ("tests/test_c_library.py",),
+        "P3",
+    ),
+    Mutant(
         "fields of a row may move into each other",
         "release/ledger_tables.py",
         'parts += (len(field).to_bytes(8, "little"), field)',

@@ -21,7 +21,7 @@ from noshuffle.release import guard
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
 from noshuffle.release.ledger_tables import Evidence, broken_link, step_link
-from noshuffle.release.units import BatchCache, Seen, UnitTable
+from noshuffle.release.units import BatchCache, Seen, Spread, UnitTable
 
 
 def is_allowed(participation, pattern):
@@ -161,6 +161,22 @@ def test_units_that_are_remembered_do_not_fill_the_memory(monkeypatch):
     for t in range(50):
         ledger.record(ledger.admit(t, np.array([2 * t, 2 * t + 1]), bytes([t])))
         assert len(ledger._known._batches) <= 3
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_extremes_admit_no_batch_that_its_units_would_not(rule):
+    rng, sure = np.random.default_rng(0), 0
+    for step in range(1, 8):
+        for size in (1, 2, 2, 3) * 40:
+            first = rng.integers(0, step, size)
+            last = np.maximum(first, rng.integers(0, step, size))
+            seen = Seen(first, last, rng.integers(1, 4, size))
+            ends = np.stack([first, last, seen.count, 0 * first])
+            spread = Spread(size, tuple(ends.min(axis=1)), tuple(ends.max(axis=1)))
+            is_sure = guard.are_all_admitted(rule, step=step, spread=spread)
+            assert not is_sure or guard.is_admitted(rule, step=step, seen=seen).all()
+            sure += is_sure
+    assert (sure > 0) == ("SinglePass" not in repr(rule))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
