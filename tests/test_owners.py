@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 import noshuffle as ns
 from noshuffle.errors import InvalidInput, Unsupported
@@ -74,13 +76,27 @@ def test_the_statement_is_said_of_an_owner() -> None:
     said = for_owners(plan.statement())
     assert (said.unit, said.epsilon) == ("owner", plan.statement().epsilon)
     assert any("in_turns" in sentence for sentence in said.assumptions)
+    assert any("differ in one owner" in sentence for sentence in said.assumptions)
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
     with pytest.raises(InvalidInput, match="collection of ids"):
         in_turns(["ann"], batch_size=1, participation=SinglePass(steps=1))
+    mixed = (
+        [[torch.tensor(1)], [torch.tensor(1)]],
+        [torch.tensor([1])],
+        [[1], ["1"]],
+        [[math.nan]],
+    )
+    for owners in mixed:  # the same owner would count as two
+        with pytest.raises(InvalidInput, match="count as two"):
+            in_turns(owners, batch_size=1, participation=SinglePass(steps=2))
     with pytest.raises(Unsupported, match="not under"):
         in_turns([["ann"]], batch_size=1, participation=ns.Poisson(steps=3, rate=0.5))
     user = ns.Plan.fit(SinglePass(steps=4), mechanism="tree", epsilon=1.0, unit="user")
     with pytest.raises(InvalidInput, match="per user"):
         for_owners(user.statement())
+    rule = ns.Poisson(steps=3, rate=0.5)
+    drawn = ns.Plan.fit(rule, mechanism="identity", noise_multiplier=1.0)
+    with pytest.raises(InvalidInput, match="secret draw"):
+        for_owners(drawn.statement())

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,26 +40,25 @@ Owners = Sequence[Collection[Hashable]]
 
 OWNERS = (
     "One unit is an owner with all examples that it has a part in; who owns what is public, "
-    "batches were made by noshuffle.owners.in_turns from that alone, and trained on as they are."
+    "batches were made by noshuffle.owners.in_turns from that alone, under this participation, and "
+    "trained on as they are."
 )
+_DIFFER = "Neighbouring data sets differ in one "
+_KINDS: dict[str, Any] = {"integers": int | np.integer, "names": str, "bytes": bytes}
 
 
 def in_turns(owners: Owners, *, batch_size: int, participation: Participation) -> list[Rows]:
     """Rows of every step, such that each owner takes part as `participation` allows.
 
-    `owners[i]` are those of example i. Under `Epochs` the first pass is made and repeated.
+    `owners[i]` are those of example i: all integers, or all names. Under `Epochs` the first pass is
+    made and repeated.
     """
     whole(batch_size=batch_size)
-    texts = [i for i, own in enumerate(owners) if isinstance(own, str | bytes)]
-    if texts:
-        raise InvalidInput(
-            f"owners of an example must be a collection of ids, got {owners[texts[0]]!r} for "
-            f"example {texts[0]}; write ({owners[texts[0]]!r},)"
-        )
+    named = _named(owners)
+    passes, length = 1, participation.steps
     if isinstance(participation, Epochs):
-        once = SinglePass(steps=participation.steps_per_epoch)
-        return in_turns(owners, batch_size=batch_size, participation=once) * participation.epochs
-    if isinstance(participation, SinglePass):
+        passes, length = participation.epochs, participation.steps_per_epoch
+    if isinstance(participation, SinglePass | Epochs):
         apart, most = 1, 1
     elif isinstance(participation, MinSeparation):
         apart, most = participation.separation, participation.max_participations or 2**62
@@ -67,11 +67,10 @@ def in_turns(owners: Owners, *, batch_size: int, participation: Participation) -
             "owners are followed under SinglePass, Epochs and MinSeparation, not under "
             f"{participation.words()}"
         )
-    named = [set(own) or {("example", i)} for i, own in enumerate(owners)]
     count: dict[Hashable, int] = {}
     free_at: dict[Hashable, int] = {}
     waiting, steps = deque(range(len(named))), []
-    for step in range(participation.steps):
+    for step in range(length):
         chosen: list[int] = []
         passed: list[int] = []
         while waiting and len(chosen) < batch_size:
@@ -85,7 +84,31 @@ def in_turns(owners: Owners, *, batch_size: int, participation: Participation) -
         waiting.extendleft(reversed(passed))
         waiting.extend(chosen)
         steps.append(np.array(chosen, dtype=np.int64))
-    return steps
+    return steps * passes
+
+
+def _named(owners: Owners) -> list[set[Hashable]]:
+    """The owners of every example as they are counted; what could count as two is refused."""
+    named: list[set[Hashable]] = []
+    kinds: dict[str, Hashable] = {}
+    for i, own in enumerate(owners):
+        if isinstance(own, str | bytes):
+            raise InvalidInput(
+                f"owners of an example must be a collection of ids, got {own!r} for example {i}; "
+                f"write ({own!r},)"
+            )
+        own = set(own)  # once: an iterator is empty behind it
+        for one in own:
+            kind = next((n for n, of in _KINDS.items() if isinstance(one, of)), "")
+            kinds.setdefault(kind, one)
+            if len(kinds) > 1 or not kind or isinstance(one, bool):
+                got = " and ".join(repr(each) for each in {**kinds, kind: one}.values())
+                raise InvalidInput(
+                    f"owners must all be integers or all be names, got {got} (example {i}): the "
+                    "same owner could count as two; use tolist() of a tensor or an array"
+                )
+        named.append(own or {("example", i)})
+    return named
 
 
 def for_owners(statement: PrivacyStatement) -> PrivacyStatement:
@@ -95,4 +118,10 @@ def for_owners(statement: PrivacyStatement) -> PrivacyStatement:
             "a run on batches of in_turns protects examples, each clipped by itself; got a "
             f"statement per {statement.unit}"
         )
-    return replace(statement, unit="owner").with_assumptions(OWNERS)
+    if statement.mu is None:
+        raise InvalidInput(
+            "batches of in_turns are not drawn in secret, and this statement counts on a secret "
+            "draw; fit a plan of the participation that in_turns was given"
+        )
+    told = tuple(s.replace(_DIFFER + "example", _DIFFER + "owner") for s in statement.assumptions)
+    return replace(statement, unit="owner", assumptions=told).with_assumptions(OWNERS)

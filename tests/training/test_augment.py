@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import Flat, Ghost, PerExample
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
-from noshuffle.participation import Epochs
+from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
@@ -123,6 +124,45 @@ def test_privatize_augments_and_states_the_same() -> None:
         run.step(LOSS, x[:2, :, :4, :4], y[:2], ids=[0, 1])
     with pytest.raises(InvalidInput, match="copies"):
         private(augment=0)
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mixup": lambda x: 0.5 * x + 0.5 * x.roll(1, 0),
+    "pairs": lambda x: x.unflatten(0, (2, 2)).flip(1).flatten(0, 1) + x,
+    "whitened": lambda x: (x - x.mean()) / x.std(),
+    "in another order": lambda x: x[torch.randperm(len(x))],
+    "by all": lambda x: x * (torch.rand(()) if x.sum() > 0 else 3.0) - x.max(),
+}
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_a_transform_that_mixes_rows_is_refused(mix: str) -> None:
+    x, y = data()
+    run = private(augment=Augment(copies=2, transform=MIXING[mix]))
+    with pytest.raises(InvalidInput, match="every row alone"):
+        run.step(LOSS, x, y, ids=range(4))
+    assert run.steps_released == 0
+    fine = Augment(copies=2, transform=lambda x: x * torch.rand(len(x), 1, 1, 1) + torch.rand(()))
+    run, before = private(augment=fine), torch.get_rng_state()
+    run.step(LOSS, x[:1], y[:1], ids=[0])
+    run.step(LOSS, x[1:], y[1:], ids=[1, 2, 3])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_draws_are_secret_where_rows_may_be_missing() -> None:
+    """A row more or less moves the draws of others: public ones would show every such row."""
+    whole, drawn = Epochs(2, 2), Poisson(steps=4, rate=0.5)
+    seeds = []
+    for rule in (whole, whole, drawn, drawn):
+        torch.manual_seed(3)
+        plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0, delta=1e-5)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.manual_seed(3)
+        run = privatize(model, optimizer, plan, clip_norm=0.5, batch_size=2)
+        seeds.append(run._parts.release.seed(0))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
 
 
 def test_privatize_averages_and_saves_the_average() -> None:

@@ -107,7 +107,9 @@ class Release(RunState):
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step: the same in every replay."""
         data = f"{self._rng_seed} {step} {part}"
-        return int.from_bytes(hashlib.blake2b(data.encode(), digest_size=7).digest(), "little")
+        key = self.secret if self._rng_seed == "secret" else b""
+        made = hashlib.blake2b(data.encode(), key=key, digest_size=7)
+        return int.from_bytes(made.digest(), "little")
 
     def identify(self, ids: Any) -> Ids:
         """Unit ids as numbers; a run takes integers in every step, or names in every step."""

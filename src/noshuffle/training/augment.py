@@ -25,6 +25,7 @@ from torch.nn import functional as f
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
+from noshuffle.training.rng import restore_rng, rng_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class Augment:
 
     Images are moved by up to `shift` pixels (their border is mirrored outwards) and, with
     `mirror`, turned left to right every other time. A `transform` of one's own is called once for
-    every copy with the whole batch and gives one of the same size; it must treat rows alone.
+    every copy with the whole batch and gives one of the same size; it must treat rows alone, which
+    a run tries on its first batch.
     """
 
     copies: int
@@ -62,6 +64,30 @@ class Augment:
                 f"shift of {self.shift}, got {tuple(x.shape)}; give Augment(transform=...)"
             )
         return self._moved(x)
+
+    def check_alone(self, x: Tensor) -> bool:
+        """Raise if a copy changes with the other rows of its batch: clipping would bound nothing.
+
+        Tried with other rows in the place of some, under the same random numbers, which are put
+        back. False where there are too few rows to tell.
+        """
+        if self.transform is None or len(x) < 2:
+            return self.transform is None
+        state, picks = rng_state(), torch.Generator().manual_seed(0)
+        try:
+            truth = self(x)
+            for _ in range(4):
+                stays = torch.rand(len(x), generator=picks).to(x.device) < 0.5
+                restore_rng(state)
+                beside = self(x.where(stays.reshape(-1, *[1] * (x.dim() - 1)), x.roll(1, 0)))
+                if not torch.allclose(beside[stays], truth[stays], 1e-3, 1e-5, equal_nan=True):
+                    raise InvalidInput(
+                        "transform must treat every row alone, and draw from the generators of "
+                        "torch; a copy came out otherwise beside other rows"
+                    )
+        finally:
+            restore_rng(state)
+        return True
 
     def _moved(self, x: Tensor) -> Tensor:
         (size, _, height, width), most = x.shape, self.shift

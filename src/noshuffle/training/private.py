@@ -75,6 +75,7 @@ class Private(OneOwner):
         self._attached: dict[str, Any] = {}
         self.augment = augment
         self._spread: tuple[Any, ModelLoss] | None = None  # the last loss, over copies
+        self._are_copies_tried = False
         #: The average of iterates, if one was asked for; see `training.average`.
         self.average: IterateAverage | None = None
         if average is not None:
@@ -166,6 +167,7 @@ class Private(OneOwner):
             self._spread = (loss_fn, mean_over_copies(loss_fn))
         with seeded(self._parts.release.seed(self._index, COPIES), batch[0].device):
             copies = self.augment(batch[0])
+            self._are_copies_tried = self._are_copies_tried or self.augment.check_alone(batch[0])
         return self._spread[1], (copies, *batch[1:])
 
     @contextmanager
