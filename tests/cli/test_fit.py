@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,17 @@ import pytest
 import typer
 
 from noshuffle.cli.fit import fit
+from noshuffle.cli.predict import predict
 from noshuffle.cli.table_file import read_table
 from noshuffle.errors import DataUnavailable, InvalidInput, NoshuffleError
 from noshuffle.release.verify import verify
 from noshuffle.report import write_report
 
 
-def command(line: list[str]) -> None:
+def command(line: list[str], called: Callable[..., None] = fit) -> None:
     """Run the command as the application will."""
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(fit)
+    app.command()(called)
     typer.main.get_command(app).main(args=line, standalone_mode=False)
 
 
@@ -101,6 +103,30 @@ def test_regression_of_several_passes(table: Path, tmp_path: Path, solver: str) 
     assert verify(out).refuted == ()
 
 
+def test_counts_and_quantiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Models of log y are fitted and say what they expect in units of y, as the estimator does."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, size=(4000, 2))
+    y = rng.poisson(np.exp(1 + x[:, 0]))
+    file, asked = tmp_path / "counts.csv", tmp_path / "asked.csv"
+    rows = (f"{a:.4f},{b:.4f},{n}" for (a, b), n in zip(x, y, strict=True))
+    file.write_text("a,b,n\n" + "\n".join(rows) + "\n")
+    asked.write_text("a,b\n0.5,0\n-0.5,0\n")
+    common = ["--target", "n", "--target-bounds", "0,20", "--bounds", "-1,1", "--test-seed", "t"]
+    for task, more, expected in (
+        ("poisson", [], np.exp([1.5, 0.5])),
+        ("quantile", ["--quantile", "0.9"], np.array([8.0, 3.0])),
+    ):
+        out = tmp_path / task
+        command([str(file), "--task", task, *more, *common, "--epsilon", "8", "--out", str(out)])
+        assert verify(out).refuted == ()
+        capsys.readouterr()
+        command([str(out), str(asked), "--json"], predict)
+        told = [row["prediction"] for row in json.loads(capsys.readouterr().out)]
+        assert np.allclose(told, expected, rtol=0.35)
+        assert told[0] > 1.5 * told[1]
+
+
 def test_refusals(table: Path, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "x")]
     for line, match in (
@@ -114,6 +140,8 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
         (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
         (["--target", "sold", "--solver", "magic"], "solver"),
         (["--target", "sold", "--alpha", "-1"], "alpha"),
+        (["--target", "sold", "--hash-text", "4", "--width", "1"], "--task huber"),
+        (["--target", "price", "--task", "gamma", "--hash-text", "4"], "--task gamma needs"),
         (["--target", "sold", "--task", "linear", "--target-bounds", "0,1"], "text"),
     ):
         with pytest.raises(NoshuffleError, match=match):

@@ -19,8 +19,13 @@ _ESTIMATORS = {
     "logistic": "PrivateLogisticRegression",
     "svc": "PrivateSVC",
     "linear": "PrivateLinearRegression",
+    "huber": "PrivateHuberRegressor",
+    "quantile": "PrivateQuantileRegressor",
+    "poisson": "PrivatePoissonRegressor",
+    "gamma": "PrivateGammaRegressor",
 }
 TASKS = tuple(_ESTIMATORS)
+_CLASSES = ("logistic", "svc")
 #: Those whose steps a ledger can show.
 SOLVERS = ("auto", "gd", "ftrl", "sums")
 _SCHEMA = (
@@ -45,20 +50,20 @@ _PASSED_ON += ("max_weight",)
 class FitSettings:
     file: Path = argument("a .csv or .parquet table, learned in its order")
     target: str = setting(..., "the column to predict")
-    task: str = setting("logistic", "logistic, svc or linear", check=partial(one_of, TASKS))
+    task: str = setting("logistic", ", ".join(TASKS), check=partial(one_of, TASKS))
     epsilon: float = setting(1.0, "ε of the whole run", check=positive)
     delta: float = setting(1e-6, DELTA_HELP)
     bounds: list[str] | None = setting(
         None, "low,high for all columns, or COLUMN=low,high (repeat as needed)"
     )
-    target_bounds: str | None = setting(None, "linear: low,high of the target, known beforehand")
+    target_bounds: str | None = setting(None, "numbers: low,high of the target, known beforehand")
     classes: str | None = setting(
         None, "all classes, a,b,c; without it they are read from the file"
     )
     mechanism: str = setting("blt", HELP)
     batch_size: int | None = setting(None, "rows a step (default: by length)")
     passes: int = setting(1, "passes over the table, in the same order (gd: readings)")
-    clip_norm: float = setting(1.0, "bound on the gradient of one row")
+    clip_norm: float | None = setting(None, "bound on a gradient of a row (default: by task)")
     penalty: str | None = setting(None, "l1, l2, elasticnet or group")
     alpha: float = setting(1e-4, "strength of the penalty", check=non_negative)
     radius: float | None = setting(None, "norm of the weights aimed at")
@@ -71,6 +76,8 @@ class FitSettings:
         None, "largest weight, known beforehand (without it weights are taken to be public)"
     )
     class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
+    quantile: float | None = setting(None, "quantile: which one (default: 0.5, the median)")
+    width: float | None = setting(None, "huber: residuals beyond it count linearly")
     missing: str = setting(
         "zero",
         "empty cells: zero, or skip (their rows are left out)",
@@ -169,23 +176,29 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     }
     if asked.radius is not None:
         settings["radius"] = asked.radius
-    if asked.class_weight is not None:
-        if asked.task == "linear":
-            raise InvalidInput("--class-weight is for classes; use --task logistic or svc")
-        settings["class_weight"] = _class_weight(asked.class_weight, table.y)
-    if asked.task == "linear":
-        if asked.target_bounds is None:
-            raise InvalidInput("--task linear needs --target-bounds low,high, known beforehand")
-        if table.y.dtype.kind not in "iuf":
-            raise InvalidInput(
-                f"--task linear needs a target of numbers; column {asked.target!r} holds text, "
-                "so use --task logistic or svc"
-            )
-        settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
-    elif asked.solver == "sums":
+    for name, task in (("quantile", "quantile"), ("width", "huber")):
+        if (value := getattr(asked, name)) is not None:
+            if asked.task != task:
+                raise InvalidInput(f"--{name} is for --task {task}, got --task {asked.task}")
+            settings[name] = value
+    if asked.solver == "sums" and asked.task != "linear":
         raise InvalidInput("--solver sums is for --task linear; use auto, gd or ftrl")
-    elif asked.classes is not None:
-        settings["classes"] = _classes(asked.classes, table.y)
+    if asked.task in _CLASSES:
+        if asked.class_weight is not None:
+            settings["class_weight"] = _class_weight(asked.class_weight, table.y)
+        if asked.classes is not None:
+            settings["classes"] = _classes(asked.classes, table.y)
+        return settings
+    if asked.class_weight is not None:
+        raise InvalidInput("--class-weight is for classes; use --task logistic or svc")
+    if asked.target_bounds is None:
+        raise InvalidInput(f"--task {asked.task} needs --target-bounds low,high, known beforehand")
+    if table.y.dtype.kind not in "iuf":
+        raise InvalidInput(
+            f"--task {asked.task} needs a target of numbers; column {asked.target!r} holds text, "
+            "so use --task logistic or svc"
+        )
+    settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
     return settings
 
 

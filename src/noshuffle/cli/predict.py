@@ -17,6 +17,9 @@ from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.errors import InvalidInput
 
+#: Models whose margins are logarithms of what is expected.
+_OF_LOGARITHMS = ("PrivatePoissonRegressor", "PrivateGammaRegressor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings:
@@ -79,7 +82,10 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     margins = x @ np.atleast_2d(model["coef"]).T + np.atleast_1d(model["intercept"])
     if "classes" not in model:
         low, high = config["target_bounds"]
-        return [["prediction"], *([v] for v in np.clip(margins[:, 0], low, high).tolist())]
+        told = margins[:, 0]
+        if model["kind"] in _OF_LOGARITHMS:
+            low, told = 0.0, np.exp(np.minimum(told, np.log(high)))
+        return [["prediction"], *([v] for v in np.clip(told, low, high).tolist())]
     if margins.shape[1] == 1:
         chances = np.hstack([expit(-margins), expit(margins)])
     else:
