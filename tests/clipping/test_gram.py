@@ -102,3 +102,23 @@ def test_inner_products_are_those_of_each_example_alone(dtype):
     assert torch.allclose(found[others].double(), wide @ wide.mT, rtol=1e-5, atol=1e-5)
     assert torch.isnan(found[2, 3]).all()
     assert torch.equal(found[others], gram.inner(x[others]))
+
+
+def test_many_examples_are_scaled_in_several_launches(monkeypatch):
+    """A grid ends at 65,535 on its second axis; a factor for every example, or none is read."""
+
+    class Scale:
+        def __getitem__(self, grid):
+            assert grid[1] < 2**16
+
+            def run(x, factors, out, size, **how):
+                assert len(x) == len(factors) == grid[1]
+                out.copy_(x * factors[:, None])
+
+            return run
+
+    monkeypatch.setattr(gpu_kernels, "scale", Scale())
+    x, factors = torch.randn(70_000, 2), torch.rand(70_000)
+    assert torch.equal(gpu_kernels.rescale(x, factors), x * factors[:, None])
+    with pytest.raises(RuntimeError):
+        gpu_kernels.rescale(x, factors[:-1])

@@ -187,3 +187,5 @@ def test_the_statement_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
     sums.close()
     assert sums.statement() == before
     assert before.epsilon == plan.epsilon_after(1)
+    with pytest.raises(InvalidInput, match="was closed"):
+        sums.add([0.5], ids=[2])

@@ -26,6 +26,8 @@ from noshuffle.triton_shim import jit, tl
 
 BLOCK = 128
 RUN = 4096
+#: Examples of one launch: the second axis of a grid is no longer.
+MOST_EXAMPLES = 2**16 - 1
 
 
 @jit
@@ -141,7 +143,8 @@ def rescale(x: Tensor, factors: Tensor) -> Tensor:
 
     Guarantees: where factors[b] is zero the result is zero, whatever x[b] holds.
     """
-    out = torch.empty_like(x)
+    out, factors = torch.empty_like(x), factors.reshape(len(x))  # fewer would be read beyond
     size = x[0].numel()
-    scale[(-(-size // RUN), len(x))](x, factors, out, size, SIZE=RUN, num_warps=8)
+    for own in zip(*(t.split(MOST_EXAMPLES) for t in (x, factors, out)), strict=True):
+        scale[(-(-size // RUN), len(own[0]))](*own, size, SIZE=RUN, num_warps=8)
     return out

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from noshuffle.clipping.conv_kernels import laid_out
+from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import jit, tl
@@ -110,7 +111,7 @@ def fits(x: Tensor, g: Tensor) -> bool:
     """Whether these are work for the kernel, and it is good here."""
     if not (HAS_TRITON and x.is_cuda) or x.dim() < 3 or x.numel() < FEWEST:
         return False
-    if torch.float64 in (x.dtype, g.dtype) or x.shape != g.shape:
+    if torch.float64 in (x.dtype, g.dtype) or x.shape != g.shape or len(x) > MOST_EXAMPLES:
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False

@@ -163,6 +163,8 @@ class PrivateSum(OneOwner):
         for arrays, tensors for tensors.
         """
         self.check_owner()
+        if self._statement is not None:
+            raise InvalidInput("this sum was closed; open its folder again to go on with it")
         rows, kind = _rows(contributions)
         if self._release is None:
             self._is_named = isinstance(contributions, Mapping)
