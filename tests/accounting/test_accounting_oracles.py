@@ -326,4 +326,5 @@ def test_cut_batches(e: dict[str, Any]) -> None:
     release = fourier.TruncatedRelease(
         p["sigma"], p["q"], p["max_batch"], p["dataset"], steps=p["steps"]
     )
-    equal(fourier.compose([release]).epsilon(delta=p["delta"]), e)
+    found = fourier.compose([release]).epsilon(delta=p["delta"])  # for one other unit less, too
+    assert e["value"] - e["tolerance"] < found < 1.002 * e["value"] + e["tolerance"]

@@ -90,14 +90,24 @@ def test_cut_batches_move_by_two_where_they_are_full() -> None:
         return out / out.sum()
 
     P, Q = law(True), law(False)
-    stated = compose([TruncatedRelease(z, rate, cap, others)])
     plain = compose([(z, rate, 1)])
-    for epsilon in (0.2, 1.0, 2.0):
-        true = max(np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((P, Q), (Q, P)))
-        assert true <= stated.delta(epsilon=epsilon)
+    for population in (others, others + 1):  # the unit came beside them, or is one of them
+        stated = compose([TruncatedRelease(z, rate, cap, population)])
+        for epsilon in (0.2, 1.0, 2.0):
+            true = max(np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((P, Q), (Q, P)))
+            assert true <= stated.delta(epsilon=epsilon)
     assert true > 1.5 * plain.delta(epsilon=2.0)  # a cut that nobody counts
     roomy = compose([TruncatedRelease(z, rate, 3, others)])
     assert roomy.delta(epsilon=1.0) == pytest.approx(plain.delta(epsilon=1.0), rel=1e-6)
+
+
+def test_losses_that_end_below_an_empty_part_of_the_grid() -> None:
+    """Every batch is full: Q over P is N(0) against a half of it, whose losses end at log 2."""
+    deviation, axis = 0.15, np.linspace(-2, 2, 400_001)
+    there, away = (np.exp(-0.5 * ((axis - m) / deviation) ** 2) for m in (0.0, -1.0))
+    found = compose([TruncatedRelease(0.3, 1.0, 1, 2)], direction="add").epsilon(delta=1e-6)
+    true = np.maximum(there - math.exp(found) * (there + away) / 2, 0).sum() / there.sum()
+    assert 0.9e-6 < true <= 1e-6
 
 
 def test_delta_at_small_rates() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.accounting.test_bins import both_ways
 
 from noshuffle.accounting.bins import Overlaps
-from noshuffle.accounting.monte_carlo import SecretPositions, _Draws, _Test
+from noshuffle.accounting.monte_carlo import SecretPositions, _Draws, _lowest, _Test
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import BallsInBins, Epochs
 from noshuffle.plan import Plan
@@ -52,6 +52,12 @@ def test_bounds_fail_as_often_as_they_say() -> None:
         naive += values.mean() < 0.01
     assert (wrong <= 0.1 * runs + 4 * np.sqrt(0.09 * runs)).all()
     assert naive > 0.4 * runs
+
+
+def test_fine_steps_stay_within_the_coarse_one_that_failed() -> None:
+    assert _lowest(lambda epsilon: epsilon > 0.985, 1.0) == pytest.approx(0.995**3)
+    # one entry fails by chance; what follows it would be a list that the draws chose
+    assert 0.96**2 < _lowest(lambda epsilon: abs(epsilon - 0.96**2) > 1e-9, 1.0) < 0.96
 
 
 def test_plans_and_refusals() -> None:

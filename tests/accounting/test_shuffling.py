@@ -54,6 +54,8 @@ def test_trade_off_of_a_curve_lies_below_the_exact_one() -> None:
     assert np.max(exact - found) < 2e-3
     assert np.any(tradeoff.from_curve(alphas, grid, curve / 2) > exact)  # half of the δ: a lie
     assert tradeoff.gaussian_tradeoff(alphas, mu=math.inf).max() == 0
+    far = tradeoff.gaussian_tradeoff(np.array([0.0, 1e-17, 1.0]), mu=10.0)
+    assert far == pytest.approx([1.0, 0.0660, 0.0], abs=1e-4)  # 1 − 1e-17 is 1 in floats
     with pytest.raises(InvalidInput, match="type I"):
         tradeoff.gaussian_tradeoff(np.array([1.5]), mu=1.0)
 

@@ -18,9 +18,10 @@ Q-mass by which the slope grows there, and γ times as much P-mass.
 Poisson batches of rate q from n units with a cap B, the rest left out at random: whoever joins
 moves the sum by one clip norm, or by two where a full batch loses another for it. With the others'
 batch and order known, that is one sampled Gaussian step, of noise z at rate q where fewer than B
-others came, of noise z/2 at rate q B/(k + 1) where k ≥ B came. The label is how many came (in bins,
-with the largest rate of each), the same with and without the unit; the curve is jointly convex. No
-state.
+others came, of noise z/2 at rate q B/(k + 1) where k ≥ B came. The others are n − 1 or n; with one
+more coin for n − 1 of them, K ~ Binomial(n, q) is k or k + 1, so a label K < B is met with (z, q)
+and K ≥ B with (z/2, q B/K) at most. Labels are told in bins, with the largest rate of each; they
+are the same with and without the unit, and the curve is jointly convex. No state.
 
 >>> response = randomized_response(epsilon=1.0)
 >>> round(float(response.masses.sum()), 12), response.infinity
@@ -164,7 +165,7 @@ def truncated_pairs(
         parts = [(1 - tails[0], make(noise_multiplier=noise_multiplier, rate=rate))]
         for count, tail, after in zip(counts, tails, [*tails[1:], 0.0], strict=True):
             if tail > after:
-                swap = make(noise_multiplier=noise_multiplier / 2, rate=rate * cap / (count + 1))
+                swap = make(noise_multiplier=noise_multiplier / 2, rate=rate * cap / count)
                 parts.append((tail - after, swap))
         blends.append(Blend(tuple(parts)))
     return blends[0], blends[1]

@@ -285,7 +285,8 @@ def _power(parts: Sequence[tuple[GridLoss, int]], lam: float, points: int) -> tu
     log_f = np.zeros(len(alive), dtype=complex)
     per_step = 0.0
     for part, count in parts:
-        tilted = part.mass * np.exp(lam * part.losses - part.log_moment(lam))
+        tilted, there = np.zeros(len(part.mass)), part.mass > 0  # beyond them e^{…} may overflow
+        tilted[there] = part.mass[there] * np.exp(lam * part.losses[there] - part.log_moment(lam))
         index = (part.start + np.arange(len(tilted))) % points
         folded = np.bincount(index, tilted, points)
         transform = sfft.rfft(folded)[alive]

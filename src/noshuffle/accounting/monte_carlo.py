@@ -282,11 +282,18 @@ def _rising(is_reached: Callable[[float], bool]) -> float:
 
 
 def _lowest(holds: Callable[[float], bool], start: float) -> float:
-    """The last of a falling list, in coarse and then in fine steps, before the first failure."""
+    """The last of a falling list, in coarse and then in fine steps, before the first failure.
+
+    Fine steps end within the coarse one that failed: beyond it the list would follow from the
+    draws, and its first wrong entry would not be one that was fixed beforehand.
+    """
     found = start
-    for step in (_COARSE, _FINE):
-        while found > 0.02 * start and holds(found * (1 - step)):
-            found *= 1 - step
+    while found > 0.02 * start and holds(found * (1 - _COARSE)):
+        found *= 1 - _COARSE
+    for _ in range(int(math.log1p(-_COARSE) / math.log1p(-_FINE))):
+        if not holds(found * (1 - _FINE)):
+            break
+        found *= 1 - _FINE
     return found
 
 

@@ -31,7 +31,7 @@ def gaussian_tradeoff(alphas: Array, *, mu: float) -> Array:
     if math.isinf(mu):
         return np.zeros(len(_errors(alphas)))
     non_negative(mu=mu)
-    return np.asarray(ndtr(ndtri(1 - _errors(alphas)) - mu))
+    return np.asarray(ndtr(-ndtri(_errors(alphas)) - mu))  # 1 − α would round to 1
 
 
 def from_curve(alphas: Array, epsilons: Array, deltas: Array) -> Array:
