@@ -157,6 +157,12 @@ def test_streams_want_their_largest_weight_and_groups_go_by_name() -> None:
     pandas = pytest.importorskip("pandas")
     with pytest.raises(InvalidInput, match="needs max_weight="):
         PrivateSVC(classes=[0, 1]).partial_fit(X[:5], Y[:5], sample_weight=np.ones(5))
+    stream = quick(classes=[0, 1], max_weight=2.0, horizon=20).partial_fit(X[:5], Y[:5])
+    for later in ({"max_weight": 100.0}, {"class_weight": {1: 50.0}}):  # clipped for 2
+        before = stream.get_params()
+        with pytest.raises(InvalidInput, match="largest weight of this stream is 2"):
+            stream.set_params(**later).partial_fit(X[5:9], Y[5:9], sample_weight=np.full(4, 100.0))
+        stream.set_params(**before).partial_fit(X[5:9], Y[5:9], sample_weight=np.full(4, 100.0))
     frame = pandas.DataFrame(X, columns=["a", "b", "c"])
     common = {"penalty": "group", "alpha": 0.05, "mechanism": "tree"}
     by_name = quick(groups={"a": 0, None: 1}, **common).fit(frame, Y)

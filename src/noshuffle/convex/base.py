@@ -259,7 +259,14 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self._refuse_balance()
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
+        known = self._most_weight if goes_on else None
         weight, more = self._weigh(sample_weight, targets, whole)
+        if known not in (None, self._most_weight):  # rows are clipped, and noised, for that one
+            most, self._most_weight = self._most_weight, known
+            raise InvalidInput(
+                f"the largest weight of this stream is {known:g} since its first row, got {most:g} "
+                "now; set max_weight and class_weight back, or begin a new stream"
+            )
         if not goes_on:
             self._begin(X.shape[1], rows=None, run=run)
         elif run is not None:
