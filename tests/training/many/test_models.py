@@ -466,3 +466,35 @@ def test_a_model_that_remembers_the_example_before_is_refused() -> None:
     batch = (torch.randn(4, 2, 7, 7), torch.randint(3, (4,)))
     with pytest.raises(Unsupported, match="keeps something of one example"):
         network_for(models, params, batch, loss_fn=nn.CrossEntropyLoss())
+
+
+class Gated(nn.Module):
+    """Mixes examples where a buffer says so, or once it was told to."""
+
+    def __init__(self, gate: float, late: list[float]) -> None:
+        super().__init__()
+        self.layer, self.late = nn.Linear(6, 3), lambda: late[0]
+        self.register_buffer("gate", torch.tensor(gate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + (self.gate + self.late()) * x.mean(0))
+
+
+@pytest.mark.parametrize("gates", [(0.0, 0.0), (0.0, 1.0)])
+def test_runs_in_turn_that_mix_examples_are_found(gates) -> None:
+    """A later run by its own buffers, and all of them where that begins behind the trial."""
+    torch.manual_seed(0)
+    left, late = list(gates), [0.0]
+    settings = [Setting(noise_multiplier=0.0, learning_rate=0.1, seed=s) for s in (1, 2)]
+    study = Study(lambda: Gated(left.pop(0), late), settings, steps=8, batch_size=5, in_turn=True)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    study.step(x, y)
+    if any(gates):
+        assert "run 1 mixes examples" in study.why
+        return
+    assert study.why.startswith("layer rules, in turn")
+    late[0] = 1.0
+    for _ in range(6):
+        study.step(x, y)
+    with pytest.raises(Unsupported, match="run 0 mixes examples, after 4 or more steps"):
+        study.step(x, y)

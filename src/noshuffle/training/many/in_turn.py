@@ -4,8 +4,9 @@
 
 Convolutions of one run that fill a GPU by themselves gain nothing from standing side by side. This
 is the sum of `compiled.sum`, the one that `privatize` captures, so it has its kernels and takes
-every model that they take. Nothing waits for the device, nothing branches on data. State: the model
-whose parameters are pointed at one run after the other, and what its trial found.
+every model that they take. Nothing waits for the device, nothing branches on data, but at calls 8,
+16, 32, …, where examples are looked at again as `Ghost` does. State: the model whose parameters are
+pointed at one run after the other, what its trial found, and the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
-from noshuffle.clipping.objective import Criterion, batch_size
+from noshuffle.clipping.ghost import AGAIN
+from noshuffle.clipping.isolation_check import alone_still
+from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.objective import Batch, Criterion, batch_size
+from noshuffle.clipping.units import is_capturing
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
 from noshuffle.training.compiled.flat import Sums, TotalFn
@@ -56,6 +61,8 @@ class InTurn:
         if forms is None:
             raise Unsupported(f"no layer rules ({engine.why})")
         self.form = "layer rules"
+        self._loss_fn, self._calls = loss_fn, 0
+        self._check_alone(params, batch, runs=range(1, self.runs))  # `rules` has tried the first
         self._totals: dict[float, TotalFn] = {}
         for norm in set(self._clips):
             truth = by_engine(engine, self._model, loss_fn, clip=Flat(norm))
@@ -76,6 +83,19 @@ class InTurn:
                 continue
         raise Unsupported("the sum by layer rules differs from that of the engine")
 
+    def _check_alone(self, params: Mapping[str, Tensor], batch: Batch, *, runs: range) -> None:
+        """Refuse a run that mixes examples: what is not trained, and weights, are its own."""
+        for run in runs:
+            self._put(params, run)
+            try:
+                alone_still(self._model, self._loss_fn, batch)
+            except NotNow:
+                if not self._calls:
+                    raise Unsupported(f"a loss of run {run} is not finite") from None
+            except NotByLayer as reason:
+                since = f", after {self._calls // 2} or more steps" if self._calls else ""
+                raise Unsupported(f"run {run} mixes examples{since}: {reason}") from None
+
     def _put(self, params: Mapping[str, Tensor], run: int) -> None:
         for name, value in _tensors(self._model):
             value.data = params[name][run] if name in params else self._fixed[run][name]
@@ -94,6 +114,11 @@ class InTurn:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Per run, the sum of clipped gradients of the rows in `keep`, and losses (batch, runs)."""
         found, batch = [], tree_map(_channels_last, batch)
+        if not is_capturing(self._device):
+            self._calls += 1  # a graph is captured behind a first call, and runs nothing of these
+            is_due = self._calls >= AGAIN and self._calls & (self._calls - 1) == 0
+            if is_due and batch_size(batch) > 1:
+                self._check_alone(params, batch, runs=range(self.runs))
         for run, norm in enumerate(self._clips):
             self._put(params, run)
             found.append(self._totals[norm](batch, keep))
