@@ -107,7 +107,8 @@ class Release(RunState):
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step: the same in every replay."""
         data = f"{self._rng_seed} {step} {part}"
-        key = self.secret if self._rng_seed == "secret" else b""
+        # Of the life of the step, as its batch: two that go on from one folder share no draw.
+        key = self._ring.sampling_key(step) if self._rng_seed == "secret" else b""
         made = hashlib.blake2b(data.encode(), key=key, digest_size=7)
         return int.from_bytes(made.digest(), "little")
 
