@@ -153,16 +153,16 @@ def test_draws_are_secret_where_rows_may_be_missing() -> None:
     """A row more or less moves the draws of others: public ones would show every such row."""
     whole, drawn = Epochs(2, 2), Poisson(steps=4, rate=0.5)
     seeds = []
-    for rule in (whole, whole, drawn, drawn):
+    for rule, near in [(whole, "")] * 2 + [(drawn, "")] * 2 + [(drawn, "zero-out")] * 2:
         torch.manual_seed(3)
-        plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0, delta=1e-5)
-        model = network()
+        noise = {"strategy": identity(), "noise_multiplier": 1.0, "delta": 1e-5}
+        plan, model = Plan(participation=rule, neighbours=near, **noise), network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         torch.manual_seed(3)
         run = privatize(model, optimizer, plan, clip_norm=0.5, batch_size=2)
         seeds.append(run._parts.release.seed(0))
     assert seeds[0] == seeds[1]
-    assert len(set(seeds)) == 3
+    assert len(set(seeds)) == 5
 
 
 def test_privatize_averages_and_saves_the_average() -> None:

@@ -74,9 +74,9 @@ class RunState(OneOwner):
         self._fresh = 0  # noise of earlier steps was used before the run was put back
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
-            # Where a neighbour has rows more or less, others draw at other places: the draws of two
-            # runs are alike then, but not the same, and nobody may know them.
-            is_fixed = plan.neighbours == "zero-out"
+            # Where a neighbour or a secret draw has rows more or less, others draw at other places:
+            # the draws of two runs are alike then, but not the same, and nobody may know them.
+            is_fixed = plan.neighbours == "zero-out" and not plan.participation.is_sampled
             self.ledger.bind("rng_seed", str(torch.initial_seed()) if is_fixed else "secret")
         self._rng_seed = self.ledger.meta("rng_seed")
 
