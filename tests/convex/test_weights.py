@@ -138,6 +138,7 @@ def test_the_loss_of_weighted_labels() -> None:
         ({}, -np.ones(1500), ">= 0"),
         ({}, np.zeros(1500), "zero for every row"),
         ({}, np.full(1500, np.inf), "finite"),
+        ({}, np.full(1500, 1e308), "too large"),
         ({"max_weight": 0.0}, None, "max_weight"),
         ({"class_weight": {2: 1.0}}, None, "none of the classes"),
         ({"class_weight": {1: -1.0}}, None, "class_weight of 1"),

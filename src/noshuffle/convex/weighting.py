@@ -60,7 +60,10 @@ def given_weights(
     if max_weight is not None:
         most = float(max_weight)
         return np.minimum(values, most), most, (PRIVATE_WEIGHTS.format(most),)
-    mean = float(values.mean())
+    with np.errstate(over="ignore"):
+        mean = float(values.mean())
+    if mean == np.inf:
+        raise InvalidInput("sample_weight is too large for a mean of float64; divide it by its max")
     if not mean > 0:
         raise InvalidInput("sample_weight is zero for every row; give some row a weight > 0")
     return values / mean, float(values.max()) / mean, (PUBLIC_WEIGHTS,)
