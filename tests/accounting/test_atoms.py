@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.special import log_ndtr
 
-from noshuffle.accounting import atoms, composition, fourier, gaussian, mechanisms
+from noshuffle.accounting import atoms, composition, fourier, gaussian, loss_sum, mechanisms
 from noshuffle.accounting.fourier import AnyRelease, TruncatedRelease, compose
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported
 
 
 def enumerated(epsilons: list[float], total: float) -> float:
@@ -120,3 +120,17 @@ def test_delta_at_small_rates() -> None:
     seen, unseen = (math.exp(log_ndtr((mean - x) / z)) for mean in (1.0, 0.0))
     one = q * seen - (math.expm1(0.5) + q) * unseen
     assert upper == pytest.approx(2000 * one, rel=0.02)
+
+
+def test_what_is_missing_of_one_is_charged() -> None:
+    p, q = np.array([0.5, 0.5 - 5e-10]), np.array([0.25, 0.75])
+    assert atoms.discrete(p, q)[0].infinity == pytest.approx(5e-10)
+    assert atoms.discrete(np.full(10, 0.1), np.full(10, 0.1))[0].infinity == 0
+
+
+def test_a_sum_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        loss_sum, "_power", lambda parts, lam, points: (np.full(points, np.nan), 0.0)
+    )
+    with pytest.raises(Unsupported, match="could not be added up"):
+        fourier.delta(noise_multiplier=1.0, rate=0.1, steps=10, epsilon=1.0)

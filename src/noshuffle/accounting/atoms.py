@@ -92,7 +92,9 @@ def discrete(upper: Array, lower: Array) -> tuple[Atoms, Atoms]:
 
     def over(p: Array, q: Array) -> Atoms:
         both = (p > 0) & (q > 0)
-        return Atoms(np.log(p[both] / q[both]), p[both], float(p[q == 0].sum()))
+        short = 1 - float(p.sum())  # what is missing of 1, beyond rounding, is charged
+        lost = float(p[q == 0].sum()) + (short if short > 1e-14 else 0.0)
+        return Atoms(np.log(p[both] / q[both]), p[both], lost)
 
     return over(p, q), over(q, p)
 

@@ -27,6 +27,7 @@ from scipy.special import xlogy
 
 from noshuffle.accounting.atoms import Loss
 from noshuffle.accounting.loss_distribution import GridLoss, above, below, loss_range, outline
+from noshuffle.errors import Unsupported
 
 Array = np.ndarray
 Block = tuple[Loss, int]
@@ -241,6 +242,11 @@ def tail_of(parts: Sequence[tuple[GridLoss, int]], scout: Scout, is_upper: bool)
     points = sfft.next_fast_len(math.ceil((high - low) / step) + 2, real=True)
     points = min(points, 2 * MOST_POINTS)
     mass, rounding = _power(parts, lam, points)
+    if np.isnan(mass).any():  # a comparison would pass over it, on the unsafe side
+        raise Unsupported(
+            "these losses could not be added up in floating point (0·∞ at the tilt taken); "
+            "use RDP, or another delta"
+        )
 
     anchor = sum(count * part.anchor for part, count in parts)
     index = math.floor((low - anchor) / step)
