@@ -61,6 +61,7 @@ BASE = {
     "plan": ["--steps", "8", "--mechanism", "tree"],
     "epsilon": ["--steps", "8", "--mechanism", "tree", "--noise-multiplier", "2"],
     "verify": ["."],
+    "watch": [".", "--once"],
     "seal": ["."],
     "audit": ["plan.json"],
     "report": ["."],

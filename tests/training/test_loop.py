@@ -80,6 +80,7 @@ def test_metrics_and_progress_show_no_raw_figure(tmp_path):
     private.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     known = {"step", "epoch", "epsilon", "learning_rate", "private_gradient_norm", "score"}
+    known |= {"trained_parameters"}  # their number
     assert set().union(*rows) == known
     kept = np.array([number for row in rows for number in numbers(row)])
     shown = np.array([float(n) for text in printed for n in re.findall(r"\d+\.\d+", text)])
@@ -202,6 +203,7 @@ def test_progress_and_metrics_hold_released_values_only(tmp_path):
     metrics = list(RunFolder(run).metrics())
     assert [m["step"] for m in metrics] == [3, 4, 6, 8, 9, 12]
     names = {"step", "epoch", "epsilon", "learning_rate", "private_gradient_norm", "accuracy"}
+    names |= {"trained_parameters"}  # their number
     assert all(set(m) == names for m in metrics)
 
 

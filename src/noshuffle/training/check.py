@@ -33,7 +33,8 @@ from noshuffle.release.sampler import Sampler
 from noshuffle.strategies.identity import Identity
 from noshuffle.training.batches import as_batch
 from noshuffle.training.hooks import at_work
-from noshuffle.training.rng import restore_rng, rng_state, seeded
+from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.training.step import seeded
 
 #: Examples that a loss is tried on.
 TRIED = 4

@@ -23,7 +23,7 @@ from noshuffle.clipping.objective import batch_size, cuttable
 from noshuffle.errors import InvalidInput
 from noshuffle.training.hooks import ModelHook
 from noshuffle.training.loss_graph import LossReading, listen, read_loss
-from noshuffle.training.rng import generators
+from noshuffle.training.step import generators
 
 #: What a Trainer tells a model about the whole batch: it would divide by what all examples have.
 ABOUT_THE_BATCH = "num_items_in_batch"

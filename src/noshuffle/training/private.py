@@ -45,10 +45,9 @@ from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.hooks import at_work, guard
-from noshuffle.training.outcome import Outcome
 from noshuffle.training.passes import Listener
-from noshuffle.training.rng import restore_rng, rng_state, seeded
-from noshuffle.training.step import Parts, Step
+from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.training.step import Outcome, Parts, Step, seeded
 from noshuffle.training.unchanged import PrivateOptimizer
 
 #: The part of a step whose seed copies are drawn from; no batch comes in so many.

@@ -1,23 +1,16 @@
-"""Random generators: those of loaders as plain values, and those of a model's layers by a seed.
+"""The random generators that loaders and augmentations draw from, as plain values.
 
-The former are kept with a checkpoint, so that a resumed run draws what it would have drawn. No
-state of its own.
+Kept with a checkpoint, so that a resumed run draws what it would have drawn. No state of its own.
 
 >>> before = rng_state(); drawn = torch.rand(2); restore_rng(before)
 >>> torch.equal(drawn, torch.rand(2))
-True
->>> with seeded(7, torch.device("cpu")):
-...     first = torch.rand(2)
->>> with seeded(7, torch.device("cpu")):
-...     print(torch.equal(first, torch.rand(2)))
 True
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,25 +41,3 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), spare))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def generators(device: torch.device) -> list[torch.Generator]:
-    """torch's generators of host and device."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's generators of host and device as this seed sets them; then as they were before."""
-    before = [(generator, generator.get_state()) for generator in generators(device)]
-    for generator, _ in before:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)

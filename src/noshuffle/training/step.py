@@ -8,7 +8,7 @@
 
 A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
 raw sum never leaves this file. Random layers of the model draw from generators that are set anew
-for every step and part (`rng.seeded`), so that masks do not depend on what else has drawn, and an
+for every step and part (`seeded`), so that masks do not depend on what else has drawn, and an
 honest replay has the same. State: the sum in the making, gone after `release`.
 
 A GPU works behind the host, so the fingerprint of a batch there is begun in `add` and waited for in
@@ -20,7 +20,9 @@ refuses. The order is strict for a replay, a batch in parts, and on_violation="d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,8 +39,6 @@ from noshuffle.release.ledger import Admission
 from noshuffle.release.release import Release
 from noshuffle.release.units import Ids
 from noshuffle.training.hooks import ParameterGuard
-from noshuffle.training.outcome import Outcome
-from noshuffle.training.rng import seeded
 
 
 class Engine(Protocol):
@@ -55,6 +55,42 @@ class Engine(Protocol):
         reduce: str = "sum",
         weights: Tensor | None = None,
     ) -> ClippedSum: ...
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome:
+    """What a step saw: raw figures, for whoever holds the data anyway; logs do not show them."""
+
+    losses: Tensor
+    norms: Tensor
+    bad: Tensor
+    dropped: int
+    #: A released step that could not be repeated, and was passed over: nothing was updated.
+    is_skipped: bool = field(default=False, kw_only=True)
+    #: The losses in ordinary memory, where they are there already.
+    shown: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"
+
+    @property
+    def nonfinite(self) -> int:
+        """How many units had a NaN or infinite gradient and contributed zero."""
+        return int(self.bad.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the finite examples (NaN if there are none)."""
+        own = self.losses if self.shown is None else self.shown
+        if own.device.type == "cpu" and own.dtype is torch.float32 and len(own):
+            with np.errstate(all="ignore"):  # ∞ − ∞ is no news here
+                mean = float(own.numpy().mean(dtype=np.float64))  # in a fraction of torch's time
+        else:
+            mean = float(own.double().mean())
+        if math.isfinite(mean):  # so are all of them, and the selection below need not be made
+            return mean
+        finite = own[torch.isfinite(own)]
+        return float(finite.double().mean()) if finite.numel() else float("nan")
 
 
 @dataclass
@@ -279,3 +315,25 @@ def check_in_step(parts: Parts, index: int) -> None:
         raise InvalidInput("a private step needs gradients; take it outside torch.inference_mode()")
     parts.release.check_in_step(index)
     parts.guard.check()
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """torch's generators of host and device."""
+    found: list[torch.Generator] = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.append(torch.cuda.default_generators[index])
+    return found
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """torch's generators of host and device as this seed sets them; then as they were before."""
+    before = [(generator, generator.get_state()) for generator in generators(device)]
+    for generator, _ in before:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)

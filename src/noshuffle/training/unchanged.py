@@ -37,8 +37,7 @@ from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.check import ProbablyNotMeant
 from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
-from noshuffle.training.rng import seeded
-from noshuffle.training.step import Parts, Step
+from noshuffle.training.step import Parts, Step, seeded
 
 MASKS = (
     "the second pass of `loss.backward()` gives other outputs than the first: it draws other "

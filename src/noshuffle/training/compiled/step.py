@@ -39,9 +39,7 @@ from noshuffle.release.units import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.outcome import Outcome
-from noshuffle.training.rng import seeded
-from noshuffle.training.step import Parts, check_in_step, rows_kept
+from noshuffle.training.step import Outcome, Parts, check_in_step, rows_kept, seeded
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4

@@ -38,8 +38,7 @@ from noshuffle.training.group.blocks import BlockSums, block_sums
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
-from noshuffle.training.outcome import Outcome
-from noshuffle.training.step import Parts, Step, rows_kept
+from noshuffle.training.step import Outcome, Parts, Step, rows_kept
 
 
 @dataclass
