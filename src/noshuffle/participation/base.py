@@ -1,0 +1,49 @@
+"""Participation: what all promises about the order of the data have in common. No state."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from noshuffle.errors import whole
+
+
+class Participation:
+    """Base of every participation. `steps` is the horizon, `most` the largest pattern."""
+
+    kind: ClassVar[str] = ""
+    is_sampled: ClassVar[bool] = False
+    #: Whether one secret draw decides about rows that are released at several times. Two
+    #: continuations of one folder then share it, and do not compose as runs of their own.
+    keeps_draws: ClassVar[bool] = False
+
+    @property
+    def largest_draw(self) -> int | None:
+        """The most units that a draw can have, where the participation bounds it."""
+        return None
+
+    if TYPE_CHECKING:  # a field in some of the records, computed in others
+
+        @property
+        def steps(self) -> int: ...
+
+    def __post_init__(self) -> None:
+        counts = [field.name for field in fields(self) if field.type == "int"]  # type: ignore[arg-type]
+        whole(**{name: getattr(self, name) for name in counts})
+
+    @property
+    def most(self) -> int:
+        """The largest number of steps one unit can take part in."""
+        return self.most_within(self.steps)
+
+    def most_within(self, steps: int) -> int:
+        """The same, of the first `steps` steps; any of them where the draw decides."""
+        return steps
+
+    def words(self) -> str:
+        """The promise as one plain sentence."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with `kind` first; `from_dict` is the inverse."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]

@@ -1,0 +1,241 @@
+"""Participations that a secret draw decides: their guarantee rests on its randomness.
+
+    Poisson, TruncatedPoisson, FixedSize    a fresh draw in every step
+    CyclicPoisson                           the same, of the group whose turn it is
+    BallsInBins, SeparatedBins              positions in epochs
+
+Only `release/sampler` may draw them, and the guard refuses batches that it did not draw. No state.
+
+>>> TruncatedPoisson.of(steps=10, batch=100, population=1000).largest_draw
+148
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from noshuffle.errors import InvalidInput, unit_rate, whole
+from noshuffle.participation.base import Participation
+from noshuffle.participation.patterns import Epochs
+
+
+@dataclass(frozen=True)
+class Poisson(Participation):
+    """Every unit joins every step by its own secret coin flip of probability `rate`."""
+
+    steps: int
+    rate: float
+    kind: ClassVar[str] = "poisson"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unit_rate(rate=self.rate)
+
+    def words(self) -> str:
+        return (
+            f"in each of {self.steps} steps every unit is included by an independent secret coin "
+            f"flip of probability {self.rate:.6g}"
+        )
+
+
+@dataclass(frozen=True)
+class FixedSize(Participation):
+    """Every step is a uniform random subset of `batch` out of `population`, no replacement."""
+
+    steps: int
+    batch: int
+    population: int
+    kind: ClassVar[str] = "fixed-size"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch > self.population:
+            raise InvalidInput(
+                f"batch must be at most the population ({self.population}), got {self.batch}"
+            )
+
+    @property
+    def rate(self) -> float:
+        return self.batch / self.population
+
+    @property
+    def largest_draw(self) -> int:
+        return self.batch
+
+    def words(self) -> str:
+        return (
+            f"each of {self.steps} steps is a secret uniform random subset of {self.batch} out of "
+            f"{self.population} units, without replacement"
+        )
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Participation):
+    """Step t includes every unit of group t mod `groups` by a secret coin flip of `rate`.
+
+    Who is in which group is public and never changes (unit i is in group i mod `groups`), so two
+    steps of one unit are at least `groups` apart (Choquette-Choo et al. 2023, arXiv 2306.08153).
+    """
+
+    steps: int
+    groups: int
+    rate: float
+    kind: ClassVar[str] = "cyclic-poisson"
+    is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unit_rate(rate=self.rate)
+
+    @classmethod
+    def of(cls, *, steps: int, groups: int, batch: int, population: int) -> CyclicPoisson:
+        """With an expected batch out of a population that `groups` divide evenly (or nearly)."""
+        whole(steps=steps, groups=groups, batch=batch, population=population)
+        if groups * batch > population:
+            raise InvalidInput(
+                f"groups * batch must be at most the population ({population}), got "
+                f"{groups} * {batch}; use fewer groups or a smaller batch"
+            )
+        return cls(steps, groups, groups * batch / population)
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.groups)
+
+    def words(self) -> str:
+        return (
+            f"units are in {self.groups} groups that take turns over {self.steps} steps; when its "
+            "group's turn comes, every unit is included by an independent secret coin flip of "
+            f"probability {self.rate:.6g}"
+        )
+
+
+@dataclass(frozen=True)
+class BallsInBins(Participation):
+    """Every unit is at one secret, uniform position of the epoch, the same in every epoch.
+
+    One secret shuffle before the run, into batches of varying sizes (Chua et al. 2024, arXiv
+    2412.16802; Choquette-Choo et al. 2024, arXiv 2410.06266).
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    kind: ClassVar[str] = "balls-in-bins"
+    is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def in_order(self) -> Epochs:
+        """The same promise without the secret: what strategies are fitted for."""
+        return Epochs(self.epochs, self.steps_per_epoch)
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)
+
+    def words(self) -> str:
+        return (
+            f"every unit has one secret, uniformly random position among {self.steps_per_epoch} "
+            f"steps, independent of all others, and takes part there in {self.epochs} epochs"
+        )
+
+
+@dataclass(frozen=True)
+class TruncatedPoisson(Participation):
+    """Poisson batches out of `population` units; of a larger one, `cap` units stay, at random.
+
+    Batches of a bounded size are what compiled steps want. Whoever joins a full batch displaces
+    another unit, which the accountant counts (`accounting.atoms`).
+    """
+
+    steps: int
+    rate: float
+    cap: int
+    population: int
+    kind: ClassVar[str] = "truncated-poisson"
+    is_sampled: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unit_rate(rate=self.rate)
+
+    @classmethod
+    def of(cls, *, steps: int, batch: int, population: int, deviations: float = 5.0) -> Self:
+        """With an expected batch, cut so many standard deviations above it."""
+        whole(batch=batch, population=population)
+        if batch > population:
+            raise InvalidInput(f"batch must be at most the population ({population}), got {batch}")
+        rate = batch / population
+        spread = math.sqrt(batch * (1 - rate))
+        return cls(steps, rate, min(population, math.ceil(batch + deviations * spread)), population)
+
+    @property
+    def largest_draw(self) -> int:
+        return self.cap
+
+    def words(self) -> str:
+        return (
+            f"in each of {self.steps} steps every one of {self.population} units is drawn by an "
+            f"independent secret coin flip of probability {self.rate:.6g}; of more than {self.cap} "
+            "units a secret, uniformly random subset of that size takes part"
+        )
+
+
+@dataclass(frozen=True)
+class SeparatedBins(Participation):
+    """A fresh secret position in every epoch, any two of one unit at least `separation` apart.
+
+    Unit i has epochs of its own that begin at steps ≡ i mod steps_per_epoch (which is public, so
+    that batches have the same expected size everywhere); in each of them it takes part once, at a
+    uniform one of the first steps_per_epoch − separation + 1 steps. Positions that lie outside the
+    run are passed over. The scheme of Dong and Ganesh (2026, arXiv 2602.09338) draws the gaps
+    between positions from a geometric law instead; here epochs are independent, and compose.
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    separation: int
+    kind: ClassVar[str] = "separated-bins"
+    is_sampled: ClassVar[bool] = True
+    keeps_draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+        if self.separation > self.steps_per_epoch:
+            raise InvalidInput(
+                f"separation must be at most steps_per_epoch ({self.steps_per_epoch}), got "
+                f"{self.separation}"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def choices(self) -> int:
+        """How many positions of an epoch are drawn from."""
+        return self.steps_per_epoch - self.separation + 1
+
+    def most_within(self, steps: int) -> int:
+        """Epochs of its own that begin before `steps`, one of them before the run."""
+        begun = math.ceil(steps / self.steps_per_epoch)
+        return min(begun + 1, math.ceil(steps / self.separation))
+
+    def words(self) -> str:
+        return (
+            f"every unit has a secret position in each of its epochs of {self.steps_per_epoch} "
+            f"steps, drawn anew, uniformly and independently among {self.choices} of them, so that "
+            f"any two are at least {self.separation} steps apart, over {self.steps} steps"
+        )

@@ -1,0 +1,142 @@
+"""Participations that any order of the data keeps, however it was chosen: nothing is drawn.
+
+    SinglePass      one step, any
+    Epochs          steps {j, j+b, j+2b, …}
+    MinSeparation   at most k steps, any two at least b apart
+    Restarted       one of them inside every block of steps
+
+The guard compares every batch with them (`release/guard`). No state.
+
+>>> narrowed(Epochs(epochs=5, steps_per_epoch=10), 2)
+MinSeparation(steps=50, separation=10, max_participations=2)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from noshuffle.errors import InvalidInput, whole
+from noshuffle.participation.base import Participation
+
+
+@dataclass(frozen=True)
+class SinglePass(Participation):
+    """Every unit takes part in at most one step, whichever it is."""
+
+    steps: int
+    kind: ClassVar[str] = "single-pass"
+
+    def most_within(self, steps: int) -> int:
+        return min(1, steps)
+
+    def words(self) -> str:
+        return f"each unit takes part in at most one of {self.steps} steps"
+
+
+@dataclass(frozen=True)
+class Epochs(Participation):
+    """The same order in every epoch: a unit seen at step j is seen at j + b, j + 2b, …"""
+
+    epochs: int
+    steps_per_epoch: int
+    kind: ClassVar[str] = "epochs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)
+
+    def words(self) -> str:
+        return (
+            f"{self.epochs} epochs of {self.steps_per_epoch} steps in the same order: each unit "
+            f"takes part once per epoch, always at the same position"
+        )
+
+
+@dataclass(frozen=True)
+class MinSeparation(Participation):
+    """At most `max_participations` steps, any two at least `separation` apart (t' − t ≥ b)."""
+
+    steps: int
+    separation: int
+    max_participations: int
+    kind: ClassVar[str] = "min-separation"
+
+    def most_within(self, steps: int) -> int:
+        return min(self.max_participations, math.ceil(steps / self.separation))
+
+    def words(self) -> str:
+        return (
+            f"each unit takes part in at most {self.most} of {self.steps} steps, any two of them "
+            f"at least {self.separation} apart"
+        )
+
+
+@dataclass(frozen=True)
+class Restarted(Participation):
+    """The base pattern inside every block of `every` steps; the order may change between blocks."""
+
+    participation: SinglePass | Epochs | MinSeparation
+    every: int
+    kind: ClassVar[str] = "restarted"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.participation, SinglePass | Epochs | MinSeparation):
+            raise InvalidInput(
+                "participation must be SinglePass, Epochs or MinSeparation inside Restarted, got "
+                f"{type(self.participation).__name__}"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.participation.steps
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Length of every block; only the last may be shorter."""
+        full, rest = divmod(self.steps, self.every)
+        return (self.every,) * full + ((rest,) if rest else ())
+
+    def most_within(self, steps: int) -> int:
+        """The order may change between blocks, so no distance holds across their ends."""
+        base, (full, rest) = self.participation, divmod(steps, self.every)
+        if isinstance(base, SinglePass):
+            return min(1, steps)
+        most = full * base.most_within(self.every) + base.most_within(rest)
+        return min(most, base.max_participations) if isinstance(base, MinSeparation) else most
+
+    def words(self) -> str:
+        return f"{self.participation.words()}; the order may change after every {self.every} steps"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "participation": self.participation.to_dict(),
+            "every": self.every,
+        }
+
+
+def narrowed(part: Participation, most: int) -> Participation | None:
+    """The same pattern with at most `most` steps of one unit; None where no narrower one is known.
+
+    Guarantees: a unit that the guard admitted `most` times under `part` keeps the narrower one.
+    """
+    if isinstance(part, MinSeparation):
+        return MinSeparation(part.steps, part.separation, min(most, part.max_participations))
+    if isinstance(part, Epochs):  # same place in every epoch: at least an epoch apart
+        return MinSeparation(part.steps, part.steps_per_epoch, min(most, part.epochs))
+    if isinstance(part, SinglePass):
+        return part
+    if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
+        # The guard keeps separation and count across blocks too.
+        return narrowed(part.participation, most)
+    return None
