@@ -33,7 +33,7 @@ def mathematics(session: nox.Session) -> None:
     """Without torch: the doctests of all that may not import it."""
     session.install("numpy", "scipy", "threadpoolctl", "pytest")
     session.install("--no-deps", "-e", ".")
-    places = [f"src/noshuffle/{name}" for name in ("strategies", "accounting", "participation.py")]
+    places = [f"src/noshuffle/{name}" for name in ("strategies", "accounting", "participation")]
     options = ("--doctest-modules", "--import-mode=importlib", "-c", "/dev/null", "--rootdir=.")
     session.run("python", "-m", "pytest", "-q", *options, *places)
 
