@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.release import Release
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
 from noshuffle.training.augment import Augment, mean_over_copies
@@ -163,6 +166,24 @@ def test_draws_are_secret_where_rows_may_be_missing() -> None:
         seeds.append(run._parts.release.seed(0))
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 5
+
+
+def test_two_that_go_on_from_one_folder_share_no_secret_draw(tmp_path: Path) -> None:
+    plan = Plan(participation=Poisson(steps=4, rate=0.5), strategy=identity(), noise_multiplier=1.0)
+
+    def begun(name: str) -> Release:
+        return Release.begin(plan, {"w": (2,)}, clip=1.0, run=tmp_path / name)
+
+    first = begun("one")
+    first.sampler(4)
+    drawn = first.ledger.sampler.draw(0)
+    first.close(first.admit(0, first.identify(drawn)), {"w": torch.zeros(2)})
+    before = first.seed(0), first.seed(1)
+    first.ledger.let_go()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    seen = [(run.seed(0), run.seed(1)) for run in map(begun, ("one", "two"))]
+    assert {own[0] for own in seen} == {before[0]}  # a replay has what was released
+    assert len({before[1], *(own[1] for own in seen)}) == 3
 
 
 def test_privatize_averages_and_saves_the_average() -> None:

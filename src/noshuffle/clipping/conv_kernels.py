@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import jit, tl
@@ -159,16 +160,17 @@ def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype, memory_format=last)
     (size, channels), places = x.shape[:2], x.shape[2] * x.shape[3]
     out = torch.empty_like(x, dtype=dtype, memory_format=last)
-    if not size < 2**16:
+    grid = -(-channels // 64), -(-places // 64), size
+    if max(grid[1:]) > MOST_EXAMPLES:  # an axis of a grid is no longer
         return out.copy_(x)
-    turn[(-(-channels // 64), -(-places // 64), size)](x, out, channels, places, BC=64, BP=64)
+    turn[grid](x, out, channels, places, BC=64, BP=64)
     return out
 
 
 def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
     """t with the strides of a layout; where an axis has one entry, torch may say so of any."""
-    is_sure = t.is_contiguous(memory_format=layout) and 1 not in t.shape
-    return t if is_sure else torch.empty_like(t, memory_format=layout).copy_(t)
+    lies_so = t.is_contiguous(memory_format=layout) and 1 not in t.shape
+    return t if lies_so else torch.empty_like(t, memory_format=layout).copy_(t)
 
 
 def halves(x: Tensor, *, pictures: int = 1) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import gpu_kernels
 from noshuffle.clipping.products import HALF, bmm, roundoff
+from noshuffle.clipping.statefulness import is_wrapped
 
 #: Shorter sequences, or narrower maps, are no work for a kernel of their own.
 SHORTEST, NARROWEST = 33, 64
@@ -59,7 +60,7 @@ def inner(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu" or _HAS_MKL or x.dtype in HALF:
         return bmm(x, x.mT)
-    if get_proxy_mode() is not None or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if get_proxy_mode() is not None or is_wrapped(x):
         return bmm(x, x.mT)
     rows = x.detach().numpy()
     with np.errstate(all="ignore"):  # an example may hold infinities: its norm is one, or NaN

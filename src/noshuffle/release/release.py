@@ -107,10 +107,15 @@ class Release(RunState):
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step: the same in every replay."""
         data = f"{self._rng_seed} {step} {part}"
-        # Of the life of the step, as its batch: two that go on from one folder share no draw.
-        key = self._ring.sampling_key(step) if self._rng_seed == "secret" else b""
-        made = hashlib.blake2b(data.encode(), key=key, digest_size=7)
+        made = hashlib.blake2b(data.encode(), key=self.mask_key(step), digest_size=7)
         return int.from_bytes(made.digest(), "little")
+
+    def mask_key(self, step: int) -> bytes:
+        """What masks and copies are drawn by where they must be secret; elsewhere empty.
+
+        Of the life of the step, as its batch: two that go on from one folder share no draw.
+        """
+        return self._ring.sampling_key(step) if self._rng_seed == "secret" else b""
 
     def identify(self, ids: Any) -> Ids:
         """Unit ids as numbers; a run takes integers in every step, or names in every step."""

@@ -82,14 +82,10 @@ def test_users_are_clipped_as_the_eager_step_clips_them(reduce, bad):
 
 def test_users_that_may_not_take_part_again_are_left_out():
     once = MinSeparation(STEPS, 2, 2)
-    alike(
-        *(
-            steps(
-                make(compiled=c, unit="user", rule=once, on_violation="drop"), ids=IDS, bad=np.nan
-            )
-            for c in (False, True)
-        )
-    )
+    options = {"unit": "user", "rule": once, "on_violation": "drop"}
+    runs = [steps(make(compiled=c, **options), ids=IDS, bad=np.nan) for c in (False, True)]
+    alike(*runs)
+    assert [own.dropped for own in runs[1][0]] == [0, 5, 0, 1]
 
 
 def test_no_user_sees_what_another_holds():

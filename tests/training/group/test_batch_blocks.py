@@ -59,11 +59,11 @@ def test_a_print_is_that_of_the_rows_and_their_ids() -> None:
     assert block_prints((x[:0],), [], None, secret=b"secret") == []
 
 
-def test_luck_is_a_function_of_the_place_and_leaves_no_trace() -> None:
+def test_masks_are_a_function_of_the_place_and_leaves_no_trace() -> None:
     cpu, before = torch.device("cpu"), torch.get_rng_state()
 
-    def drawn(place: str, secret: bytes = b"secret") -> list[float]:
-        with block_rng(place, secret=secret, device=cpu):
+    def drawn(place: str, key: bytes = b"key") -> list[float]:
+        with block_rng(place, key=key, device=cpu):
             return torch.rand(4).tolist()
 
     first = drawn("3/0/1")

@@ -91,7 +91,7 @@ def test_a_block_is_clipped_row_by_row():
     loss = nn.CrossEntropyLoss()
 
     def of(rows):
-        got = sums.clipped_sum(loss, (x[rows], y[rows]), luck=contextlib.nullcontext)
+        got = sums.clipped_sum(loss, (x[rows], y[rows]), rng=contextlib.nullcontext)
         return torch.cat([v.flatten() for v in got.values.values()]).clone(), got
 
     every, got = of([0, 1, 2])
@@ -104,7 +104,7 @@ def test_a_block_is_clipped_row_by_row():
     torch.testing.assert_close(spoiled, alone[0] + alone[2], rtol=1e-5, atol=1e-8)
     assert got.bad.tolist() == [False, True, False]
     five = (torch.randn(5, 6), torch.zeros(5).long())
-    assert sums.clipped_sum(loss, five, luck=None) is None  # a third size
+    assert sums.clipped_sum(loss, five, rng=None) is None  # a third size
 
 
 def test_why_there_are_no_replays():

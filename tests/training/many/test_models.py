@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, ModelLoss, PerExample
 from noshuffle.errors import Unsupported
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity
 from noshuffle.training.augment import mean_over_copies
 from noshuffle.training.many import Setting, Study
 from noshuffle.training.many import sum as many_sum
@@ -334,6 +337,19 @@ def test_dropout_differs_between_runs_and_rests_in_scores() -> None:
     assert torch.equal(scores, study.scores(x))
     for k in (0, 1):
         torch.testing.assert_close(scores[:, k], study.model(k).eval()(x))
+
+
+@pytest.mark.parametrize("neighbours", ["zero-out", "add-remove"])
+def test_masks_are_secret_where_rows_may_be_missing(neighbours: str) -> None:
+    rule = {"participation": SinglePass(2), "strategy": identity(), "noise_multiplier": 1.0}
+    setting = Setting(plan=Plan(neighbours=neighbours, **rule), learning_rate=0.1)
+    seen, (x, y) = [], images()
+    for _ in range(2):
+        torch.manual_seed(3)
+        study = Study(lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(98, 3)),
+                      [setting], steps=2, batch_size=5)  # fmt: skip
+        seen.append(study.step(x, y, ids=range(5)))  # before any noise
+    assert torch.equal(*seen) == (neighbours == "zero-out")
 
 
 def test_double_precision_trains() -> None:

@@ -2,7 +2,7 @@
 
     rows           `block` consecutive examples, or all rows of `block` users
     fingerprint    of the rows of a block and of their ids
-    luck           random numbers (dropout) seeded by the place of the block in its step
+    block_rng      random numbers (dropout) seeded by the place of the block in its step
 
 All three are the same whichever rank of a team a block falls to, and in a replay. No state.
 
@@ -66,9 +66,9 @@ def block_prints(
 
 
 @contextmanager
-def block_rng(place: str, *, secret: bytes, device: torch.device) -> Iterator[None]:
+def block_rng(place: str, *, key: bytes, device: torch.device) -> Iterator[None]:
     """Random numbers of the block at a place: the same whoever computes it, and in a replay."""
-    word = hashlib.blake2b(place.encode(), key=secret, digest_size=7).digest()
+    word = hashlib.blake2b(place.encode(), key=key, digest_size=7).digest()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(word, "little"))

@@ -67,12 +67,12 @@ class BlockSums(Programs):
         loss_fn: Criterion | ModelLoss,
         batch: tuple[Any, ...],
         *,
-        luck: Callable[[], AbstractContextManager[None]],
+        rng: Callable[[], AbstractContextManager[None]],
     ) -> ClippedSum | None:
         """The sum of one block, or None where it has to be an eager one.
 
         `values` are a program's own tensors: read them before the next block. Layers that draw
-        random numbers do so inside `luck`.
+        random numbers do so inside `rng`.
         """
         size = batch_size(batch)
         if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
@@ -83,7 +83,7 @@ class BlockSums(Programs):
         program = self.find(loss_fn, batch, leaves, spec, size=size)
         if program is None:
             return None
-        with self.at_home(), luck() if self._draws[id(program)] else nullcontext():
+        with self.at_home(), rng() if self._draws[id(program)] else nullcontext():
             program.stage(leaves, size)
             program.weigh(size, None)
             program.sum()

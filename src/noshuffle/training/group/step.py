@@ -175,6 +175,7 @@ class GroupStep(Step):
         """
         parts, at = self.parts, 0
         clip, device = parts.threshold.clip, parts.device
+        key = parts.release.mask_key(self.index) or parts.secret
         shapes = {name: place.shape for name, place in parts.places.items()}
         bound = clip.bound(tuple(shapes))
         if self._fixed is None:
@@ -193,10 +194,10 @@ class GroupStep(Step):
                 continue
             part = rows_of(batch, rows[used])
             place = f"{self.index}/{self._part}/{number}"
-            luck = partial(block_rng, place, secret=parts.secret, device=device)
-            got = self._captured(loss_fn, part, luck) if units is None else None
+            rng = partial(block_rng, place, key=key, device=device)
+            got = self._captured(loss_fn, part, rng) if units is None else None
             if got is None:
-                with luck():
+                with rng():
                     got = parts.engine.clipped_sum(
                         parts.model, loss_fn, part, clip=clip, units=units, reduce=parts.reduce
                     )
@@ -207,7 +208,7 @@ class GroupStep(Step):
         return _joined(figures)
 
     def _captured(
-        self, loss_fn: Criterion | ModelLoss, part: tuple[Any, ...], luck: Any
+        self, loss_fn: Criterion | ModelLoss, part: tuple[Any, ...], rng: Any
     ) -> ClippedSum | None:
         """The sum of a block as a replay, if this run has such."""
         parts = self.parts
@@ -216,7 +217,7 @@ class GroupStep(Step):
             parts.sums = reason if sums is None else sums
         if isinstance(parts.sums, str):
             return None
-        return parts.sums.clipped_sum(loss_fn, part, luck=luck)
+        return parts.sums.clipped_sum(loss_fn, part, rng=rng)
 
     def release(self) -> Outcome:
         """Reduce over the ranks, record, add noise, divide by the planned batch size, update."""

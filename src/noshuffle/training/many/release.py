@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from noshuffle.release.release import Release
 from noshuffle.release.spending import gaussian_sum
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.many.setting import wide
+from noshuffle.training.step import seeded
 
 TOGETHER = "This is the guarantee of showing {} runs on the same data, all of them together."
 
@@ -158,6 +160,13 @@ class StudyRelease:
             found.append(admission)
         self._admitted = has_ids
         return found
+
+    def masks(self, step: int, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, random layers draw by a secret seed of the step where a plan asks for one."""
+        for group in self._groups:
+            if group.release.mask_key(step):
+                return seeded(group.release.seed(step), device)
+        return nullcontext()
 
     def open(self, admissions: Sequence[Admission]) -> None:
         """Write the row of this step; only then is its noise used."""

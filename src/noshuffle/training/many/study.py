@@ -205,9 +205,10 @@ class Study:
             batch = tree_map(self._here, batch)
             if keep is None:
                 keep = torch.ones(size, dtype=torch.bool, device=self._device)
-            losses = self._work(batch, keep.to(self._device), admissions)
+            with self._release.masks(self.done, self._device):
+                losses = self._work(batch, keep.to(self._device), admissions)
         else:
-            with self._at_home():
+            with self._at_home(), self._release.masks(self.done, self._device):
                 graph.put(batch, keep, size=size)
                 self._release.open(admissions)
                 self._release.announce()
