@@ -53,6 +53,7 @@ def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert told["steps"] == 75
     assert told["statement"]["epsilon"] <= 4
     assert any("read from y" in s for s in told["statement"]["assumptions"])
+    assert sum("add up with this one" in s for s in told["statement"]["assumptions"]) == 1
     verdict = verify(out)
     assert verdict.refuted == ()
     assert verdict.answer == "NOT PRIVATE"  # a test seed

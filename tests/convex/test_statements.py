@@ -15,11 +15,8 @@ from sklearn.model_selection import GridSearchCV
 
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
 from noshuffle.errors import InvalidInput
+from noshuffle.release.facts import OTHER_RUNS as OTHERS
 
-OTHERS = (
-    "Other fits, searches or baselines on the same rows add up with this one and are not counted "
-    "here."
-)
 KINDS = [PrivateLogisticRegression, PrivateSVC, PrivateLinearRegression]
 
 

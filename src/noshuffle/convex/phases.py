@@ -38,12 +38,6 @@ UNKNOWN_HORIZON = (
     "that of each; the price is noise, whose variance in the running sum adds up over phases."
 )
 
-#: What a search over settings, or a second model, costs on top.
-OTHER_FITS = (
-    "Other fits, searches or baselines on the same rows add up with this one and are not counted "
-    "here."
-)
-
 
 @dataclass(frozen=True)
 class PhaseBudget:

@@ -17,14 +17,14 @@ from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
-from noshuffle.convex.phases import OTHER_FITS, UNKNOWN_HORIZON, PhaseBudget, statement_of
+from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.convex.table_fit import IDS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
 from noshuffle.noise import test_source
-from noshuffle.release.facts import TEST_SEED
+from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.strategies import identity
 
 #: Rows that are brought inside their bounds together; all memory beyond the model's is this.
@@ -197,7 +197,7 @@ class StreamFit(TableFit):
         ids = IDS if stream.has_ids else NO_IDS
         if stream.is_closed:
             stream.release.settle_budget()
-        others = OTHER_FITS if stream.charge is None else stream.charge.words()
+        others = OTHER_RUNS if stream.charge is None else stream.charge.words()
         said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
         if self.solver_ != "gd":
             said.insert(1, NOT_COVERED)

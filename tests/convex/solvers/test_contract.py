@@ -141,7 +141,7 @@ def test_the_statement_is_complete(name: str) -> None:
         # weakly_convex states the last of its rounds, and says how many rows there are in all.
         assert "is public" in words
         assert f"{N}" in words
-        assert "Other fits, searches or baselines on the same rows add up" in words
+        assert "Other runs, searches and baselines on the same data add up" in words
         assert "respects the bounds of the loss object, which were given" in words
         assert "Noise is treated as real-valued" in words
     assert "NOT PRIVATE" not in private.words()
@@ -314,7 +314,7 @@ def test_noisy_max_keeps_the_contract() -> None:
     scores = np.array([0.0, 1.0, 0.5])
     said = noisy_max(scores, epsilon=1.0, sensitivity=1.0).statement.words()
     assert "NOT PRIVATE" not in said
-    assert "Other fits" in said
+    assert "Other runs" in said
     tested = [noisy_max(scores, epsilon=1.0, sensitivity=1.0, test_seed=3) for _ in range(2)]
     assert tested[0].index == tested[1].index
     assert "NOT PRIVATE" in tested[0].statement.words()

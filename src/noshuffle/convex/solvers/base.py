@@ -19,9 +19,8 @@ from types import MappingProxyType
 
 from noshuffle.accounting import gaussian, renyi
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.errors import InvalidInput, Unsupported, one_of, open_unit, positive
-from noshuffle.release.facts import TEST_SEED
+from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.statement import PrivacyStatement
 
 NEIGHBOURS = ("replace-one", "zero-out")
@@ -97,7 +96,7 @@ def table_sentences(rows: int) -> tuple[str, ...]:
         f"The number of examples ({rows}) is public, and each is one row of the data.",
         "Every row and label respects the bounds of the loss object, which were given, not "
         "measured; step sizes and all other settings were chosen without looking at the data.",
-        OTHER_FITS,
+        OTHER_RUNS,
     )
 
 
@@ -146,7 +145,7 @@ def guarantee(
         exact=exact,
         assumptions=(
             _SENTENCES[neighbours],
-            *(table_sentences(rows) if rows is not None else (OTHER_FITS,)),
+            *(table_sentences(rows) if rows is not None else (OTHER_RUNS,)),
             *(() if is_test else (_KEY,)),
             _REAL,
             *notes,

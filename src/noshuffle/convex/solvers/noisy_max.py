@@ -26,12 +26,12 @@ import numpy as np
 
 from noshuffle.accounting.mechanisms import ReportNoisyMax
 from noshuffle.convex.arrays import Array, real_array
-from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.account import Account
+from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
@@ -117,6 +117,6 @@ def noisy_max(
     if budget is not None:
         charge = budget.open("noisy_max", statement)
         charge.settle(statement)
-        statement = statement.counted_in(charge.words(), OTHER_FITS)
+        statement = statement.counted_in(charge.words(), OTHER_RUNS)
     index = choose(values, scale=scale, noise=noise, draws=KeyedDraws(source, name="draws"))
     return Choice(index, statement)

@@ -41,7 +41,6 @@ import torch
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.loss_record import Loss, require
-from noshuffle.convex.phases import OTHER_FITS
 from noshuffle.convex.solvers.base import (
     Solution,
     budget,
@@ -57,7 +56,7 @@ from noshuffle.noise.laws import KeyedDraws
 from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account, Charge
-from noshuffle.release.facts import TEST_SEED
+from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.release.release import Release
 from noshuffle.strategies import Strategy, identity
 
@@ -235,7 +234,7 @@ def charged(charge: Charge | None, found: Solution) -> Solution:
     if charge is None:
         return found
     charge.settle(found.statement)
-    return replace(found, statement=found.statement.counted_in(charge.words(), OTHER_FITS))
+    return replace(found, statement=found.statement.counted_in(charge.words(), OTHER_RUNS))
 
 
 _SHARED = inspect.signature(Problem.of).parameters
