@@ -123,5 +123,5 @@ def for_owners(statement: PrivacyStatement) -> PrivacyStatement:
             "batches of in_turns are not drawn in secret, and this statement counts on a secret "
             "draw; fit a plan of the participation that in_turns was given"
         )
-    told = tuple(s.replace(_DIFFER + "example", _DIFFER + "owner") for s in statement.assumptions)
-    return replace(statement, unit="owner", assumptions=told).with_assumptions(OWNERS)
+    said = tuple(s.replace(_DIFFER + "example", _DIFFER + "owner") for s in statement.assumptions)
+    return replace(statement, unit="owner", assumptions=said).with_assumptions(OWNERS)

@@ -10,7 +10,7 @@ import torch
 
 import noshuffle as ns
 from noshuffle.cli import main
-from noshuffle.report.live import snapshot, told
+from noshuffle.report.live import snapshot, status_lines
 from noshuffle.statement import meaning
 
 
@@ -45,7 +45,7 @@ def test_it_shows_where_the_run_stands(folder: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 50, 60])
 def test_lines_fit_a_narrow_terminal(folder: Path, width: int) -> None:
-    assert all(len(line) <= width for line in told(snapshot(folder), width=width)[1:])
+    assert all(len(line) <= width for line in status_lines(snapshot(folder), width=width)[1:])
 
 
 def test_the_command_looks_once_and_leaves_the_folder_alone(

@@ -20,7 +20,7 @@ moves the sum by one clip norm, or by two where a full batch loses another for i
 batch and order known, that is one sampled Gaussian step, of noise z at rate q where fewer than B
 others came, of noise z/2 at rate q B/(k + 1) where k ≥ B came. The others are n − 1 or n; with one
 more coin for n − 1 of them, K ~ Binomial(n, q) is k or k + 1, so a label K < B is met with (z, q)
-and K ≥ B with (z/2, q B/K) at most. Labels are told in bins, with the largest rate of each; they
+and K ≥ B with (z/2, q B/K) at most. Labels are binned, with the largest rate of each bin; they
 are the same with and without the unit, and the curve is jointly convex. No state.
 
 >>> response = randomized_response(epsilon=1.0)

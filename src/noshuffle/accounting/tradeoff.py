@@ -3,8 +3,8 @@
     f(α) = sup over ε of max(0, 1 − δ(ε) − e^ε α, e^−ε (1 − δ(ε) − α))      (Dong, Roth, Su 2022)
 
 for a curve δ(ε) that holds in both directions; for one Gaussian mechanism f(α) = Φ(Φ⁻¹(1 − α) − μ).
-The supremum over finitely many ε is a lower bound of β, and a guarantee. f(α) = 1 − α says that
-nothing can be told. No state.
+The supremum over finitely many ε is a lower bound of β, and a guarantee. f(α) = 1 − α is
+guessing. No state.
 
 >>> [round(float(b), 3) for b in gaussian_tradeoff(np.array([0.05, 0.5]), mu=1.0)]
 [0.74, 0.159]

@@ -134,7 +134,7 @@ def epsilon_of_draws(
     """ε of the rows that `factor` whitens (Σ_t = F⁻¹F⁻ᵀ·z²); None where nothing is known of them.
 
     The unit is in the group of a cyclic draw whose turns shift its rows most. Participations are
-    told by their kind: another version, which is audited, may lack some.
+    recognised by `kind`: another version, which is audited, may lack some classes.
     """
     if not np.all(np.abs(factor) < _LARGEST):
         return EpsilonRange(math.inf, math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,17 +34,10 @@ _SCHEMA = (
     "are taken to be public knowledge."
 )
 #: Settings that go to the estimator under their own name.
-_PASSED_ON: tuple[str, ...] = (
-    "epsilon",
-    "delta",
-    "batch_size",
-    "passes",
-    "clip_norm",
-    "penalty",
-    "alpha",
-    "solver",
+_PASSED_ON = (
+    *("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha", "solver"),
+    "max_weight",
 )
-_PASSED_ON += ("max_weight",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +99,7 @@ def fit(asked: FitSettings, output: Output) -> None:
     what is known of the data beforehand costs no privacy.
     """
     from noshuffle import convex
+    from noshuffle.convex.table_fit import NoBounds
     from noshuffle.release.folder import RunFolder
     from noshuffle.release.seal import note_files
     from noshuffle.report import write_report
@@ -124,7 +119,9 @@ def fit(asked: FitSettings, output: Output) -> None:
     settings = _estimator_settings(asked, table)
     kept = {name: value for name, value in settings.items() if value is not None}
     model = getattr(convex, _ESTIMATORS[asked.task])(**kept, budget=opened(asked.budget))
-    model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoBounds)  # said above, of --bounds
+        model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
     how |= {
         "task": asked.task,
@@ -309,7 +306,7 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         print_json(record)
         return
     print(statement.words())
-    print(f"\n{model.n_rows_:,} rows in {model.n_steps_:,} steps of {model.solver_}")
+    print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
     if hasattr(model, "n_left_out_"):
         print(f"about {max(model.n_left_out_, 0):,.0f} rows left out (released with noise)")
     print(f"model: {path / 'model.json'}")

@@ -84,7 +84,7 @@ def plan(asked: PlanSettings, output: Output) -> None:
 
 def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) -> list[Any]:
     from noshuffle.plan import Plan
-    from noshuffle.sampled_fit import DRAWN, alternatives
+    from noshuffle.sampled_fit import DRAWN, KINDS, alternatives
     from noshuffle.strategies import Workload
 
     if not isinstance(participation, Epochs) or asked.target_epsilon is None:
@@ -95,7 +95,7 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
         participation,
         epsilon=asked.target_epsilon,
         delta=asked.delta,
-        kinds=("poisson", "cyclic", "bins") if asked.sampling == "any" else (asked.sampling,),
+        kinds=KINDS[1:] if asked.sampling == "any" else (asked.sampling,),
         unsampled=unsampled.plan.strategy,
         workload=Workload(beta=asked.momentum),
     )

@@ -82,10 +82,10 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     margins = x @ np.atleast_2d(model["coef"]).T + np.atleast_1d(model["intercept"])
     if "classes" not in model:
         low, high = config["target_bounds"]
-        told = margins[:, 0]
+        expected = margins[:, 0]
         if model["kind"] in _OF_LOGARITHMS:
-            low, told = 0.0, np.exp(np.minimum(told, np.log(high)))
-        return [["prediction"], *([v] for v in np.clip(told, low, high).tolist())]
+            low, expected = 0.0, np.exp(np.minimum(expected, np.log(high)))
+        return [["prediction"], *([v] for v in np.clip(expected, low, high).tolist())]
     if margins.shape[1] == 1:
         chances = np.hstack([expit(-margins), expit(margins)])
     else:

@@ -129,7 +129,7 @@ def _parquet(path: Path) -> dict[str, list[str]]:
 
 
 def _numbers(column: list[str], *, empty: float = 0.0) -> Array | None:
-    """The column as finite numbers (empty cells as told), or None if it is text."""
+    """The column as finite numbers (empty cells as `empty`), or None if it is text."""
     try:
         values = np.array([float(cell) if cell else empty for cell in column])
     except ValueError:

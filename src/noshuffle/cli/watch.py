@@ -38,7 +38,7 @@ def watch(asked: WatchSettings, output: Output) -> None:
     ctrl-C. --json looks once.
     """
     from noshuffle.release.files import write_bytes
-    from noshuffle.report.live import live_page, snapshot, told
+    from noshuffle.report.live import live_page, snapshot, status_lines
 
     shown = 0
     while True:
@@ -48,7 +48,7 @@ def watch(asked: WatchSettings, output: Output) -> None:
         if output.json:
             return print_json(now.to_dict())
         width = shutil.get_terminal_size((80, 24)).columns
-        lines = told(now, width=width)
+        lines = status_lines(now, width=width)
         if sys.stdout.isatty():  # over the lines of the last look
             print("\r" + (f"\033[{shown}A" if shown else "") + "\033[J" + "\n".join(lines))
             shown = sum(1 + max(0, len(line) - 1) // width for line in lines)

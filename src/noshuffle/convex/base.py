@@ -120,9 +120,9 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     def _publish(self) -> None:
         self.coef_: Array
         self.intercept_: Any
-        self.coef_, self.intercept_ = self._told(self._weights)
+        self.coef_, self.intercept_ = self._in_data_units(self._weights)
 
-    def _told(self, weights: Array) -> tuple[Array, Any]:
+    def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         """Coefficients and intercepts in the units of the data."""
         return self._original_coordinates(weights)
 

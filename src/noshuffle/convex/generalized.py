@@ -7,9 +7,9 @@
 
 Each is a loss of `losses` in the same fits as every estimator: "gd" and "ftrl" clip gradients (a
 clipped gradient of a linear model is that of another convex loss), "objective" takes Huber and
-Poisson, whose slopes are bounded and smooth without that. Targets are clamped to `target_bounds`
-and told in their units. Those with a logarithm are scaled to [0, 1] by the larger bound; "gd"
-spends one reading on the mean of y in private and starts there. Clipping leaves out part of
+Poisson, whose slopes are bounded and smooth without that. Targets are clamped to `target_bounds`;
+predictions are in their units. Those with a logarithm are scaled to [0, 1] by the larger bound;
+"gd" spends one reading on the mean of y in private and starts there. Clipping leaves out part of
 residuals beyond clip_norm/‖(x', 1)‖, about a third of a unit of the scaled target; a skewed y is
 then predicted below its mean, and a larger clip_norm trades that for noise (gamma: 3 by default).
 
@@ -100,7 +100,7 @@ class PrivateLogRegressor(PrivateRegressor):
         low, high = self._limits()
         return np.asarray(np.clip(np.asarray(y, dtype=np.float64), low, high) / high)
 
-    def _told(self, weights: Array) -> tuple[Array, Any]:
+    def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         coef, intercept = self._original_coordinates(weights)
         return coef[0], float(intercept[0] + math.log(self._limits()[1]))
 

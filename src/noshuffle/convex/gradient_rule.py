@@ -274,14 +274,14 @@ class GradientRule(Rule):
         rows = float(self._phase.batch_size)
         return rows / min(max(float(self.counts.sum()), 0.1 * rows), rows)
 
-    def _take_census(self, told: Array) -> None:
+    def _take_census(self, sums: Array) -> None:
         deviation = self._phase.plan.noise_multiplier
-        told = told if self.level_power is None else math.sqrt(2.0) * told
-        self.counts = counts = told[: self.census].copy()
+        sums = sums if self.level_power is None else math.sqrt(2.0) * sums
+        self.counts = counts = sums[: self.census].copy()
         self._gain = self._filled
         if self.level_power is not None:
             rows = self._phase.batch_size / self._filled
-            level = min(max(float(told[self.census]), 4.0 * deviation, 1e-6 * rows) / rows, 1.0)
+            level = min(max(float(sums[self.census]), 4.0 * deviation, 1e-6 * rows) / rows, 1.0)
             self._theta[:, -1] = math.log(level) * float(self.fit_intercept)
             self._gain, self._level = self._gain * min(level**-self.level_power, MOST_GAIN), level
         if self.is_balanced:

@@ -92,7 +92,7 @@ class Law:
 
 
 def law_of(
-    told: Array,
+    released: Array,
     *,
     q: int,
     clip: float,
@@ -106,8 +106,8 @@ def law_of(
 ) -> Law:
     """From released means: of `spread_sum` (noise of `deviation` in an entry), of gradients."""
     half, unit = q * (q + 1) // 2, math.sqrt(2.0) / clip
-    curved = unpack_square(told[:half], q) * unit * limit * gain
-    outer = unpack_square(told[half : 2 * half], q) * unit * outer_limit(clip, limit) * gain**2
+    curved = unpack_square(released[:half], q) * unit * limit * gain
+    outer = unpack_square(released[half:], q) * unit * outer_limit(clip, limit) * gain**2
     entry = deviation * unit * limit * gain
     hidden = noise_norm(entry, q)
     values, basis = np.linalg.eigh(curved)
@@ -147,7 +147,7 @@ class Inference:
         _law: Law
         _rows: Any
 
-        def _told(self, weights: Array) -> tuple[Array, Any]: ...
+        def _in_data_units(self, weights: Array) -> tuple[Array, Any]: ...
         def _link(self, margins: Array) -> Array: ...
         def _rows_of(self, X: Any) -> Any: ...
 
@@ -161,9 +161,9 @@ class Inference:
         zero = self._flat(np.zeros((1, len(law.centre))))
         ones = np.eye(len(law.centre))
         matrix = np.column_stack([self._flat(one[None]) - zero for one in ones])
-        told = law.mapped(matrix)
-        width = self._deviation(told, sampling)
-        estimate, reach = zero + told.centre, norm.ppf(0.5 + level / 2) * width
+        mapped = law.mapped(matrix)
+        width = self._deviation(mapped, sampling)
+        estimate, reach = zero + mapped.centre, norm.ppf(0.5 + level / 2) * width
         return Intervals(
             estimate, estimate - reach, estimate + reach, width, BOTH if sampling else NOISE
         )
@@ -187,7 +187,7 @@ class Inference:
         return self._law
 
     def _flat(self, weights: Array) -> Array:
-        coef, intercept = self._told(weights)
+        coef, intercept = self._in_data_units(weights)
         return np.append(np.ravel(coef), intercept)
 
     @staticmethod

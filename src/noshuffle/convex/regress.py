@@ -74,7 +74,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc
             )
         return low, high
 
-    def _told(self, weights: Array) -> tuple[Array, Any]:
+    def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         low, high = self._limits()
         coef, intercept = self._original_coordinates(weights)
         return coef[0] * (high - low) / 2, float(self._link(intercept)[0])

@@ -215,9 +215,9 @@ class StreamFit(TableFit):
             stream.release.write_statement()
             if stream.release.released == self.plan_.steps:
                 stream.end_run()
-        told = (len(stream.phases), *said)
-        if told != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
-            self._said, self.privacy_ = told, statement_of(stream.phases, notes=tuple(said))
+        now_said = (len(stream.phases), *said)
+        if now_said != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
+            self._said, self.privacy_ = now_said, statement_of(stream.phases, notes=tuple(said))
 
     def _count_rows(self, rule: Rule) -> None:
         """What the census of "gd" released."""

@@ -22,8 +22,8 @@ def never_below(task: str, line: str, others: tuple[str, ...]) -> Callable[[Resu
         own, holds, told = curve(results, task, line), True, []
         for other in others:
             for epsilon, point in curve(results, task, other).items():
-                room = max(own[epsilon].deviation, point.deviation)
-                holds = holds and own[epsilon].mean >= point.mean - room
+                margin = max(own[epsilon].deviation, point.deviation)
+                holds = holds and own[epsilon].mean >= point.mean - margin
                 told.append(f"{beside(own[epsilon], point)} ({other})")
         return verdict(holds, "; ".join(told))
 

@@ -97,8 +97,8 @@ def _pace(folder: RunFolder, run: RunRecord) -> tuple[int, float | None, float |
 def _epsilon(run: RunRecord, step: int, *, is_forked: bool) -> float | None:
     if not is_forked:
         return _finite(run.plan.epsilon_after(step)) if step else 0.0
-    told = [row.get("epsilon") for row in run.evaluations] + [run.statement.get("epsilon")]
-    return max((e for e in told if e is not None), default=None)
+    stated = [row.get("epsilon") for row in run.evaluations] + [run.statement.get("epsilon")]
+    return max((e for e in stated if e is not None), default=None)
 
 
 def _finite(value: float) -> float | None:
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60:02} s" if minutes else f"{whole} s"
 
 
-def told(now: RunSnapshot, *, width: int) -> list[str]:
+def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
     """A few lines, none wider than a terminal of 40 columns or more (the folder's name aside)."""
     share = f" {100 * now.step / now.steps:.0f} %"
     lines = [
@@ -156,7 +156,7 @@ def live_page(path: Path, *, every: float) -> str:
     from noshuffle.report.plots import epsilon_curve, learning_curve
 
     now, run = snapshot(path), read_run(path)
-    lines = "".join(f"<p>{escape(line)}</p>" for line in told(now, width=28)[1:])
+    lines = "".join(f"<p>{escape(line)}</p>" for line in status_lines(now, width=28)[1:])
     pictures = [learning_curve(run.evaluations)] if now.accuracy else []
     if now.step and now.is_private and now.planned_epsilon is not None:
         pictures.append(epsilon_curve(run.plan, last=now.step))

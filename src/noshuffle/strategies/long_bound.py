@@ -150,7 +150,7 @@ def _line(sizes: Array, t2: Array) -> Array:
     for j in range(n):
         ahead[j] = sizes[j] + passed
         passed = t2 * ahead[j] / (t2 + ahead[j])
-    passed = t2  # the ground
+    passed = t2  # the last node has an edge to one that is fixed at zero
     for j in range(n - 1, -1, -1):
         back[j] = passed
         total = sizes[j] + passed
