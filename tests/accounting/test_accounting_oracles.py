@@ -32,12 +32,17 @@ pytestmark = pytest.mark.skipif(not _ENTRIES, reason=f"no oracle file at {_FILE}
 
 OLD_ORDERS = [a for a in renyi.DEFAULT_ORDERS if a < 64 and a != 11]
 REPO_ORDERS = [1 + k / 10 for k in range(1, 1990)]
+#: Groups whose rows are tested with the strategies: tests/strategies/test_tree_sensitivity.py
+#: (every row of a group in one test) and test_sensitivity.py.
+ELSEWHERE = ("tree", "mf_sens")
+_taken: set[str] = set()
 
 
 def rows(*groups: str, has: str = "", ends: tuple[str, ...] = ("",)) -> list[Any]:
     chosen = [
         e for e in _ENTRIES if e["group"] in groups and has in e["id"] and e["id"].endswith(ends)
     ]
+    _taken.update(e["id"] for e in chosen)
     return [pytest.param(e, id=e["id"]) for e in chosen]
 
 
@@ -276,7 +281,7 @@ def test_fourier_calibration(e: dict[str, Any]) -> None:
 def test_tree_epsilon(e: dict[str, Any]) -> None:
     p, name = e["params"], e["id"]
     if e["quantity"] == "squared_sensitivity":
-        pytest.skip("a sensitivity: no accounting in it")
+        pytest.skip("a sensitivity: test_lists_of_trees_in_the_oracle")
     sigma = p.get("sigma", p.get("noise_multiplier"))
     note = re.search(r"total squared sensitivity (\d+)", e.get("note", ""))
     square = p.get("squared_sensitivity", p.get("height", note and int(note[1])))
@@ -328,3 +333,10 @@ def test_cut_batches(e: dict[str, Any]) -> None:
     )
     found = fourier.compose([release]).epsilon(delta=p["delta"])  # for one other unit less, too
     assert e["value"] - e["tolerance"] < found < 1.002 * e["value"] + e["tolerance"]
+
+
+def test_every_row_of_the_file_has_a_test() -> None:
+    left = {e["id"] for e in _ENTRIES if e["group"] not in ELSEWHERE} - _taken
+    assert not left
+    assert len(_ENTRIES) >= 1159
+    assert {e["group"] for e in _ENTRIES} >= set(ELSEWHERE)
