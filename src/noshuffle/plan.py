@@ -43,11 +43,19 @@ from noshuffle.errors import (
     open_unit,
     whole,
 )
-from noshuffle.participation import BallsInBins, CyclicPoisson, Participation, SeparatedBins
+from noshuffle.participation import (
+    AnyOrderEpochs,
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    Participation,
+    SeparatedBins,
+)
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
+from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
 from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
@@ -177,6 +185,14 @@ class Plan:
     @property
     def steps(self) -> int:
         return self.participation.steps
+
+    @cached_property
+    def guarded(self) -> Participation:
+        """What units are held to: the participation, or a wider one that costs the same."""
+        part = self.participation
+        if isinstance(part, Epochs) and isinstance(self.strategy, Identity):
+            return AnyOrderEpochs(part.epochs, part.steps_per_epoch)
+        return part
 
     @cached_property
     def sensitivity(self) -> Sensitivity:
@@ -311,7 +327,7 @@ class Plan:
         if not self.participation.is_sampled:
             reach = self.sensitivity_after(steps)
         assumptions = sentences(
-            self.participation,
+            self.guarded,
             unit=self.unit,
             neighbours=self.neighbours,
             noise_multiplier=self.noise_multiplier,
@@ -330,7 +346,7 @@ class Plan:
             noise_multiplier=self.noise_multiplier,
             unit=self.unit,
             neighbours=self.neighbours,
-            participation=self.participation.words(),
+            participation=self.guarded.words(),
             mechanism=self.strategy.words(),
             accountant=self.accountant,
             exact=reach.exact and self.accountant == "exact",

@@ -133,7 +133,7 @@ def restate(path: Path) -> None:
     """Write statement.json anew from whatever plan and ledger say now."""
     folder = RunFolder(path)
     plan = folder.plan()
-    ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
+    ledger = Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)
     write_statement(folder, plan, ledger)
     ledger.let_go()
 

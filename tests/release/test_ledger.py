@@ -16,7 +16,14 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.participation import Epochs, FixedSize, MinSeparation, Restarted, SinglePass
+from noshuffle.participation import (
+    AnyOrderEpochs,
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Restarted,
+    SinglePass,
+)
 from noshuffle.release import guard
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_file import LedgerFile
@@ -30,6 +37,9 @@ def is_allowed(participation, pattern):
         return len(pattern) <= 1
     if isinstance(participation, Epochs):
         return len({t % participation.steps_per_epoch for t in pattern}) <= 1
+    if isinstance(participation, AnyOrderEpochs):
+        epochs = [t // participation.steps_per_epoch for t in pattern]
+        return len(set(epochs)) == len(epochs)
     if isinstance(participation, MinSeparation):
         gaps = [b - a for a, b in itertools.pairwise(pattern)]
         return len(pattern) <= participation.max_participations and all(
@@ -45,6 +55,7 @@ def is_allowed(participation, pattern):
 RULES = [
     SinglePass(steps=8),
     Epochs(epochs=4, steps_per_epoch=2),
+    AnyOrderEpochs(epochs=2, steps_per_epoch=4),
     MinSeparation(steps=8, separation=3, max_participations=2),
     Restarted(Epochs(epochs=4, steps_per_epoch=2), every=4),
     Restarted(Epochs(epochs=3, steps_per_epoch=3), every=4),
@@ -253,6 +264,11 @@ def test_without_ids_batches_are_units():
     assert dropped.is_empty
     epochs.record(dropped)
     assert epochs.admit(3, None, b"c").is_empty  # the replay releases noise alone again
+    shuffled = Ledger(AnyOrderEpochs(epochs=2, steps_per_epoch=2))
+    for t, batch in enumerate([b"a", b"b", b"c"]):
+        shuffled.record(shuffled.admit(t, None, batch))
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        shuffled.admit(3, None, b"c")
     restarted = Ledger(Restarted(Epochs(epochs=4, steps_per_epoch=2), every=4))
     for t, batch in enumerate([b"a", b"b", b"a", b"b", b"b", b"a", b"b", b"a"]):
         restarted.record(restarted.admit(t, None, batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 
 import pytest
@@ -17,12 +18,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from noshuffle.accounting import gaussian
+from noshuffle.auditing.answers import HOLDS
+from noshuffle.auditing.prefixes import audit_plan
 from noshuffle.clipping import ModelLoss
+from noshuffle.errors import ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
-from noshuffle.training import privatize
+from noshuffle.training import privatize, verify
 from noshuffle.training.batches import with_ids
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
@@ -47,7 +52,7 @@ def verdicts(check):
     return {f.name: f.verdict for f in check.findings if f.verdict != "ok"}
 
 
-def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn():
+def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn(monkeypatch):
     private = make()
     before = [p.detach().clone() for p in private.model.parameters()]
     torch.manual_seed(3)
@@ -60,13 +65,16 @@ def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn():
     assert private.steps_released == 0
     assert all(torch.equal(a, b) for a, b in zip(before, private.model.parameters()))
     assert json.loads(json.dumps(check.to_dict()))["is_fine"]
-    assert max(map(len, str(check).splitlines())) < 100
+    for columns in (40, 60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(map(len, str(check).splitlines())) <= columns
+        assert "second pass" in str(check)
 
 
 def test_what_would_be_refused_later_is_said_before_the_first_step():
     shuffled = DataLoader(DATA, batch_size=5, shuffle=True)
     assert verdicts(make().check(shuffled)) == {"order": "refused"}
-    assert "MinSeparation(steps=8" in str(make(strategy=identity()).check(shuffled))
+    assert verdicts(make(strategy=identity()).check(shuffled)) == {}
     assert verdicts(make(SinglePass(steps=4)).check(shuffled)).get("order") is None
     for sampler in (
         BatchSampler(RandomSampler(DATA), 5, drop_last=False),
@@ -134,6 +142,33 @@ def test_epsilon_of_a_part_of_an_epoch_and_the_statement_after_close():
     assert found[0] < found[4] < private.plan.epsilon()
     private.close()
     assert private.statement().epsilon == found[4]
+
+
+def test_independent_noise_takes_any_order_at_the_same_price(tmp_path):
+    """A new order in every epoch, a unit twice in one refused, and ε of every prefix exact."""
+    private = make(strategy=identity(), run=tmp_path / "run")
+    for epoch in range(2):
+        rows = torch.randperm(20, generator=torch.Generator().manual_seed(epoch))
+        for t, ids in enumerate(rows.split(5), start=4 * epoch):
+            if t == 5:
+                with pytest.raises(ParticipationViolation, match="in this epoch, in step 4"):
+                    private.step(LOSS, X[rows[:5]], Y[rows[:5]], ids=rows[:5])
+            private.step(LOSS, X[ids], Y[ids], ids=ids)
+            want = gaussian.epsilon(mu=math.sqrt(epoch + 1), delta=1e-5)
+            assert private.epsilon == pytest.approx(want, rel=1e-9)
+            assert private.statement().epsilon == private.epsilon
+    words = private.statement().words()
+    assert "in any order" in words
+    assert "same order" not in words
+    private.close()
+    assert not verify(tmp_path / "run").refuted
+    assert audit_plan(private.plan).answer == HOLDS
+    ordered = make()
+    ordered.step(LOSS, X[:5], Y[:5], ids=range(5))
+    for t in range(1, 4):
+        ordered.step(LOSS, X[5 * t : 5 * t + 5], Y[5 * t : 5 * t + 5], ids=range(5 * t, 5 * t + 5))
+    with pytest.raises(ParticipationViolation):  # correlated noise does ask for it
+        ordered.step(LOSS, X[5:10], Y[5:10], ids=range(5, 10))
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -89,7 +89,7 @@ class Canaries:
         plan = self.plan
         rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=plan.steps)
         factor = whitening(rows @ rows.T)
-        return factor.T @ factor, worst(factor.T @ factor, plan.participation).pattern
+        return factor.T @ factor, worst(factor.T @ factor, plan.guarded).pattern
 
     @property
     def pattern(self) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ def audit_noise(noise: Array, plan: Plan, *, claimed_mu: float | None = None) ->
         raise InvalidInput("a covariance audit needs a plan with noise and without sampling")
     covariance = plan.noise_multiplier**2 * (rows @ rows.T)
     twice = plan.multiplier_of_sensitivity
-    return compare(noise, covariance, plan.participation, claim / twice, plan.delta, twice=twice)
+    return compare(noise, covariance, plan.guarded, claim / twice, plan.delta, twice=twice)
 
 
 def compare(

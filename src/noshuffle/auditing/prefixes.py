@@ -137,7 +137,7 @@ def audit_plan(
     `stated` gives ε by number of steps, where it is not that of `plan.epsilon_after`; `numbers`
     are the random ones of each Monte Carlo, where batches are drawn in secret.
     """
-    part = plan.participation
+    part = plan.guarded
     n = min(plan.steps, most_steps or (MOST_SAMPLED if part.is_sampled else MOST_STEPS))
     left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
     common = (plan.strategy.words(), part.words(), plan.noise_multiplier, plan.delta)

@@ -107,7 +107,7 @@ def audit_training(
         seen = estimate(scores, coins)
         found.append(CanaryAudit(attacker, canaries, claim, reach, seen, proved, delta))
     unseen = released[:, ~coins]
-    found.append(compare(unseen, planted.covariance, plan.participation, claim, delta))
+    found.append(compare(unseen, planted.covariance, plan.guarded, claim, delta))
     found.append(attack(losses, is_member, claimed_mu=claim))
     return found
 

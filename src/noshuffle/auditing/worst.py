@@ -8,6 +8,7 @@ Patterns, by participation (written anew here, so that a wrong reading elsewhere
 
     SinglePass                  {i}
     Epochs                      {j, j+b, j+2b, …}                               all b of them
+    AnyOrderEpochs              one step of every epoch, chosen freely          `_blocks`
     Restarted(Epochs)           such a class in every block, chosen freely      `_blocks`
     MinSeparation, Restarted    increasing steps, each at least `after(i)`, at most k of them; level
                                 by level, dropping what provably cannot reach the best found
@@ -36,6 +37,7 @@ from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.signs import directions
 from noshuffle.errors import Unsupported
 from noshuffle.participation import (
+    AnyOrderEpochs,
     Epochs,
     MinSeparation,
     Participation,
@@ -70,6 +72,8 @@ def worst(X: Array, participation: Participation) -> Worst:
     if isinstance(part, SinglePass):
         at = int(np.argmax(np.diag(X)))
         return Worst(float(X[at, at]), float(X[at, at]), (at,))
+    if isinstance(part, AnyOrderEpochs):
+        return _blocks(X, part.steps_per_epoch, part.steps_per_epoch)
     if isinstance(part, Epochs):
         return _best_of(X, _classes(0, len(X), part.steps_per_epoch))
     if isinstance(part, Restarted) and isinstance(part.participation, Epochs):

@@ -123,7 +123,7 @@ def note_page(folder: RunFolder, page: Path) -> None:
     except NoshuffleError:
         return
     plan = folder.plan()
-    with closing(Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)) as ledger:
+    with closing(Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)) as ledger:
         told = ledger.notes("files")
         files = dict(told[-1]["files"]) if told else {}
         new = folder.published()[page.name]

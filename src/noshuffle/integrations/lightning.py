@@ -25,14 +25,13 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.utils.data import RandomSampler
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
-from noshuffle.strategies.identity import Identity
 from noshuffle.training import Private, privatize
+from noshuffle.training.check import order_of
 from noshuffle.training.unchanged import PrivateOptimizer
 
 # The package has two names, and a process must not mix them.
@@ -90,12 +89,9 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Before the first step is charged: the order and the number of the batches."""
         loader, plan = trainer.train_dataloader, self.plan
-        is_shuffled = isinstance(getattr(loader, "sampler", None), RandomSampler)
-        if is_shuffled and not isinstance(plan.strategy, Identity):
-            raise InvalidInput(
-                "the plan counts on the order of the data, and the loader shuffles them; give "
-                "DataLoader(…, shuffle=False)"
-            )
+        order = order_of(plan, loader)
+        if order.verdict == "refused":
+            raise InvalidInput(f"{order.found}: {order.advice}")
         steps = trainer.estimated_stepping_batches
         if steps > plan.steps:
             raise InvalidInput(

@@ -42,6 +42,7 @@ from noshuffle.participation.draws import (
     TruncatedPoisson,
 )
 from noshuffle.participation.patterns import (
+    AnyOrderEpochs,
     Epochs,
     MinSeparation,
     Restarted,
@@ -50,6 +51,7 @@ from noshuffle.participation.patterns import (
 )
 
 __all__ = [
+    "AnyOrderEpochs",
     "BallsInBins",
     "CyclicPoisson",
     "Epochs",

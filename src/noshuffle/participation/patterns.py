@@ -2,6 +2,7 @@
 
     SinglePass      one step, any
     Epochs          steps {j, j+b, j+2b, …}
+    AnyOrderEpochs  one step in every epoch, any; what Epochs means to independent noise
     MinSeparation   at most k steps, any two at least b apart
     Restarted       one of them inside every block of steps
 
@@ -58,6 +59,33 @@ class Epochs(Participation):
         return (
             f"{self.epochs} epochs of {self.steps_per_epoch} steps in the same order: each unit "
             f"takes part once per epoch, always at the same position"
+        )
+
+
+@dataclass(frozen=True)
+class AnyOrderEpochs(Participation):
+    """A new order in every epoch if one likes: a unit is seen at most once in each of them.
+
+    Under independent noise it costs what `Epochs` costs, at every stopping point: the sensitivity
+    of t steps is the root of the participations, of which there are at most ⌈t/b⌉ either way. So
+    the guard takes it for `Epochs` there (`Plan.guarded`).
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    kind: ClassVar[str] = "epochs-any-order"
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)
+
+    def words(self) -> str:
+        return (
+            f"{self.epochs} epochs of {self.steps_per_epoch} steps in any order, which may change "
+            "from epoch to epoch: each unit takes part at most once per epoch"
         )
 
 

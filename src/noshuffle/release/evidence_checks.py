@@ -138,7 +138,7 @@ def units(found: Found) -> Iterator[str]:
 
 
 def _replayed(found: Found, table: UnitTable, rows: list[Row]) -> Iterator[str]:
-    rule = found.plan.participation
+    rule = found.plan.guarded
     for row in rows:
         if len(np.unique(row.units)) < len(row.units):
             yield f"step {row.step} lists a unit twice"

@@ -5,6 +5,7 @@ its pattern makes the stated ε false. The rules, for a unit first seen at step 
 
     SinglePass      never seen before
     Epochs          t = j + i·b for a whole i ≥ 1, and t > l
+    AnyOrderEpochs  l lies in an earlier epoch
     MinSeparation   t − l ≥ b, and seen fewer than k times
     Restarted       the rule of its base; for Epochs, j starts anew in every block of steps
     sampled         exactly the units that the secret sampler drew for this step
@@ -26,7 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.errors import ParticipationViolation, Unsupported
-from noshuffle.participation import Epochs, MinSeparation, Participation, Restarted, SinglePass
+from noshuffle.participation import (
+    AnyOrderEpochs,
+    Epochs,
+    MinSeparation,
+    Participation,
+    Restarted,
+    SinglePass,
+)
 from noshuffle.release.unit_index import in_order, increases
 from noshuffle.release.units import Ids, Record, Seen, Spread
 
@@ -80,14 +88,14 @@ def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
 def are_all_admitted(participation: Participation, *, step: int, spread: Spread) -> bool:
     """True only if every unit passes, by the extremes of their records; else look at each.
 
-    MinSeparation asks for nothing but a last step and a count that are not too large; the others
-    are asked where all have one first and one last step.
+    MinSeparation and AnyOrderEpochs ask for nothing but a last step and a count that are not too
+    large; the others are asked where all have one first and one last step.
     """
     if not spread.known:
         return True
     (first, last, *_), (_, latest, most, _) = spread.low, spread.high
     rule = participation.participation if isinstance(participation, Restarted) else participation
-    if not isinstance(rule, MinSeparation) and (first, last) != spread.high[:2]:
+    if not isinstance(rule, MinSeparation | AnyOrderEpochs) and (first, last) != spread.high[:2]:
         return False
     return bool(_allows(participation, step, first, latest, most))
 
@@ -105,6 +113,8 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
         rule = rule.participation
     if isinstance(rule, SinglePass):
         return count == 0
+    if isinstance(rule, AnyOrderEpochs):
+        return last < step - step % rule.steps_per_epoch
     if isinstance(rule, Epochs):
         return (is_anew | ((step - first) % rule.steps_per_epoch == 0)) & (last < step)
     if isinstance(rule, MinSeparation):
@@ -152,6 +162,8 @@ def why_not(participation: Participation, *, step: int, record: Record) -> str:
     first, last, count = record
     if isinstance(rule, SinglePass):
         return f"it already took part in step {last} and the plan allows one step"
+    if isinstance(rule, AnyOrderEpochs):
+        return f"it already took part in this epoch, in step {last}, and the plan allows one step"
     if isinstance(rule, Epochs):
         return (
             f"it was seen first in step {first}, so with {rule.steps_per_epoch} steps per epoch it "

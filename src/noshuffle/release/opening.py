@@ -208,7 +208,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     plan = old.plan()
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
-    ledger = Ledger(plan.participation, path=old.ledger_file, unit=plan.unit)
+    ledger = Ledger(plan.guarded, path=old.ledger_file, unit=plan.unit)
     if ledger.released < known_steps(old):
         ledger.let_go()
         raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")

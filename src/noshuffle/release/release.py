@@ -92,7 +92,7 @@ class Release(RunState):
         positive(divisor=divisor)
         place = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
-        make = partial(Ledger, plan.participation, unit=plan.unit)
+        make = partial(Ledger, plan.guarded, unit=plan.unit)
         opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
         try:
             return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)

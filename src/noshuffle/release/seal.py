@@ -88,7 +88,7 @@ def note_files(run: RunFolder | str | Path) -> None:
 def _opened(folder: RunFolder, plan: Plan) -> Iterator[Ledger]:
     """The ledger of a folder that nobody else goes on with meanwhile."""
     lock = take(folder.path)
-    ledger = Ledger(plan.participation, path=folder.ledger_file, unit=plan.unit)
+    ledger = Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)
     try:
         yield ledger
     finally:

@@ -15,6 +15,7 @@ order  REFUSED  the sampler shuffles
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
@@ -27,10 +28,9 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.participation import Epochs, Restarted
+from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
-from noshuffle.strategies.identity import Identity
 from noshuffle.training.batches import as_batch
 from noshuffle.training.hooks import at_work
 from noshuffle.training.rng import restore_rng, rng_state
@@ -38,6 +38,8 @@ from noshuffle.training.step import seeded
 
 #: Examples that a loss is tried on.
 TRIED = 4
+#: Columns for the words of a table, beside its names and verdicts.
+MIN_WORDS = 32
 #: How `fallbacks` begin where the whole model, or every example, is done by itself.
 SLOW = ("whole model", "one example at a time")
 
@@ -73,12 +75,17 @@ class LoaderCheck:
     def __str__(self) -> str:
         wide = max((len(f.name) for f in self.findings), default=0)
         wider = max((len(f.verdict) for f in self.findings), default=0)
-        lines: list[str] = []
+        # On a narrow terminal the words stand below the name and the verdict, not beside them.
+        left, columns = wide + wider + 4, shutil.get_terminal_size().columns
+        is_narrow = columns < left + MIN_WORDS
+        left, lines = 2 if is_narrow else left, list[str]()
         for f in self.findings:
             verdict = f.verdict if f.verdict == "ok" else f.verdict.upper()
-            text = [*textwrap.wrap(f.found, 72), *textwrap.wrap(f.advice, 72)]
-            lines.append(f"{f.name:{wide}}  {verdict:{wider}}  {text[0] if text else ''}".rstrip())
-            lines += [" " * (wide + wider + 4) + line for line in text[1:]]
+            room = max(1, min(72, columns - left))
+            text = [*textwrap.wrap(f.found, room), *textwrap.wrap(f.advice, room)]
+            first = "" if is_narrow or not text else text.pop(0)
+            lines.append(f"{f.name:{wide}}  {verdict:{wider}}  {first}".rstrip())
+            lines += [" " * left + line for line in text]
         return "\n".join(lines)
 
 
@@ -97,7 +104,7 @@ def _findings(
     private: Any, plan: Plan, parts: Any, loader: Iterable[Any], loss_fn: Any
 ) -> Iterator[CheckFinding]:
     yield _count(plan, loader)
-    order = _order(plan, loader)
+    order = order_of(plan, loader)
     yield order
     if isinstance(loader, Iterator):
         yield CheckFinding("data", "can be read once, so they were not looked at")
@@ -107,7 +114,8 @@ def _findings(
         yield CheckFinding("batches", "the loader is empty", "refused", "give it data")
         return
     batch = as_batch(first)
-    if order.verdict == "ok" and not plan.participation.is_sampled:
+    is_any_order = plan.participation.is_sampled or isinstance(plan.guarded, AnyOrderEpochs)
+    if order.verdict == "ok" and not is_any_order:
         yield _again(loader, batch.data)
     try:
         data = cuttable(batch.data)
@@ -145,7 +153,8 @@ def _count(plan: Plan, loader: Any) -> CheckFinding:
     return CheckFinding("batches", f"{count} a pass, {plan.steps} steps in all")
 
 
-def _order(plan: Plan, loader: Any) -> CheckFinding:
+def order_of(plan: Plan, loader: Any) -> CheckFinding:
+    """Whether a loader brings its data in an order that the plan allows."""
     inner = getattr(loader, "batch_sampler", None)
     # A loader with a batch_sampler has a sampler of its own as well, which it does not use.
     sampler = getattr(inner, "sampler", None) or getattr(loader, "sampler", None)
@@ -162,16 +171,14 @@ def _order(plan: Plan, loader: Any) -> CheckFinding:
         return CheckFinding("order", "the loader draws rows more than once", "refused", advice)
     shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler)
     if shuffles and isinstance(rule, Epochs) and rule.epochs > 1:
-        advice = "give shuffle=False; the same order in every epoch is what the plan counts on"
-        if isinstance(plan.strategy, Identity):
-            k = rule.epochs
-            advice += (
-                f", or, as the noise is independent, fit it for MinSeparation(steps={plan.steps}, "
-                f"separation=1, max_participations={k}) and pass ids"
-            )
-        return CheckFinding(
-            "order", "the loader shuffles its data anew in every epoch", "refused", advice
+        text = "the loader shuffles its data anew in every epoch"
+        if isinstance(plan.guarded, AnyOrderEpochs):
+            return CheckFinding("order", f"{text}, which independent noise does not mind")
+        advice = (
+            "give shuffle=False; the same order in every epoch is what the plan counts on "
+            "(mechanism='identity' takes any)"
         )
+        return CheckFinding("order", text, "refused", advice)
     return CheckFinding("order", "as it comes")
 
 

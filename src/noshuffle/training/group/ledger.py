@@ -32,7 +32,7 @@ class GroupLedger(Ledger):
     def __init__(self, plan: Plan, *, team: Team, path: Path | None = None) -> None:
         self._team = team
         self._holds_rows = True
-        super().__init__(plan.participation, path=path, unit=plan.unit)
+        super().__init__(plan.guarded, path=path, unit=plan.unit)
 
     @classmethod
     def elsewhere(
