@@ -375,6 +375,35 @@ def test_plain_pieces_skip_checks_and_nothing_else() -> None:
                 fast.partial_fit(bad, target[:1])
 
 
+def test_single_rows_wait_for_their_batch_and_change_nothing(tmp_path) -> None:
+    """Single rows, summed together, are learned as by hand; who looks at the score changes no bit;
+    a save in the middle of a batch keeps rows that wait; a caller may reuse his buffer."""
+    x = RNG.uniform(-1, 1, size=(40, 3))
+    y = (x[:, 0] > 0).astype(int)
+    made = PrivateLogisticRegression(
+        classes=[0, 1], horizon=40, mechanism="tree", test_seed=0, batch_size=7, bounds=(-0.5, 0.5)
+    )
+    whole, single, curious, saved = (clone(made) for _ in range(4))
+    for one in (whole, single, curious, saved):
+        one.partial_fit(x[:1], y[:1])
+    whole.partial_fit(x[1:], y[1:])
+    buffer, scores = np.empty((1, 3)), []
+    for i in range(1, 40):
+        buffer[:] = x[i]
+        for one in (single, curious, saved):
+            one.partial_fit(buffer, y[i : i + 1])
+        scores.append(curious.progressive_score_)
+        if i == 17:
+            assert saved.save(tmp_path / "m").progressive_score_ == scores[-1]
+            saved = PrivateLogisticRegression.load(tmp_path / "m")
+            assert saved.progressive_score_ == scores[-1]
+    np.testing.assert_array_equal(single.coef_, curious.coef_)
+    assert scores[-1] == whole.progressive_score_ == single.progressive_score_
+    assert len(set(scores)) > 20
+    np.testing.assert_allclose(whole.coef_, single.coef_, atol=1e-9)
+    np.testing.assert_allclose(whole.coef_, saved.coef_, atol=1e-9)
+
+
 def test_an_entry_in_several_parts_is_clamped_once():
     """A sparse row may list a column twice; each part alone would be inside the bounds."""
     parts = (np.array([5.0, 5.0, -0.25]), np.array([0, 0, 1]), np.array([0, 3]))

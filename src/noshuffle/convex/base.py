@@ -310,6 +310,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         keeps a stream alive across processes.
         """
         state = dict(super().__getstate__())
-        for secret in ("_stream", "_progress", "progressive_score_", "_finished", "_said"):
+        for secret in ("_stream", "_progress", "_finished", "_said"):
             state.pop(secret, None)
         return state

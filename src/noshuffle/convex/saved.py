@@ -31,10 +31,10 @@ FORMAT = "noshuffle-stream/3"
 MODEL, STREAM = "model.pkl", "stream.pt"
 
 
-def write_stream(folder: Path, stream: LearningStream, **more: Any) -> None:
+def write_stream(folder: Path, stream: LearningStream, progress: Any) -> None:
     """Replace stream.pt atomically; it is readable by its owner only from the first byte on."""
-    buffer = io.BytesIO()
-    torch.save({**stream.state(), **more, "format": FORMAT}, buffer)
+    buffer, state = io.BytesIO(), stream.state()  # which sums, and scores, the rows that wait
+    torch.save({**state, "progress": dict(vars(progress)), "format": FORMAT}, buffer)
     write_bytes(folder / STREAM, buffer.getvalue(), mode=0o600)
     for number in range(1, len(stream.phases)):
         finished = RunFolder(folder / f"phase-{number}")
@@ -86,7 +86,7 @@ class Saveable:
         elif stream.folder.resolve() != path.resolve():
             raise InvalidInput(f"this stream lives in {stream.folder}; save it there again")
         write_bytes(path / MODEL, pickle.dumps(self), mode=0o644)
-        write_stream(path, stream, progress=dict(vars(self._progress)))
+        write_stream(path, stream, self._progress)
         return self
 
     @classmethod

@@ -9,15 +9,17 @@ Between batches the iterate does not move, so it does not matter how a batch was
 Every phase (see `phases`) is a run of its own with a plan, keys and a ledger, in memory, in a run
 folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`).
 
-State kept: the unfinished sum, the release of the current phase, counts, and the numbers of the
-units that were seen (if ids are given). The unfinished sum is a secret: it leaves here only by
-`state`, which goes into a file for the owner alone (see `saved`).
+State kept: the unfinished sum, single rows that wait to be summed (`waiting`), the release of the
+current phase, counts, and the numbers of the units that were seen (if ids are given). Rows and sum
+are secrets: the sum leaves here only by `state`, which goes into a file for the owner alone (see
+`saved`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +28,7 @@ import torch
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Phase, PhaseBudget, make_phase, next_phase
+from noshuffle.convex.waiting import WaitingRows
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -133,6 +136,9 @@ class LearningStream(OneOwner):
         self.phases: list[Phase] = []
         self.rows = self.steps = self._in_phase = self._phase_steps = self._held = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64)
+        self._waiting = WaitingRows()
+        #: What brings rows inside their bounds, just before they are summed; None: they are.
+        self.row_map_fn: Callable[[Any], Any] | None = None
         self._units, self._pending = UnitTable(), np.empty(0, dtype=np.int64)
         self._secret = ""  # by which names of units become numbers, in every phase alike
         self.kind_of_ids = ""
@@ -261,8 +267,10 @@ class LearningStream(OneOwner):
                 self._begin()
             room = min(self._until_release(), total - at)
             piece = slice(at, at + room)
-            more = () if weight is None else (weight[piece],)
-            self._sum += torch.from_numpy(self.rule.clipped_sum(x[piece], y[piece], *more))
+            rows = (x[piece], y[piece], None if weight is None else weight[piece])
+            if not self._waiting.keep(*rows):
+                self._sum_waiting()
+                self._add(*rows)
             at += room
             self.rows += room
             self._held += room
@@ -270,6 +278,23 @@ class LearningStream(OneOwner):
             if self._until_release() == 0:
                 self._release()
         self._is_broken = False
+
+    def _add(self, x: Any, y: Targets, weight: Array | None) -> None:
+        more = () if weight is None else (weight,)
+        rows = x if self.row_map_fn is None else self.row_map_fn(x)
+        self._sum += torch.from_numpy(self.rule.clipped_sum(rows, y, *more))
+
+    def _sum_waiting(self) -> None:
+        if self._waiting:
+            self._add(*self._waiting.take())
+
+    def show_waiting(self, watch: Watch) -> None:
+        """Show the margins of rows that wait to someone, and change nothing."""
+        if not self._waiting:
+            return
+        (x, y, weight), rule = self._waiting.joined(), copy(getattr(self.rule, "inner", self.rule))
+        rule.watch = watch
+        rule.clipped_sum(x if self.row_map_fn is None else self.row_map_fn(x), y, weight)
 
     def _until_release(self) -> int:
         """Rows that still fit into the batch; a pass and a phase end a batch early."""
@@ -294,6 +319,7 @@ class LearningStream(OneOwner):
 
     def _release(self) -> None:
         """The batch leaves: its units are admitted, its row is written, noise, division."""
+        self._sum_waiting()
         first, mean = (self._in_phase - self._held) % self.phase.rows, {self._name: self._sum}
         if self.release.folder is None:
             if self.has_ids:
@@ -341,6 +367,7 @@ class LearningStream(OneOwner):
         """All but the keys, as tensors and plain values; for the owner's eyes only."""
         if self._is_broken:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
+        self._sum_waiting()
         return {
             **{name: getattr(self, name) for name in self._COUNTS},
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
@@ -382,7 +409,7 @@ class LearningStream(OneOwner):
             setattr(self, name, state[name])
         self.folder = folder
         self._open(self._phase_folder())
-        self._sum = state["sum"].clone()
+        self._sum, self._waiting = state["sum"].clone(), WaitingRows()
         self._pending = state["pending"].numpy().copy()
         self._units = UnitTable()
         self._units.update(np.sort(state["units"].numpy()), step=0)

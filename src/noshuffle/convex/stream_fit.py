@@ -8,6 +8,7 @@ the statement are written to the estimator. State: the stream, and the progressi
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -161,32 +162,39 @@ class StreamFit(TableFit):
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.admit(x.shape[0], ids)
+        stream.row_map_fn = self._rows.apply
         if passes > 1 and x.shape[0] * x.shape[1] <= _KEPT:
-            x, apply_fn = self._rows.apply(x), None
-        else:
-            apply_fn = self._rows.apply
+            x, stream.row_map_fn = self._rows.apply(x), None
         for index in range(passes):
             # A second look at a row is no validation.
             if self.solver_ != "gd":
                 stream.rule.watch = None if index else self._watch
             for first in range(0, x.shape[0], BLOCK):
                 block = slice(first, first + BLOCK)
-                rows = x[block] if apply_fn is None else apply_fn(x[block])
-                stream.feed(rows, y[block], None if weight is None else weight[block])
+                stream.feed(x[block], y[block], None if weight is None else weight[block])
+
+    @property
+    def progressive_score_(self) -> float:
+        """Score of every row before it was learned from. From raw targets: NOT private."""
+        if "_progress" not in self.__dict__:
+            raise AttributeError("there is no progressive score before fit, nor in a copied model")
+        progress = self._progress
+        if "_stream" in self.__dict__:
+            progress = copy(progress)
+            self._stream.show_waiting(progress)
+        return float(progress.value)
 
     def _finish(self, *notes: str) -> None:
         stream = self._stream
         self.n_rows_ = stream.rows
         now = (id(stream), stream.steps, len(stream.phases), stream.is_closed, notes)
         if now == getattr(self, "_finished", None):  # nothing was released since the last call
-            self.progressive_score_ = self._progress.value
             return
         self._finished = now
         self._weights = stream.rule.weights.copy()
         self.n_steps_ = stream.steps
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
-        self.progressive_score_ = self._progress.value
         self.__dict__.pop("_law", None)
         if self.inference and isinstance(stream.rule, GradientRule):
             self._law = stream.rule.law()

@@ -82,6 +82,8 @@ class TableFit:
         _most_weight: float
         privacy_: PrivacyStatement
         _weights: Array
+        _SCORE: ClassVar[Any]
+        _progress: Any
 
         def _record(self, **bounds: Any) -> Loss: ...
         def _publish(self) -> None: ...
@@ -238,7 +240,7 @@ class TableFit:
         self.__dict__.pop("_stream", None)
         self.n_steps_, self.n_rows_ = int(found.details.get("steps", 1)), X.shape[0]
         self.learning_rate_, self.batch_size_ = 1.0, X.shape[0]
-        self.progressive_score_ = float("nan")
+        self._progress = self._SCORE()
         self._publish()
         self._notes = notes
         said = (NO_IDS if ids is None else IDS, self._words_of_bounds(), SETTINGS, *self._notes)
