@@ -10,8 +10,9 @@ from torch import nn
 from noshuffle.convex.solvers import domains
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.optim import FTRL, box, elastic_net, group_lasso, l1_ball, l2_ball, lasso, simplex
-from noshuffle.optim.constraints import Box, Constraint, Everywhere, L1Ball, L2Ball, LpBall, Simplex
+from noshuffle.optim.constraints import Box, Constraint, Everywhere, L1Ball, L2Ball, Simplex
 from noshuffle.optim.leader import Leader
+from noshuffle.optim.lp_ball import LpBall
 
 SETS = {
     "none": None,

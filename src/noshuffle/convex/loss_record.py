@@ -77,6 +77,13 @@ class Loss:
         return self.curvature_bound * self.feature_bound**2
 
     @property
+    def dual_order(self) -> float:
+        """Order of the norm of weights that is dual to that of the rows."""
+        if math.isinf(self.order):
+            return 1.0
+        return self.order / (self.order - 1) if self.order > 1 else math.inf
+
+    @property
     def weak_convexity(self) -> float:
         """ϱ such that f + (ϱ/2)‖w‖² is convex; 0 for convex losses."""
         return max(0.0, self.weak_curvature * self.feature_bound**2 - self.ridge)
@@ -201,8 +208,8 @@ def require(
             f"the loss is Lipschitz within radius {loss.radius:g}, the domain has {radius:g}; "
             f"build {loss.name} with radius={radius:g}"
         )
-    if order is not None and loss.order != order:
+    if order is not None and loss.order > order * (1 + SLACK):  # norms fall as their order grows
         raise InvalidInput(
-            f"{solver} needs rows bounded in the norm of order {order:g}, the loss bounds order "
-            f"{loss.order:g}; build it with order={order:g}"
+            f"{solver} needs rows bounded in the norm of order {order:g} or less, the loss bounds "
+            f"order {loss.order:g}; build it with order={order:g}"
         )

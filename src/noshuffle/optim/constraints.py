@@ -10,7 +10,7 @@ values; privacy rests on the radius alone, where a bound of a loss depends on it
     set          project            lmo (argmin ⟨g, v⟩)             vertices
     Everywhere   identity           none (unbounded)                none
     L2Ball       rescale            −R g/‖g‖                        none
-    LpBall       for p = 2 only     dual exponents, see there       none
+    LpBall       roots (`lp_ball`)  dual exponents                  none
     Box          clamp              low or high by the sign of g    corners (not listed)
     L1Ball       sort-threshold     −R sign(g_i) e_i, i = argmax    ±R e_i, 2d of them
     Simplex      sort-threshold     R e_i, i = argmin               R e_i, d of them
@@ -49,8 +49,8 @@ Array = NDArray[np.float64]
 class Constraint:
     """A closed convex set; `nearest` is what a set of its own must have.
 
-    `size` is the largest norm of the set in its own order (`norm_order`), `euclidean(d)` the
-    largest Euclidean norm in d dimensions; for orders 1 to 2 the two are the same.
+    `size` is the largest norm of the set in its own order (`norm_order`), `reach(order, d)` the
+    largest norm of another order in d dimensions, `euclidean(d)` that of order 2.
     """
 
     norm_order: float = 2.0
@@ -60,8 +60,12 @@ class Constraint:
     def size(self) -> float:
         return math.inf
 
+    def reach(self, order: float, d: int) -> float:
+        """‖v‖_order ≤ d^{1/order − 1/p}·‖v‖_p for order < p, and ‖v‖_p beyond."""
+        return float(self.size * d ** max(0.0, 1 / order - 1 / self.norm_order))
+
     def euclidean(self, d: int) -> float:
-        return self.size * (math.sqrt(d) if self.norm_order == math.inf else 1.0)
+        return self.reach(2.0, d)
 
     def start(self, d: int) -> Array:
         """A point chosen without data: the origin, which most sets hold."""
@@ -104,7 +108,9 @@ class Everywhere(Constraint):
 
 
 @dataclass(frozen=True)
-class _Sized(Constraint):
+class Sized(Constraint):
+    """A ball around zero."""
+
     radius: float
 
     def __post_init__(self) -> None:
@@ -116,7 +122,7 @@ class _Sized(Constraint):
 
 
 @dataclass(frozen=True)
-class L2Ball(_Sized):
+class L2Ball(Sized):
     """‖θ‖₂ ≤ radius, over all tensors together."""
 
     def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -128,37 +134,6 @@ class L2Ball(_Sized):
     def lmo(self, g: Array) -> Array:
         norm = float(np.linalg.norm(g))
         return -g * (self.radius / norm) if norm > 0 else np.zeros_like(g)
-
-
-@dataclass(frozen=True)
-class LpBall(_Sized):
-    """‖θ‖_p ≤ radius, 1 < p ≤ 2.
-
-    ⟨g, v⟩ ≥ −R‖g‖_q (Hölder), with equality at v_i = −R sign(g_i)(|g_i|/‖g‖_q)^{q−1}.
-    """
-
-    p: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 < self.p <= 2:
-            raise InvalidInput(f"p must lie in (1, 2], got {self.p!r}; use L1Ball for p = 1")
-
-    @property
-    def norm_order(self) -> float:  # type: ignore[override]
-        return self.p
-
-    def nearest(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return L2Ball(self.radius).nearest(values) if self.p == 2 else super().nearest(values)
-
-    def lmo(self, g: Array) -> Array:
-        q = self.p / (self.p - 1)
-        largest = float(np.max(np.abs(g)))
-        if largest == 0:
-            return np.zeros_like(g)
-        scaled = np.abs(g) / largest  # powers of numbers in [0, 1] cannot overflow
-        weights = (scaled / float(np.sum(scaled**q)) ** (1 / q)) ** (q - 1)
-        return np.asarray(-self.radius * np.sign(g) * weights)
 
 
 @dataclass(frozen=True)
@@ -223,7 +198,7 @@ class Simplex(Constraint):
 
 
 @dataclass(frozen=True)
-class L1Ball(_Sized):
+class L1Ball(Sized):
     """‖θ‖₁ ≤ radius, over all tensors together; vertex i < d is +R e_i, vertex d + i is −R e_i."""
 
     norm_order = 1.0

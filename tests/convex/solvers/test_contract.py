@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from noshuffle.convex import losses, solvers
+from noshuffle.convex import PrivateLogisticRegression, losses, solvers
 from noshuffle.convex.solvers import frank_wolfe_poly as poly_solver
 from noshuffle.convex.solvers import noisy_max
 from noshuffle.convex.solvers.domains import Ball, Everywhere, L1Ball, LpBall, Simplex
@@ -57,8 +57,15 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         solvers.phased_mirror_descent, losses.hinge(order=3.0),
         {**FREE, "domain": Everywhere(), "p": 1.5, "steps": 4},
     ),
-    "frank_wolfe_noisy, tree": (
+    "dp_gd, p = 3": (
+        solvers.dp_gd, losses.logistic(order=1.5, feature_bound=2.0),
+        {**FREE, "domain": LpBall(1.0, 3.0), "steps": 5},
+    ),
+    "frank_wolfe_noisy, root": (
         solvers.frank_wolfe_noisy, losses.logistic(), {**BALL, "steps": 5},
+    ),
+    "frank_wolfe_noisy, tree": (
+        solvers.frank_wolfe_noisy, losses.logistic(), {**BALL, "steps": 5, "aggregation": "tree"},
     ),
     "frank_wolfe_noisy, naive": (
         solvers.frank_wolfe_noisy, losses.logistic(),
@@ -332,7 +339,13 @@ def test_solvers_are_called_as_documented() -> None:
         assert list(parameters)[:3] == ["loss", "rows", "labels"]
         assert {"epsilon", "delta", "domain", "test_seed"} <= set(parameters)
         assert ("neighbours" in parameters) == (name != "dp_sgd")
-    assert inspect.signature(solvers.ftrl).parameters["neighbours"].default == "zero-out"
+    for name, (solver, _, _) in CASES.items():  # one relation by default, that of the estimators
+        here = solvers.ftrl_ls if name == "ftrl_ls" else solver
+        known = inspect.signature(here).parameters.get("neighbours")
+        assert known is None or known.default == "zero-out", name
+        assert known is not None or solver in (solvers.dp_sgd, solvers.dp_svrg), name
+    for other in (solvers.noisy_max, solvers.best, PrivateLogisticRegression):
+        assert inspect.signature(other).parameters["neighbours"].default == "zero-out"
     with pytest.raises(TypeError):
         solvers.dp_sgd(losses.hinge(), *data(), neighbours="replace-one", **CASES["dp_sgd"][2])
     with pytest.raises(NoshuffleError):

@@ -7,12 +7,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+from scipy.linalg import toeplitz
 
 from noshuffle.convex import losses
-from noshuffle.convex.solvers.base import rho_budget
+from noshuffle.convex.solvers.base import budget, rho_budget
+from noshuffle.convex.solvers.decayed_sums import AGGREGATIONS, DecayedTree, factor, root, smallest
 from noshuffle.convex.solvers.domains import Ball, L1Ball, LpBall, Simplex
 from noshuffle.convex.solvers.frank_wolfe_full import choice_noise, frank_wolfe_full
-from noshuffle.convex.solvers.frank_wolfe_noisy import DecayedTree, frank_wolfe_noisy, noises
+from noshuffle.convex.solvers.frank_wolfe_noisy import frank_wolfe_noisy, noises
 from noshuffle.convex.solvers.frank_wolfe_poly import frank_wolfe_poly, vertex_noise
 from noshuffle.convex.solvers.frank_wolfe_stationary import frank_wolfe_stationary, schedule
 from noshuffle.convex.solvers.frank_wolfe_tree import TreePhase, frank_wolfe_tree, phase_plan
@@ -117,7 +119,7 @@ def test_a_leaf_is_in_as_many_nodes_as_are_paid_for(steps: int) -> None:
     assert 0.95 * steps.bit_length() <= worst <= steps.bit_length()
 
 
-@pytest.mark.parametrize("aggregation", ["naive", "tree"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_noise_formulas(aggregation: str) -> None:
     recursion = Recursion.plan(rows=1000, steps=20, rate=0.1)
     shape, rho = Shape(p=2.0, d=4), 0.02
@@ -129,9 +131,49 @@ def test_noise_formulas(aggregation: str) -> None:
         assert times == pytest.approx(recursion.decayed_squares())
         assert times * 0.03**2 / (2 * sigma**2) == pytest.approx(rho)
         assert sigma0 == sigma
-    else:
-        assert 0.01**2 / (2 * sigma0**2) == pytest.approx(rho)
-        assert 5 * 0.03**2 / (2 * sigma**2) == pytest.approx(rho)  # ⌊lg 20⌋ + 1 = 5 nodes
+        return
+    # ⌊lg 20⌋ + 1 = 5 nodes of a tree; the columns of the encoder that is used; one release.
+    columns = np.linalg.norm(toeplitz(root(20, 0.9)[0].coefficients(20), np.zeros(20)), axis=0)
+    times = {"tree": 5, "steps": 1, "root": float(columns.max()) ** 2}[aggregation]
+    assert 0.01**2 / (2 * sigma0**2) == pytest.approx(rho)
+    assert times * 0.03**2 / (2 * sigma**2) == pytest.approx(rho)
+
+
+@pytest.mark.parametrize(("steps", "decay"), [(1, 0.5), (13, 0.7), (64, 0.95)])
+def test_noise_of_decayed_sums_by_explicit_matrices(steps: int, decay: float) -> None:
+    """`factor` beside the rows and columns of the matrices themselves."""
+    lags = np.subtract.outer(np.arange(steps), np.arange(steps))
+    workload = np.where(lags >= 0, decay ** np.maximum(lags, 0.0), 0.0)
+    encoder = toeplitz(root(steps, decay)[0].coefficients(steps), np.zeros(steps))
+    sums = workload @ np.linalg.inv(encoder)
+    worst = np.linalg.norm(sums, axis=1).max() * np.linalg.norm(encoder, axis=0).max()
+    found = {kind: factor(kind, steps=steps, decay=decay) for kind in AGGREGATIONS}
+    assert found["root"] == pytest.approx(worst)
+    assert found["steps"] == pytest.approx(np.linalg.norm(workload, axis=1).max())
+    read: list[float] = []
+
+    def release(raw):
+        read.append(1.0)
+        out = np.zeros(2 * steps)
+        out[len(read) - 1] = 1.0  # one coordinate for every node: norms are those of the noise
+        return out
+
+    tree = DecayedTree(release, decay=decay)
+    noise = max(np.linalg.norm(tree.push(np.zeros(2 * steps))) for _ in range(steps))
+    assert found["tree"] == pytest.approx(noise * math.sqrt(steps.bit_length()))
+    bound = np.linalg.svd(workload, compute_uv=False).sum() / steps  # nuclear norm, rms
+    assert bound <= found["root"] <= min(1.05 * bound + 0.02, found["steps"] * 1.01)
+    assert smallest(steps=steps, decay=decay, is_normal=True) == "root"
+
+
+def test_sums_of_other_noise_than_normal_are_released_values_only() -> None:
+    loss, x = losses.logistic(order=3.0), np.zeros((64, 3))
+    settings = {"epsilon": 1.0, "delta": 1e-6, "domain": LpBall(1.0, 1.5), "steps": 8}
+    with pytest.raises(Unsupported, match="law"):
+        frank_wolfe_noisy(loss, x, np.ones(64), aggregation="root", **settings)
+    said = frank_wolfe_noisy(loss, x, np.ones(64), **settings).statement
+    assert said.mechanism.startswith("steps release")
+    assert not said.exact
 
 
 def test_first_noise_of_the_run_has_the_stated_scale() -> None:
@@ -148,11 +190,15 @@ def test_first_noise_of_the_run_has_the_stated_scale() -> None:
         test_seed=0,
     )
     # x_1 = −η N/‖N‖ says nothing of the scale; the statement and the formula do.
-    rho = rho_budget(epsilon=1.0, delta=1e-6)
-    assert run.details["first_noise"] == pytest.approx((2 / 32) / math.sqrt(2 * rho))
-    assert run.statement.rho == pytest.approx(rho)
-    assert run.statement.epsilon <= 1.0
-    assert not run.statement.exact
+    mu = budget(epsilon=1.0, delta=1e-6)
+    assert run.details["first_noise"] == pytest.approx((1 / 32) / mu)
+    assert run.statement.mu == pytest.approx(mu)
+    assert run.statement.epsilon == pytest.approx(1.0)
+    assert run.statement.exact
+    # What was accounted by zCDP before needed 7 % more noise.
+    assert mu / math.sqrt(2 * rho_budget(epsilon=1.0, delta=1e-6)) == pytest.approx(
+        1.0725, abs=1e-3
+    )
 
 
 def test_released_tree_noise_is_of_the_stated_scale() -> None:
@@ -281,8 +327,9 @@ def test_refusals() -> None:
         frank_wolfe_noisy(losses.logistic(), x, y, domain=L1Ball(1.0), **common)
     with pytest.raises(Unsupported):
         frank_wolfe_poly(losses.logistic(), x, y, domain=Ball(1.0), **common)
-    with pytest.raises(InvalidInput):
-        frank_wolfe_poly(losses.logistic(), x, y, domain=L1Ball(1.0), **common)
+    domain = LpBall(1.0, 1.5)
+    with pytest.raises(InvalidInput, match="order 3 or less"):  # rows in l2 are bounded in l3 too
+        frank_wolfe_noisy(losses.logistic(order=4.0), x, y, domain=domain, **common)
     with pytest.raises(Unsupported):
         frank_wolfe_poly(losses.sigmoid(order=math.inf), x, y, domain=Simplex(), **common)
     with pytest.raises(InvalidInput):
@@ -379,7 +426,7 @@ def test_listed_vertices() -> None:
     hull = [[2.0, 0.0], [-2.0, 0.0], [0.0, 2.0]]
     run = frank_wolfe_full(losses.logistic(), x, y, vertices=hull, **asked)
     assert run.weights[0] > 1
-    assert run.statement.sensitivity == pytest.approx(2 * 2 / 500)
+    assert run.statement.sensitivity == pytest.approx(2 / 500)
     with pytest.raises(InvalidInput, match="one in each row"):
         frank_wolfe_full(losses.logistic(), x, y, vertices=[[1.0]], **asked)
     with pytest.raises(InvalidInput, match="radius=2"):

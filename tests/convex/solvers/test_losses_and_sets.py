@@ -6,11 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from scipy.optimize import minimize
 
 from noshuffle.accounting import renyi
 from noshuffle.convex import losses
+from noshuffle.convex.solvers import dp_gd, frank_wolfe_full, frank_wolfe_noisy
 from noshuffle.convex.solvers.base import rho_budget, split
-from noshuffle.convex.solvers.domains import Ball, Box, Everywhere, L1Ball, LpBall, Simplex
+from noshuffle.convex.solvers.domains import Ball, Box, Everywhere, L1Ball, LpBall, Simplex, ball
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.errors import InvalidInput, Unsupported
 
@@ -98,14 +101,14 @@ def test_data_beyond_the_bounds_is_refused(rows, labels) -> None:
     assert "\n" not in str(caught.value)
 
 
-DOMAINS = [Ball(1.5), Box(0.7), L1Ball(1.2), Simplex(1.3)]
+DOMAINS = [Ball(1.5), Box(0.7), L1Ball(1.2), Simplex(1.3), LpBall(1.1, 1.3), LpBall(0.9, 5.0)]
 
 
-@pytest.mark.parametrize("domain", DOMAINS, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("domain", DOMAINS, ids=str)
 def test_projection_and_linear_minimiser(domain) -> None:
     draws = np.random.default_rng(2)
-    inside = [domain.project(draws.standard_normal(5)) for _ in range(200)]
-    for _ in range(20):
+    inside = [domain.project(draws.standard_normal(5)) for _ in range(60)]
+    for _ in range(10):
         u = 2 * draws.standard_normal(5)
         p = domain.project(u)
         assert max(float((u - p) @ (v - p)) for v in inside) <= 1e-10  # variational inequality
@@ -120,7 +123,7 @@ def test_projection_and_linear_minimiser(domain) -> None:
             assert min(scores) == pytest.approx(float(u @ v))
 
 
-@pytest.mark.parametrize("p", [1.05, 1.5, 2.0])
+@pytest.mark.parametrize("p", [1.05, 1.5, 2.0, 3.0, 50.0])
 def test_l_p_minimiser_meets_hoelder(p: float) -> None:
     g, domain = np.random.default_rng(3).standard_normal(6), LpBall(2.0, p)
     v = domain.lmo(g)
@@ -131,10 +134,69 @@ def test_l_p_minimiser_meets_hoelder(p: float) -> None:
 def test_domains_refuse_what_they_cannot() -> None:
     with pytest.raises(Unsupported):
         Everywhere().lmo(np.ones(2))
-    with pytest.raises(InvalidInput):
-        LpBall(1.0, 1.0)
-    with pytest.raises(Unsupported):
-        LpBall(1.0, 1.5).project(np.ones(2))
+    for p in (1.0, 0.5, math.inf, math.nan):
+        with pytest.raises(InvalidInput):
+            LpBall(1.0, p)
+
+
+@pytest.mark.parametrize("p", [1.001, 1.1, 1.7, 2.5, 8.0, 1000.0])
+def test_projection_on_l_p_balls(p: float) -> None:
+    """Inside always, beside a generic solver, and by the gap that bounds the distance."""
+    draws, q = np.random.default_rng(7), p / (p - 1)
+    for d, size in ((1, 3.0), (3, 1.0), (40, 0.2), (40, 1e6), (7, 1e30)):
+        u, radius = size * draws.standard_normal(d), 1.3
+        if d > 3:
+            u[:2] = 0.0, 1e-12 * size
+        x = LpBall(radius, p).project(u)
+        inside = np.sum(np.abs(x.astype(np.longdouble) / radius) ** np.longdouble(p))
+        assert inside <= 1
+        longest = np.abs(u).max()
+        if np.linalg.norm(u / longest, p) * longest <= radius:
+            np.testing.assert_array_equal(x, u)
+            continue
+        assert inside ** (1 / p) > 1 - 1e-12
+        rest = u - x
+        most = np.abs(rest).max()
+        gap = radius * most * np.linalg.norm(rest / most, q) - rest @ x
+        assert gap <= 1e-13 * math.sqrt(d) * radius * np.linalg.norm(u)
+    u = np.array([1.5, -0.4, 0.9])
+    x = LpBall(1.0, p).project(u)
+    slow = minimize(
+        lambda v: 0.5 * np.sum((v - u) ** 2), 0.1 * u, method="SLSQP",
+        constraints={"type": "ineq", "fun": lambda v: 1 - np.sum(np.abs(v) ** p)},
+        options={"maxiter": 500, "ftol": 1e-12},
+    ).x  # fmt: skip
+    if p < 100:  # the generic solver does not end on so flat a constraint
+        np.testing.assert_allclose(x, slow, atol=1e-4)
+    short = LpBall(1.0, p).project([torch.tensor(u, dtype=torch.float32)])[0].double().numpy()
+    assert np.sum(np.abs(short.astype(np.longdouble)) ** np.longdouble(p)) <= 1
+    assert np.isnan(LpBall(1.0, p).project(np.array([math.nan, 1.0]))).all()
+
+
+def test_reach_bounds_every_norm_of_a_ball() -> None:
+    draws = np.random.default_rng(8)
+    for p in (1.0, 1.5, 2.0, 4.0, math.inf):
+        domain = ball(1.3, p)
+        for order in (1.0, 1.2, 2.0, 5.0, math.inf):
+            v = [domain.project(9 * draws.standard_normal(5)) for _ in range(20)]
+            corners = [domain.lmo(g) for g in (np.ones(5), np.eye(5)[0])]
+            norms = [np.linalg.norm(one, order) for one in (*v, *corners)]
+            assert max(norms) <= domain.reach(order, 5) * (1 + 1e-12)
+            assert max(norms) > 0.999 * domain.reach(order, 5)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.25, 2.0, 3.0, math.inf])
+def test_every_order_of_ball_has_a_solver(p: float) -> None:
+    """The whole range 1 ≤ p ≤ ∞, rows bounded in the dual norm; ends better than it began."""
+    q = {1.0: math.inf, math.inf: 1.0}.get(p) or p / (p - 1)
+    draws = np.random.default_rng(9)
+    x = losses.fit_into(draws.choice([-1.0, 1.0], (4000, 6)), bound=1.0, order=q)
+    y = np.clip(x @ (0.8 * np.eye(6)[0]), -1, 1)
+    loss, domain = losses.squared(radius=1.0, order=q), ball(1.0, p)
+    solve = frank_wolfe_full if p == 1 else frank_wolfe_noisy if p < 2 else dp_gd
+    run = solve(loss, x, y, epsilon=4.0, delta=1e-6, domain=domain, test_seed=0)
+    assert np.linalg.norm(run.weights, p) <= 1 + 1e-12
+    assert loss.risk(run.weights, x, y) < 0.5 * loss.risk(np.zeros(6), x, y)
 
 
 def test_rho_budget_is_on_the_safe_side() -> None:

@@ -44,7 +44,7 @@ def test_minimiser_moves_within_the_sensitivity(loss, ridge: float) -> None:
         labels[3] = draws.choice([-1.0, 1.0])
         there = minimise(loss, other, labels, ridge=ridge).weights
         worst = max(worst, float(np.linalg.norm(here - there)))
-    bound = output_sensitivity(loss, rows=8, ridge=ridge)
+    bound = output_sensitivity(loss, rows=8, ridge=ridge, neighbours="replace-one")
     assert worst <= bound * (1 + 1e-9)
     if ridge == 1.0 and loss.name == "smoothed_hinge":
         assert worst > 0.3 * bound  # of the right size, not only large
@@ -55,7 +55,7 @@ def test_noise_and_statement_of_output_perturbation() -> None:
     run = output_perturbation(
         losses.linear(), x[:, :300], np.zeros(40), epsilon=1.0, delta=1e-6, ridge=0.5, test_seed=2
     )
-    scale = (2 / 40 + 2e-10) / 0.5 / gaussian.mu(epsilon=1.0, delta=1e-6)
+    scale = (1 / 40 + 2e-10) / 0.5 / gaussian.mu(epsilon=1.0, delta=1e-6)
     assert run.details["noise"] == pytest.approx(scale)
     assert abs(np.std(run.weights) / scale - 1) < 0.2
     assert run.statement.epsilon == pytest.approx(1.0)
@@ -63,7 +63,7 @@ def test_noise_and_statement_of_output_perturbation() -> None:
         losses.linear(), x[:, :3], np.zeros(40), epsilon=1.0, ridge=0.5, test_seed=2
     )
     assert pure.statement.delta == 0
-    assert pure.details["noise"] == pytest.approx((2 / 40 + 2e-10) / 0.5)
+    assert pure.details["noise"] == pytest.approx((1 / 40 + 2e-10) / 0.5)
 
 
 def test_spherical_noise_has_gamma_length() -> None:
@@ -90,7 +90,7 @@ def log_density(w: float, xs, ys, *, loss, chosen, delta: float) -> float:
 @pytest.mark.parametrize("ridge", [1e-4, 0.2])
 def test_objective_perturbation_is_private_in_one_dimension(loss, ridge: float) -> None:
     epsilon, draws = 1.0, np.random.default_rng(4)
-    chosen = tilt(loss, rows=4, ridge=ridge, epsilon=epsilon)
+    chosen = tilt(loss, rows=4, ridge=ridge, epsilon=epsilon, neighbours="replace-one")
     grid = np.linspace(-40, 40, 801)
     worst = 0.0
     for _ in range(20):
@@ -107,7 +107,8 @@ def test_objective_perturbation_is_private_in_one_dimension(loss, ridge: float) 
 
 def test_normal_tilt_meets_delta_in_one_dimension() -> None:
     loss, epsilon, delta = losses.logistic(), 1.0, 1e-2
-    chosen = tilt(loss, rows=3, ridge=0.05, epsilon=epsilon, delta=delta)
+    said = {"epsilon": epsilon, "delta": delta, "neighbours": "replace-one"}
+    chosen = tilt(loss, rows=3, ridge=0.05, **said)
     xs, ys = np.array([1.0, 0.3, -0.5]), np.array([1.0, 1.0, -1.0])
     labels = np.array([-1.0, 1.0, -1.0])
 
@@ -128,7 +129,7 @@ def test_tilt_is_sharper_than_published() -> None:
     small = tilt(loss, rows=n, ridge=1e-9, epsilon=epsilon)
     assert small.kappa == pytest.approx(epsilon / 2)  # the ridge grew
     assert small.ridge == pytest.approx(0.25 / (n * math.expm1(epsilon / 2)))
-    assert small.scale == pytest.approx(2 / (epsilon / 2))
+    assert small.scale == pytest.approx(1 / (epsilon / 2))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_noise_of_phased_sgd() -> None:
     )
     mu = gaussian.mu(epsilon=1.0, delta=1e-6)
     for i in range(1, len(run.iterates)):
-        scale = 2 / 4**i / mu
+        scale = 1 / 4**i / mu
         fresh = run.iterates[i] - run.iterates[i - 1]
         assert abs(fresh.std() / scale - 1) < 0.03
     assert run.statement.epsilon == pytest.approx(1.0)
@@ -131,13 +131,13 @@ def test_phased_mirror_descent_states_and_learns(p: float) -> None:
         test_seed=0,
     )
     assert np.mean(np.sign(x @ run.weights) == y) > 0.8
-    rho = rho_budget(epsilon=8.0, delta=1e-6)
-    assert run.statement.rho == pytest.approx(rho)
-    r, kappa = (2.0, 1.0) if p == 2 else (None, None)
-    if r == 2:
-        assert run.details["first_noise"] == pytest.approx(
-            (2 / 3000) * math.sqrt(kappa * 128 / (2 * rho))
-        )
+    mu = gaussian.mu(epsilon=8.0, delta=1e-6)
+    assert run.statement.exact == (p == 2)
+    if p == 2:
+        assert run.statement.mu == mu
+        assert run.details["first_noise"] == pytest.approx((1 / 3000) * math.sqrt(128) / mu)
+    else:
+        assert run.statement.rho == pytest.approx(rho_budget(epsilon=8.0, delta=1e-6))
 
 
 def test_phased_mirror_descent_refusals() -> None:
@@ -146,7 +146,7 @@ def test_phased_mirror_descent_refusals() -> None:
     with pytest.raises(Unsupported):
         phased_mirror_descent(losses.hinge(order=3.0), x, y, domain=Ball(1.0), p=1.5, **common)
     with pytest.raises(InvalidInput):
-        phased_mirror_descent(losses.hinge(), x, y, domain=Everywhere(), p=1.5, **common)
+        phased_mirror_descent(losses.hinge(order=9), x, y, domain=Everywhere(), p=1.5, **common)
     with pytest.raises(InvalidInput):
         phased_mirror_descent(
             losses.phase(radius=1.0),

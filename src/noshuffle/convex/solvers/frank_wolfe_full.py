@@ -75,8 +75,6 @@ def frank_wolfe_full(
     the choices reads the data.
     """
     loss, d = problem.loss, problem.d
-    order = loss.order / (loss.order - 1) if 1 < loss.order < math.inf else math.inf
-    order = 1.0 if loss.order == math.inf else order  # dual to that of the rows
     corners = _listed(vertices, d)
     if corners is None and not problem.domain.is_polytope:
         raise Unsupported(
@@ -85,9 +83,12 @@ def frank_wolfe_full(
         )
     if corners is None:
         count = len(problem.domain.scores(np.zeros(d)))
-        size = problem.domain.size if loss.order == math.inf else problem.domain.euclidean(d)
+        size = problem.domain.reach(loss.dual_order, d)
     else:
-        count, size = len(corners), float(np.linalg.norm(corners, ord=order, axis=1).max())
+        count, size = (
+            len(corners),
+            float(np.linalg.norm(corners, ord=loss.dual_order, axis=1).max()),
+        )
     require(loss, "Frank–Wolfe by noisy choice", radius=size, convex=False, smooth=True)
     move = problem.c * loss.lipschitz * size / problem.n
     if steps is None:

@@ -3,15 +3,13 @@
     x_{t+1} = (1−η)x_t + η·argmin_{v∈K} ⟨d̃_t, v⟩,     d̃_t = the recursive estimate + noise
 
 (Bassily, Guzmán, Nandi 2021, arXiv 2103.01278.) The estimate of `recursive` is a decayed prefix sum
-of w_s with first and step reach Δ₀, Δ₁, and there are two ways to release all of it:
+of w_s with first and step reach Δ₀, Δ₁: d_0 is released once and the rest by one of the ways of
+`decayed_sums`: a square root of the workload for p = 2 (excess n^{−1}), independent steps or a tree
+for p < 2, whichever has less noise; "naive" noise on every estimate has n^{−3/4}.
 
-    naive   every d_t with fresh noise: ρ = κ·max(Δ₀, Δ₁)²·Σ(1−η)^{2t}/(2σ²), excess n^{−3/4}
-    tree    d_0 once, and nodes of a binary tree over w_1 … w_T: node [a, b] holds
-            Σ (1−η)^{b−s}w_s, and a row sits in ⌊lg T⌋ + 1 of them: excess n^{−1}
-
-Rows of the first batch and later rows are disjoint, so ρ is the larger of the two, not the sum
-(docs/proofs-convex.md). Noise is generalized Gaussian for the l_p ball (Gaussian for p = 2),
-correlated only through node values. State: x, the estimate, a stack of lg T + 1 node values.
+Rows of the first batch and later rows are disjoint, so the guarantee is the larger of the two, not
+the sum (docs/proofs-convex.md). Noise is generalized Gaussian for the l_p ball; for p = 2 it is
+normal, and accounted for exactly. State: x, and that of the released sums.
 
 >>> from noshuffle.convex.losses import linear
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -25,62 +23,34 @@ correlated only through node values. State: x, the estimate, a stack of lg T + 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
 from noshuffle.convex.arrays import Array
+from noshuffle.convex.solvers import decayed_sums
 from noshuffle.convex.solvers.base import ONE_PASS, Solution
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
+from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser, spending
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
-
-AGGREGATIONS = ("tree", "naive")
 
 
 def noises(
     recursion: Recursion, shape: Shape, *, first: float, step: float, rho: float, aggregation: str
 ) -> tuple[float, float]:
-    """(σ of d_0 or of every naive release, σ of a tree node) for a total of ρ-zCDP.
+    """(σ of d_0 or of every naive release, σ of one release afterwards) for a total of ρ-zCDP.
 
-    Guarantees: with these, each disjoint half of the data has ρ-zCDP, so the pass has.
+    Guarantees: with these, each disjoint half of the data has ρ-zCDP (μ²/2 of μ-GDP where noise is
+    normal), so the pass has.
     """
+    shares = {"tree": recursion.steps.bit_length(), "steps": 1.0, "naive": 1.0, "root": 1.0}
     if aggregation == "naive":
         first = step = max(first, step)
-        shares = (rho / recursion.decayed_squares(),) * 2
-    else:
-        shares = rho, rho / recursion.steps.bit_length()
-    sigmas = [deviation(shape, sensitivity=s, rho=r) for s, r in zip((first, step), shares)]
-    return sigmas[0], sigmas[1]
-
-
-class DecayedTree:
-    """Σ_{s≤t} decay^{t−s} w_s from noisy dyadic nodes; push one w at a time.
-
-    Guarantees: every node goes through `release_fn` once; a leaf is in
-    ⌊lg T⌋ + 1 nodes at most, with weights at most one. Raw node sums never leave.
-    """
-
-    def __init__(self, release_fn: Callable[[Array], Array], *, decay: float) -> None:
-        self.decay, self._release = decay, release_fn
-        self._stack: list[tuple[int, Array, Array]] = []  # length, raw sum, released sum
-
-    def push(self, w: Array) -> Array:
-        """Take in w_t and return the released decayed prefix sum."""
-        length, raw = 1, w
-        released = self._release(raw)
-        while self._stack and self._stack[-1][0] == length:
-            _, left, _ = self._stack.pop()
-            raw = left * self.decay**length + raw
-            length *= 2
-            released = self._release(raw)
-        self._stack.append((length, raw, released))
-        total = np.zeros_like(w)
-        for size, _, value in self._stack:  # oldest first: decay over each newer block
-            total = total * self.decay**size + value
-        return total
+        rho /= recursion.decayed_squares()
+    elif aggregation == "root":
+        step *= decayed_sums.root(recursion.steps, 1 - recursion.rate)[1]
+    sigma0 = deviation(shape, sensitivity=first, rho=rho)
+    return sigma0, deviation(shape, sensitivity=step, rho=rho / shares[aggregation])
 
 
 @solver()
@@ -89,16 +59,15 @@ def frank_wolfe_noisy(
     *,
     steps: int | None = None,
     rate: float | None = None,
-    aggregation: str = "tree",
+    aggregation: str | None = None,
     convex: bool = True,
 ) -> Solution:
     """One pass; `steps` defaults to √n, as the rates above want. All iterates are released.
 
-    Guarantees: ρ-zCDP of all released gradients for any smooth loss, convex or not; the linear
-    minimisation and the iterates are post-processing. Rows must be bounded in the dual norm of
-    the domain (order q for the l_p ball).
+    Guarantees: μ-GDP (normal noise) or ρ-zCDP of all released gradients for any smooth loss,
+    convex or not; the linear minimisation and the iterates are post-processing. Rows must be
+    bounded in the dual norm of the domain (order q for the l_p ball).
     """
-    one_of(AGGREGATIONS, aggregation=aggregation)
     loss, domain = problem.loss, problem.domain
     p = domain.norm_order
     if not 1 < p <= 2:
@@ -107,24 +76,31 @@ def frank_wolfe_noisy(
             "use frank_wolfe_poly for polytopes"
         )
     problem.require("noisy Frank–Wolfe", order=p / (p - 1), convex=convex, smooth=True)
-    n, d, rho = problem.n, problem.d, problem.rho
+    n, d = problem.n, problem.d
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
     first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
-    shape = Shape(p=p, d=d)
+    shape, decay, steps = Shape(p=p, d=d), 1 - recursion.rate, recursion.steps
+    rho, currency = spending(problem, shape)
+    if aggregation is None:
+        aggregation = decayed_sums.smallest(steps=steps, decay=decay, is_normal=shape.is_normal)
+    one_of(decayed_sums.AGGREGATIONS, aggregation=aggregation)
+    if aggregation == "root" and not shape.is_normal:
+        raise Unsupported(f"sums of noise of order {shape.r:g} are of no known law; use 'tree'")
     sigma0, sigma = noises(
         recursion, shape, first=first, step=step, rho=rho, aggregation=aggregation
     )
     # d_0 and the nodes of a tree over T leaves (2T at most), or every naive estimate.
-    release = releaser(problem, shape, steps=2 * recursion.steps + 1)
-    decay = 1 - recursion.rate
-    tree = DecayedTree(partial(release, scale=sigma), decay=decay)
+    release = releaser(problem, shape, steps=2 * steps + 1)
+    push = decayed_sums.push_with(
+        aggregation, problem, release, sigma=sigma, steps=steps, decay=decay
+    )
     start = exact = np.zeros(d)
 
     def pick(t: int, share: Array, w: Array) -> Array:
         nonlocal start, exact
         exact = decay * exact + share
-        if t > 0 and aggregation == "tree":
-            estimate = decay**t * start + tree.push(share)
+        if t > 0 and aggregation != "naive":
+            estimate = decay**t * start + push(share)
         else:
             start = estimate = release(exact, scale=sigma0)
         return domain.lmo(estimate + loss.ridge * w)
@@ -135,14 +111,14 @@ def frank_wolfe_noisy(
         {
             "first_noise": sigma0,
             "noise": sigma,
-            "steps": float(recursion.steps),
+            "steps": float(steps),
             "rate": recursion.rate,
         },
         iterates=iterates,
-        rho=rho,
         sensitivity=max(first, step),
         noise=sigma,
-        mechanism=f"{aggregation} release of {recursion.steps + 1} recursive gradients, "
+        mechanism=f"{aggregation} release of {steps + 1} recursive gradients, "
         f"generalized Gaussian noise of order {shape.r:g}",
         participation=ONE_PASS,
+        **currency,
     )

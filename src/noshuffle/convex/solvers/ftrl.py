@@ -40,7 +40,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import error
 
 
-@solver(neighbours="zero-out")
+@solver()
 def ftrl(
     problem: Problem,
     *,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, non_negative, positive, whole
 from noshuffle.noise.laws import KeyedDraws
+
+#: release(value, scale=σ) → value plus noise, on the grid.
+Releaser = Callable[..., Array]
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,25 @@ class Shape:
         return min(self.q, max(2.0, 2 * math.log(self.d)))
 
     @property
+    def is_normal(self) -> bool:
+        """Whether this is the Gaussian, whose releases compose exactly."""
+        return self.r == 2
+
+    @property
     def kappa(self) -> float:
         """Smoothness of ‖·‖_r², times the cost of measuring in ‖·‖_q."""
         return (self.r - 1) * math.exp(2 * (1 / self.r - 1 / self.q) * math.log(self.d))
+
+
+def spending(problem: Problem, shape: Shape) -> tuple[float, dict[str, Any]]:
+    """(ρ to spend, the currency of the statement): exactly μ where the noise is normal.
+
+    Normal noise of deviation σ on sensitivity √κΔ is μ-GDP with μ²/2 = κΔ²/(2σ²), and adaptive
+    releases of it compose exactly (Dong, Roth, Su 2022); other shapes have ρ-zCDP.
+    """
+    if shape.is_normal:
+        return problem.mu**2 / 2, {"mu": problem.mu}
+    return problem.rho, {"rho": problem.rho}
 
 
 def deviation(shape: Shape, *, sensitivity: float, rho: float) -> float:
@@ -80,7 +100,7 @@ def sample(shape: Shape, *, sigma: float, count: int, draws: KeyedDraws) -> Arra
     non_negative(sigma=sigma)
     whole(count=count)
     d, r = shape.d, shape.r
-    if r == 2:
+    if shape.is_normal:
         return sigma * draws.standard_normal((count, d))
     sizes = draws.standard_gamma(1 / r, (count, d)) ** (1 / r)
     signs = np.where(draws.random((count, d)) < 0.5, -1.0, 1.0)
@@ -89,13 +109,13 @@ def sample(shape: Shape, *, sigma: float, count: int, draws: KeyedDraws) -> Arra
     return np.asarray(signs * sizes * (lengths / norms)[:, None])
 
 
-def releaser(problem: Problem, shape: Shape, *, steps: int) -> Callable[..., Array]:
+def releaser(problem: Problem, shape: Shape, *, steps: int) -> Releaser:
     """Releases of `steps` vectors, each with noise of this shape and a `scale` σ of its own.
 
     Guarantees: every release lies on a public grid of 2⁻¹⁰σ. For p = 2 the noise is that of the
     library's noise stream; a step beyond `steps` is refused there.
     """
-    if shape.r == 2:
+    if shape.is_normal:
         return problem.gaussians(steps=steps)
 
     def release(value: Array, *, scale: float) -> Array:

@@ -35,7 +35,7 @@ from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.statement import PrivacyStatement
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
-NEIGHBOURS = ("replace-one", "zero-out", "add-remove")
+NEIGHBOURS = ("zero-out", "replace-one", "add-remove")
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,16 @@ def noisy_max(
     sensitivity: float,
     noise: str = "permute-and-flip",
     is_monotone: bool = False,
-    neighbours: str | None = None,
+    neighbours: str = "zero-out",
     test_seed: int | str | None = None,
     budget: Account | None = None,
 ) -> Choice:
     """The index of a nearly largest score.
 
     Guarantees: pure ε if every score moves by at most `sensitivity` between neighbours (and all
-    in one direction if `is_monotone`, which the statement repeats). `neighbours` defaults to
-    replace-one, with `is_monotone` to zero-out. Scores that are not finite are refused, which
-    reveals nothing for scores that are bounded by construction.
+    in one direction if `is_monotone`, which the statement repeats). Scores that are not finite are
+    refused, which reveals nothing for scores that are bounded by construction.
     """
-    if neighbours is None:
-        neighbours = "zero-out" if is_monotone else "replace-one"
     one_of(NEIGHBOURS, neighbours=neighbours)
     if is_monotone and neighbours == "replace-one":
         raise Unsupported(

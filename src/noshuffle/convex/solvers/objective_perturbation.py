@@ -96,7 +96,7 @@ def tilt(
     ridge: float,
     epsilon: float,
     delta: float = 0.0,
-    neighbours: str = "replace-one",
+    neighbours: str = "zero-out",
     dimension: int | None = None,
 ) -> Tilt:
     """Ridge and noise of the tilt, as derived in the docstring of the module.

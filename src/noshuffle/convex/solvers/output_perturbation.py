@@ -18,7 +18,7 @@ domain afterwards is post-processing.
 >>> x, y = np.tile([[1.0, 0.0], [-1.0, 0.0]], (2000, 1)), np.tile([1.0, -1.0], 2000)
 >>> run = output_perturbation(logistic(), x, y, epsilon=1.0, delta=1e-6, ridge=0.1, test_seed=0)
 >>> round(run.statement.sensitivity, 6), round(run.statement.epsilon, 6)
-(0.005, 1.0)
+(0.0025, 1.0)
 """
 
 from __future__ import annotations
@@ -39,18 +39,25 @@ from noshuffle.strategies import identity
 
 
 def output_sensitivity(
-    loss: Loss, *, rows: int, ridge: float, gap: float = 0.0, neighbours: str = "replace-one"
+    loss: Loss, *, rows: int, ridge: float, gap: float = 0.0, neighbours: str = "zero-out"
 ) -> float:
     """How far the (γ-approximate) minimiser can move; derived in the docstring of the module."""
     return (contribution(neighbours) * loss.lipschitz / rows + 2 * gap) / ridge
 
 
 def best_ridge(
-    loss: Loss, *, rows: int, dimension: int, radius: float, epsilon: float, delta: float
+    loss: Loss,
+    *,
+    rows: int,
+    dimension: int,
+    radius: float,
+    epsilon: float,
+    delta: float,
+    neighbours: str = "zero-out",
 ) -> float:
-    """argmin of ridge·R²/2 + L·(2L√d/(n·ridge·μ)): public numbers only."""
-    mu = budget(epsilon=epsilon, delta=delta)
-    return 2 * loss.lipschitz * math.sqrt(math.sqrt(dimension) / (rows * mu)) / radius
+    """argmin of ridge·R²/2 + L·(cL√d/(n·ridge·μ)): public numbers only."""
+    mu, c = budget(epsilon=epsilon, delta=delta), contribution(neighbours)
+    return loss.lipschitz * math.sqrt(2 * c * math.sqrt(dimension) / (rows * mu)) / radius
 
 
 def spherical(d: int, *, scale: float, draws: KeyedDraws) -> Array:

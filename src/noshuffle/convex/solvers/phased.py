@@ -15,7 +15,8 @@ steps of dual averaging on noisy full gradients of its n_i rows,
 
     x ← x_{i−1} + ∇ψ*(−ḡ/λ_i),   ḡ = mean of all noisy gradients so far,   ψ* = ((p−1)/2)‖·‖_q²,
 
-each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q.
+each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q (p = 2: normal
+noise, ρ = μ²/2 exactly).
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -35,7 +36,7 @@ import numpy as np
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import Solution
 from noshuffle.convex.solvers.domains import Everywhere
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser
+from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser, spending
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 
@@ -123,9 +124,9 @@ def phased_mirror_descent(
 ) -> Solution:
     """Phased noisy mirror descent; non-smooth losses welcome. `radius` bounds the solution.
 
-    Guarantees: ρ-zCDP from the noisy gradients alone, convex or not; rows must be bounded in the
-    dual norm of order q = p/(p−1). A bounded domain goes with p = 2 only, where dual averaging
-    over it is a projection.
+    Guarantees: μ-GDP (p = 2) or ρ-zCDP from the noisy gradients alone, convex or not; rows must
+    be bounded in the dual norm of order q = p/(p−1). A bounded domain goes with p = 2 only, where
+    dual averaging over it is a projection.
     """
     q = p / (p - 1) if p > 1 else math.inf
     loss, domain = problem.loss, problem.domain
@@ -135,7 +136,7 @@ def phased_mirror_descent(
             "phased mirror descent has a bounded domain for p = 2 only; use Everywhere"
         )
     problem.require("phased mirror descent", order=q, convex=prox is None)
-    n, d, rho = problem.n, problem.d, problem.rho
+    n, d = problem.n, problem.d
     if prox is not None and (p != 2 or prox.convexify < loss.weak_convexity):
         raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
     if radius is None:
@@ -143,6 +144,7 @@ def phased_mirror_descent(
     positive(radius=radius)
     whole(steps=steps)
     shape = Shape(p=p, d=d)
+    rho, currency = spending(problem, shape)
     eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho / (shape.kappa * d)))
     eta *= 4  # the first phase then uses η itself
     phases = phase_slices(n)
@@ -171,12 +173,12 @@ def phased_mirror_descent(
         released[-1],
         {"learning_rate": eta, "first_noise": noises[0]},
         iterates=np.array(released),
-        rho=rho,
         sensitivity=problem.c * loss.lipschitz / max(1, n // 2),
         noise=noises[0],
         mechanism=f"phased dual averaging, generalized Gaussian noise of order {shape.r:g} on "
         "every full gradient of a phase",
         participation=_SINGLE,
+        **currency,
     )
 
 

@@ -98,7 +98,7 @@ class Problem:
         epsilon: float,
         delta: float,
         domain: Domain | None = None,
-        neighbours: str = "replace-one",
+        neighbours: str = "zero-out",
         test_seed: int | str | None = None,
     ) -> Problem:
         """A problem whose data keeps the bounds of its loss, and a key for it."""
@@ -113,7 +113,7 @@ class Problem:
 
     def require(self, solver: str, *, order: float = 2.0, **conditions: bool) -> None:
         """Refuse a loss that the solver's proof does not cover (`loss_record.require`)."""
-        radius = self.domain.euclidean(self.d) if order == 2 else self.domain.size
+        radius = self.domain.reach(self.loss.dual_order, self.d)
         if conditions.get("everywhere"):  # then the domain comes after the release
             radius = 0.0
         require(self.loss, solver, radius=radius, order=order, **conditions)

@@ -28,6 +28,7 @@ from itertools import pairwise
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import contribution
+from noshuffle.convex.solvers.decayed_sums import squares
 from noshuffle.convex.solvers.problem import Problem
 from noshuffle.errors import InvalidInput, unit_rate, whole
 
@@ -77,8 +78,7 @@ class Recursion:
 
     def decayed_squares(self) -> float:
         """Σ_{t≤T} (1−η)^{2t}: how often, in squares, one row counts over all later releases."""
-        ratio = (1 - self.rate) ** 2
-        return float((1 - ratio ** (self.steps + 1)) / (1 - ratio))
+        return squares(steps=self.steps + 1, decay=1 - self.rate)
 
     def walk(self, problem: Problem, pick: Callable[[int, Array, Array], Array]) -> Iterator[Array]:
         """All iterates of x ← (1−η)x + η·v, the start first.
