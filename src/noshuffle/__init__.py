@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from noshuffle.participation import Restarted as Restarted
     from noshuffle.participation import SinglePass as SinglePass
     from noshuffle.plan import Plan as Plan
+    from noshuffle.release.opening import load_model as load_model
     from noshuffle.release.private_sum import PrivateSum as PrivateSum
     from noshuffle.release.verify import verify as verify
     from noshuffle.statement import PrivacyStatement as PrivacyStatement
@@ -55,6 +56,7 @@ _HOMES = {
     "Restarted": "participation",
     "SinglePass": "participation",
     "fix": "clipping.fix",
+    "load_model": "release.opening",
     "privatize": "training",
     "tune": "budget",
     "verify": "release.verify",

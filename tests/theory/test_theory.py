@@ -152,7 +152,7 @@ def test_conditions_are_refused(call, words: str) -> None:
         lambda: l_p.convex(SIZES, p=math.nan),
         lambda: l_p.kappa(10, p=3.0),
         lambda: theory.regret([1.0], [1.0, 2.0]),
-        lambda: theory.excess_risk([], []),
+        lambda: theory.regret([], []),
     ],
 )
 def test_bad_input_is_refused(call) -> None:

@@ -27,9 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, whole
-from noshuffle.noise.lazy import LazyNoise
-from noshuffle.noise.source import test_source
+from noshuffle.errors import whole
 from noshuffle.noise.stream import NoiseStream
 
 Array = NDArray[np.float64]
@@ -97,42 +95,3 @@ def _driven(recipe: Any, steps: int, horizon: int, *, width: int) -> tuple[UnitD
         stream.add_({"unit": row})
         rows[step] = row.numpy() / _ONE
     return source, rows
-
-
-def lazy_covariance(recipe: Any, touches: Sequence[int], *, steps: int) -> Array:
-    """Covariance of what a row of a sparse table receives at its touches (steps, in order).
-
-    What leaves at a touch is the noise of all steps since the touch before: for the same guarantee
-    as eager noise it must have the covariance of those sums of M's rows.
-    """
-    if list(touches) != sorted(set(touches)):
-        raise InvalidInput(f"touches must be steps in increasing order, got {list(touches)}")
-    # One coordinate a draw: the i-th normal of touch j is one in coordinate j·per + i alone.
-    probe = LazyNoise(recipe, test_source(seed=0), (1, 1), scale=1.0, steps=steps, name="unit")
-    per = probe.buffers + 1
-    width = len(touches) * per
-    noise = LazyNoise(recipe, test_source(seed=0), (1, width), scale=1.0, steps=steps, name="unit")
-    draws = _UnitNormals(width)
-    noise._draws = draws  # type: ignore[assignment]  # the only part of it that is random
-    rows = []
-    for touch in touches:
-        rows.append(noise.touch_(torch.tensor([0]), touch).view(-1).double().numpy() / _ONE)
-        draws.first += per
-    matrix = np.array(rows)
-    return matrix @ matrix.T
-
-
-class _UnitNormals:
-    """In place of `RowDraws`: normal i of the current touch is a unit vector."""
-
-    def __init__(self, width: int) -> None:
-        self.width, self.first = width, 0
-
-    def normals_and_coins(
-        self, rows: Tensor, *, step: int, first: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        count = (first or 0) // self.width
-        found = torch.zeros(1, count, self.width)
-        for i in range(count):
-            found[0, i, self.first + i] = _ONE
-        return found.view(1, -1), torch.zeros(1, count * self.width)

@@ -101,11 +101,6 @@ def regret(played: Sequence[float], comparator: Sequence[float]) -> float:
     return float(np.mean(own - other))
 
 
-def excess_risk(found: Sequence[float], best: Sequence[float]) -> float:
-    """Excess population risk, estimated: mean loss of a model less that of the best, fresh rows."""
-    return regret(found, best)
-
-
 def order_only(
     name: str,
     quantity: str,
