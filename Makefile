@@ -28,16 +28,19 @@ bench: $(DEV)
 mutants: $(DEV)
 	CI=1 $(BIN)/python -m tests.mutants
 
-# The pages of docs/tutorials from top to bottom, all or one (make tutorial-mnist), and what they print.
-TUTORIAL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py -m 'slow or not slow' -s
+# The pages of docs/tutorials from top to bottom, all or one (make tutorial-mnist): what they print, and
+# notebooks of them.
+NOTEBOOKS := $(BIN)/python docs/notebooks.py build/notebooks
 tutorials: $(DEV)
-	$(TUTORIAL) -k test_tutorials_run
+	$(NOTEBOOKS) --show
 
 tutorial-%: $(DEV)
-	$(TUTORIAL) -k 'test_tutorials_run and $*'
+	$(NOTEBOOKS) --show $*
 
-# docs/ as a static site in site/; a link that leads nowhere fails.
-site: $(DOCS)
+# docs/ as a static site in site/, tutorials run anew where they or the package changed; a link that leads
+# nowhere fails.
+site: $(DEV) $(DOCS)
+	$(NOTEBOOKS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 slow: $(DEV)
@@ -59,4 +62,4 @@ $(DOCS): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) site build/notebooks

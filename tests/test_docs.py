@@ -6,20 +6,23 @@ Blocks of a document share their names, as a reader would type them. A block tha
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from noshuffle.strategies import mechanisms, registry
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", re.DOTALL)
-#: Packages that a document may use and an installation may lack.
-EXTRAS = ("transformers", "peft", "flwr", "pandas")
+_spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs/notebooks.py")
+assert _spec is not None
+assert _spec.loader is not None
+notebooks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(notebooks)
 ALONE = (
     "README.md",
     "docs/budget.md",
@@ -36,13 +39,13 @@ TUTORIALS = ("mnist", "lora", "stream", "flower", "officer", "mechanism")
 def blocks(name: str) -> list[tuple[bool, str]]:
     """(is a fragment, code) of every Python block of that document."""
     text = (ROOT / name).read_text(encoding="utf8")
-    return [(bool(note), code) for note, code in BLOCK.findall(text)]
+    return [(bool(note), code) for note, code in notebooks.BLOCK.findall(text)]
 
 
 def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = blocks(name)
     assert found, f"{name} has no Python"
-    for extra in EXTRAS:
+    for extra in notebooks.EXTRAS:
         if any(re.search(rf"(import|from) (\w+, )?{extra}\b", code) for _, code in found):
             pytest.importorskip(extra)
     monkeypatch.chdir(folder)
@@ -62,17 +65,58 @@ def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "lora" else n for n in TUTORIALS]
 )
 def test_tutorials_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "mnist" and "NOSHUFFLE_DATA" not in os.environ:
-        folder = Path(os.environ.get("NOSHUFFLE_SHARED", ROOT.parent / "shared")) / "data"
-        if not (folder / "mnist.npz").is_file():
+    if name == "mnist":
+        if (folder := notebooks.data_folder()) is None:
             pytest.skip("needs MNIST: set NOSHUFFLE_DATA, or put it into ../shared/data")
-        monkeypatch.setenv("NOSHUFFLE_DATA", str(folder))
+        monkeypatch.setenv("NOSHUFFLE_DATA", folder)
     tables = (mechanisms.MECHANISMS, registry._CLASSES)  # what a page registers is forgotten
     before = [dict(table) for table in tables]
     run(f"docs/tutorials/{name}.md", tmp_path, monkeypatch)
     for table, content in zip(tables, before):
         table.clear()
         table.update(content)
+    plt.close("all")
+
+
+PAGE = """# A page
+
+See [results](../results.md).
+
+```python
+import matplotlib.pyplot as plt
+print(6 * 7)
+plt.plot([1, 2])
+```
+
+<!-- not run: a fragment -->
+```python
+raise SystemExit
+```
+
+```python
+WHAT
+```
+"""
+
+
+def test_a_page_becomes_an_executed_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebooks, "PAGES", tmp_path)
+    (tmp_path / "page.md").write_text(PAGE.replace("WHAT", "print(plt)"), encoding="utf8")
+    cells = notebooks.execute("page")["cells"]
+    assert [cell["cell_type"] for cell in cells] == ["markdown", "code", "markdown", "code"]
+    assert "(../results.html)" in cells[0]["source"]
+    said, drawn = cells[1]["outputs"]
+    assert said["text"] == "42\n"
+    assert drawn["data"]["image/png"].startswith("iVBOR")
+    assert "raise SystemExit" in cells[2]["source"]
+    (tmp_path / "page.md").write_text(PAGE.replace("WHAT", "1 / 0"), encoding="utf8")
+    with pytest.raises(ZeroDivisionError):
+        notebooks.execute("page")
+    text = PAGE.replace("WHAT", "import flwr")
+    monkeypatch.setattr(notebooks, "find_spec", lambda name: None)
+    assert notebooks.missing(text) == ["flwr"]
 
 
 def test_the_distributed_program_runs(tmp_path: Path) -> None:
