@@ -202,8 +202,8 @@ RELEASE = (
     Mutant(
         "a large id is taken for the largest that has a place",
         "release/unit_index.py",
-        "rows[(units < 0) | (units >= size)] = -1",
-        "pass",
+        "near = np.where(is_near, units, 0)",
+        "is_near = units >= 0; near = np.clip(units, 0, self._own.near - 1)",
         LEDGER,
         "P3",
     ),
@@ -221,6 +221,22 @@ RELEASE = (
         "own[2] += own[1] != step;",
         "own[2] += 0;",
         ("tests/test_c_library.py",),
+        "P3",
+    ),
+    Mutant(
+        "neighbours of a unit have taken part",
+        "native/units.c",
+        "size) && is_marked(marks, units[i])) {",
+        "size) && (is_marked(marks, units[i]) || blocks[units[i] >> BLOCK])) {",
+        ("tests/test_c_library.py",),
+        "P3",
+    ),
+    Mutant(
+        "a unit is forgotten when its neighbours come near",
+        "native/units.c",
+        "if (!far) continue;",
+        "if (!far || is_near(units[i], size)) continue;",
+        LEDGER,
         "P3",
     ),
     Mutant(

@@ -123,7 +123,8 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, room):
         "add",
         "_widen",
         "_add_to_runs",
-        "_rebuild",
+        "place",
+        "_make_room",
     ],
 )
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "behind"])
@@ -132,8 +133,6 @@ def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
         monkeypatch.setattr(unit_index, name, value)
     if place == "_add_to_runs":
         without_c(monkeypatch)
-    elif place == "_rebuild" and unit_index.library() is None:
-        pytest.skip("no compiler")
     rng = np.random.default_rng(0)
     table, slow = UnitTable(), {}
     where = UnitTable if hasattr(UnitTable, place) else UnitIndex
@@ -160,43 +159,57 @@ def test_an_interrupted_update_is_done_again(monkeypatch, place, is_late):
         except KeyboardInterrupt:
             table.update(ids, step=step)
     is_armed = False
-    assert hits > {"_widen": 1, "_rebuild": 0}.get(place, 2)
+    assert hits > {"_widen": 1}.get(place, 2)
     ids, seen = table.all()
     rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
     assert dict(zip(ids.tolist(), rows)) == slow
 
 
+def added(index, units):
+    """The rows of new units."""
+    rows = index.place(np.array(units))
+    index.add(np.array(units))
+    return rows.tolist()
+
+
 @pytest.mark.usefixtures("twin")
-def test_an_add_that_was_interrupted_and_not_done_again_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(unit_index, "_PLACES", 8)
-    index = UnitIndex()
-    index.add(np.array([2, 90]))
-
-    class Stopped(np.ndarray):
-        def __setitem__(self, *what):
-            super().__setitem__(*what)
-            raise KeyboardInterrupt
-
-    class StoppedLibrary:
-        def __getattr__(self, name):
-            return getattr(built, name)
-
-        def units_add(self, *what):
-            built.units_add(*what)
-            raise KeyboardInterrupt
-
-    places, built = index._places, index._c
+def test_an_add_that_was_interrupted_adds_nothing_or_everything(monkeypatch):
+    monkeypatch.setattr(unit_index, "_PLACES", 16)
+    monkeypatch.setattr(unit_index, "_PLACES_EACH", 0)
+    index, built = UnitIndex(), unit_index.library()
+    rows = added(index, [2, 90])
+    new = index.place(np.array([5, 80, 3])).tolist()
     if built is None:
-        index._places = places.view(Stopped)
-    else:
-        index._c = StoppedLibrary()
-    with pytest.raises(KeyboardInterrupt):
-        index.add(np.array([5, 80, 3]))
-    index._places, index._c = places, built
-    assert index.find(np.array([2, 3, 5, 80, 90])).tolist() == [0, -1, -1, -1, 1]
-    index.add(np.array([3, 70]))
-    assert index.find(np.array([2, 3, 5, 70, 80, 90])).tolist() == [0, 2, -1, 3, -1, 1]
-    assert index.units.tolist() == [2, 90, 3, 70]
+        with monkeypatch.context() as patch:
+            patch.setattr(UnitIndex, "_add_to_runs", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                index.add(np.array([5, 80, 3]))
+        assert index.find(np.array([2, 3, 5, 80, 90])).tolist() == [rows[0], -1, -1, -1, rows[1]]
+        assert len(index) == 2
+        index.place(np.array([5, 80, 3]))
+    index.add(np.array([5, 80, 3]))  # in C it is one call
+    found = index.find(np.array([2, 3, 5, 80, 90])).tolist()
+    assert found == [rows[0], new[2], new[0], new[1], rows[1]]
+    assert len(set(found)) == len(index) == 5
+    assert index.units.tolist() == [2, 3, 5, 80, 90]
+
+
+@pytest.mark.usefixtures("twin")
+def test_units_keep_their_rows_when_the_index_widens(monkeypatch):
+    """Who came when its number was too large stays where it is; its neighbours come near."""
+    monkeypatch.setattr(unit_index, "_PLACES", 16)
+    index, units = UnitIndex(), [40, 9, 70, 1000, -1]
+    rows = added(index, units)
+    assert index.find(np.array([41, 10, 71, 24])).tolist() == [-1] * 4
+    for more in ([41, 17, 8], [200, 42], list(range(300, 340))):
+        rows += added(index, more)
+        units += more
+    assert index.likely > 300
+    assert index.find(np.array(units)).tolist() == rows
+    assert index.find(np.array([71, 1001, -2, 299, 2**62, 340])).tolist() == [-1] * 6
+    assert len(set(rows)) == len(units) == len(index)
+    assert max(rows) < index.rows
+    assert index.units.tolist() == sorted(units)
 
 
 def test_large_batches_move_on_as_their_twin_does(monkeypatch):

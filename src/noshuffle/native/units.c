@@ -1,7 +1,9 @@
 /* Units of a batch: sorted, found, added, moved on; the twins are numpy's (release/unit_index.py,
-   release/units.py). A unit from 0 on that is below `size` has its row + 1 in places[unit], and a bit
-   in `marks`, which are small enough for a cache; any other is in an open table of 2^bits slots,
-   (tag, row + 1), with the units themselves in `known`, by row. */
+   release/units.py). Rows come in blocks. A unit from 0 on that is below `size` is near: its block is
+   that of its number in `blocks` (0: none), and it has a bit in `marks` once it was added. Any other
+   is far: its number, in order of arrival, is in an open table of 2^bits slots, (tag, number + 1),
+   the unit in `known` and its block in `far_blocks`, by number. `sizes`: blocks given away, near
+   units, far units. */
 
 #include <stdint.h>
 #include <string.h>
@@ -9,6 +11,7 @@
 #define DIGIT 12
 #define DIGITS 6
 #define AHEAD 24
+#define BLOCK 4 /* a power of two, as in unit_index.py */
 
 /* From the lowest digit to the highest; digits that all have in common are passed
    over. `out` and `aside` have room for as many. */
@@ -56,72 +59,98 @@ static inline int is_marked(const uint8_t *marks, int64_t unit) {
     return marks[unit >> 3] >> (unit & 7) & 1;
 }
 
-void units_find(const int32_t *places, const uint8_t *marks, int64_t size, const uint64_t *slots, int64_t bits,
-                uint64_t mixer, const int64_t *known, const int64_t *units, int64_t count,
-                int64_t *rows) {
+static inline int64_t row_of(const int32_t *blocks, int64_t at) {
+    return (int64_t)blocks[at >> BLOCK] << BLOCK | (at & ((1 << BLOCK) - 1));
+}
+
+static inline void hash_in(uint64_t *slots, int64_t bits, uint64_t mixer, int64_t unit, int64_t number) {
+    uint64_t h = mixed(unit, mixer), at = h >> (64 - bits);
+    while (slots[at]) at = (at + 1) & (((uint64_t)1 << bits) - 1);
+    slots[at] = (uint64_t)(uint32_t)h << 32 | (uint64_t)(number + 1);
+}
+
+#define INDEX int32_t *blocks, uint8_t *marks, int64_t size, uint64_t *slots, int64_t bits, uint64_t mixer, \
+              int64_t *known, int32_t *far_blocks, int64_t *sizes, const int64_t *units, int64_t count
+
+void units_find(INDEX, int64_t *rows) {
     uint64_t mask = ((uint64_t)1 << bits) - 1;
+    int64_t far = sizes[2];
     for (int64_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) {
-            int64_t next = units[i + AHEAD];
-            if (is_near(next, size)) {
-                if (is_marked(marks, next)) __builtin_prefetch(places + next);
-            } else __builtin_prefetch(slots + (mixed(next, mixer) >> (64 - bits)));
+        if (far && i + AHEAD < count) { /* the slot, and halfway the unit that it names */
+            __builtin_prefetch(slots + (mixed(units[i + AHEAD], mixer) >> (64 - bits)));
+            uint32_t next = (uint32_t)slots[mixed(units[i + AHEAD / 2], mixer) >> (64 - bits)];
+            if (next) __builtin_prefetch(known + next - 1);
         }
-        if (is_near(units[i], size)) {
-            rows[i] = is_marked(marks, units[i]) ? (int64_t)places[units[i]] - 1 : -1;
+        if (is_near(units[i], size) && is_marked(marks, units[i])) {
+            rows[i] = row_of(blocks, units[i]);
             continue;
         }
+        rows[i] = -1;
+        if (!far) continue;
         uint64_t h = mixed(units[i], mixer), at = h >> (64 - bits), found;
         while ((found = slots[at])) {
-            if (found >> 32 == (uint32_t)h && known[(uint32_t)found - 1] == units[i]) break;
+            int64_t number = (int64_t)(uint32_t)found - 1;
+            if (found >> 32 == (uint32_t)h && known[number] == units[i]) {
+                rows[i] = row_of(far_blocks, number);
+                break;
+            }
             at = (at + 1) & mask;
         }
-        rows[i] = (int64_t)(uint32_t)found - 1;
     }
 }
 
-/* Distinct units without a row get those from `start` on. */
-void units_add(int32_t *places, uint8_t *marks, int64_t size, uint64_t *slots, int64_t bits, uint64_t mixer,
-               int64_t *known, const int64_t *units, int64_t count, int64_t start) {
-    uint64_t mask = ((uint64_t)1 << bits) - 1;
+/* The rows that distinct units without one will have. */
+void units_place(INDEX, int64_t *rows) {
+    (void)marks, (void)slots, (void)bits, (void)mixer, (void)known;
+    int64_t used = sizes[0], far = sizes[2];
     for (int64_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) {
-            int64_t next = units[i + AHEAD];
-            if (is_near(next, size)) __builtin_prefetch(places + next, 1);
-            else __builtin_prefetch(slots + (mixed(next, mixer) >> (64 - bits)), 1);
-        }
+        int near = is_near(units[i], size);
+        int64_t at = near ? units[i] : far++;
+        int32_t *own = (near ? blocks : far_blocks) + (at >> BLOCK);
+        if (near ? !*own : !(at & ((1 << BLOCK) - 1))) *own = (int32_t)used++;
+        rows[i] = row_of(near ? blocks : far_blocks, at);
+    }
+    sizes[0] = used;
+}
+
+void units_add(INDEX) {
+    (void)blocks, (void)far_blocks;
+    for (int64_t i = 0; i < count; i++) {
         if (is_near(units[i], size)) {
-            places[units[i]] = (int32_t)(start + i + 1);
             marks[units[i] >> 3] |= (uint8_t)(1 << (units[i] & 7));
+            sizes[1]++;
             continue;
         }
-        uint64_t h = mixed(units[i], mixer), at = h >> (64 - bits);
-        while (slots[at]) at = (at + 1) & mask;
-        slots[at] = (uint64_t)(uint32_t)h << 32 | (uint64_t)(start + i + 1);
-        known[start + i] = units[i];
+        if (i + AHEAD < count)
+            __builtin_prefetch(slots + (mixed(units[i + AHEAD], mixer) >> (64 - bits)), 1);
+        known[sizes[2]] = units[i];
+        hash_in(slots, bits, mixer, units[i], sizes[2]++);
     }
 }
 
-int64_t units_far(const int64_t *units, int64_t count, int64_t size) {
-    int64_t far = 0;
-    for (int64_t i = 0; i < count; i++) far += !is_near(units[i], size);
-    return far;
+/* The first far units into an empty table. */
+void units_hash(uint64_t *slots, int64_t bits, uint64_t mixer, const int64_t *known, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count)
+            __builtin_prefetch(slots + (mixed(known[i + AHEAD], mixer) >> (64 - bits)), 1);
+        hash_in(slots, bits, mixer, known[i], i);
+    }
 }
+
+typedef int32_t record __attribute__((vector_size(16)));
 
 /* Over the rows that are not −1: how many; least and largest first, last, count, party. */
 void units_spread(const int32_t *data, const int64_t *rows, int64_t count, int64_t *told) {
-    int32_t low[4] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
-    int32_t high[4] = {INT32_MIN, INT32_MIN, INT32_MIN, INT32_MIN};
+    record low = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX}, high = ~low, own;
     int64_t known = 0;
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count && rows[i + AHEAD] >= 0) __builtin_prefetch(data + 4 * rows[i + AHEAD]);
         if (rows[i] < 0) continue;
         known++;
-        for (int f = 0; f < 4; f++) {
-            int32_t own = data[4 * rows[i] + f];
-            if (own < low[f]) low[f] = own;
-            if (own > high[f]) high[f] = own;
-        }
+        memcpy(&own, data + 4 * rows[i], sizeof own);
+        record less = own < low, more = own > high;
+        low = (own & less) | (low & ~less);
+        high = (own & more) | (high & ~more);
     }
     told[0] = known;
     for (int f = 0; f < 4; f++) told[1 + f] = low[f], told[5 + f] = high[f];
@@ -138,6 +167,9 @@ void units_move(int32_t *data, const int64_t *rows, int64_t count, int32_t step,
     }
 }
 
-void units_fill(int32_t *data, int64_t start, int64_t end, const int32_t *record) {
-    for (int64_t i = start; i < end; i++) memcpy(data + 4 * i, record, 4 * sizeof *data);
+void units_fill(int32_t *data, const int64_t *rows, int64_t count, const int32_t *record) {
+    for (int64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count) __builtin_prefetch(data + 4 * rows[i + AHEAD], 1);
+        memcpy(data + 4 * rows[i], record, 4 * sizeof *data);
+    }
 }

@@ -142,6 +142,7 @@ def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mas
         return ids.copy(), None
     units = in_order(ids)
     if increases(units):
+        units.flags.writeable = False
         return units, None
     units, first, often = np.unique(ids, return_index=True, return_counts=True)
     if groups:

@@ -1,18 +1,23 @@
 """Which row belongs to a unit, and units in order.
 
-    find(units) → rows, −1 where a unit has none          add(units): rows in order of arrival
+    find(units) → rows, −1 where a unit has none; place(units) → rows they will have; add(units)
 
-Integers from zero on, as rows of a data set have, are places of an array. Others, as names and
-negative numbers give, are in an open hash table (`native/units.c`), by a secret multiplier, at most
-two thirds full. Without a compiler they lie in two sorted runs, a large one and one of recent
-arrivals that is merged into it when it has an eighth of its size. Sorting is a radix sort in C.
+Rows are handed out in blocks of sixteen. Integers from zero on, as rows of a data set have, share
+the block of their fifteen neighbours, with a bit for each that was added: units of a sorted batch
+lie in memory one behind the other, and 10⁷ of them touch one cache line each. Others, as names and
+negative numbers give, are numbered in order of arrival, and that number is in an open hash table
+(`native/units.c`), by a secret multiplier, at most two thirds full. Without a compiler they lie in
+two sorted runs, a large one and one of recent arrivals that is merged into it when it has an eighth
+of its size. Sorting is a radix sort in C.
 
-State: the units by row; the array, and the table or the runs.
+State: blocks and bits of the near units; the far ones by number, their blocks, and the table or the
+runs.
 
 >>> index = UnitIndex()
->>> index.add(np.array([7, -3]))
->>> index.find(np.array([-3, 5, 7])).tolist(), index.units.tolist()
-([1, -1, 0], [7, -3])
+>>> rows = index.place(np.array([7, -3, 8]))
+>>> index.add(np.array([7, -3, 8]))
+>>> index.units.tolist(), index.find(np.array([-3, 5, 7])).tolist() == [rows[1], -1, rows[0]]
+([-3, 7, 8], True)
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from noshuffle.c_library import build, text_of
 from noshuffle.errors import Unsupported
 
 Units = NDArray[np.int64]
-#: Places of the array however few units there are, and for each unit.
+#: Rows of a block, as a power of two (native/units.c has the same).
+_BLOCK = 4
+#: Units from zero on that have blocks by their number, however few there are, and for each unit.
 _PLACES, _PLACES_EACH = 2**24, 16
 #: Slots of an empty hash table, a power of two.
 _SLOTS = 1024
@@ -42,124 +49,149 @@ _scratch, _MOST_SCRATCH = threading.local(), 2**20
 _FEW = 2048
 
 
+class _Arrays:
+    """What an index knows, as one value: an interrupt finds the old arrays or the new ones.
+
+    `blocks`: of near units, by unit; 0: none. `marks`: a bit for each near unit that was added.
+    `slots`: (tag, number + 1) of far units. `known`, `far_blocks`: these units and their blocks, by
+    number. `told`: all of it for the loops in C.
+    """
+
+    def __init__(self, mixer: int, sizes: Units, **arrays: NDArray[Any]) -> None:
+        self.arrays, self.mixer, self.sizes = arrays, mixer, sizes
+        self.blocks, self.marks, self.slots, self.known, self.far_blocks = arrays.values()
+        self.near = len(self.blocks) << _BLOCK
+        bits = len(self.slots).bit_length() - 1
+        self.table = address(self.slots), bits, mixer, address(self.known)
+        ends = address(self.far_blocks), address(sizes)
+        self.told = address(self.blocks), address(self.marks), self.near, *self.table, *ends
+
+    def but(self, **arrays: NDArray[Any]) -> _Arrays:
+        """With these instead."""
+        return _Arrays(self.mixer, self.sizes, **self.arrays | arrays)
+
+
 class UnitIndex:
     """Rows of distinct units.
 
-    Guarantees: the answers of a dictionary. An `add` that was interrupted has added nothing, or
-    everything.
+    Guarantees: the answers of a dictionary; a unit keeps its row. An `add` that was interrupted has
+    added nothing, or everything; a `place` that was gives away rows which nobody gets.
     """
 
     def __init__(self) -> None:
         none = np.empty((2, 0), dtype=np.int64)
-        self._known = np.zeros(1, dtype=np.int64)  # those without a place, by row, and room behind
-        self._count = 0
-        self._places = np.zeros(0, dtype=np.int32)  # row + 1 of the units from 0 on; 0: none
-        self._marks = np.zeros(1, dtype=np.uint8)  # a bit for each of them
-        self._runs = none, none  # units and rows
         self._c = library()
-        self._mixer = int.from_bytes(os.urandom(8), "little") | 1
-        self._slots, self._far = np.zeros(_SLOTS, dtype=np.uint64), 0  # units in them
-        self._unsure: Units | None = None  # of an `add` that may have been interrupted
+        #: Blocks given away (the first is nobody's), near units, far units.
+        self._sizes = np.array([1, 0, 0])
+        self._own = _Arrays(
+            int.from_bytes(os.urandom(8), "little") | 1,
+            self._sizes,
+            blocks=np.zeros(1, dtype=np.int32),
+            marks=np.zeros(2, dtype=np.uint8),
+            slots=np.zeros(_SLOTS, dtype=np.uint64),
+            known=np.empty(1, dtype=np.int64),
+            far_blocks=np.empty(1, dtype=np.int32),
+        )
+        self._runs = none, none  # far units and their numbers
+        self._unsure: tuple[Units, int] | None = None  # an `add` that may have been interrupted
 
     def __len__(self) -> int:
-        return self._count
+        return int(self._sizes[1] + self._sizes[2])
 
     @property
     def units(self) -> Units:
-        """By row."""
-        out, near = self._known[: self._count].copy(), np.flatnonzero(self._places)
-        rows = self._places[near] - np.int64(1)
-        kept = rows < self._count  # others are of an `add` that was interrupted
-        out[rows[kept]] = near[kept]
-        return out
+        """In order."""
+        self._take_back()
+        near = np.flatnonzero(np.unpackbits(self._own.marks, bitorder="little"))
+        return np.sort(np.concatenate([near, self._own.known[: self._sizes[2]]]))
+
+    @property
+    def rows(self) -> int:
+        """Every row is below this."""
+        return int(self._sizes[0]) << _BLOCK
 
     @property
     def likely(self) -> int:
-        """Units that may come: if they are numbers of rows, as many as there are places."""
-        return len(self._places)
+        """Rows that may come: if units are numbers of rows, one for each that may be near."""
+        return self._own.near
 
     def find(self, units: Units) -> Units:
         """The row of every unit, −1 where it has none."""
-        if self._unsure is not None:
-            self._take_back(self._unsure)
-        size = len(self._places)
+        self._take_back()
         if self._c is not None:
             units, rows = np.ascontiguousarray(units), np.empty(len(units), dtype=np.int64)
-            tables = self._tables()
-            self._c.units_find(*tables, address(units), len(units), address(rows))
+            self._c.units_find(*self._own.told, address(units), len(units), address(rows))
             return rows
-        if not size or not len(units):
-            rows = np.full(len(units), -1, dtype=np.int64)
-        elif units.min() >= 0 and units.max() < size:
-            rows = self._places.take(units) - np.int64(1)
-        else:
-            rows = self._places.take(units, mode="clip") - np.int64(1)
-            rows[(units < 0) | (units >= size)] = -1
-        for known, own in self._runs:
+        is_near = (units >= 0) & (units < self._own.near)
+        near = np.where(is_near, units, 0)
+        is_near &= (self._own.marks[near >> 3] & _bits(near)) != 0
+        rows = np.where(is_near, _row(self._own.blocks, near), -1)
+        for known, numbers in self._runs:
             if len(known):
                 at = np.minimum(np.searchsorted(known, units), len(known) - 1)
-                rows = np.where(known[at] == units, own[at], rows)
+                rows = np.where(known[at] == units, _row(self._own.far_blocks, numbers[at]), rows)
+        return rows
+
+    def place(self, units: Units) -> Units:
+        """The rows that distinct units without one will have once they are added, in this order."""
+        self._take_back()
+        count = len(self) + len(units)
+        if count >= 1 << 31:
+            raise Unsupported(f"the guard holds up to two thousand million units, got {count}")
+        self._widen(int(units.max()) + 1 if len(units) else 0, most=_PLACES_EACH * count)
+        units, is_near = np.ascontiguousarray(units), (units >= 0) & (units < self._own.near)
+        far = int(self._sizes[2])
+        self._make_room(far + len(units) - int(np.count_nonzero(is_near)))
+        rows = np.empty(len(units), dtype=np.int64)
+        if self._c is not None:
+            self._c.units_place(*self._own.told, address(units), len(units), address(rows))
+            return rows
+        near, numbers = units[is_near], far + np.arange(len(units) - np.count_nonzero(is_near))
+        whose = near >> _BLOCK, numbers[numbers % (1 << _BLOCK) == 0] >> _BLOCK
+        for blocks, at in zip((self._own.blocks, self._own.far_blocks), whose):
+            new = np.unique(at[blocks[at] == 0] if blocks is self._own.blocks else at)
+            start = int(self._sizes[0])
+            self._sizes[0] += len(new)  # first of all: an interrupt loses blocks, and no more
+            blocks[new] = start + np.arange(len(new))
+        rows[is_near] = _row(self._own.blocks, near)
+        rows[~is_near] = _row(self._own.far_blocks, numbers)
         return rows
 
     def add(self, units: Units) -> None:
-        """Distinct units without a row get the next ones."""
-        if self._unsure is not None:
-            self._take_back(self._unsure)
-        start, end = self._count, self._count + len(units)
-        if end >= 1 << 31:
-            raise Unsupported(f"the guard holds up to two thousand million units, got {end}")
-        self._unsure = np.array(units) if self._c is None else units[:0]
-        self._widen(int(units.max()) + 1 if len(units) else 0, most=_PLACES_EACH * end)
-        self._known = with_room(self._known, end, likely=self.likely)
+        """Distinct units that `place` was just asked about have their rows now."""
         if self._c is not None:
             units = np.ascontiguousarray(units)
-            far = self._c.units_far(address(units), len(units), len(self._places))
-            if 3 * (self._far + far) > 2 * len(self._slots):
-                self._rebuild(size=len(self._places), slots=4 * (self._far + far))
-            self._c.units_add(*self._tables(), address(units), len(units), start)
-            self._far += far
-        else:
-            self._known[start:end] = units
-            rows = np.arange(start, end)
-            is_far = (units < 0) | (units >= len(self._places))
-            if is_far.any():
-                self._add_to_runs(np.stack([units[is_far], rows[is_far]]))
-                units, rows = units[~is_far], rows[~is_far]
-            self._places[units] = rows + 1
-        self._count = end
+            self._c.units_add(*self._own.told, address(units), len(units))
+            return
+        self._unsure = np.array(units), len(self)
+        is_near, start = (units >= 0) & (units < self._own.near), int(self._sizes[2])
+        near, far = units[is_near], units[~is_near]
+        np.bitwise_or.at(self._own.marks, near >> 3, _bits(near))
+        self._own.known[start : start + len(far)] = far
+        if len(far):
+            self._add_to_runs(np.stack([far, np.arange(start, start + len(far))]))
+        self._sizes += 0, len(near), len(far)
         self._unsure = None
 
-    def _tables(self) -> tuple[int, ...]:
-        """What the loops in C are told of the index."""
-        near = address(self._places), address(self._marks), len(self._places)
-        bits = len(self._slots).bit_length() - 1
-        return *near, address(self._slots), bits, self._mixer, address(self._known)
-
     def _widen(self, size: int, *, most: int) -> None:
-        """Places for the units below `size`, if they are not too many."""
-        if len(self._places) < size <= max(_PLACES, most):
-            size = min(2 * size, max(_PLACES, most))
-            if self._far:  # some of those in the table have a place now
-                self._rebuild(size=size, slots=len(self._slots))
-                return
-            wider, marks = _zeros(size, np.int32), _zeros(size // 8 + 1, np.uint8)
-            wider[: len(self._places)], marks[: len(self._marks)] = self._places, self._marks
-            self._places, self._marks = wider, marks
+        """Blocks for the units below `size`, if they are not too many. Who is far stays far."""
+        own = self._own
+        if own.near < size <= max(_PLACES, most):
+            count = (min(2 * size, max(_PLACES, most)) >> _BLOCK) + 1
+            blocks, marks = _zeros(count, np.int32), _zeros(count << _BLOCK >> 3, np.uint8)
+            blocks[: len(own.blocks)], marks[: len(own.marks)] = own.blocks, own.marks
+            self._own = own.but(blocks=blocks, marks=marks)
 
-    def _rebuild(self, *, size: int, slots: int) -> None:
-        """So many places, and so many slots or up to twice as many, from the units by row.
-
-        An interrupt finds the arrays as they were or as they are, and `units` knows all of either.
-        """
-        assert self._c is not None
-        units, known = self.units, address(self._known)  # where nothing changes
-        places, marks = _zeros(size, np.int32), _zeros(size // 8 + 1, np.uint8)
-        table = _zeros(1 << max(slots - 1, 1).bit_length(), np.uint64)
-        near = address(places), address(marks), size
-        tables = *near, address(table), len(table).bit_length() - 1, self._mixer, known
-        self._c.units_add(*tables, address(units), len(units), 0)
-        far = self._c.units_far(address(units), len(units), size)
-        self._places, self._marks, self._slots, self._far = places, marks, table, far
+    def _make_room(self, far: int) -> None:
+        """For so many far units."""
+        own = self._own
+        if far > len(own.known):
+            blocks = with_room(own.far_blocks, (2 * far >> _BLOCK) + 1)
+            own = self._own = own.but(known=with_room(own.known, far), far_blocks=blocks)
+        if self._c is not None and 3 * far > 2 * len(own.slots):
+            own = own.but(slots=_zeros(1 << (4 * far - 1).bit_length(), np.uint64))
+            self._c.units_hash(*own.table, int(self._sizes[2]))
+            self._own = own
 
     def _add_to_runs(self, new: Units) -> None:
         large, recent = self._runs[0], _merged(self._runs[1], new)
@@ -167,17 +199,26 @@ class UnitIndex:
             large, recent = _merged(large, recent), recent[:, :0]
         self._runs = large, recent
 
-    def _take_back(self, units: Units) -> None:
-        """Forget rows that no unit has got."""
-        if self._c is not None:
-            self._rebuild(size=len(self._places), slots=len(self._slots))
-            self._unsure = None
+    def _take_back(self) -> None:
+        """Forget units of an `add` that was interrupted (without C: there, it is one call)."""
+        if self._unsure is None:
             return
-        near = units[(units >= 0) & (units < len(self._places))]
-        self._places[near[self._places[near] > self._count]] = 0
-        large, recent = (run[:, run[1] < self._count] for run in self._runs)
-        self._runs = large, recent
+        units, count = self._unsure
+        if len(self) == count:
+            near = units[(units >= 0) & (units < self._own.near)]
+            np.bitwise_and.at(self._own.marks, near >> 3, ~_bits(near))
+            large, recent = (run[:, run[1] < self._sizes[2]] for run in self._runs)
+            self._runs = large, recent
         self._unsure = None
+
+
+def _row(blocks: NDArray[np.int32], at: Units) -> Units:
+    rows: Units = blocks[at >> _BLOCK].astype(np.int64) << _BLOCK
+    return rows + (at & ((1 << _BLOCK) - 1))
+
+
+def _bits(units: Units) -> NDArray[np.uint8]:
+    return np.left_shift(np.uint8(1), (units & 7).astype(np.uint8))
 
 
 def _merged(a: Units, b: Units) -> Units:
@@ -245,20 +286,22 @@ def library() -> ctypes.CDLL | None:
 
 def agrees(built: ctypes.CDLL) -> bool:
     array, number = ctypes.c_void_p, ctypes.c_int64
-    tables = (array, array, number, array, number, ctypes.c_uint64, array)
+    table = (array, number, ctypes.c_uint64, array)
+    whole = (array, array, number, *table, array, array, array, number)
     for name, types in {
         "units_sort": (array, array, array, number),
         "units_increase": (array, number),
-        "units_find": (*tables, array, number, array),
-        "units_add": (*tables, array, number, number),
-        "units_far": (array, number, number),
+        "units_find": (*whole, array),
+        "units_place": (*whole, array),
+        "units_add": whole,
+        "units_hash": (*table, number),
         "units_spread": (array, array, number, array),
         "units_move": (array, array, number, ctypes.c_int32, ctypes.c_int32),
-        "units_fill": (array, number, number, array),
+        "units_fill": (array, array, number, array),
     }.items():
         function = getattr(built, name)
         function.argtypes, function.restype = types, None
-    built.units_increase.restype = built.units_far.restype = number
+    built.units_increase.restype = number
     rng = np.random.default_rng(0)
     far, near = rng.integers(-(2**63), 2**63 - 1, 3000), rng.integers(-900, 900, 2000)
     sorts = all(
@@ -272,26 +315,38 @@ def _finds(built: ctypes.CDLL, far: Units, near: Units) -> bool:
     """Half of the units are added; those are found, and no others. Records of theirs move on."""
     units = np.random.default_rng(1).permutation(np.concatenate([near, far]))
     half = len(units) // 2
-    places, slots = np.zeros(500, dtype=np.int32), np.zeros(4096, dtype=np.uint64)
-    known, rows = np.zeros(half, dtype=np.int64), np.empty(len(units), dtype=np.int64)
-    marks = np.zeros(len(places) // 8 + 1, dtype=np.uint8)
-    near_tables = address(places), address(marks), len(places)
-    tables = *near_tables, address(slots), 12, 2**63 + 12345, address(known)
-    built.units_add(*tables, address(units), half, 0)
-    built.units_find(*tables, address(units), len(units), address(rows))
-    is_far = (units < 0) | (units >= len(places))
-    data, told = np.zeros((half, 4), dtype=np.int32), np.zeros(9, dtype=np.int64)
-    record, own = np.array([7, 7, 1, 3], dtype=np.int32), np.arange(100)
-    ordered, twice = np.unique(far), np.array([1, 1])
-    built.units_fill(address(data), 0, half, address(record))
+    own = _Arrays(
+        2**63 + 12345,
+        np.array([1, 0, 0]),
+        blocks=np.zeros(30, dtype=np.int32),
+        marks=np.zeros(60, dtype=np.uint8),
+        slots=np.zeros(4096, dtype=np.uint64),
+        known=np.empty(half, dtype=np.int64),
+        far_blocks=np.empty(half, dtype=np.int32),
+    )
+    placed, rows = np.empty(half, dtype=np.int64), np.empty(len(units), dtype=np.int64)
+    built.units_place(*own.told, address(units), half, address(placed))
+    built.units_add(*own.told, address(units), half)
+    own = own.but(slots=np.zeros(8192, dtype=np.uint64))
+    is_near = (units[:half] >= 0) & (units[:half] < own.near)
+    built.units_hash(*own.table, half - np.count_nonzero(is_near))
+    built.units_find(*own.told, address(units), len(units), address(rows))
+    used = int(own.sizes[0]) << _BLOCK
+    data, told = np.zeros((used, 4), dtype=np.int32), np.zeros(9, dtype=np.int64)
+    record, ordered, twice = np.array([7, 7, 1, 3], np.int32), np.unique(far), np.array([1, 1])
+    built.units_fill(address(data), address(placed), half, address(record))
     for step in (9, 9):
-        built.units_move(address(data), address(own), len(own), step, 2)
+        built.units_move(address(data), address(placed), 100, step, 2)
     built.units_spread(address(data), address(rows), len(rows), address(told))
-    wanted = np.where(np.arange(half)[:, None] < 100, [7, 9, 2, 2], [7, 7, 1, 3])
+    wanted = np.zeros_like(data)
+    wanted[placed] = np.where(np.arange(half)[:, None] < 100, [7, 9, 2, 2], [7, 7, 1, 3])
     return (
-        np.array_equal(rows[:half], np.arange(half))
+        len(np.unique(placed)) == half
+        and np.array_equal(rows[:half], placed)
+        and np.array_equal(placed[is_near], _row(own.blocks, units[:half][is_near]))
         and bool((rows[half:] == -1).all())
-        and built.units_far(address(units), len(units), len(places)) == is_far.sum()
+        and own.sizes[1:].tolist() == [is_near.sum(), half - is_near.sum()]
+        and np.array_equal(own.known[: own.sizes[2]], units[:half][~is_near])
         and built.units_increase(address(ordered), len(ordered)) == 1
         and built.units_increase(address(twice), 2) == 0
         and np.array_equal(data, wanted)

@@ -1,7 +1,7 @@
 """A table of units: when each was first and last seen, and how often, without Python loops.
 
-Units are 64-bit integers, each with a row of a growing array (`unit_index` finds it), in order of
-arrival, so a step with m units costs O(m). Names become integers through 64 bits of BLAKE2b; two
+Units are 64-bit integers, each with a row of a growing array (`unit_index` finds it), so a step
+with m units costs O(m). Names become integers through 64 bits of BLAKE2b; two
 that collided would count as one unit, which is the strict side.
 
 Most batches are the same in every epoch, so their units always come together and have one record
@@ -164,8 +164,9 @@ class UnitTable:
     def __init__(self) -> None:
         self._index = UnitIndex()
         self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row; there is room behind them
-        # Rows of the units asked for last: a step looks the same ones up several times.
-        self._asked: tuple[bytes, Ids] | None = None
+        # Rows of the units asked for last: a step looks the same ones up several times. Arrays that
+        # nobody changes are known by themselves, others by their bytes.
+        self._asked: tuple[bytes | Ids, Ids] | None = None
         self._told: tuple[Ids, Spread] | None = None  # of such rows, until a record changes
         # A party is in both dictionaries, or it is none: numbers in rows may be of former ones.
         self._parties: dict[int, _Party] = {}
@@ -275,8 +276,7 @@ class UnitTable:
         """Every unit with its record, in order of id; theirs to change."""
         self._write_back()
         units = self._index.units
-        order = np.argsort(units)
-        return units[order], _seen(self._data.take(order, axis=0))
+        return units, _seen(self._data.take(self._index.find(units), axis=0))
 
     def _party(self, ids: Ids) -> _Party | None:
         """The party that these units are, in their order."""
@@ -329,25 +329,31 @@ class UnitTable:
             self._behind.discard(number)
 
     def _rows(self, ids: Ids) -> Ids:
-        key = ids.tobytes()
-        if self._asked is None or self._asked[0] != key:
-            self._asked = (key, self._index.find(ids))
-        return self._asked[1]
+        is_fixed = ids.base is None and not ids.flags.writeable
+        key = ids if is_fixed else ids.tobytes()
+        asked = self._asked
+        if asked is None or not (asked[0] is key or _are_equal(asked[0], key)):
+            asked = self._asked = (key, self._index.find(ids))
+        return asked[1]
 
     def _append(self, ids: Ids, records: NDArray[np.int64]) -> Ids:
         """Rows for units that have none, theirs from the moment when the index knows of them."""
         if records.size and (records.min() < 0 or records.max() >= 1 << 31):
             raise _too_large()
-        start, end = len(self), len(self) + len(ids)
-        self._data = with_room(self._data, end, likely=self._index.likely)
+        rows = self._index.place(ids)
+        self._data = with_room(self._data, self._index.rows, likely=self._index.likely)
         if records.ndim == 1 and (built := library()) is not None:
             own = records.astype(np.int32)
-            built.units_fill(address(self._data), start, end, address(own))
+            built.units_fill(address(self._data), address(rows), len(rows), address(own))
         else:
-            self._data[start:end] = records
+            self._data[rows] = records
         self._asked = None
         self._index.add(ids)
-        return np.arange(start, end)
+        return rows
+
+
+def _are_equal(a: bytes | Ids, b: bytes | Ids) -> bool:
+    return isinstance(a, bytes) and isinstance(b, bytes) and a == b
 
 
 def _too_large() -> InvalidInput:
