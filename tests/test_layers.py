@@ -26,6 +26,7 @@ LAYERS = {
     "plan": 2,
     "comparison": 2,
     "sampled_fit": 2,
+    "extension": 2,
     "plan_accountant": 2,
     "theory": 2,
     "owners": 2,
@@ -49,7 +50,7 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant", "owners"},
+    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant", "owners", "extension"},
 )
 WITHOUT_TORCH = {
     "owners",
@@ -60,6 +61,7 @@ WITHOUT_TORCH = {
     "statement",
     "plan",
     "plan_accountant",
+    "extension",
     "theory",
 }
 

@@ -43,6 +43,7 @@ from noshuffle.errors import (
     open_unit,
     whole,
 )
+from noshuffle.extension import extended
 from noshuffle.participation import (
     AnyOrderEpochs,
     BallsInBins,
@@ -181,6 +182,25 @@ class Plan:
             return cls(noise_multiplier=noise_multiplier, **common)
         found: Plan = plan_accountant.calibrated(cls(noise_multiplier=1.0, **common), epsilon)
         return found
+
+    def extended(self, **more: Any) -> Plan:
+        """A plan that begins as this one does and goes on: a longer run, or another batch size.
+
+        Arguments (all by name; see `noshuffle.extension`):
+            epochs: how many more, for plans of epochs.
+            steps: how many more, for all others.
+            steps_per_epoch: where the batch size changes.
+            max_participations: how many more, under MinSeparation.
+            after: how many steps of this plan are kept (all of them, unless given).
+            mechanism: the noise of the new steps, fitted to them; "continue" for the old noise.
+            epsilon: of all steps together; the noise of the new ones is made for it. Without it
+                they have the old noise multiplier (under SinglePass, the old ε).
+
+        Guarantees: the noise of the first `after` steps is that of this plan, row by row; ε of the
+        new plan covers all of its steps, for units that take part in old and new ones.
+        """
+        longer: Plan = extended(self, **more)
+        return longer
 
     @property
     def steps(self) -> int:

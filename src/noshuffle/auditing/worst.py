@@ -9,7 +9,7 @@ Patterns, by participation (written anew here, so that a wrong reading elsewhere
     SinglePass                  {i}
     Epochs                      {j, j+b, j+2b, …}                               all b of them
     AnyOrderEpochs              one step of every epoch, chosen freely          `_blocks`
-    Restarted(Epochs)           such a class in every block, chosen freely      `_blocks`
+    Restarted(Epochs), Stages   such a class in every block, chosen freely      `_blocks`
     MinSeparation, Restarted    increasing steps, each at least `after(i)`, at most k of them; level
                                 by level, dropping what provably cannot reach the best found
 
@@ -43,6 +43,7 @@ from noshuffle.participation import (
     Participation,
     Restarted,
     SinglePass,
+    Stages,
 )
 
 #: Partial patterns that are kept in one level of the search, and patterns that are listed outright.
@@ -73,11 +74,21 @@ def worst(X: Array, participation: Participation) -> Worst:
         at = int(np.argmax(np.diag(X)))
         return Worst(float(X[at, at]), float(X[at, at]), (at,))
     if isinstance(part, AnyOrderEpochs):
-        return _blocks(X, part.steps_per_epoch, part.steps_per_epoch)
+        b, n = part.steps_per_epoch, len(X)
+        return _blocks(X, [_classes(s, min(s + b, n), b) for s in range(0, n, b)])
     if isinstance(part, Epochs):
         return _best_of(X, _classes(0, len(X), part.steps_per_epoch))
     if isinstance(part, Restarted) and isinstance(part.participation, Epochs):
-        return _blocks(X, part.every, part.participation.steps_per_epoch)
+        gap, every, n = part.participation.steps_per_epoch, part.every, len(X)
+        return _blocks(X, [_classes(s, min(s + every, n), gap) for s in range(0, n, every)])
+    if isinstance(part, Stages):
+        first, choices = 0, []
+        for stage in part.stages:
+            last = min(first + stage.epochs * stage.steps_per_epoch, len(X))
+            if first < last:
+                choices.append(_classes(first, last, stage.steps_per_epoch))
+            first = last
+        return _blocks(X, choices)
     if isinstance(part, MinSeparation):
         return _chains(X, gap=part.separation, every=part.steps, most=part.max_participations)
     if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
@@ -108,10 +119,8 @@ def _best_of(X: Array, patterns: Iterable[Pattern], *, rest: float = 0.0) -> Wor
     return Worst(low, max(low, high), best)
 
 
-def _blocks(X: Array, every: int, gap: int) -> Worst:
+def _blocks(X: Array, choices: list[list[Pattern]]) -> Worst:
     """One class in every block: by list if there are few, else ascent and a bound by pairs."""
-    n = len(X)
-    choices = [_classes(s, min(s + every, n), gap) for s in range(0, n, every)]
     if math.prod(len(own) for own in choices) <= _LISTED:
         return _best_of(X, (sum(picked, ()) for picked in product(*choices)))
     # Sums of |X| between classes of two blocks; a bound takes the largest of every pair.

@@ -8,6 +8,7 @@ maximum over every pattern of steps that it allows:
     MinSeparation   at most k steps, any two at least b apart (index difference)
     Restarted       the base pattern inside every block of `every` steps, and a new order, chosen
                     freely, in the next block (trees that restart)
+    Stages          epochs, then epochs of another length: a batch size that changed on the way
     Poisson         each step independently with probability `rate` (secret coin flips)
     FixedSize       each step a uniform random subset of `batch` out of `population`
     CyclicPoisson   unit i belongs to group i mod `groups`; step t flips coins for group t mod
@@ -47,6 +48,7 @@ from noshuffle.participation.patterns import (
     MinSeparation,
     Restarted,
     SinglePass,
+    Stages,
     narrowed,
 )
 
@@ -62,6 +64,7 @@ __all__ = [
     "Restarted",
     "SeparatedBins",
     "SinglePass",
+    "Stages",
     "TruncatedPoisson",
     "from_dict",
     "narrowed",
@@ -73,6 +76,7 @@ _KINDS: dict[str, type[Participation]] = {
         SinglePass,
         Epochs,
         MinSeparation,
+        Stages,
         Poisson,
         FixedSize,
         CyclicPoisson,
@@ -94,5 +98,5 @@ def from_dict(record: dict[str, Any]) -> Participation:
             return _KINDS[kind](**fields)
         base = from_dict(fields["participation"])
         return Restarted(base, fields["every"])  # type: ignore[arg-type]
-    except (TypeError, KeyError) as problem:  # a field that is missing, or unknown
+    except (TypeError, KeyError, AttributeError) as problem:  # a field that is missing, or unknown
         raise InvalidInput(f"the participation {kind!r} cannot be read: {problem}") from None

@@ -5,6 +5,7 @@
     AnyOrderEpochs  one step in every epoch, any; what Epochs means to independent noise
     MinSeparation   at most k steps, any two at least b apart
     Restarted       one of them inside every block of steps
+    Stages          epochs, then epochs of another length (a changed batch size), and so on
 
 The guard compares every batch with them (`release/guard`). No state.
 
@@ -15,6 +16,7 @@ MinSeparation(steps=50, separation=10, max_participations=2)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -151,6 +153,62 @@ class Restarted(Participation):
             "participation": self.participation.to_dict(),
             "every": self.every,
         }
+
+
+@dataclass(frozen=True)
+class Stages(Participation):
+    """Epochs of one length after epochs of another; the order may change where a stage begins.
+
+    A unit takes part once in every epoch of every stage, at one place of each stage: what a batch
+    size does that is changed on the way, since an epoch then has another number of steps.
+    """
+
+    stages: tuple[Epochs, ...]
+    kind: ClassVar[str] = "stages"
+
+    def __post_init__(self) -> None:
+        stages = tuple(
+            Epochs(**{k: v for k, v in own.items() if k != "kind"})
+            if isinstance(own, dict)
+            else own
+            for own in self.stages
+        )
+        if not stages or not all(type(own) is Epochs for own in stages):
+            raise InvalidInput(f"stages are one or more Epochs, got {self.stages!r}")
+        object.__setattr__(self, "stages", stages)
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return sum(own.steps for own in self.stages)
+
+    def starts(self) -> Iterator[tuple[int, Epochs]]:
+        """(first step, epochs) of every stage."""
+        first = 0
+        for own in self.stages:
+            yield first, own
+            first += own.steps
+
+    def at(self, step: int) -> tuple[int, Epochs]:
+        """(first step, epochs) of the stage that a step lies in; of the last one beyond it."""
+        return [found for found in self.starts() if found[0] <= step][-1]
+
+    def most_within(self, steps: int) -> int:
+        return sum(
+            own.most_within(min(steps - first, own.steps))
+            for first, own in self.starts()
+            if first < steps
+        )
+
+    def words(self) -> str:
+        said = [f"{own.epochs} epochs of {own.steps_per_epoch} steps" for own in self.stages]
+        return (
+            f"{', then '.join(said)}: each unit takes part once per epoch, always at the same "
+            "position of a stage; the order may change where a stage begins"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "stages": [own.to_dict() for own in self.stages]}
 
 
 def narrowed(part: Participation, most: int) -> Participation | None:

@@ -8,6 +8,7 @@ its pattern makes the stated ε false. The rules, for a unit first seen at step 
     AnyOrderEpochs  l lies in an earlier epoch
     MinSeparation   t − l ≥ b, and seen fewer than k times
     Restarted       the rule of its base; for Epochs, j starts anew in every block of steps
+    Stages          the rule of the stage; j starts anew in every stage
     sampled         exactly the units that the secret sampler drew for this step
 
 Everything works on whole batches; nothing is kept here (see `units` for the table).
@@ -34,6 +35,7 @@ from noshuffle.participation import (
     Participation,
     Restarted,
     SinglePass,
+    Stages,
 )
 from noshuffle.release.unit_index import in_order, increases
 from noshuffle.release.units import Ids, Record, Seen, Spread
@@ -63,12 +65,19 @@ def unless_all(keep: Mask) -> Mask | None:
     return None if keep.all() else keep
 
 
+def _block(rule: Participation, step: int) -> tuple[Participation, int]:
+    """The rule at a step, and the first step that it looks back to."""
+    if isinstance(rule, Restarted):
+        return rule.participation, step - step % rule.every
+    if isinstance(rule, Stages):
+        first, own = rule.at(step)
+        return own, first
+    return rule, 0
+
+
 def starts_anew(participation: Participation, *, step: int, seen: Seen) -> Mask:
     """Whether a unit's first step is forgotten before this one (a new block, or never seen)."""
-    never: Mask = seen.count == 0
-    if isinstance(participation, Restarted):
-        return np.logical_or(never, seen.last < step - step % participation.every)
-    return never
+    return np.logical_or(seen.count == 0, seen.last < _block(participation, step)[1])
 
 
 def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
@@ -94,7 +103,7 @@ def are_all_admitted(participation: Participation, *, step: int, spread: Spread)
     if not spread.known:
         return True
     (first, last, *_), (_, latest, most, _) = spread.low, spread.high
-    rule = participation.participation if isinstance(participation, Restarted) else participation
+    rule, _ = _block(participation, step)
     if not isinstance(rule, MinSeparation | AnyOrderEpochs) and (first, last) != spread.high[:2]:
         return False
     return bool(_allows(participation, step, first, latest, most))
@@ -107,10 +116,8 @@ def is_party_admitted(participation: Participation, *, step: int, record: Record
 
 def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -> Any:
     """Whether those who took part before may do so again: numbers, or arrays of one a unit."""
-    is_anew: Any = False
-    if isinstance(rule, Restarted):
-        is_anew = last < step - step % rule.every
-        rule = rule.participation
+    rule, block = _block(rule, step)
+    is_anew = last < block
     if isinstance(rule, SinglePass):
         return count == 0
     if isinstance(rule, AnyOrderEpochs):
@@ -124,10 +131,7 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
 
 def same_batch(participation: Participation, *, step: int) -> int | None:
     """The step whose batch must come again at this one: a whole batch keeps its place in epochs."""
-    rule, block = participation, 0
-    if isinstance(rule, Restarted):
-        block = step - step % rule.every
-        rule = rule.participation
+    rule, block = _block(participation, step)
     if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
         return None
     return step - rule.steps_per_epoch
@@ -159,7 +163,7 @@ def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mas
 
 def why_not(participation: Participation, *, step: int, record: Record) -> str:
     """The rule that a refused unit breaks, in words."""
-    rule = participation.participation if isinstance(participation, Restarted) else participation
+    rule, _ = _block(participation, step)
     first, last, count = record
     if isinstance(rule, SinglePass):
         return f"it already took part in step {last} and the plan allows one step"

@@ -36,7 +36,7 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.participation import Participation, Restarted
+from noshuffle.participation import Participation, Restarted, Stages
 from noshuffle.release import guard
 from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.ledger_file import LedgerFile, lacking
@@ -247,7 +247,7 @@ class Ledger(LedgerFile):
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:
             anew = None
-            if isinstance(self.participation, Restarted):  # else only units never seen start anew
+            if isinstance(self.participation, Restarted | Stages):  # else only units never seen do
                 seen = self._table.look_up(units)
                 anew = guard.starts_anew(self.participation, step=step, seen=seen)
             self._table.update(units, step=step, first=anew)

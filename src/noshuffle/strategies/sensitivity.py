@@ -17,6 +17,7 @@ its leading block; nothing here forms a matrix unless the strategy is one, or th
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           closed forms of Σ⁻¹ (see `tree_sensitivity`), or node counts
     gains on both sides             no Toeplitz form, paths of its own (see `two_sided`)
+    one strategy after another      sums over phases along one pattern (see `phases`)
     a mechanism of one's own        its noising matrix, inverted
 
 Guarantees. `value` is never below the truth (beyond 1e-12 relative, for rounding). `exact` is said
@@ -54,6 +55,7 @@ from noshuffle.participation import (
     Restarted,
     SeparatedBins,
     SinglePass,
+    Stages,
     TruncatedPoisson,
 )
 from noshuffle.strategies import gram
@@ -62,6 +64,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.identity import Identity
+from noshuffle.strategies.phases import Phases, StrategyPhase, squared_of_phases
 from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
@@ -141,6 +144,21 @@ def prefix_sensitivity(
     if type(strategy) is Tree:
         squared, why = tree_sensitivity(strategy, participation, steps, accounting=tree_accounting)
         return Sensitivity(math.sqrt(squared), squared, exact=not why, notes=why)
+    if isinstance(participation, Stages) and type(strategy) is not Phases:
+        part = StrategyPhase(strategy, participation.steps, participation.steps)
+        return prefix_sensitivity(Phases(parts=(part,)), participation, steps)
+    if type(strategy) is Phases:
+
+        def squared_of(own: Strategy, part: Participation, n: int) -> tuple[float, bool]:
+            found = prefix_sensitivity(own, part, n, tree_accounting=tree_accounting)
+            return found.squared, found.exact
+
+        found = _record(*squared_of_phases(strategy, participation, steps, squared=squared_of))
+        most = participation.most_within(steps)
+        is_short = strategy.steps <= SEARCH_STEPS and steps * steps * most <= SEARCH_WORK
+        if found.exact or not is_short or not isinstance(participation, MinSeparation):
+            return found
+        return _explicit(_inverse_covariance(strategy, strategy.steps, steps), participation)
     if isinstance(participation, Restarted):
         raise Unsupported(
             f"an order that changes between restarts is proved for trees and identity only, got "

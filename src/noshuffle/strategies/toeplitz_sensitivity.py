@@ -82,14 +82,14 @@ def envelope_bound(c: Array, g: Array, *, separation: int, most: int) -> float:
     return float(best[-1])
 
 
-def toeplitz_epochs(c: Array, g: Array, *, steps_per_epoch: int) -> tuple[float, float]:
-    """(max_j Σ_{l,m} |X_{j+lb,j+mb}|, what a unit of the worst class reaches), in O(n·k).
+def class_sums(c: Array, g: Array, *, steps_per_epoch: int) -> tuple[Array, Array]:
+    """Σ_{l,m} |X_{j+lb,j+mb}| and the same with signs, for every class j < b.
 
     The entries at lag mb are laid out by their later step i; its class is i mod b, so a reshape to
     b columns and a sum over rows adds them up for all classes at once. The last epoch need not be
     complete. Lags without a common non-zero coefficient are skipped.
     """
-    b, epochs = steps_per_epoch, -(-len(c) // steps_per_epoch)
+    b = steps_per_epoch
 
     def by_class(entries: Array) -> Array:
         padded = np.zeros(-(-len(entries) // b) * b)
@@ -98,11 +98,18 @@ def toeplitz_epochs(c: Array, g: Array, *, steps_per_epoch: int) -> tuple[float,
 
     sizes = by_class(squared_columns(c, g)).sum(axis=0)
     signed = sizes.copy()
-    bands = int(np.flatnonzero(c)[-1]) + 1
-    for lag in range(b, bands, b):
+    for lag in range(b, int(np.flatnonzero(c)[-1]) + 1, b):
         entries = by_class(_at_lag(c, g, lag))
         signed += 2.0 * entries.sum(axis=0)
         sizes += 2.0 * np.abs(entries).sum(axis=0)
+    return sizes, signed
+
+
+def toeplitz_epochs(c: Array, g: Array, *, steps_per_epoch: int) -> tuple[float, float]:
+    """(max_j Σ_{l,m} |X_{j+lb,j+mb}|, what a unit of the worst class reaches), in O(n·k)."""
+    b, epochs = steps_per_epoch, -(-len(c) // steps_per_epoch)
+    sizes, signed = class_sums(c, g, steps_per_epoch=b)
+    bands = int(np.flatnonzero(c)[-1]) + 1
     j = int(np.argmax(sizes))
     reached = float(signed[j])
     if reached < sizes[j] * (1 - ROUNDING) and epochs <= SIGN_EPOCHS:

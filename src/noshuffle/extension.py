@@ -1,0 +1,197 @@
+"""Plans that go on: a run is extended, or changed from some step on, under one guarantee.
+
+    plan.extended(epochs=5)                              five more epochs, a fresh phase of noise
+    plan.extended(epochs=5, mechanism="continue")        the same noise goes on
+    plan.extended(epochs=5, steps_per_epoch=120)         with batches of twice the size
+    plan.extended(steps=1000, after=600)                 what follows step 600 is planned anew
+
+The first `after` rows of noise are those of the old plan, so what was released stays what it was,
+and S is that of all rows in use, old and new, along the worst pattern of one unit
+(`strategies.phases`; docs/proofs.md, "Phases"). μ of all is then the μ of one Gaussian mechanism.
+
+    continue    C of more steps; needs the keys of the run, and a strategy that has no end
+                (Toeplitz without gains)
+    a phase     C = diag(C_old, C_new/f); needs nothing of the run before, a sealed one goes on too
+
+Functions take the `Plan` that asks. No state.
+
+>>> from noshuffle import Epochs, Plan
+>>> plan = Plan.fit(Epochs(4, 25), mechanism="blt", epsilon=4.0)
+>>> more = plan.extended(epochs=2, epsilon=6.0)
+>>> more.steps, round(more.epsilon_after(100), 3), round(more.epsilon(), 3)
+(150, 4.0, 6.0)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from noshuffle.accounting import calibrate
+from noshuffle.errors import InvalidInput, Unsupported, positive, whole
+from noshuffle.participation import (
+    CyclicPoisson,
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Participation,
+    Poisson,
+    SinglePass,
+    Stages,
+    TruncatedPoisson,
+)
+from noshuffle.strategies.base import Strategy, ToeplitzStrategy
+from noshuffle.strategies.fit import best as best_fit
+from noshuffle.strategies.fit import fit as fit_strategy
+from noshuffle.strategies.phases import Phases, StrategyPhase
+from noshuffle.strategies.sensitivity import prefix_sensitivity
+
+CONTINUE = "continue"
+
+
+def extended(
+    plan: Any,
+    *,
+    epochs: int = 0,
+    steps: int = 0,
+    steps_per_epoch: int | None = None,
+    max_participations: int = 0,
+    after: int | None = None,
+    mechanism: str | Strategy = "blt",
+    epsilon: float | None = None,
+    **options: Any,
+) -> Any:
+    """See `Plan.extended`."""
+    kept = plan.steps if after is None else after
+    whole(at_most=plan.steps, after=kept)
+    part = _longer(plan.participation, kept, epochs, steps, steps_per_epoch, max_participations)
+    is_same = mechanism == CONTINUE or part.is_sampled
+    if is_same and epsilon is not None:
+        raise InvalidInput(
+            "noise that goes on keeps its size, so epsilon= needs a phase of its own: give a "
+            "mechanism by name (and not sampling)"
+        )
+    if is_same:
+        return replace(plan, participation=part, strategy=_continued(plan, kept, part))
+    phases = _phases(plan, kept)
+    local = _local(part, kept)
+    fitted = mechanism if isinstance(mechanism, Strategy) else _fit(mechanism, local, options)
+
+    def with_factor(factor: float) -> Any:
+        last = StrategyPhase(fitted, local.steps, local.steps, factor)
+        return replace(plan, participation=part, strategy=Phases(parts=(*phases, last)))
+
+    if epsilon is None:
+        if not isinstance(part, SinglePass):
+            return with_factor(1.0)
+        # A unit lies in one phase: with its S the same as before, so is ε.
+        own = prefix_sensitivity(fitted, local, local.steps).squared
+        return with_factor(math.sqrt(own / plan.sensitivity.squared))
+    positive(epsilon=epsilon)
+    if (spent := plan.epsilon_after(kept)) > epsilon:
+        raise InvalidInput(
+            f"the first {kept} steps have ε = {spent:.6g} already, so all of them cannot have "
+            f"{epsilon:.6g}; give a larger epsilon"
+        )
+    factor = calibrate.smallest(
+        lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=1e-9, most=1e6
+    )
+    return with_factor(factor)
+
+
+def _longer(
+    part: Participation, kept: int, epochs: int, steps: int, per_epoch: int | None, most: int
+) -> Participation:
+    """The participation of the first `kept` steps and of those that are to come."""
+    if isinstance(part, Epochs | Stages):
+        if steps or most:
+            raise InvalidInput("a plan of epochs is extended by epochs=, not by steps")
+        whole(epochs=epochs)
+        stages = _cut(part, kept)
+        last = stages[-1]
+        if per_epoch in (None, last.steps_per_epoch):
+            stages[-1] = Epochs(last.epochs + epochs, last.steps_per_epoch)
+        else:
+            if sum(own.steps for own in stages) != kept:
+                raise InvalidInput(
+                    f"the number of steps per epoch can change after whole epochs of "
+                    f"{last.steps_per_epoch} steps, not after {kept}"
+                )
+            whole(steps_per_epoch=per_epoch)
+            assert per_epoch is not None
+            stages.append(Epochs(epochs, per_epoch))
+        return stages[0] if len(stages) == 1 else Stages(tuple(stages))
+    if epochs or per_epoch:
+        raise InvalidInput(
+            f"epochs= extends a plan of epochs, this one has {part.kind}; use steps="
+        )
+    whole(steps=steps)
+    if isinstance(part, MinSeparation):
+        whole(at_least=0, max_participations=most)
+        return MinSeparation(kept + steps, part.separation, part.max_participations + most)
+    if most:
+        raise InvalidInput("max_participations= extends a plan of MinSeparation")
+    if isinstance(part, SinglePass | Poisson | FixedSize | TruncatedPoisson | CyclicPoisson):
+        return replace(part, steps=kept + steps)
+    raise Unsupported(
+        f"a run of {part.kind} is not extended: its draws or restarts cover the whole run; fork it"
+    )
+
+
+def _cut(part: Epochs | Stages, kept: int) -> list[Epochs]:
+    """The stages of the first `kept` steps; an epoch that was begun is brought to its end."""
+    stages = [part] if isinstance(part, Epochs) else list(part.stages)
+    out: list[Epochs] = []
+    for own in stages:
+        left = kept - sum(one.steps for one in out)
+        if left <= 0:
+            break
+        out.append(Epochs(min(own.epochs, -(-left // own.steps_per_epoch)), own.steps_per_epoch))
+    return out
+
+
+def _continued(plan: Any, kept: int, part: Participation) -> Strategy:
+    """The same strategy over more steps."""
+    if isinstance(part, Stages) and len(part.stages) > len(_cut(plan.participation, kept)):
+        raise Unsupported(
+            "noise does not go on across a change of the batch size; give a mechanism by name"
+        )
+    last = plan.strategy.parts[-1].strategy if isinstance(plan.strategy, Phases) else plan.strategy
+    if not isinstance(last, ToeplitzStrategy) or last.has_gains:
+        raise Unsupported(
+            f"the noise of {last.name!r} was planned for its number of steps and does not go on; "
+            "give the mechanism of a new phase by name"
+        )
+    if not isinstance(plan.strategy, Phases):
+        return last
+    *before, end = plan.strategy.within(kept)
+    length = part.steps - end[0]
+    return Phases(parts=(*(own for _, own in before), end[1]._replace(planned=length, used=length)))
+
+
+def _phases(plan: Any, kept: int) -> list[StrategyPhase]:
+    """The noise of the first `kept` steps as phases."""
+    if isinstance(plan.strategy, Phases):
+        return [own for _, own in plan.strategy.within(kept)]
+    return [StrategyPhase(plan.strategy, plan.steps, kept)]
+
+
+def _local(part: Participation, kept: int) -> Participation:
+    """What a unit may do in the steps after `kept`, for the fit of their noise."""
+    rest = part.steps - kept
+    if isinstance(part, MinSeparation):
+        most = min(part.max_participations, -(-rest // part.separation))
+        return MinSeparation(rest, part.separation, most)
+    if isinstance(part, Epochs | Stages):
+        per_epoch = (part if isinstance(part, Epochs) else part.stages[-1]).steps_per_epoch
+        if rest % per_epoch:
+            return MinSeparation(rest, per_epoch, -(-rest // per_epoch))
+        return Epochs(rest // per_epoch, per_epoch)
+    return SinglePass(rest)
+
+
+def _fit(mechanism: str, part: Participation, options: dict[str, Any]) -> Strategy:
+    if mechanism == "best":
+        return best_fit(part, **options).strategy
+    return fit_strategy(mechanism, part, **options).strategy

@@ -1,0 +1,116 @@
+"""Phases against brute force: all patterns, all emitted rows, one covariance."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from noshuffle import strategies as st
+from noshuffle.auditing.emitted import emitted_rows
+from noshuffle.auditing.worst import worst
+from noshuffle.errors import Unsupported
+from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass, Stages
+from noshuffle.strategies.phases import Phases, StrategyPhase
+from noshuffle.strategies.sensitivity import prefix_sensitivity
+
+SLOW, FAST = st.blt((0.9, 0.4), (0.2, 0.1)), st.blt((0.7,), (0.3,))
+TAPPED = st.blt((0.9,), (0.2,), taps=(0.4,), lag=3)
+CUT = (StrategyPhase(SLOW, 12, 7), StrategyPhase(FAST, 5, 5, 0.7))
+CASES = [
+    (CUT, SinglePass(12)),
+    (CUT, Epochs(3, 4)),  # the phase begins inside an epoch
+    (CUT, Epochs(6, 2)),
+    (CUT, MinSeparation(12, 3, 3)),
+    (CUT, MinSeparation(12, 4, 2)),
+    ((StrategyPhase(SLOW, 6, 6), StrategyPhase(FAST, 6, 6, 1.5)), Epochs(4, 3)),
+    ((StrategyPhase(TAPPED, 9, 6), StrategyPhase(st.identity(), 6, 6, 0.5)), Epochs(4, 3)),
+    ((StrategyPhase(st.tree(), 7, 5), StrategyPhase(st.tree("plain"), 7, 7, 0.8)), Epochs(4, 3)),
+    (
+        (StrategyPhase(SLOW, 8, 8), StrategyPhase(FAST, 4, 4, 0.7)),
+        Stages((Epochs(2, 4), Epochs(2, 2))),
+    ),
+]
+
+
+def allows(part: Participation, pattern: tuple[int, ...]) -> bool:
+    """Written down once more: which steps one unit may take part in."""
+    gaps = [j - i for i, j in itertools.pairwise(pattern)]
+    if isinstance(part, SinglePass):
+        return len(pattern) == 1
+    if isinstance(part, MinSeparation):
+        return len(pattern) <= part.max_participations and min(gaps, default=99) >= part.separation
+    first = 0
+    for stage in part.stages if isinstance(part, Stages) else (part,):
+        own = [i for i in pattern if first <= i < first + stage.steps]
+        if len({i % stage.steps_per_epoch for i in own}) > 1:
+            return False
+        first += stage.steps
+    return True
+
+
+def by_brute_force(strategy: Phases, part: Participation, n: int) -> float:
+    """max uᵀΣ⁻¹u over all patterns and signs, Σ of the rows that the stream emits."""
+    rows = emitted_rows(strategy.recipe(strategy.steps), steps=n, horizon=strategy.steps)
+    X, best = np.linalg.inv(rows @ rows.T), 0.0
+    for mask in range(1, 2**n):
+        pattern = tuple(i for i in range(n) if mask >> i & 1)
+        if allows(part, pattern):
+            block = X[np.ix_(pattern, pattern)]
+            signs = itertools.product((1.0, -1.0), repeat=len(pattern) - 1)
+            most = np.abs(block).sum()
+            if most > best:
+                best = max(
+                    best, *(float(u @ block @ u) for u in (np.array((1.0, *s)) for s in signs))
+                )
+    return best
+
+
+@pytest.mark.parametrize(("parts", "part"), CASES, ids=str)
+def test_sensitivity_is_that_of_all_emitted_rows(parts, part):
+    strategy = Phases(parts=parts)
+    for n in (8, 12):
+        found, truth = prefix_sensitivity(strategy, part, n), by_brute_force(strategy, part, n)
+        assert found.squared >= truth * (1 - 1e-6)
+        if found.exact:
+            assert found.squared == pytest.approx(truth, rel=1e-5)
+    assert found.exact == (parts[0].strategy != TAPPED)
+
+
+def test_the_maximum_over_phases_would_be_too_small():
+    """What a wrong accounting says: each phase alone. The worst unit lies in both."""
+    for parts, part in CASES[1:4] + CASES[5:8]:
+        strategy = Phases(parts=parts)
+        most = max(
+            by_brute_force(Phases(parts=(p,)), _alone(part, p), p.used) for p in strategy.parts
+        )
+        assert most < 0.9 * by_brute_force(strategy, part, 12)
+
+
+def _alone(part: Participation, phase: StrategyPhase) -> Participation:
+    if isinstance(part, MinSeparation):
+        return MinSeparation(phase.used, part.separation, part.max_participations)
+    gap = part.stages[-1].steps_per_epoch if isinstance(part, Stages) else part.steps_per_epoch
+    return Epochs(-(-phase.used // gap), gap)
+
+
+@pytest.mark.parametrize(("parts", "part"), CASES, ids=str)
+def test_the_audit_finds_the_same_worst_unit(parts, part):
+    strategy = Phases(parts=parts)
+    rows = emitted_rows(strategy.recipe(12), steps=12)
+    found = worst(np.linalg.inv(rows @ rows.T), part)
+    truth = by_brute_force(strategy, part, 12)
+    assert found.low <= truth * (1 + 1e-9)
+    assert found.high >= truth * (1 - 1e-9)
+
+
+def test_noise_across_a_stage_is_refused():
+    with pytest.raises(Unsupported, match="begin a phase"):
+        prefix_sensitivity(SLOW, Stages((Epochs(2, 4), Epochs(2, 2))), 12)
+    alone = prefix_sensitivity(st.identity(), Stages((Epochs(2, 4), Epochs(2, 2))), 12)
+    assert alone.squared == 4  # independent noise: once an epoch
+
+
+def test_phases_of_different_kinds_of_buffers_are_refused():
+    mixed = Phases(parts=(StrategyPhase(SLOW, 4, 4), StrategyPhase(st.tree(), 4, 4)))
+    with pytest.raises(Unsupported, match="one kind for all phases"):
+        emitted_rows(mixed.recipe(8), steps=8)
