@@ -210,7 +210,8 @@ class Plan:
     def guarded(self) -> Participation:
         """What units are held to: the participation, or a wider one that costs the same."""
         part = self.participation
-        if isinstance(part, Epochs) and isinstance(self.strategy, Identity):
+        is_plain = isinstance(self.strategy, Identity) and not self.strategy.has_gains
+        if isinstance(part, Epochs) and is_plain:
             return AnyOrderEpochs(part.epochs, part.steps_per_epoch)
         return part
 

@@ -10,6 +10,7 @@ from noshuffle.auditing.emitted import emitted_rows
 from noshuffle.auditing.worst import worst
 from noshuffle.errors import Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass, Stages
+from noshuffle.plan import Plan
 from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.sensitivity import prefix_sensitivity
 
@@ -114,3 +115,11 @@ def test_phases_of_different_kinds_of_buffers_are_refused():
     mixed = Phases(parts=(StrategyPhase(SLOW, 4, 4), StrategyPhase(st.tree(), 4, 4)))
     with pytest.raises(Unsupported, match="one kind for all phases"):
         emitted_rows(mixed.recipe(8), steps=8)
+
+
+def test_gains_on_independent_noise_keep_their_order():
+    """With gains the steps of one class cost less than one of every epoch, chosen freely."""
+    gains = (1.0, 2.0, 2.0, 1.0)
+    plan = Plan(participation=Epochs(2, 2), strategy=st.identity(gains=gains), noise_multiplier=1.0)
+    assert plan.guarded == Epochs(2, 2)
+    assert plan.sensitivity.squared == 5.0  # of a free order: 8
