@@ -77,7 +77,8 @@ def _block(rule: Participation, step: int) -> tuple[Participation, int]:
 
 def starts_anew(participation: Participation, *, step: int, seen: Seen) -> Mask:
     """Whether a unit's first step is forgotten before this one (a new block, or never seen)."""
-    return np.logical_or(seen.count == 0, seen.last < _block(participation, step)[1])
+    is_anew: Mask = (seen.count == 0) | (seen.last < _block(participation, step)[1])
+    return is_anew
 
 
 def is_admitted(participation: Participation, *, step: int, seen: Seen) -> Mask:
