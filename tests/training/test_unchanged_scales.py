@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from noshuffle.clipping import Ghost
+from noshuffle.clipping import Ghost, ModelLoss
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import SinglePass
@@ -166,7 +166,86 @@ def test_weighted_labels_and_means_over_tokens():
         agree(ours, theirs)
 
 
+SOFT = torch.softmax(torch.randn(8, 4, generator=G), 1)
+
+
+def softly(out, p, temperature=2.0):
+    """Distillation as it is usually written."""
+    log = F.log_softmax(out / temperature, 1)
+    return temperature**2 * F.kl_div(log, p, reduction="batchmean")
+
+
+def smooth(out, y):
+    return F.cross_entropy(out, y, label_smoothing=0.1)
+
+
+def three(out, y, p):
+    return CE(out, y) + 0.2 * F.cross_entropy(out, p) + 0.3 * F.mse_loss(out, p)
+
+
+TERMS = {
+    "distillation": lambda out, y, p: 0.5 * CE(out, y) + 0.5 * F.cross_entropy(out, p),
+    "with a temperature": lambda out, y, p: 0.3 * CE(out, y) + 0.7 * softly(out, p),
+    "smooth labels": lambda out, y, p: smooth(out, y),
+    "smooth and more": lambda out, y, p: smooth(out, y) + 0.01 * out.square().mean(),
+    "two labels": lambda out, y, p: 0.3 * CE(out, y) + (1 - 0.3) * CE(out, (y + 1) % 4),
+    "an entropy": lambda out, y, p: CE(out, y) - 0.1 * (-out.softmax(1) * out).sum(1).mean(),
+    "a weight below 0": lambda out, y, p: CE(out, y) + (-0.1) * out.square().mean(),
+    "a weight of 0": lambda out, y, p: CE(out, y) + 0.0 * out.square().mean(),
+    "three, scaled": lambda out, y, p: three(out, y, p) / 4,
+    "over their number": lambda out, y, p: CE(out, y) + out.square().sum() / len(out),
+    "a mask of everything": lambda out, y, p: CE(out, y) + out.square().sum() / (y > -1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_sums_of_means_keep_the_weights_of_their_terms(name):
+    """Also where a batch comes in unequal parts, each divided by its own size."""
+    loss_fn, ours, theirs = TERMS[name], Plain(), Plain()
+    loop, plain = make(ours), make(theirs)
+    for rows in (slice(0, 5), slice(5, 8)):
+        loss_fn(ours(X[rows]), Y[rows], SOFT[rows]).backward()
+    loop.optimizer.step()
+    own = three if name == "three, scaled" else loss_fn
+    plain.step(ModelLoss(lambda model, x, y, p: own(model(x), y, p)), X, Y, SOFT)
+    assert bool((plain.outcome.norms < 2.4).any())  # a factor would show
+    agree(ours, theirs)
+
+
 REFUSED = {
+    "a weight of the batch": (
+        lambda out, y: CE(out, y) + out.square().mean() * out.detach().abs().max(),
+        "multiplied by a tensor",
+    ),
+    "a weight of the batch, before": (
+        lambda out, y: CE(out, y) / (y > 0).sum() + out.square().mean(),
+        "multiplied by a tensor",
+    ),
+    "a weight in double precision": (
+        lambda out, y: CE(out, y) + out.square().mean() * out.detach().double().std(),
+        "multiplied by a tensor",
+    ),
+    "a weight of the batch inside": (
+        lambda out, y: 2 * ((CE(out, y) + out.mean()) * out.detach().mean() ** 2) + out.mean(),
+        "multiplied by a tensor",
+    ),
+    "a mean by hand over a mask": (
+        lambda out, y: CE(out, y) + (out.square() * (y > 0)[:, None]).sum() / (y > 0).sum(),
+        "different numbers",
+    ),
+    "the same as a number": (
+        lambda out, y: CE(out, y) + (out.square() * (y > 0)[:, None]).sum() / int((y > 0).sum()),
+        "different numbers",
+    ),
+    "a sum over another number": (lambda out, y: CE(out, y) + out.square().sum() / 16, "different"),
+    "smooth labels, one left out": (
+        lambda out, y: F.cross_entropy(out, y.where(y > 0, -100), label_smoothing=0.1),
+        "different numbers",
+    ),
+    "a count of the batch on every term": (
+        lambda out, y: CE(out, y) + (out / (y > 0).sum()).square().mean(),
+        "factor on every term",
+    ),
     "root of a mean": (lambda out, y: F.mse_loss(out, X @ X.T[:, :4]).sqrt(), "cannot be seen"),
     "product of means": (lambda out, y: CE(out, y) * out.square().mean(), "cannot be seen"),
     "norm": (lambda out, y: out.norm(), "cannot be seen"),

@@ -10,9 +10,14 @@ accumulation and `max_grad_norm` act on the whole batch, so they have no place h
 decides the scale. Data are read in their order. Losses of the training data are raw: they are not
 logged, ε is.
 
+Under `accelerate launch` or torchrun with several processes the step is that of the group
+(`training.distributed`), and `per_device_train_batch_size` counts for each of them. Every process
+reads the same batches and takes its rows: accelerate would deal out batches and repeat rows to make
+the ends meet, and DDP would add up raw gradients, so neither has a part in it.
+
 With a run folder training goes on where it was, whoever killed it: the folder holds the state of
-the model, the optimizer, the schedule, the noise and the Trainer, written whenever the Trainer
-saves. State: the batches of the step in the making.
+the model, the optimizer, the schedule, the noise and the Trainer, written (by rank 0) whenever the
+Trainer saves. State: the batches of the step in the making.
 """
 
 from __future__ import annotations
@@ -21,24 +26,29 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
-from noshuffle.clipping.objective import batch_size
+from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
+from noshuffle.training.distributed import privatize_distributed
+from noshuffle.training.group.private import GroupPrivate
+from noshuffle.training.group.team import Team
 from noshuffle.training.rng import restore_rng
 from noshuffle.training.unchanged import PrivateOptimizer
 
@@ -58,15 +68,20 @@ output_loss = ModelLoss(_own_loss, by_row=True)
 
 def participation_of(args: transformers.TrainingArguments, dataset: Any) -> Epochs:
     """What one example may do in a training with these arguments: once in every epoch."""
-    size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    size = _part_size(args) * args.gradient_accumulation_steps
     rows = len(dataset)
     if args.dataloader_drop_last:
-        rows -= rows % args.per_device_train_batch_size
+        rows -= rows % _part_size(args)
     per_epoch = -(-rows // size)
     epochs = math.ceil(args.num_train_epochs)
     if args.max_steps > 0:
         epochs = -(-args.max_steps // per_epoch)
     return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
+
+
+def _part_size(args: transformers.TrainingArguments) -> int:
+    """Examples of one batch, of all processes together."""
+    return int(args.per_device_train_batch_size) * int(args.world_size)
 
 
 _Trainer: Any = transformers.Trainer  # its signatures change with every release
@@ -81,7 +96,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
         units: whose each example is (one id per row of the data set), for plans of unit "user".
         loss_fn: one number per example, `ModelLoss(fn, by_row=True)`; by default the model's own.
-        privacy: further options of `privatize`.
+        privacy: further options of `privatize` (`privatize_distributed` on several processes).
     """
 
     private: Private
@@ -106,6 +121,9 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._parts: list[tuple[Any, Any]] = []
         self._resumed: dict[str, Any] | None = None
         _refuse(self, plan, loss_fn)
+        if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
+            prepare = self.accelerator.prepare_model
+            self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
 
     def statement(self) -> Any:
         """The guarantee of what was released so far, with all its assumptions."""
@@ -116,15 +134,20 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         if isinstance(self.optimizer, PrivateOptimizer):
             return self.optimizer
         inner = super().create_optimizer() if model is None else super().create_optimizer(model)
-        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        size = _part_size(self.args) * self.args.gradient_accumulation_steps
         options = {"batch_size": size, **self._options}
-        self.private = privatize(self.model, inner, self.plan, **options)
+        if self.args.world_size > 1:
+            for value in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(value.detach(), 0)  # as DDP does: all begin with those of rank 0
+            self.private = privatize_distributed(self.model, inner, self.plan, **options)
+        else:
+            self.private = privatize(self.model, inner, self.plan, **options)
         self.optimizer = _StepOptimizer(self)
         return self.optimizer
 
     def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """Train, from the newest checkpoint of the run folder on if it has one."""
-        found = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
+        found = self._checkpoints()
         if resume_from_checkpoint not in (None, False, True):
             raise InvalidInput(
                 "a private run goes on from its run folder, which holds the noise as well; give "
@@ -132,13 +155,23 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
             )
         if resume_from_checkpoint is True and not found:
             raise InvalidInput("nothing to resume: the run folder has no checkpoint; give run=")
-        self._resumed = checkpoint.load(found[-1]) if found else None
+        self._resumed = found[-1] if found else None
         if self._resumed is None:
             return _without_loss(super().train(**options))
         with tempfile.TemporaryDirectory() as folder:
             state = self._resumed["attached"]["trainer"]["state"]
             Path(folder, STATE_NAME).write_text(state, encoding="utf8")
             return _without_loss(super().train(resume_from_checkpoint=folder, **options))
+
+    def _checkpoints(self) -> list[dict[str, Any]]:
+        """The newest checkpoint of the run folder, if there is one; rank 0 reads it for all."""
+
+        def read() -> list[dict[str, Any]]:
+            paths = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
+            states = (checkpoint.load(path) for path in paths[-1:])
+            return [{name: state[name] for name in ("attached", "random")} for state in states]
+
+        return read() if self.args.world_size == 1 else Team.of().lead("a checkpoint", read)
 
     # What the Trainer would load from a folder of its own comes from the run folder.
     def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
@@ -161,6 +194,19 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         if self._run is not None:
             self.private.save()
 
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, **options: Any
+    ) -> Any:
+        """For training on several processes: the whole batches, on each of them."""
+        if self.args.world_size == 1 or not options.get("is_training"):
+            return super()._get_dataloader(dataset, description, batch_size, **options)
+        self.accelerator.prepare_data_loader = lambda loader, **_: loader
+        try:
+            size = batch_size * self.args.world_size
+            return super()._get_dataloader(dataset, description, size, **options)
+        finally:
+            del self.accelerator.prepare_data_loader
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         data = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(data) if hasattr(data, "__len__") else None
@@ -172,8 +218,12 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         """Take one batch into the step that `optimizer.step` makes."""
         self._begin()
         model.train()
-        given = dict(self._prepare_inputs(inputs))
-        self._parts.append((given, self._ids(batch_size((given,)))))
+        given = dict(inputs)
+        ids = self._ids(batch_size((given,)))
+        if isinstance(self.private, GroupPrivate):
+            mine = self.private.rows(ids=ids)
+            (given,), ids = take((given,), torch.from_numpy(mine)), ids[mine]
+        self._parts.append((dict(self._prepare_inputs(given)), ids))
         return torch.zeros((), device=self.args.device)
 
     def _begin(self) -> None:
@@ -190,7 +240,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
             if self._units is not None:
                 raise InvalidInput("units= needs a data set with a length and rows in order")
             return None
-        size, total = self.args.per_device_train_batch_size, len(data)
+        size, total = _part_size(self.args), len(data)
         at = self.private.steps_done % _per_epoch(self)
         start = (at * self.args.gradient_accumulation_steps + len(self._parts)) * size
         if rows != min(size, total - start):
@@ -277,11 +327,16 @@ def _refuse(trainer: PrivateTrainer, plan: Plan, loss_fn: Any) -> None:
     reasons = {
         "train_sampling_strategy orders examples by what is in them; use 'sequential'": grouped,
         "fp16 scales the loss of a batch; use bf16": args.fp16,
-        "several processes or devices; use noshuffle.training.privatize_distributed": (
-            args.world_size > 1 or args.n_gpu > 1
+        "several devices in one process (DataParallel); start one process for each: accelerate "
+        "launch --num_processes": args.n_gpu > 1,
+        "a data set without a length on several processes, which may read it differently": (
+            args.world_size > 1 and not hasattr(trainer.train_dataset, "__len__")
         ),
         "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
             args.deepspeed or getattr(args, "fsdp", None)
+        ),
+        "parallelism_config; parameters must be whole on every process": bool(
+            getattr(args, "parallelism_config", None)
         ),
         "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
         "label_smoothing_factor is a mean over the batch; put it into loss_fn": (

@@ -106,10 +106,23 @@ def _is_count(node: Any) -> bool:
     """Whether terms are multiplied by one number that need not be a constant of the loss."""
     for held in (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None)):
         if isinstance(held, Tensor) and held.numel() == 1 and held.dim() == 0:
-            if not held.is_floating_point():
-                return abs(int(held)) > CONSTANT
-            return held.dtype is not torch.float64  # as which torch keeps a number of Python
+            if not is_number(held):
+                return True
+            return not held.is_floating_point() and abs(int(held)) > CONSTANT
     return False
+
+
+def is_number(factor: Any) -> bool:
+    """Whether a factor that torch has kept was a number of Python, and not a tensor.
+
+    A number follows the type of any tensor of its kind, which a tensor without axes does not.
+    """
+    if not isinstance(factor, Tensor):
+        return True
+    if factor.dim() or factor.dtype not in (torch.float64, torch.int64, torch.bool):
+        return False
+    narrow = torch.float16 if factor.is_floating_point() else torch.uint8
+    return torch.result_type(factor, torch.zeros((), dtype=narrow)) is narrow
 
 
 def _is_everything(node: Any) -> bool:

@@ -9,12 +9,16 @@ and a clip norm means nothing until s·r is out again. s may also be a function 
 no clip of single examples would bound, so a factor on the whole loss is taken out, whatever it is:
 
     mean over N numbers           r = 1/B                     (N a multiple of the batch size B)
-    sum                           r = 1
+    sum                           r = 1; divided by B, it is a mean
     negative log-likelihood       r_i = w_i / Σ_j w_j         (w_i: weight of the labels of row i)
-    sum of such terms             the same for each, or refused; sums must have one factor
+    sum of such terms             means, each times a number of Python, which is the user's weight
+                                  and stays; or sums with one factor; else refused
 
 and anything else (the root of a mean, a norm of all outputs) is refused: its factor is a function
-of the whole batch, and is not seen.
+of the whole batch, and is not seen. A sum divided by a number other than B is no mean, whatever
+that number is: it may count the tokens of a batch, and one token less must not change how all
+others are read. torch's own cross entropy with probabilities divides by the number of its rows in
+C++ (`DivBackward1`, which no loop in Python makes), and is a mean.
 
 torch keeps on each node what its derivative needs; a backward pass frees it, so `heard_backward`
 stands in for `torch.autograd.backward` while somebody listens (torch 2.11 to 2.13:
@@ -34,13 +38,13 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from noshuffle.training.loss_coupling import COUPLED, SELECTED, coupled, goes_along
+from noshuffle.training.loss_coupling import COUPLED, SELECTED, coupled, goes_along, is_number
 
 #: Nodes that hand a number on as it is.
 SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
@@ -58,11 +62,42 @@ class LossReading:
     weights: Tensor | None = field(default=None, repr=False)  # of the labels, flat
     refusal: str = ""
     reached: frozenset[int] = frozenset()  # the outputs that it uses, by sequence number
+    divisor: float = 0.0  # of a sum: what it was divided by first, which is in the factor too
+    is_plain: bool = True  # whether the factor (that divisor apart) is of numbers of Python
+    terms: tuple[LossReading, ...] = ()
 
     @property
     def is_uniform(self) -> bool:
         """Whether all labels have the same weight."""
+        if self.terms:
+            return all(term.is_uniform for term in self.terms)
         return self.weights is None or bool((self.weights == self.weights[0]).all())
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are under the mean."""
+        return self.count if self.weights is None else self.weights.numel()
+
+    def settled(self, size: int) -> LossReading:
+        """The same for a batch of this size: sums that were divided by it are means, and terms are
+        added up, or refused."""
+        if not self.terms:
+            return self._as_mean() if self.divisor == size else self
+        terms = [term.settled(size) for term in self.terms]
+        counts = {term.numbers for term in terms if term.kind != "sum"} - {0}
+        terms = [t._as_mean() if {t.divisor} == counts else t for t in terms]
+        kind, factor, refusal = _added(terms)
+        return replace(
+            self,
+            factor=self.factor * factor,
+            kind=kind,
+            count=math.gcd(*(t.numbers for t in terms)),
+            refusal=self.refusal or refusal,
+            terms=(),
+        )
+
+    def _as_mean(self) -> LossReading:
+        return replace(self, kind="mean", factor=self.factor * self.divisor, divisor=0.0)
 
     def multiplier(self, size: int) -> float | Tensor:
         """What turns ∂L/∂output_i into ∂ℓ_i/∂output_i for a batch of this size: 1/(s·r_i)."""
@@ -73,8 +108,7 @@ class LossReading:
 
     def refused(self, size: int) -> str:
         """Why the loss of a batch of this size is refused, if it is."""
-        numbers = self.count if self.weights is None else self.weights.numel()
-        return self.refusal or (SELECTED if numbers % size else "")
+        return self.refusal or (SELECTED if self.numbers % size else "")
 
 
 def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
@@ -93,28 +127,35 @@ def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
     return replace(reading, refusal=refusal, reached=frozenset(reached))
 
 
-def _read(node: Any, ends: set[Any]) -> LossReading:
+def _read(node: Any, ends: set[Any], *, is_term: bool = False) -> LossReading:
     """The reading from a node on that gives one number; nodes that were understood are `ends`."""
-    factor, node = _peeled(node, ends)
+    factor, divisor, is_plain, node = _peeled(node, ends)
     ends.add(node)
-    if not (math.isfinite(factor) and factor > 0.0):
+    if not math.isfinite(factor) or (factor <= 0.0 and not is_term):
         return LossReading(
             refusal=f"the loss is multiplied by {factor:g}, which tells of the whole batch or says "
             "nothing; leave the factor out (a batch that must not count: private.step with no rows)"
         )
+    as_sum = LossReading(factor, "sum", divisor=abs(divisor.value), is_plain=is_plain)
+    as_mean = LossReading(factor, "mean", is_plain=is_plain and divisor.is_plain)
     name, given = node.name(), [n for n, _ in node.next_functions if n is not None]
     if name.startswith("NllLoss"):
-        return _labels(node, factor)
+        return replace(as_mean, **_labels(node)) if node._saved_reduction == 1 else as_sum
     if hasattr(node, "_saved_reduction") and node._saved_reduction in (1, 2):
-        return LossReading(factor, "mean" if node._saved_reduction == 1 else "sum")
+        return as_mean if node._saved_reduction == 1 else as_sum
     if name in ("AddBackward0", "SubBackward0") and len(given) == 2:
-        return _terms(factor, [_read(n, ends) for n in given])
+        terms = tuple(_read(n, ends, is_term=True) for n in given)
+        kind = "sum" if all(t.kind == "sum" for t in terms) else "mean"
+        refusal = next((t.refusal for t in terms if t.refusal), "")
+        return replace(as_mean, kind=kind, refusal=refusal, terms=terms)
     sizes = getattr(node, "_saved_self_sym_sizes", ())
     is_last = name.endswith("Backward0") or len(sizes) == 1
     if name.startswith(("MeanBackward", "SumBackward")) and is_last and _is_once(given):
-        count = math.prod(sizes)
-        is_mean = name.startswith("Mean")
-        return LossReading(factor, "mean" if is_mean else "sum", count if is_mean else 0)
+        if name.startswith("Mean"):
+            return replace(as_mean, count=math.prod(sizes))
+        if divisor.is_of_torch:
+            return replace(as_sum._as_mean(), count=int(divisor.value))
+        return as_sum
     return LossReading(
         refusal=f"how this loss is made of the losses of its examples cannot be seen ({name}); let "
         "it end with one .mean() or .sum() over them, or use private.step"
@@ -132,9 +173,8 @@ def _is_once(given: list[Any]) -> bool:
     return True
 
 
-def _labels(node: Any, factor: float) -> LossReading:
-    if node._saved_reduction != 1:
-        return LossReading(factor, "sum")
+def _labels(node: Any) -> dict[str, Any]:
+    """The weights of the labels of a mean, flat."""
     target, weight = node._saved_target, node._saved_weight
     ignored = node._saved_ignore_index
     ignored -= 1 << 64 if ignored >= 1 << 63 else 0  # torch shows it without its sign
@@ -143,51 +183,72 @@ def _labels(node: Any, factor: float) -> LossReading:
         weights = is_label.to(torch.float32)
     else:
         weights = torch.where(is_label, weight[target.clamp(0, len(weight) - 1)], 0.0)
-    return LossReading(factor, "labels", weights=weights.detach().reshape(-1))
+    return {"kind": "labels", "weights": weights.detach().reshape(-1)}
 
 
-def _terms(factor: float, terms: list[LossReading]) -> LossReading:
-    """The reading of a sum of terms, whose own factors are weights that the user gave them."""
-    refusal = next((t.refusal for t in terms if t.refusal), "")
+def _added(terms: list[LossReading]) -> tuple[str, float, str]:
+    """Kind and factor of a sum of terms, and why it is refused, if it is.
+
+    The factor of a mean is a weight that the user gave it, and stays; as a tensor it may have been
+    computed from the batch. That of a sum may be one over a count of the batch, and is taken out.
+    """
+    refusal, own = next((t.refusal for t in terms if t.refusal), ""), 1.0
     whole = all(t.is_uniform for t in terms)
     kinds = {"mean" if t.kind == "labels" else t.kind for t in terms}
-    first = terms[0].factor
-    # Of sums the factor may be one over a count of the batch.
     if "sum" in kinds:
-        whole = whole and all(math.isclose(t.factor, first) for t in terms)
-    if not refusal and (not whole or len(kinds) > 1):
-        refusal = (
+        own = terms[0].factor
+        whole = whole and own > 0.0 and all(math.isclose(t.factor, own) for t in terms)
+    if not whole or len(kinds) > 1:
+        refusal = refusal or (
             "the terms of this loss are divided by different numbers (labels are left out or "
             "weighted, one is a sum and one a mean), which reach the clip; use private.step, and "
             "weight_decay of the optimizer instead of a penalty on weights"
         )
-    counts = [t.count if t.weights is None else t.weights.numel() for t in terms]
-    return LossReading(factor * first, kinds.pop(), math.gcd(*counts), refusal=refusal)
+    elif "mean" in kinds and not all(t.is_plain for t in terms):
+        refusal = refusal or (
+            "a term of this loss is multiplied by a tensor, which may have been computed from the "
+            "whole batch; give its weight as a number, float(weight), if it was not"
+        )
+    return kinds.pop(), own, refusal
 
 
-def _peeled(node: Any, ends: set[Any]) -> tuple[float, Any]:
-    """The factors on one number, and the node that they stand before."""
-    factor = 1.0
+class Divisor(NamedTuple):
+    """What one number was divided by, and whether it is a number of Python, or of torch itself."""
+
+    value: float = 0.0
+    is_plain: bool = True
+    is_of_torch: bool = False
+
+
+def _peeled(node: Any, ends: set[Any]) -> tuple[float, Divisor, bool, Any]:
+    """The factors on one number, the divisor that was first, whether all others are numbers of
+    Python, and the node that they stand before."""
+    factor, divisor, is_plain = 1.0, Divisor(), True
     while True:
         name = node.name()
         inputs = [(i, n) for i, (n, _) in enumerate(node.next_functions) if n is not None]
         if len(inputs) != 1:
-            return factor, node
+            return factor, divisor, is_plain, node
         (place, after), one = inputs[0], 1.0
+        newest = divisor
         if name.startswith("Mul"):
-            one = _number(node._saved_self if place else node._saved_other)
+            given = node._saved_self if place else node._saved_other
+            one, newest = _number(given), Divisor(is_plain=is_number(given))
         elif name.startswith("DivBackward") and not place:
-            divisor = _number(node._saved_other)
-            one = 1.0 / divisor if divisor else math.inf
+            given = node._saved_other
+            newest = Divisor(_number(given), is_number(given), name == "DivBackward1")
+            one = 1.0 / newest.value if newest.value else math.inf
         elif name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
             one = float(node._saved_alpha) if place and hasattr(node, "_saved_alpha") else 1.0
         elif name in ("MeanBackward0", "SumBackward0"):
             one = 1.0 if math.prod(node._saved_self_sym_sizes) == 1 else math.nan
         elif name != "NegBackward0" and not name.startswith(SAME):
-            return factor, node
+            return factor, divisor, is_plain, node
         if math.isnan(one):  # no number: the weights of many terms, or their reduction
-            return factor, node
+            return factor, divisor, is_plain, node
         ends.add(node)
+        if newest is not divisor:
+            divisor, is_plain = newest, is_plain and divisor.is_plain
         factor, node = factor * one, after
 
 

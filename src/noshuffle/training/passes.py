@@ -70,12 +70,13 @@ class Pass:
             return (
                 "gradients came through the model other than by loss.backward(); use private.step"
             )
-        before, self.reading = self.reading, reading
         self.raw[key] = self.raw[key] + grad if key in self.raw else grad.detach()
         if self.own_loss is not None:
             if len(self.raw) > 1:
                 return "a loss of the model and another one on its outputs; use a ModelLoss of both"
             return "" if float(grad) > 0 else f"the loss was multiplied by {float(grad):g}"
+        before, self.reading = self.reading, reading.settled(len(grad))
+        reading = self.reading
         refusal = reading.refused(len(grad))
         if refusal:
             return refusal
