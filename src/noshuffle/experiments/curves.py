@@ -81,10 +81,12 @@ def draw(
     """
     settings, found = shipped(figure), _found(figure, results)
     names = list(found) or [""]
-    with panels(path, 1, len(names), size=(5.2, 4.2)) as grid:
+    columns = min(len(names), 3)
+    with panels(path, -(-len(names) // columns), columns, size=(5.2, 4.2)) as grid:
         for axes, task in zip(grid, names):
             _panel(axes, results, task, found.get(task, ()), settings, published.get(task, {}))
-        grid[0].set_ylabel("test accuracy, %")
+        for axes in grid[::columns]:
+            axes.set_ylabel("test accuracy, %")
 
 
 def _panel(

@@ -1,0 +1,103 @@
+"""Train the runs of one cell of `figure2`: users of a task, cohorts under a line's rule, scores.
+
+    cohorts    whoever checks in, within the limits of a user; sampled lines: secret coin flips
+    scores     test accuracy in % and loss of every run
+
+Each run by itself is private with its ε; what all of a study cost together is not counted
+(docs/studies.md). State: the task that was loaded last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.experiments.user_plans import Settings, limits
+from noshuffle.participation import MinSeparation, Poisson
+from noshuffle.strategies import Strategy
+
+if TYPE_CHECKING:
+    from noshuffle.federated.many import FederatedSetting
+    from noshuffle.federated.tasks import FederatedTask
+
+
+@lru_cache(maxsize=1)
+def user_task(name: str) -> FederatedTask:
+    from noshuffle.federated.tasks import load_task
+
+    return load_task(name)
+
+
+@lru_cache(maxsize=1)
+def without_validation_users(name: str) -> FederatedTask:
+    from noshuffle.federated.tasks import without_validation
+
+    return without_validation(user_task(name))
+
+
+def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, seed: int) -> Any:
+    """Who takes part in every round."""
+    from noshuffle.federated import many
+    from noshuffle.federated.simulate import in_random_order
+    from noshuffle.noise import new_key
+    from noshuffle.release.sampler import PoissonSampler
+
+    if name == "sampled":
+        part = Poisson(settings["rounds"], min(1.0, size / len(task)))
+        sampler = PoissonSampler(part, len(task), key=new_key())
+        return [sampler.draw(step) for step in range(settings["rounds"])]
+    rule = limits(settings, population=len(task), cohort=size)
+    if len(task) < len(
+        user_task(settings["task"])
+    ):  # the search has fewer users and promises nothing
+        rule = MinSeparation(rule.steps, max(1, len(task) // size), rule.steps)
+    order = in_random_order(task.users, seed=seed)
+    return many.admitted_cohorts(rule, task, size=size, check_ins=order)
+
+
+def train_users(
+    settings: Settings, device: str, task: FederatedTask, runs: Sequence[FederatedSetting],
+    strategies: Mapping[str, Strategy], cohorts: Mapping[str, Any], size: int,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Test accuracy in % and loss of every run."""
+    import torch
+
+    from noshuffle.federated import many
+    from noshuffle.federated.char_models import NAMES, build
+    from noshuffle.federated.clients import LocalTraining
+    from noshuffle.federated.word_models import WordLSTM
+    from noshuffle.strategies.workload import cooldown
+    from noshuffle.training import models
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+    def make() -> Any:
+        if settings["model"] == "word_lstm":
+            return WordLSTM(task.classes)
+        if settings["model"] in NAMES:
+            return build(settings["model"], classes=task.classes, length=task.shape[0])
+        return models.build(settings["model"], task.shape, task.classes)
+
+    params = many.train_many(
+        make, task, runs, cohorts=cohorts, strategies=strategies, rounds=settings["rounds"],
+        cohort_size=size, learning_rates=cooldown(settings["rounds"]), device=device,
+        local=LocalTraining(learning_rate=settings["client_rate"], steps=settings["local_steps"],
+                            batch_size=settings["local_batch"]),
+        at_once=settings["at_once"],
+    )  # fmt: skip
+    x, y = task.x_test, task.y_test
+    if task.kind == "image":
+        x, y = task.widen(x, y)
+    losses, found = (part.cpu().tolist() for part in many.accuracies(make(), params, x, y))
+    return [(round(100 * a, 3), loss) for a, loss in zip(found, losses)]
+
+
+def user_setting(settings: Settings, name: str, z: float, rate: float, who: str, seed: int) -> Any:
+    from noshuffle.federated.many import FederatedSetting
+
+    return FederatedSetting(
+        mechanism=name, cohorts=who, noise_multiplier=z, server_rate=rate,
+        client_rate=settings["client_rate"], clip_norm=settings["clip_norm"],
+        momentum=settings["momentum"], seed=seed,
+    )  # fmt: skip
