@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 from scipy.linalg import toeplitz as _toeplitz
-from scipy.signal import fftconvolve, lfilter
 
 from noshuffle.errors import (
     HorizonExceeded,
@@ -30,11 +29,10 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.strategies.recipe import Array, Recipe
+from noshuffle.strategies.recursions import divided
 
 #: Largest matrix that is ever built in full.
 DENSE_LIMIT = 8192
-#: Coefficients of a reciprocal that are computed together.
-_BLOCK = 4096
 
 
 def dense_size(n: int) -> None:
@@ -101,26 +99,9 @@ def padded(values: Array, n: int) -> Array:
     return out
 
 
-def convolve(a: Array, b: Array, n: int) -> Array:
-    """First n coefficients of the product of two power series."""
-    a, b = a[:n], b[:n]
-    return padded(np.convolve(a, b) if min(len(a), len(b)) <= 64 else fftconvolve(a, b), n)
-
-
 def reciprocal(c: Array, n: int) -> Array:
-    """First n coefficients of 1 / c(x) by the recursion, exactly zero once below 1e-100.
-
-    Left to decay further they become subnormal numbers, with which processors are very slow.
-    """
-    out, state = np.zeros(n), np.zeros(len(c) - 1)
-    for first in range(0, n, _BLOCK):
-        block = np.zeros(min(_BLOCK, n - first))
-        block[0] = float(first == 0)
-        block, state = lfilter([1.0], c, block, zi=state)
-        out[first : first + len(block)] = block
-        if np.abs(block).max() < 1e-100 and np.abs(state).max(initial=0.0) < 1e-100:
-            break
-    return out
+    """First n coefficients of 1 / c(x) by the recursion, exactly zero once below 1e-100."""
+    return divided(padded(np.ones(1), n), c)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
 
 #: float64, or complex128 while a derivative is taken.
 Numbers = NDArray[Any]
@@ -257,6 +256,8 @@ def step_errors(gap: Numbers, hat: Numbers, rates: Numbers, *, momentum: float =
     B[t, s] = B[t−1, s] + η_t f_{t−s}. So its square grows by 2 η_t Σ_j φ_j p_j h_j(t−1) +
     η_t² Σ_{i<=t} f_i², where h_j(t) = Σ_s B[t, s] p_j^{t−s} is a first-order recursion.
     """
+    from scipy.signal import lfilter  # a second to import, and complex numbers need it
+
     n = rates.shape[-1]
     if momentum:
         own = 1.0 - momentum

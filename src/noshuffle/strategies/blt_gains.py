@@ -28,24 +28,25 @@ of c_i c_{i+Db}, hence S_j² = Σ_D (2 − [D=0]) Σ_l g_{j+lb} g_{j+(l+D)b} |Σ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.signal import lfilter
 
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.recursions import decaying
 
 #: Lags are transformed in about so many groups: the later ones are shorter.
 _GROUPS = 5
-
-
-def _forward(x: Array, decay: float) -> Array:
-    return np.asarray(lfilter([1.0], [1.0, -decay], x), dtype=np.float64)
+#: … above so many steps; short runs transform all of them at once.
+_SHORT = 512
 
 
 def _backward(x: Array, decay: float) -> Array:
     """y_s = x_s + decay·y_{s+1}."""
-    return _forward(x[::-1], decay)[::-1]
+    return decaying(x[::-1], decay)[::-1]
 
 
 def sensitivity_classes(
@@ -96,80 +97,109 @@ def classes_squared(
     """
     n = len(c)
     b = n // epochs
+    C, G = c.reshape(epochs, b), g.reshape(epochs, b)
     squared = np.zeros(b)
-    together = -(-epochs // _GROUPS)
+    together = epochs if n <= _SHORT else -(-epochs // _GROUPS)
     groups = [range(m, min(m + together, epochs)) for m in range(0, epochs, together)]
     kept = []
     for lags in groups:
         # P_mb[i] is needed for i >= mb alone, so a group forgets the steps before its first lag.
-        begin = lags[0] * b
-        size = next_fast_len(2 * (n - begin), real=True)
-        products = np.zeros((len(lags), n - begin))
-        for row, m in zip(products, lags):
-            row[: n - m * b] = c[: n - m * b] * c[m * b :]
+        shape = (len(lags), epochs - lags[0], b)
+        begin, width = lags[0] * b, n - lags[0] * b
+        size = next_fast_len(2 * width, real=True)
+        after, both = np.zeros(shape), np.zeros(shape)
+        for i, m in enumerate(lags):
+            after[i, : epochs - m] = C[m:]
+            np.multiply(G[: epochs - m], G[m:], out=both[i, m - lags[0] :])
+        both[1 - bool(begin) :] *= 2.0
+        products = (after * C[: shape[1]]).reshape(len(lags), width)
         f_weights, f_products = rfft(weights[begin:], size), rfft(products, size)
-        inner = irfft(f_weights * np.conj(f_products), size)[:, : n - begin]
+        inner = irfft(f_weights * np.conj(f_products), size)[:, :width].reshape(shape)
         length = np.sqrt(inner**2 + smoothing**2)
         if begin == 0:
             length[0] = inner[0]
-        for m, row in zip(lags, length):
-            both = g[: n - m * b] * g[m * b :] * row[m * b - begin :]
-            squared += (2.0 if m else 1.0) * both.reshape(-1, b).sum(axis=0)
-        kept.append((size, f_weights, f_products, inner, length))
+        squared += np.einsum("meb,meb->b", both, length)
+        kept.append((size, f_weights, f_products, inner, length, after, both))
 
     def pull(bar: Array) -> tuple[Array, Array, Array]:
-        c_bar, g_bar, weights_bar = np.zeros(n), np.zeros(n), np.zeros(n)
-        for lags, (size, f_weights, f_products, inner, length) in zip(groups, kept):
-            begin = lags[0] * b
-            inner_bar = np.zeros_like(inner)
-            for m, x, y, x_bar in zip(lags, inner, length, inner_bar):
-                early, late, own = slice(0, n - m * b), slice(m * b, n), slice(m * b - begin, None)
-                weight = np.tile((2.0 if m else 1.0) * bar, epochs - m)
-                by_length = weight * y[own]
-                g_bar[early] += by_length * g[late]
-                g_bar[late] += by_length * g[early]
-                x_bar[own] = weight * g[early] * g[late]
-                if m:  # the slope of |·|
-                    x_bar[own] *= np.divide(
-                        x[own], y[own], out=np.zeros(n - m * b), where=y[own] > 0
-                    )
-            f_bar = rfft(inner_bar, size)
+        c_bar, g_bar, weights_bar = np.zeros((epochs, b)), np.zeros((epochs, b)), np.zeros(n)
+        for lags, (size, f_weights, f_products, inner, length, after, both) in zip(groups, kept):
+            begin, shape = lags[0] * b, inner.shape
+            inner_bar = both * bar  # by |·|
+            terms = inner_bar * length  # by log g
+            g_bar[lags[0] :] += terms.sum(axis=0)
+            slope = np.divide(inner, length, out=np.zeros(shape), where=length > 0)
+            if begin == 0:
+                slope[0] = 1.0
+            inner_bar *= slope
+            f_bar = rfft(inner_bar.reshape(len(lags), -1), size)
             weights_bar[begin:] += irfft((f_bar * f_products).sum(axis=0), size)[: n - begin]
-            products_bar = irfft(f_weights * np.conj(f_bar), size)
-            for m, row in zip(lags, products_bar):
-                c_bar[: n - m * b] += row[: n - m * b] * c[m * b :]
-                c_bar[m * b :] += row[: n - m * b] * c[: n - m * b]
-        return c_bar, g_bar, weights_bar
+            rows = irfft(f_weights * np.conj(f_bar), size)[:, : n - begin].reshape(shape)
+            c_bar[: shape[1]] += np.einsum("meb,meb->eb", rows, after)
+            rows *= C[: shape[1]]
+            for m, row, term in zip(lags, rows, terms):
+                g_bar[: epochs - m] += term[m - lags[0] :]
+                c_bar[m:] += row[: epochs - m]
+        return c_bar.ravel(), (g_bar / G).ravel(), weights_bar
 
     return squared, pull
+
+
+class _TapPlaces(NamedTuple):
+    """Entries of the matrix from blocks of 1/a² to those of ω: row (q, e), column e − l."""
+
+    row: NDArray[np.intp]
+    column: NDArray[np.intp]
+    q: NDArray[np.intp]
+    first: NDArray[np.intp]
+    cuts: NDArray[np.intp]
+
+
+@lru_cache(maxsize=64)
+def _tap_places(blocks: int, count: int) -> _TapPlaces:
+    heights = blocks - np.arange(count)
+    cuts = np.cumsum(heights)
+    entries = [
+        (cuts[q] - heights[q] + e, e - first, q, first)
+        for q in range(count)
+        for e in range(blocks - q)
+        for first in range(min(e + 1, count - q))
+    ]
+    row, column, lag, first = np.array(entries).T
+    return _TapPlaces(row, column, lag, first, cuts)
+
+
+def _in_blocks(values: Array, lag: int) -> Array:
+    """Rows of `lag` values, zeros after the last."""
+    count = -(-len(values) // lag)
+    out = np.zeros(count * lag)
+    out[: len(values)] = values
+    return out.reshape(count, lag)
 
 
 def tap_weights(
     inverse: Array, taps: Array, *, lag: int
 ) -> tuple[list[Array], Callable[[Sequence[Array]], tuple[Array, Array]]]:
-    """ω_q(s) for s < n − q·lag, inverse = 1/a²; pulled back to (inverse, taps)."""
-    n = len(inverse)
-    sigma = np.concatenate([[1.0], taps])[: -(-n // lag)]
-    found = []
-    for q in range(len(sigma)):
-        weight = np.zeros(n - q * lag)
-        for first in range(len(sigma) - q):
-            start = first * lag
-            weight[start:] += (
-                sigma[first] * sigma[first + q] * inverse[: max(len(weight) - start, 0)]
-            )
-        found.append(weight * (2.0 if q else 1.0))
+    """ω_q(s) for s < n − q·lag, inverse = 1/a²; pulled back to (inverse, taps).
+
+    In blocks of `lag` steps this is one small matrix of products of taps.
+    """
+    n, before = len(inverse), _in_blocks(inverse, lag)
+    sigma = np.concatenate([[1.0], taps])[: len(before)]
+    row, column, q, first, cuts = _tap_places(len(before), len(sigma))
+    twice = np.where(q > 0, 2.0, 1.0)
+    matrix = np.zeros((int(cuts[-1]), len(before)))
+    matrix[row, column] = twice * sigma[first] * sigma[first + q]
+    parts = np.split(matrix @ before, cuts[:-1])
+    found = [part.ravel()[: n - i * lag] for i, part in enumerate(parts)]
 
     def pull(bars: Sequence[Array]) -> tuple[Array, Array]:
-        inverse_bar, sigma_bar = np.zeros(n), np.zeros(len(taps) + 1)
-        for q, bar in enumerate(bars):
-            for first in range(len(sigma) - q):
-                late = bar[first * lag :] * (2.0 if q else 1.0)
-                inverse_bar[: len(late)] += sigma[first] * sigma[first + q] * late
-                total = float(late @ inverse[: len(late)])
-                sigma_bar[first] += sigma[first + q] * total
-                sigma_bar[first + q] += sigma[first] * total
-        return inverse_bar, sigma_bar[1:]
+        stacked = np.concatenate([_in_blocks(bar, lag) for bar in bars])
+        slope = twice * (stacked @ before.T)[row, column]
+        sigma_bar = np.zeros(len(taps) + 1)
+        sigma_bar += np.bincount(first, slope * sigma[first + q], minlength=len(sigma_bar))
+        sigma_bar += np.bincount(first + q, slope * sigma[first], minlength=len(sigma_bar))
+        return (matrix.T @ stacked).ravel()[:n], sigma_bar[1:]
 
     return found, pull
 
@@ -230,7 +260,7 @@ def gram_diagonals(
         for j in range(size):
             for i in range(j, size):
                 both = omega_bar[j, i] + (omega_bar[i, j] if i > j else 0.0)
-                source_bar = _forward(both, decays[j] * decays[i])
+                source_bar = decaying(both, decays[j] * decays[i])
                 slope = float(source_bar[:-1] @ omega[j, i, 1:])
                 theta_bar[j] += slope * decays[i]
                 theta_bar[i] += slope * decays[j]
@@ -240,7 +270,7 @@ def gram_diagonals(
                 wd_bar -= source_bar * d
         for j in range(size):
             for bar, value, target in ((V_bar[j], V[j], wd_bar), (D_bar[j], D[j], d_bar)):
-                x_bar = _forward(bar, decays[j])
+                x_bar = decaying(bar, decays[j])
                 target += x_bar
                 theta_bar[j] += float(x_bar[:-1] @ value[1:])
         return d_bar + left * wd_bar, theta_bar, nu_bar, kappa_bar

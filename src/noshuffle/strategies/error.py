@@ -24,12 +24,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.signal import lfilter
 
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
 from noshuffle.strategies.blt import Blt, inverse_parameters
 from noshuffle.strategies.recipe import Array, Forest, forest_blocks
+from noshuffle.strategies.recursions import decaying
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.two_sided import TwoSidedBlt
@@ -124,7 +124,7 @@ def buffered_squared(strategy: Blt | TwoSidedBlt, rates: Array) -> Array:
 
     def before(source: Array, decay: float) -> Array:
         """x(t) of x(t+1) = decay·x(t) + source(t), x(0) = 0."""
-        return np.asarray(lfilter([0.0, 1.0], [1.0, -decay], source))
+        return np.append(0.0, decaying(source, decay)[:-1])
 
     power, cross = v.copy(), np.zeros(n)
     for theta, omega in zip(decays, scales):

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.signal import lfilter
 
 from noshuffle.errors import one_of, whole
 from noshuffle.participation import MinSeparation, Participation
@@ -44,6 +43,7 @@ from noshuffle.strategies.fit_forms import (
     through_reciprocal,
 )
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.recursions import decaying
 from noshuffle.strategies.toeplitz import banded, banded_inverse, root_coefficients
 from noshuffle.strategies.workload import Workload, prefix
 
@@ -117,7 +117,7 @@ def _split(d: Array) -> Array:
     lam = 0.5
     if np.polyval(d, 0.0) < 0 < np.polyval(d, 1.0):
         lam = float(brentq(lambda y: float(np.polyval(d, y)), 0.0, 1.0, xtol=1e-15))
-    q = lfilter([1.0], [1.0, -lam], d)[:-1]
+    q = decaying(d, lam)[:-1]
     return np.append(np.log1p(-lam), q[1:])
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,9 @@ TAPS_LIMIT = 256
 TAPS_STEPS = 50_000
 
 MAX_BUFFERS = 12
+
+#: Iterations from every start; the two that are ahead then go on.
+_SCREENING = 20
 
 
 @dataclass(frozen=True)
@@ -215,15 +219,19 @@ def _fit_poles(task: Task, d: int) -> Fit:
     starts = [spaced(d, 0.3 / n, 0.6), spaced(d, 0.3 / n, 0.95), spaced(d, 2.0 / n, 0.8)]
     if task.participations > 1:
         starts += [spaced(d, 0.3 / b, 0.6), spaced(d, 1.0 / b, 0.9), spaced(d, 0.1, 0.9)]
-    begin = min(_objective(task, x, d)[0] for x in starts)
-    best, value, converged, iterations = starts[0], np.inf, False, 0
-    for x in starts:
-        loss = partial(_objective, task, d=d)
-        found = lbfgs(loss, x, bounds(d), maxiter=500, maxcor=40, ftol=1e-14, gtol=1e-7)
-        iterations += int(found.nit)
-        if found.fun < value:
-            best, value, converged = found.x, float(found.fun), bool(found.success)
-    return Fit(strategy_at(best), float(np.exp(value)), converged, iterations, float(np.exp(begin)))
+    loss = partial(_objective, task, d=d)
+
+    def search(x: Array, most: int) -> Any:
+        return lbfgs(loss, x, bounds(d), maxiter=most, maxcor=40, ftol=1e-14, gtol=1e-7)
+
+    begin = min(loss(x)[0] for x in starts)
+    first = [search(x, _SCREENING) for x in starts]
+    ahead = sorted(first, key=lambda found: float(found.fun))[:2]
+    ends = [search(each.x, 500) for each in ahead]
+    best = min(ends, key=lambda found: float(found.fun))
+    iterations = sum(int(found.nit) for found in (*first, *ends))
+    value, start = float(np.exp(best.fun)), float(np.exp(begin))
+    return Fit(strategy_at(best.x), value, bool(best.success), iterations, start)
 
 
 def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:

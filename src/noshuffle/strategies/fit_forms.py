@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.signal import correlate, lfilter
 
 from noshuffle.errors import Unsupported
 from noshuffle.participation import (
@@ -38,6 +37,7 @@ from noshuffle.participation import (
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.error import error
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.recursions import convolve, decaying, divided
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.workload import Workload
 
@@ -132,12 +132,11 @@ def error_form(n: int, *, workload: Workload, objective: str) -> ValueAndGradien
             )
         return _scheduled_form(n, workload)
     weights = (n - np.arange(n)) / n if objective == "rms" else np.ones(n)
-    pole = [1.0, -workload.beta]
 
     def form(d: Array) -> tuple[float, Array]:
-        b = np.cumsum(lfilter([1.0], pole, d))
+        b = np.cumsum(decaying(d, workload.beta))
         back = np.cumsum((2 * weights * b)[::-1])  # the adjoint runs backwards in time
-        return float(weights @ b**2), np.asarray(lfilter([1.0], pole, back)[::-1])
+        return float(weights @ b**2), decaying(back, workload.beta)[::-1]
 
     return form
 
@@ -156,14 +155,13 @@ def _scheduled_form(n: int, workload: Workload) -> ValueAndGradient:
     step = nodes[:, None] + np.arange(n)  # row s holds steps s, s+1, …; what passes n is not there
     inside = step < n
     later = np.where(inside, rates[np.minimum(step, n - 1)], 0.0)
-    pole = [1.0, -workload.beta]
 
     def form(d: Array) -> tuple[float, Array]:
-        columns = inside * np.cumsum(later * lfilter([1.0], pole, d), axis=1)
+        columns = inside * np.cumsum(later * decaying(d, workload.beta), axis=1)
         value = float(share @ np.einsum("st,st->s", columns, columns))
         back = np.cumsum(columns[:, ::-1], axis=1)[:, ::-1]
         slope = 2 * share @ (later * back)
-        return value, np.asarray(lfilter([1.0], pole, slope[::-1])[::-1])
+        return value, decaying(slope[::-1], workload.beta)[::-1]
 
     return form
 
@@ -203,10 +201,10 @@ def sensitivity_form(n: int, *, separation: int, most: int, is_free: bool) -> Va
 def through_reciprocal(c: Array, d: Array, slope: Array) -> Array:
     """Gradient in the leading coefficients c when d = 1/c has gradient `slope`."""
     n, bands = len(d), len(c)
-    back = np.asarray(lfilter([1.0], c, slope[::-1])[::-1])
+    back = divided(slope[::-1], c)[::-1]
     if bands <= 64:
         return -np.array([back[j:] @ d[: n - j] for j in range(bands)])
-    return -np.asarray(correlate(back, d, mode="full")[n - 1 : n - 1 + bands])
+    return -convolve(back, d[::-1], 2 * n)[n - 1 : n - 1 + bands]
 
 
 def lbfgs(

@@ -29,8 +29,9 @@ from noshuffle.strategies.workload import Workload, prefix
 
 #: Places of the shortest run, for several participations and for one; how much longer the next is.
 FIRST_EPOCHS, FIRST_SINGLE, FACTOR = 12, 256, 4.5
-#: Smoothing of |·| and iterations of the first, middle and last run.
-STAGES = ((1e-2, 220), (1e-3, 80), (1e-4, 70))
+#: Smoothing of |·| and iterations of the first and last run; of the first, middle and last run.
+TWO_STAGES = ((1e-2, 220), (1e-4, 70))
+STAGES = ((1e-2, 160), (1e-3, 120), (1e-4, 40))
 
 
 def fit_staged(
@@ -61,9 +62,11 @@ def fit_staged(
             gains = [_finer(values, before, size, epochs=k) for values in gains]
             u = stretched(u, size / before)
         rates = coarser(workload, n, size=k * size).rates(k * size)
-        smoothing, most = STAGES[-1 if size == sizes[-1] else min(place, 1)]
+        is_last = place == len(sizes) - 1
+        stages = STAGES if len(sizes) > 2 else TWO_STAGES
+        smoothing, most = stages[-1 if is_last else min(place, 1)]
         x = np.concatenate([u, s])
-        if size == sizes[-1]:
+        if is_last:
             start = math.exp(tight_error(gains, x, buffers, epochs=k, rates=rates)[0])
         found = search_gains(
             gains,

@@ -12,7 +12,8 @@
 `fit`, `Plan.fit`, comparisons and the command line read this table and nothing else: a mechanism
 joins by one entry, one of your own by `own.register`. Sizes that are not given are settled here:
 bisr takes the power of two with the least error, up to the separation; a blt the fewest buffers
-within 0.1 % of the best of one to four, then taps and gains; two-sided gains of long runs have
+within 0.1 % of the best of one to four (or fewer, once one more buys next to nothing), then taps
+and gains; two-sided gains of long runs have
 three buffers and twelve taps. For a single participation columns are
 scaled to norm one (arXiv 2509.14334) where that lowers the error.
 
@@ -255,7 +256,12 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     if buffers is not None and has_gains:
         return build(buffers, gains=True)
     sizes = [buffers] if buffers is not None else range(1, DEFAULT_BUFFERS + 1)
-    fits = {size: build(size) for size in sizes}
+    fits: dict[int, Fit] = {}
+    for size in sizes:
+        fits[size] = build(size)
+        less = fits.get(size - 1)
+        if less is not None and fits[size].objective > less.objective * (1 - WORTH / 2):
+            break  # a further one buys less still
     enough = min(found.objective for found in fits.values()) * (1 + WORTH)
     size = next(size for size, found in fits.items() if found.objective <= enough)
     if has_gains:

@@ -24,10 +24,11 @@ from functools import lru_cache
 import numpy as np
 
 from noshuffle.errors import InvalidInput, instance_of
-from noshuffle.strategies.base import Strategy, ToeplitzStrategy, convolve
+from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.fit_forms import Fit
 from noshuffle.strategies.mechanisms import MECHANISMS, FitRequest, Mechanism
 from noshuffle.strategies.recipe import Array, rows, stream
+from noshuffle.strategies.recursions import convolve
 from noshuffle.strategies.registry import add_class, is_built_in
 from noshuffle.strategies.sensitivity import OWN_STEPS
 

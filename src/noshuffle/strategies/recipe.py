@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
 
 Array = NDArray[np.float64]
 
@@ -138,6 +137,8 @@ def rows(recipe: Recipe, steps: int) -> int:
 
 def stream(recipe: Recipe, draws: Array, *, steps: int) -> Array:
     """The noise of the first `steps` steps from the rows of Z, by linear filters."""
+    from scipy.signal import lfilter  # a second to import: not for questions to a plan
+
     if isinstance(recipe, Rows):
         return np.asarray(recipe.matrix[:steps, :steps] @ draws[:steps])
     if isinstance(recipe, Forest):

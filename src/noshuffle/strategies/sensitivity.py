@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
@@ -256,6 +257,7 @@ def _spacing(part: Epochs | MinSeparation, n: int) -> tuple[int, int]:
     return min(gap, n), part.most_within(n)
 
 
+@lru_cache(maxsize=16)  # plans that differ in their noise alone ask the same
 def _two_sided(
     strategy: TwoSidedBlt, participation: SinglePass | Epochs | MinSeparation, n: int
 ) -> Sensitivity:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.signal import lfilter
 
 from noshuffle.errors import (
     HorizonExceeded,
@@ -74,7 +73,11 @@ class Workload:
     def apply(self, rows: Array) -> Array:
         """A @ rows without forming A: momentum filter, learning rates, running sum."""
         n = rows.shape[0]
-        filtered = lfilter([1.0], [1.0, -self.beta], rows, axis=0)
+        filtered = rows
+        if self.beta:
+            from scipy.signal import lfilter  # a second to import: only where it is needed
+
+            filtered = lfilter([1.0], [1.0, -self.beta], rows, axis=0)
         rates = self.rates(n).reshape((n,) + (1,) * (rows.ndim - 1))
         return np.asarray(np.cumsum(rates * filtered, axis=0), dtype=np.float64)
 
