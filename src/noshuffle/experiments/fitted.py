@@ -81,7 +81,8 @@ def noise(
 ) -> float:
     """The noise multiplier of a line at ε; `rate` is the share of the data in one batch."""
     key, kept = f"{_key(name, epochs, per_epoch)}/{epsilon:g}/{delta:g}", _kept()["noise"]
-    if abs(rate * per_epoch - 1) > 1e-9:  # some rows of a pass are left over: a rate of its own
+    is_sampled = name == "amplified" or name.startswith("cyclic@")
+    if is_sampled and abs(rate * per_epoch - 1) > 1e-9:  # some rows of a pass are left over
         key += f"/{rate:.9g}"
     if key not in kept:
         part: Participation = Epochs(epochs, per_epoch)
