@@ -113,7 +113,7 @@ def test_counts_and_quantiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     rows = (f"{a:.4f},{b:.4f},{n}" for (a, b), n in zip(x, y, strict=True))
     file.write_text("a,b,n\n" + "\n".join(rows) + "\n")
     asked.write_text("a,b\n0.5,0\n-0.5,0\n")
-    common = ["--target", "n", "--target-bounds", "0,20", "--bounds", "-1,1", "--test-seed", "t"]
+    common = ["--target", "n", "--target-bounds", "0,20", "--bounds", "private", "--test-seed", "t"]
     for task, more, expected in (
         ("poisson", [], np.exp([1.5, 0.5])),
         ("quantile", ["--quantile", "0.9"], np.array([8.0, 3.0])),

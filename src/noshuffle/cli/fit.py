@@ -48,7 +48,7 @@ class FitSettings:
     epsilon: float = setting(1.0, "ε of the whole run", check=positive)
     delta: float = setting(1e-6, DELTA_HELP)
     bounds: list[str] | None = setting(
-        None, "low,high for all columns, or COLUMN=low,high (repeat as needed)"
+        None, "low,high for all columns, COLUMN=low,high (repeat as needed), or private"
     )
     target_bounds: str | None = setting(None, "numbers: low,high of the target, known beforehand")
     classes: str | None = setting(
@@ -113,7 +113,7 @@ def fit(asked: FitSettings, output: Output) -> None:
             "noshuffle: warning: without --bounds numbers are learned from as they are, so that "
             "columns far from [-1, 1] drown the others and are clipped away; the model may be no "
             "better than guessing. Give --bounds from what is known beforehand, as in --bounds "
-            "0,100 or --bounds age=0,120",
+            "0,100 or --bounds age=0,120, or --bounds private to have them found within ε",
             file=sys.stderr,
         )
     settings = _estimator_settings(asked, table)
@@ -127,6 +127,7 @@ def fit(asked: FitSettings, output: Output) -> None:
         "task": asked.task,
         **kept,
         "solver": model.solver_,
+        "bounds": None if model.bounds_ is None else model.bounds_.tolist(),
         "rows": len(table.y),
         "score": _scored(model),
     }
@@ -242,10 +243,10 @@ def _pair(text: str, option: str) -> tuple[float, float]:
     return low, high
 
 
-def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, float]] | None:
+def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, float]] | str | None:
     """One pair per column: its own, else the common one; hashed indicators lie in [0, 1]."""
-    if not given:
-        return None
+    if not given or given == ["private"]:
+        return given[0] if given else None
     own = dict(text.rsplit("=", 1) for text in given if "=" in text)
     common = [_pair(text, "--bounds") for text in given if "=" not in text]
     pairs = {name: (0.0, 1.0) for name in columns if "#" in name}

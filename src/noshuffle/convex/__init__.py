@@ -4,6 +4,8 @@
     PrivateLinearRegression, PrivateHuberRegressor,            numbers
     PrivateQuantileRegressor, PrivatePoissonRegressor, PrivateGammaRegressor
 
+    PrivateTreesClassifier, PrivateTreesRegressor              boosted trees, of whole tables
+
 follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
 pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
 has the algorithms of the literature, each usable alone on a loss.
@@ -17,6 +19,7 @@ from noshuffle.convex.generalized import (
     PrivateQuantileRegressor,
 )
 from noshuffle.convex.regress import PrivateLinearRegression
+from noshuffle.convex.trees import PrivateTreesClassifier, PrivateTreesRegressor
 
 __all__ = [
     "PrivateGammaRegressor",
@@ -26,4 +29,6 @@ __all__ = [
     "PrivatePoissonRegressor",
     "PrivateQuantileRegressor",
     "PrivateSVC",
+    "PrivateTreesClassifier",
+    "PrivateTreesRegressor",
 ]

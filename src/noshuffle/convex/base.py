@@ -53,7 +53,8 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     clip_norm : bound on the gradient of one row, clipped to it. None: derived from feature_bound.
     feature_bound : rows are shortened to this norm.
     bounds : (low, high) for all columns, one pair per column, or {column: pair} with None for the
-        rest; clamped and scaled (see `rows`).
+        rest; clamped and scaled (see `rows`). "private": "gd" finds them in its first readings,
+        paid from the same epsilon (see `ranges`).
     penalty : None, "l2", "l1", "elasticnet", "group", or a `noshuffle.optim.composite` record.
     alpha, l1_ratio, groups : its strength; the share of l1; one label per feature for "group".
     constraint : None, "ball", "box", "simplex", "l1_ball" of size `radius`, or a record of
@@ -257,6 +258,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             one_of(self._SOLVERS, solver=self.solver)
             self.solver_ = "sums" if self.solver == "sums" else "ftrl"
             self._refuse_balance()
+            self._refuse_private_bounds()
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
         known = self._most_weight if goes_on else None

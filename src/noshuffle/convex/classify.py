@@ -27,22 +27,18 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import Loss, hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import told
+from noshuffle.convex.targets import ClassTargets
 from noshuffle.errors import InvalidInput, one_of
-
-_READ_CLASSES = (
-    "The set of classes was read from y; that these classes occur is taken to be public knowledge."
-)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
+class PrivateLinearClassifier(ClassTargets, ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
     """Classes and predictions. See `PrivateLinearModel` for the other parameters.
 
     Parameters
@@ -75,10 +71,6 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
         check_classification_targets(y)
         return X, y
 
-    def _take_classes(self, y: Any) -> tuple[str, ...]:
-        self._set_classes(y if self.classes is None else self.classes)
-        return () if self.classes is not None else (_READ_CLASSES,)
-
     def _name_classes(self, classes: Any, *, goes_on: bool) -> None:
         known = classes if classes is not None else self.classes
         if not goes_on and known is None:
@@ -87,24 +79,6 @@ class PrivateLinearClassifier(ClassifierMixin, PrivateLinearModel):  # type: ign
             self._set_classes(known)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
-
-    def _set_classes(self, labels: Any) -> None:
-        self.classes_ = np.unique(column_or_1d(labels))
-        if len(self.classes_) < 2:
-            raise InvalidInput(
-                f"a classifier needs at least 2 classes, got {len(self.classes_)} class"
-            )
-
-    def _targets(self, y: Any) -> NDArray[np.int64]:
-        codes = np.searchsorted(self.classes_, y)
-        codes = np.minimum(codes, len(self.classes_) - 1)
-        wrong = np.flatnonzero(self.classes_[codes] != y)
-        if len(wrong):
-            raise InvalidInput(
-                f"y holds {y[wrong[0]]!r}, which is none of the {len(self.classes_)} classes; name "
-                "every class that may come in classes="
-            )
-        return np.asarray(codes, dtype=np.int64)
 
     def decision_function(self, X: Any) -> Array:
         """Margins: one number per row for two classes, one per class for more."""

@@ -77,6 +77,8 @@ class GradientRule(Rule):
     #: Models of log y start at the logarithm of the mean target, which the first reading releases,
     #: and divide gradients by this power of it. None: targets are not read for that.
     level_power: float | None = None
+    #: Readings of the run that come before those of this rule (`ranges`).
+    lead: int = 0
     #: Readings at the end that release what confidence intervals need (see `inference`).
     spreads: int = 0
     watch: Watch | None = None
@@ -118,7 +120,7 @@ class GradientRule(Rule):
     def law(self) -> Law:
         """What is known of the error of the weights, in their own coordinates."""
         q, phase = self.features + 1, self._phase
-        m = phase.plan.steps - self.spreads - self._descent
+        m = self._steps - self.spreads - self._descent
         unit = phase.plan.noise_multiplier * self.clip_norm / phase.batch_size
         kept = np.arange(q) < self.features + int(self.fit_intercept)
         own = np.ix_(kept, kept)
@@ -165,16 +167,21 @@ class GradientRule(Rule):
         return out
 
     @property
+    def _steps(self) -> int:
+        """Readings of this rule."""
+        return self._phase.plan.steps - self.lead
+
+    @property
     def _last(self) -> int:
         """Readings before the first that is about curvature."""
-        return self._phase.plan.steps - self.spreads if self.spreads else self._count + 1
+        return self._steps - self.spreads if self.spreads else self._count + 1
 
     @property
     def _descent(self) -> int:
         """Readings until the descent ends; for intervals it has half of the gradients."""
         if not self.spreads:
             return self._count + 1
-        return self._before + (self._phase.plan.steps - self._before - self.spreads + 1) // 2
+        return self._before + (self._steps - self._before - self.spreads + 1) // 2
 
     @property
     def _answer(self) -> Array:
@@ -262,7 +269,7 @@ class GradientRule(Rule):
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
         self._theta = self._theta - self.rate * self._velocity
-        total = (self._descent if self.spreads else self._phase.plan.steps) - self._before
+        total = (self._descent if self.spreads else self._steps) - self._before
         if 2 * (self._count - self._before) > total:
             self._average, self._taken = self._average + self._theta, self._taken + 1
 

@@ -33,12 +33,13 @@ from noshuffle.convex.progress import Accuracy, RSquared
 from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
+from noshuffle.convex.targets import NumberTargets
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.optim.constraints import L2Ball
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
+class PrivateRegressor(NumberTargets, RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
     """Targets and predictions of all regressions. See `PrivateLinearModel` for more parameters.
 
     Parameters
@@ -57,31 +58,13 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc
         low, high = self._limits()
         return high - low  # 2 · (high − low)/2: a mean absolute error in units of y
 
-    def _targets(self, y: Any) -> Array:
-        low, high = self._limits()
-        clamped = np.clip(np.asarray(y, dtype=np.float64), low, high)
-        return np.asarray((clamped - (low + high) / 2) / ((high - low) / 2))
-
-    def _limits(self) -> tuple[float, float]:
-        try:
-            low, high = (float(v) for v in self.target_bounds)
-        except (TypeError, ValueError):
-            low, high = 0.0, 0.0
-        if not (np.isfinite([low, high]).all() and low < high):
-            raise InvalidInput(
-                f"target_bounds must be finite (low, high) with low < high, got "
-                f"{self.target_bounds!r}"
-            )
-        return low, high
-
     def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         low, high = self._limits()
         coef, intercept = self._original_coordinates(weights)
         return coef[0] * (high - low) / 2, float(self._link(intercept)[0])
 
     def _link(self, margins: Array) -> Array:
-        low, high = self._limits()
-        return np.asarray((low + high) / 2 + margins * (high - low) / 2)
+        return self._told(margins)
 
     def predict(self, X: Any) -> Array:
         """The expected target of every row, inside the target bounds."""

@@ -20,6 +20,7 @@ from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
+from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.convex.table_fit import IDS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
@@ -60,7 +61,10 @@ class StreamFit(TableFit):
         if self.inference:
             self._refuse_inference(loss, outputs)
         if self.solver_ == "gd":
-            return self._gradient_rule(loss, features, outputs, clip_norm)
+            rule = self._gradient_rule(loss, features, outputs, clip_norm)
+            if not (repeats := self._repeats()):
+                return rule
+            return RangeRule(rule, columns=features, clip_norm=clip_norm, repeats=repeats)
         composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
         averaging = "last" if makes_zeros(composite) else "linear"
         return LinearRule(
@@ -162,10 +166,14 @@ class StreamFit(TableFit):
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.admit(x.shape[0], ids)
-        stream.row_map_fn = self._rows.apply
-        if passes > 1 and x.shape[0] * x.shape[1] <= _KEPT:
-            x, stream.row_map_fn = self._rows.apply(x), None
+        given, ranges = x, stream.rule if isinstance(stream.rule, RangeRule) else None
         for index in range(passes):
+            if index == 0 or (ranges is not None and index == ranges.lead):
+                if ranges is not None and index:
+                    self._rows = ranges.row_map(self.feature_bound)
+                stream.row_map_fn = self._rows.apply
+                if passes > 1 and x.shape[0] * x.shape[1] <= _KEPT:
+                    x, stream.row_map_fn = self._rows.apply(given), None
             # A second look at a row is no validation.
             if self.solver_ != "gd":
                 stream.rule.watch = None if index else self._watch
@@ -196,11 +204,12 @@ class StreamFit(TableFit):
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
         self.__dict__.pop("_law", None)
-        if self.inference and isinstance(stream.rule, GradientRule):
-            self._law = stream.rule.law()
+        rule = stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule
+        if self.inference and isinstance(rule, GradientRule):
+            self._law = rule.law()
             self._weights = self._law.centre[None]
         self._publish()
-        self._count_rows(stream.rule)
+        self._count_rows(rule)
         self._notes = notes
         ids = IDS if stream.has_ids else NO_IDS
         if stream.is_closed:
@@ -227,7 +236,7 @@ class StreamFit(TableFit):
         if now_said != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
             self._said, self.privacy_ = now_said, statement_of(stream.phases, notes=tuple(said))
 
-    def _count_rows(self, rule: Rule) -> None:
+    def _count_rows(self, rule: Rule | None) -> None:
         """What the census of "gd" released."""
         self.__dict__.pop("n_left_out_", None)
         if isinstance(rule, GradientRule) and rule.census and self.missing == "skip":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from scipy import sparse
+from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets
@@ -24,6 +25,7 @@ from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.losses import Loss, by_label
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
+from noshuffle.convex.ranges import FOUND, is_private
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.schedule import LENGTH, Schedule, stable_rate, steps_for
 from noshuffle.convex.weighting import by_class
@@ -35,7 +37,7 @@ ONE_SHOT = ("objective", "frank_wolfe")
 NO_IDS = "No ids were given: every row is taken to be a unit of its own."
 IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
 SETTINGS = "All other settings are taken to have been chosen without the data, too."
-_BOUNDED = "{} were given, not measured, and are taken to have been chosen without the data."
+GIVEN_BOUNDS = "{} were given, not measured, and are taken to have been chosen without the data."
 _UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
 
 
@@ -125,13 +127,26 @@ class TableFit:
             )
         if self.solver_ != "gd":
             self._refuse_balance()
+            self._refuse_private_bounds()
         if self.solver_ == "gd":
             found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
             self._schedule, self._passes = found, found.readings + found.steps
             self._passes += int(self._census() > 0) + self._spreads()
+            self._passes += 2 * self._repeats()
         elif self.solver_ == "sums":
             self._passes = 1
         return why
+
+    def _repeats(self) -> int:
+        """Readings of each of the two kinds by which "gd" finds bounds in private."""
+        return max(1, round(self._schedule.steps / 8)) if is_private(self.bounds) else 0
+
+    def _refuse_private_bounds(self) -> None:
+        if is_private(self.bounds):
+            raise Unsupported(
+                f"solver={self.solver_!r} does not find bounds in private; fit with solver='gd', "
+                "or give bounds as numbers"
+            )
 
     def _spreads(self) -> int:
         """Readings that "gd" spends on what confidence intervals need."""
@@ -269,26 +284,36 @@ class TableFit:
             is_balanced=self._is_balanced(),
             level_power=self._LEVEL_POWER,
             spreads=self._spreads(),
+            lead=2 * self._repeats(),
         )
 
     def _row_map(self, features: int) -> RowMap:
         return RowMap.of(
-            self.bounds,
+            None if is_private(self.bounds) else self.bounds,  # until they are found
             feature_bound=self.feature_bound,
             features=features,
             names=getattr(self, "feature_names_in_", None),
         )
+
+    @property
+    def bounds_(self) -> Array | None:
+        """(low, high) of every column, given or found in private; None where there are none."""
+        check_is_fitted(self, "privacy_")
+        low, high = self._rows.low, self._rows.high
+        return None if low is None or high is None else np.column_stack([low, high])
 
     def _warn_without_bounds(self) -> None:
         if all(getattr(self, n) is None for n in self._BOUNDS):
             warnings.warn(
                 "no bounds of columns were given: rows are clipped as they come, and columns of "
                 "large numbers hide all others; give bounds=(low, high), one pair for all columns "
-                "or one for each",
+                "or one for each, or bounds='private'",
                 NoBounds,
                 stacklevel=3,
             )
 
     def _words_of_bounds(self) -> str:
+        if is_private(self.bounds):
+            return FOUND
         given = [n for n in self._BOUNDS if getattr(self, n) is not None]
-        return _BOUNDED.format(" and ".join(given)) if given else _UNBOUNDED
+        return GIVEN_BOUNDS.format(" and ".join(given)) if given else _UNBOUNDED

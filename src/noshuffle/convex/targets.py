@@ -1,0 +1,77 @@
+"""What y may be: classes that are known or read from it, or numbers between public bounds.
+
+Classes become their numbers in `classes_`; a class that is not among them is refused before a row
+is learned. Numbers are clamped to `target_bounds` and scaled to [−1, 1]. No state of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.utils.validation import column_or_1d
+
+from noshuffle.convex.arrays import Array
+from noshuffle.errors import InvalidInput
+
+READ_CLASSES = (
+    "The set of classes was read from y; that these classes occur is taken to be public knowledge."
+)
+
+
+class ClassTargets:
+    """Of classifiers: `classes` are all that may come, known beforehand (None: read from y)."""
+
+    classes: Any
+    classes_: NDArray[Any]
+
+    def _take_classes(self, y: Any) -> tuple[str, ...]:
+        self._set_classes(y if self.classes is None else self.classes)
+        return () if self.classes is not None else (READ_CLASSES,)
+
+    def _set_classes(self, labels: Any) -> None:
+        self.classes_ = np.unique(column_or_1d(labels))
+        if len(self.classes_) < 2:
+            raise InvalidInput(
+                f"a classifier needs at least 2 classes, got {len(self.classes_)} class"
+            )
+
+    def _targets(self, y: Any) -> NDArray[np.int64]:
+        codes = np.searchsorted(self.classes_, y)
+        codes = np.minimum(codes, len(self.classes_) - 1)
+        wrong = np.flatnonzero(self.classes_[codes] != y)
+        if len(wrong):
+            raise InvalidInput(
+                f"y holds {y[wrong[0]]!r}, which is none of the {len(self.classes_)} classes; name "
+                "every class that may come in classes="
+            )
+        return np.asarray(codes, dtype=np.int64)
+
+
+class NumberTargets:
+    """Of regressions: y is clamped to `target_bounds`, (low, high) known beforehand."""
+
+    target_bounds: Any
+
+    def _targets(self, y: Any) -> Array:
+        low, high = self._limits()
+        clamped = np.clip(np.asarray(y, dtype=np.float64), low, high)
+        return np.asarray((clamped - (low + high) / 2) / ((high - low) / 2))
+
+    def _limits(self) -> tuple[float, float]:
+        try:
+            low, high = (float(v) for v in self.target_bounds)
+        except (TypeError, ValueError):
+            low, high = 0.0, 0.0
+        if not (np.isfinite([low, high]).all() and low < high):
+            raise InvalidInput(
+                f"target_bounds must be finite (low, high) with low < high, got "
+                f"{self.target_bounds!r}"
+            )
+        return low, high
+
+    def _told(self, margins: Array) -> Array:
+        """Margins in the units of y."""
+        low, high = self._limits()
+        return np.asarray((low + high) / 2 + margins * (high - low) / 2)

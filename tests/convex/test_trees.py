@@ -1,0 +1,196 @@
+"""Boosted trees and bounds found in private: what a row adds, what is stated, what is learned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.utils.estimator_checks import check_estimator
+
+from noshuffle import Budget
+from noshuffle.accounting import gaussian
+from noshuffle.convex import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateTreesClassifier,
+    PrivateTreesRegressor,
+)
+from noshuffle.convex.losses import logistic, squared
+from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.convex.phases import PhaseBudget, make_phase
+from noshuffle.convex.ranges import FIRST_BINS, FOUND, RangeRule
+from noshuffle.convex.trees_rule import BINS, TreesRule
+from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, Unsupported
+from noshuffle.release.verify import verify
+from noshuffle.strategies import identity
+
+RNG = np.random.default_rng(0)
+
+
+def crossed(n: int = 6000) -> tuple[Any, Any]:
+    """No line parts these classes: y says whether two columns have one sign."""
+    x = RNG.uniform(-1, 1, size=(n, 3)) * [1.0, 40.0, 1.0] + [0.0, 0.0, 7.0]
+    return x, np.where(x[:, 0] * x[:, 1] > 0, "same", "other")
+
+
+def phase(rows: int, passes: int) -> Any:
+    budget = PhaseBudget(1.0, 1e-6, identity())
+    return make_phase(budget, rows=rows, passes=passes, batch_size=rows)
+
+
+KINDS = {
+    "two": (PerMargin(logistic()), 1, lambda n: RNG.integers(2, size=n)),
+    "four": (Softmax(), 4, lambda n: RNG.integers(4, size=n)),
+    "numbers": (PerMargin(squared(radius=np.inf)), 1, lambda n: RNG.uniform(-1, 1, n)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_adds_at_most_the_clip_norm(kind: str) -> None:
+    """Each row alone, at margins near and far; some row reaches nearly all of the bound."""
+    loss, outputs, draw = KINDS[kind]
+    made: dict[str, Any] = {"loss": loss, "features": 3, "outputs": outputs, "depth": 2}
+    rule = TreesRule(**made, rate=0.3, readings=1)
+    rule.start(phase(200, 5))
+    x, y = RNG.integers(BINS, size=(200, 3)).astype(np.uint8), draw(200)
+    first = [np.linalg.norm(rule.clipped_sum(x[i : i + 1], y[i : i + 1])) for i in range(5)]
+    np.testing.assert_allclose(first, rule.clip_norm)
+    rule.update(rule.clipped_sum(x, y) / 200, step=0)
+    norms = []
+    for i in range(200):
+        rule._margins = RNG.normal(size=(1, outputs)) * 10.0 ** RNG.uniform(-1, 2)
+        norms.append(np.linalg.norm(rule.clipped_sum(x[i : i + 1], y[i : i + 1])))
+    assert 0.9 * rule.clip_norm < max(norms) <= rule.clip_norm
+
+
+def test_two_classes_are_never_clipped() -> None:
+    """S² is below the least (1 + p)/(p²(1 − p)), the fifth power of the golden ratio."""
+    p = np.linspace(0.001, 0.999, 2000)
+    assert np.min((1 + p) / (p**2 * (1 - p))) == pytest.approx(((1 + 5**0.5) / 2) ** 5, rel=1e-5)
+    assert 3.3**2 < ((1 + 5**0.5) / 2) ** 5
+
+
+def test_trees_learn_what_no_line_can() -> None:
+    x, y = crossed()
+    held, told = crossed(2000)
+    made: dict[str, Any] = {"epsilon": 4.0, "classes": ["other", "same"], "test_seed": 0}
+    model = PrivateTreesClassifier(**made).fit(x, y)
+    assert model.score(held, told) > 0.8
+    assert PrivateLogisticRegression(bounds=(-40, 40), **made).fit(x, y).score(held, told) < 0.6
+    low, high = model.bounds_.T
+    assert (low <= [-0.9, -36, 6.2]).all()
+    assert (low >= [-1, -64, 0]).all()
+    assert (high >= [0.9, 36, 7.8]).all()
+    assert (high <= [1, 64, 8]).all()
+    np.testing.assert_allclose(model.predict_proba(held).sum(axis=1), 1.0)
+    steps = model.plan_.noise_multiplier / math.sqrt(model.n_steps_)
+    assert gaussian.epsilon(mu=1 / steps, delta=1e-6) == pytest.approx(4.0, rel=1e-3)
+    assert FOUND in model.privacy_.assumptions
+    assert "NOT PRIVATE" in model.privacy_.words()
+
+
+def test_numbers_and_more_classes() -> None:
+    x = RNG.uniform(0, 1, size=(4000, 2))
+    z = np.sin(6 * x[:, 0])
+    numbers = PrivateTreesRegressor(epsilon=4.0, bounds=(0, 1), test_seed=0).fit(x, z)
+    assert numbers.score(x, z) > 0.8
+    classes = np.floor(3 * x[:, 0]).astype(int)
+    three = PrivateTreesClassifier(epsilon=4.0, bounds=(0, 1), test_seed=0).fit(x, classes)
+    assert three.score(x, classes) > 0.85
+    assert three.decision_function(x[:2]).shape == (2, 3)
+
+
+def test_the_noise_of_a_leaf_is_that_of_the_plan() -> None:
+    """Leaves of rows that pull to neither side, against what the noise says; 3/2 would fail."""
+    x, y = np.zeros((4000, 1)), np.arange(4000) % 2
+    found = []
+    for seed in range(40):
+        model = PrivateTreesClassifier(
+            bounds=(-1, 1), classes=[0, 1], n_estimators=1, max_depth=1, learning_rate=1.0
+        ).set_params(test_seed=seed)
+        model.fit(x, y)
+        tree, hidden = model._trees[0], model.plan_.noise_multiplier
+        at = tree.leaf_of(np.full((1, 1), BINS // 2, dtype=np.uint8))  # where all rows are
+        found.append(tree.leaves[at, 0] * (1000.0 + hidden) / hidden)  # H = 4000/4
+    assert 0.75 < np.std(found) < 1.25
+
+
+def test_ranges_of_private_bounds() -> None:
+    """Without noise: zeros, one sign, heavy tails; rows of weight 0 are not counted."""
+    n = 4000
+    x = np.column_stack(
+        [np.zeros(n), RNG.uniform(5, 7, n), -RNG.uniform(100, 120, n), RNG.standard_cauchy(n)]
+    )
+    rule = RangeRule(None, columns=4, clip_norm=1.0, repeats=1)
+    plan = phase(n, 2)
+    rule.start(plan)
+    rule._deviation = 0.0
+    for step in range(2):
+        sums = rule.clipped_sum(x, np.zeros(n))
+        assert np.linalg.norm(rule.clipped_sum(x[:1], np.zeros(1))) == pytest.approx(1.0)
+        assert not rule.clipped_sum(x, np.zeros(n), np.zeros(n)).any()
+        rule.update(sums / n, step=step)
+    low, high = rule.bounds.T
+    assert low[0] <= 0 < high[0] < 1e-4
+    np.testing.assert_allclose([low[1], high[1]], [5, 7], atol=0.15)
+    np.testing.assert_allclose([low[2], high[2]], [-120, -100], atol=3)
+    np.testing.assert_allclose(rule.quantile(0.5)[1:3], np.median(x, 0)[1:3], rtol=0.01)
+    assert rule.first_bins(np.array([[1e300], [-1e300], [0.0]])).ravel().tolist() == [
+        *(FIRST_BINS - 1, 0, FIRST_BINS // 2)
+    ]
+
+
+def test_linear_models_find_their_bounds() -> None:
+    """As good as with known bounds, at columns of unlike size; the same ε covers it."""
+    x = RNG.normal(size=(4000, 3)) * [0.1, 1.0, 1e4] + [5.0, 0.0, -1e5]
+    y = ((x - x.mean(0)) / x.std(0)).sum(1) > 0
+    made: dict[str, Any] = {"classes": [False, True], "test_seed": 0}
+    found = PrivateLogisticRegression(bounds="private", **made).fit(x, y)
+    known = PrivateLogisticRegression(bounds=np.quantile(x, [0, 1], 0).T, **made).fit(x, y)
+    assert found.score(x, y) > known.score(x, y) - 0.03 > 0.85
+    assert found.privacy_.epsilon == pytest.approx(known.privacy_.epsilon, rel=1e-6)
+    assert found.plan_.noise_multiplier > known.plan_.noise_multiplier
+    assert FOUND in found.privacy_.assumptions
+    assert found.bounds_ is not None
+    assert (found.bounds_[:, 0] > [4.0, -8, -(2**18)]).all()
+    for solver in ("ftrl", "objective"):
+        with pytest.raises(Unsupported, match="private"):
+            clone(found).set_params(solver=solver).fit(x, y)
+    with pytest.raises(Unsupported, match="private"):
+        clone(found).partial_fit(x, y)
+    again = PrivateLinearRegression(bounds="private", inference=True, test_seed=0, epsilon=4.0)
+    wide = np.clip(x[:, 1] / 4, -1, 1)
+    told = again.fit(x, wide).intervals()
+    assert told.estimate[1] == pytest.approx(0.25, abs=0.03)  # half a percent is clamped
+    assert 0 < told.deviation[1] < 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_budget_run_folder_ids_and_refusals(tmp_path: Any) -> None:
+    x, y = crossed(300)
+    budget = Budget(tmp_path / "b", epsilon=1.2, delta=1e-6)
+    model = PrivateTreesClassifier(budget=budget, n_estimators=10)
+    model.fit(x, y, ids=range(300), run=tmp_path / "run")
+    assert verify(tmp_path / "run").answer == "PROVED"
+    with pytest.raises(NoshuffleError, match="the limit is"):
+        clone(model).fit(x, y)
+    with pytest.raises(ParticipationViolation, match="twice"):
+        PrivateTreesClassifier().fit(x, y, ids=[0] * 300)
+    for bad in ({"bounds": None}, {"bounds": (1, 0)}, {"n_estimators": 0}, {"epsilon": -1.0}):
+        with pytest.raises(NoshuffleError):
+            PrivateTreesClassifier(**bad).fit(x, y)
+    with pytest.raises(ValueError, match="NaN"):
+        PrivateTreesClassifier().fit(np.where(x > 7, np.nan, x), y)
+    with pytest.raises(InvalidInput, match="real numbers"):
+        PrivateTreesClassifier().fit(x + 0j, y)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_scikit_learn_contract_of_trees() -> None:
+    model = PrivateTreesClassifier(epsilon=80.0, delta=1e-3, test_seed=0, n_estimators=20)
+    results = check_estimator(model, on_fail=None, on_skip=None)
+    assert [r["check_name"] for r in results if r["status"] == "failed"] == []
