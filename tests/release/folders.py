@@ -17,10 +17,10 @@ from noshuffle.noise import Source
 from noshuffle.participation import Epochs, Participation
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as tables
+from noshuffle.release.facts import write_statement
 from noshuffle.release.files import read_json, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.seal import write_statement
 from noshuffle.strategies import tree
 from noshuffle.strategies.base import Strategy
 from noshuffle.training import fit_model, in_order, privatize

@@ -123,3 +123,10 @@ def test_gains_on_independent_noise_keep_their_order():
     plan = Plan(participation=Epochs(2, 2), strategy=st.identity(gains=gains), noise_multiplier=1.0)
     assert plan.guarded == Epochs(2, 2)
     assert plan.sensitivity.squared == 5.0  # of a free order: 8
+
+
+def test_the_error_of_phases_adds_up():
+    found = Phases(parts=CUT)
+    A = np.tril(np.ones((12, 12)))
+    rows = A @ found.noising(12)
+    np.testing.assert_allclose(st.error(found, 12).per_step, np.sqrt((rows**2).sum(1)))

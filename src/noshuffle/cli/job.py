@@ -15,7 +15,7 @@ from noshuffle import datasets
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
-from noshuffle.cli.settings import TrainSettings
+from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
     accuracy_of,
@@ -29,6 +29,7 @@ from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
+from noshuffle.release.extension import finish
 from noshuffle.release.folder import take
 from noshuffle.report import write_report
 from noshuffle.training import Private, RunFolder, fit_model, privatize
@@ -56,6 +57,7 @@ def run_job(
     folder = RunFolder(path)
     model = make_model(settings, data)
     say("fitting the mechanism")
+    finish(folder)
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     if not folder.is_started:
         folder.write_config(settings.to_dict())
@@ -144,13 +146,14 @@ def train_quietly(
 
 def _checkpoints(settings: TrainSettings, data: DataSet) -> int | None:
     """Where all passes are listed as one, every pass has a checkpoint still."""
-    is_listed = settings.order == PER_RESTART
+    is_listed = settings.order == PER_RESTART or bool(stages_of(settings))
     return len(data) // settings.batch_size if is_listed else None
 
 
 def _passes(settings: TrainSettings) -> int:
     """How often the batches are gone through: samples and changing orders are listed once."""
     is_listed = settings.sampling != "none" or settings.order == PER_RESTART
+    is_listed = is_listed or bool(stages_of(settings))
     return 1 if is_listed else settings.epochs
 
 

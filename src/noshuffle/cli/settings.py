@@ -183,6 +183,24 @@ class TrainSettings(RunSettings):
         return self.data.replace(":", "-").replace(".", "-")
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptTrainSettings(TrainSettings):
+    """What config.json holds beside the options."""
+
+    #: (steps, batch size) of a run that was extended; see `train_extension`.
+    stages: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = ((int(steps), int(batch)) for steps, batch in self.stages)
+        object.__setattr__(self, "stages", tuple(pairs))
+
+
+def stages_of(settings: TrainSettings) -> tuple[tuple[int, int], ...]:
+    """(steps, batch size) of the stages of a run that was extended; else none."""
+    return settings.stages if isinstance(settings, KeptTrainSettings) else ()
+
+
 Made = TypeVar("Made", bound=RunSettings)
 
 

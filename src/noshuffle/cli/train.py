@@ -10,17 +10,21 @@ from typing import Any
 
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.from_record import given, takes
-from noshuffle.cli.settings import RunOptions, TrainSettings
+from noshuffle.cli.settings import KeptTrainSettings, RunOptions, TrainSettings
+from noshuffle.cli.train_extension import TrainOptions, extend_run
 
 
-@takes(given(TrainSettings), RunOptions)
-def train(stated: dict[str, Any], run: RunOptions) -> int:
+@takes(given(TrainSettings), TrainOptions)
+def train(stated: dict[str, Any], run: TrainOptions) -> int:
     """Train a model with differential privacy, in the natural order of the data.
 
     Without options: the digits that ship with scikit-learn, a small CNN, DP-FTRL, under a minute.
     What is not given comes from the data set; the run folder keeps what was used.
     """
-    settings, path = run.settings_and_folder("train", TrainSettings, stated)
+    if run.extend is not None:
+        settings, path = extend_run(run, stated)
+    else:
+        settings, path = run.settings_and_folder("train", KeptTrainSettings, stated)
     from noshuffle.cli.job import run_job
     from noshuffle.cli.job_view import JobWords, run_and_tell
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
-from noshuffle.cli.settings import TrainSettings
+from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
@@ -184,12 +184,19 @@ def make_scheduler(
     settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Constant learning rate, then linear down over the last part of the run."""
-    factors = cooldown(steps, last=settings.cooldown) if settings.cooldown else (1.0,) * steps
+    factors: tuple[float, ...] = ()
+    for length in [length for length, _ in stages_of(settings)] or [
+        steps
+    ]:  # an extension has its own
+        last = settings.cooldown
+        factors += tuple(cooldown(length, last=last)) if last else (1.0,) * length
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, steps - 1)])
 
 
 def row_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
     """Batches of one pass; of the whole run where the order changes at restarts."""
+    if stages_of(settings):
+        return _stages_in_order(settings, data)
     per_epoch = len(data) // settings.batch_size
     every = settings.restart_every or settings.epochs * per_epoch
     blocks = -(-settings.epochs * per_epoch // every)
@@ -201,6 +208,18 @@ def row_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
     passes = [found[k * per_epoch : (k + 1) * per_epoch] for k in range(blocks)]
     owner = [epoch * per_epoch // every for epoch in range(settings.epochs)]
     return [rows for block in owner for rows in passes[block]]
+
+
+def _stages_in_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
+    """Batches of a whole run that was extended; one size goes on where it stood."""
+    out: list[Ids] = []
+    before, step = 0, 0
+    for length, batch in stages_of(settings):
+        step = step if batch == before else 0
+        found = rows_in_order(data, settings.order, batch=batch, seed=settings.seed)
+        out += [found[(step + i) % len(found)] for i in range(length)]
+        before, step = batch, step + length
+    return out
 
 
 def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:

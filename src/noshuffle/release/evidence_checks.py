@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,12 @@ import numpy as np
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release import guard
+from noshuffle.release.extension import FACTS, KIND, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import by_keys
-from noshuffle.release.units import UnitTable, name_to_id
+from noshuffle.release.units import Ids, UnitTable, name_to_id
 
 
 @dataclass
@@ -88,8 +89,13 @@ def facts(found: Found) -> Iterator[str]:
         yield "the ledger was written under another plan than plan.json"
     if meta.get("unit") != plan.unit:
         yield f"the ledger counts {meta.get('unit')}s, the plan protects one {plan.unit}"
+    yield from _scale(meta, plan)
+
+
+def _scale(meta: Mapping[str, str], plan: Plan) -> Iterator[str]:
+    """Noise of z times the clip norm."""
     clip = re.fullmatch(r"Flat\((?:clip_norm=|norm=|c=)?([0-9.e+-]+)\)", meta.get("clip", ""))
-    if clip is not None and meta.get("adaptive_clip") == "no":
+    if clip is not None and meta.get("adaptive_clip", "no") == "no":
         scale = plan.noise_multiplier * float(clip.group(1))
         if not math.isclose(scale, float(meta.get("noise_scale", "nan")), rel_tol=1e-12):
             yield (
@@ -126,10 +132,11 @@ def units(found: Found) -> Iterator[str]:
         return
     covered, saved = found.evidence.saved_units()
     table = UnitTable()
-    refused = list(_replayed(found, table, found.rows[:covered]))
+    rule = found.plan.guarded
+    refused = list(guard.violations(rule, table, _units_of(found.rows[:covered])))
     ids, seen = table.all()
     expected = list(zip(*(a.tolist() for a in (ids, seen.first, seen.last, seen.count))))
-    refused += _replayed(found, table, found.rows[covered:])
+    refused += guard.violations(rule, table, _units_of(found.rows[covered:]))
     yield from refused[:1]
     if covered > len(found.rows):
         yield f"the summary of units covers {covered} steps, the ledger has {len(found.rows)}"
@@ -137,19 +144,34 @@ def units(found: Found) -> Iterator[str]:
         yield "the summary of units does not follow from the recorded steps"
 
 
-def _replayed(found: Found, table: UnitTable, rows: list[Row]) -> Iterator[str]:
-    rule = found.plan.guarded
-    for row in rows:
-        if len(np.unique(row.units)) < len(row.units):
-            yield f"step {row.step} lists a unit twice"
-        seen = table.look_up(row.units)
-        refused = np.flatnonzero(~guard.is_admitted(rule, step=row.step, seen=seen))
-        if len(refused):
-            reason = guard.why_not(rule, step=row.step, record=seen.record(refused[0]))
-            unit = int(row.units[refused[0]])
-            yield f"unit {unit} should not have taken part in step {row.step}: {reason}"
-        anew = guard.starts_anew(rule, step=row.step, seen=seen)
-        table.update(row.units, step=row.step, first=anew)
+def _units_of(rows: list[Row]) -> Iterator[tuple[int, Ids]]:
+    return ((row.step, row.units) for row in rows)
+
+
+def extensions(found: Found) -> Iterator[str]:
+    """Every released row is of the plan; facts have changed where the run was extended alone."""
+    events = [(e.seq, json.loads(e.body)) for e in found.evidence.log(KIND)]
+    allowed = {seq + i for seq, note in events for i in range(1, int(note["facts"]) + 1)}
+    known: dict[str, Any] = {}
+    for event in found.evidence.log("fact"):
+        name, value = json.loads(event.body)
+        is_new = known.get(name) is None
+        if not is_new and (event.seq not in allowed or name not in FACTS):
+            yield f"the fact {name} was changed without an extension of the run"
+        known[name] = value
+    for i, (_, note) in enumerate(events):
+        old, told = Plan.from_json(note["before"]["json"]), note["before"]
+        later = events[i + 1][1]["before"]["json"] if events[i + 1 :] else found.plan.to_json()
+        if note["plan"] != later:
+            yield f"extension {i + 1} was to another plan than the one that follows it"
+        if old.hash != told["plan"]:
+            yield f"extension {i + 1} names another plan than the one before it"
+        if reason := why_not(old, found.plan, int(note["released"])):
+            yield f"plan.json does not cover what was released before it was extended: {reason}"
+        yield from _scale(told, old)
+    if events:
+        many = "extensions" if len(events) > 1 else "extension"
+        found.checked.append(f"{len(events)} {many}: the noise of all steps is that of one plan")
 
 
 def batches(found: Found) -> Iterator[str]:
@@ -173,7 +195,7 @@ def keys(found: Found) -> Iterator[str]:
         found.checked += checked
         yield from failures
     elif seals := found.evidence.notes("seal"):
-        lines = seals[-1]["checked"]
+        lines = dict.fromkeys(line for note in seals for line in note["checked"])
         found.checked += [f"before the keys were destroyed: {line}" for line in lines]
     else:
         found.unchecked.append(
@@ -195,4 +217,4 @@ def digests(found: Found) -> Iterator[str]:
     yield from ()
 
 
-LEDGER_CHECKS = (chain, facts, steps, units, batches, keys, digests)
+LEDGER_CHECKS = (chain, facts, extensions, steps, units, batches, keys, digests)

@@ -22,9 +22,10 @@ from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import FORM, of_batch
+from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.spending import ADAPTIVE_CLIP
+from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
@@ -241,3 +242,10 @@ def statement_record(plan: Plan, ledger: Ledger, statement: PrivacyStatement) ->
         "ledger_rows": seq,
         "ledger_link": link.hex(),
     }
+
+
+def write_statement(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
+    """statement.json from plan, ledger and ancestors alone."""
+    notes = notes_of(ledger.facts())
+    said = spent(plan, ledger.released, ancestors=folder.ancestors(), notes=notes)
+    folder.write_statement(statement_record(plan, ledger, said))

@@ -21,6 +21,7 @@ array([ True, False])
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ from noshuffle.participation import (
     Stages,
 )
 from noshuffle.release.unit_index import in_order, increases
-from noshuffle.release.units import Ids, Record, Seen, Spread
+from noshuffle.release.units import Ids, Record, Seen, Spread, UnitTable
 
 Mask = NDArray[np.bool_]
 
@@ -192,6 +193,22 @@ def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mas
         f"unit {int(ids[refused[0]])} may not take part in step {step}{others}: {reason}; keep the "
         "order of the plan, or use on_violation='drop'"
     )
+
+
+def violations(
+    rule: Participation, table: UnitTable, rows: Iterable[tuple[int, Ids]]
+) -> Iterator[str]:
+    """Recorded steps with their units once more through the rules; the table learns of them."""
+    for step, units in rows:
+        if len(np.unique(units)) < len(units):
+            yield f"step {step} lists a unit twice"
+        seen = table.look_up(units)
+        refused = np.flatnonzero(~is_admitted(rule, step=step, seen=seen))
+        if len(refused):
+            reason = why_not(rule, step=step, record=seen.record(refused[0]))
+            unit = int(units[refused[0]])
+            yield f"unit {unit} should not have taken part in step {step}: {reason}"
+        table.update(units, step=step, first=starts_anew(rule, step=step, seen=seen))
 
 
 def check_sampled(*, step: int, ids: Ids | None, drawn: Ids, is_partial: bool = False) -> None:

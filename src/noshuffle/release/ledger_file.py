@@ -22,7 +22,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,16 @@ class LedgerFile(tables.LedgerTables, OneOwner):
     def _bind(self, name: str, value: str) -> None:
         self.db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
         self._append("fact", [name, value])
+
+    def rebind(self, kind: str, body: Any, facts: Mapping[str, str | None]) -> None:
+        """Give facts another value (None: none), by a note of this kind right before them."""
+        with self._writing(by_anyone=True):
+            self._append(kind, body)
+            for name, value in facts.items():
+                self.db.execute("DELETE FROM meta WHERE name = ?", (name,))
+                if value is not None:
+                    self.db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
+                self._append("fact", [name, value])
 
     def note(self, kind: str, **body: Any) -> None:
         """Write down that something happened (a replay, a step passed over, a checkpoint)."""

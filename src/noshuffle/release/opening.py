@@ -36,6 +36,7 @@ from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
+from noshuffle.release.extension import finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
 from noshuffle.release.files import read_json, write_json
 from noshuffle.release.folder import FolderLock, RunFolder, take
@@ -97,9 +98,11 @@ def open_run(
         folder.begin(plan, ring)
     lock = take(folder.path)
     if not is_new:
+        finish(folder)
         if folder.plan() != plan:
             raise InvalidInput(
-                f"{folder.path} holds a run with another plan; use a new folder, or that plan"
+                f"{folder.path} holds a run with another plan; use a new folder, or that plan (a "
+                "longer one of the same run: noshuffle.extend first)"
             )
         ring = folder.ring()
         if source is not None and source.fingerprint != ring.given:

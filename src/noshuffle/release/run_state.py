@@ -25,11 +25,11 @@ from noshuffle.noise import LazyNoise, NoiseStream, lazy_noise
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
-from noshuffle.release.facts import bind_facts, notes_of
+from noshuffle.release.facts import bind_facts, notes_of, write_statement
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.opening import Opened, Run
 from noshuffle.release.sampler import Sampler, make_sampler
-from noshuffle.release.seal import seal, write_statement
+from noshuffle.release.seal import seal
 from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.threshold import Threshold, threshold_for
 from noshuffle.statement import PrivacyStatement
@@ -188,7 +188,10 @@ class RunState(OneOwner):
         self.check_state(state)
         self._fresh, self._leave = max(self._fresh, self.step), -1
         is_first = int(state["step"]) == 0
-        _load(self.noise, state["noise"], is_first=is_first)
+        if state["noise"] is None:
+            self.noise.begin_at(int(state["step"]))
+        else:
+            _load(self.noise, state["noise"], is_first=is_first)
         for name, own in self._tables.items():
             _load(own, state["tables"][name], is_first=is_first)
         self.threshold.load_state_dict(dict(state["threshold"]))

@@ -23,7 +23,7 @@ import torch
 from noshuffle.errors import NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.facts import ROUND_PRINTS, notes_of, round_print, statement_record
+from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.keys import KeyRing
@@ -32,7 +32,6 @@ from noshuffle.release.ledger_tables import Row
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.spending import spent
 
 
 def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tuple[str, ...]:
@@ -156,13 +155,6 @@ def _rounds(ring: KeyRing, rows: list[Row], facts: dict[str, str | None]) -> Ite
         if row.batch != round_print(row.step, row.units, secret=ring.secret):
             yield f"round {row.step} lists other users than those it was opened for"
             return
-
-
-def write_statement(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
-    """statement.json from plan, ledger and ancestors alone."""
-    notes = notes_of(ledger.facts())
-    said = spent(plan, ledger.released, ancestors=folder.ancestors(), notes=notes)
-    folder.write_statement(statement_record(plan, ledger, said))
 
 
 def _drop_noise_states(folder: RunFolder, ledger: Ledger) -> None:

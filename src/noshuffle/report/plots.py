@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import numpy as np
 
 from noshuffle.errors import NoshuffleError
+from noshuffle.participation import Stages
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, error, identity, sensitivity
 from noshuffle.strategies.fit import fit
@@ -144,7 +145,7 @@ def noise_figure(
     """
     choices: list[tuple[str, Strategy]] = [(f"this run ({plan.strategy.name})", plan.strategy)]
     if not plan.participation.is_sampled:
-        if plan.strategy.name != "tree":
+        if plan.strategy.name != "tree" and not isinstance(plan.participation, Stages):
             tree = fit("tree", plan.participation).strategy
             choices.append(("Honaker tree, best restart", tree))
         if plan.strategy.name != "identity":

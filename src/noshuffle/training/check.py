@@ -28,7 +28,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted
+from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
@@ -220,9 +220,7 @@ def _records(plan: Plan, planned: int, loader: Any) -> int:
     data: Any = getattr(loader, "dataset", None)
     if hasattr(data, "__len__"):
         return len(data)
-    rule = _base(plan)
-    per_pass = rule.steps_per_epoch if isinstance(rule, Epochs) else plan.steps
-    return 0 if plan.participation.is_sampled else planned * per_pass
+    return 0 if plan.participation.is_sampled else planned * _per_pass(plan)
 
 
 def _delta(plan: Plan, records: int) -> CheckFinding:
@@ -270,3 +268,9 @@ def first_look(private: Any, size: int) -> None:
 def _base(plan: Plan) -> Any:
     rule = plan.participation
     return rule.participation if isinstance(rule, Restarted) else rule
+
+
+def _per_pass(plan: Plan) -> int:
+    """Steps of one pass; of the last stage where the batch size has changed."""
+    rule = plan.participation.stages[-1] if isinstance(plan.participation, Stages) else _base(plan)
+    return int(rule.steps_per_epoch) if isinstance(rule, Epochs) else plan.steps

@@ -1,0 +1,93 @@
+"""`noshuffle train --extend RUN`: more epochs for a run, other batches if one likes, one guarantee.
+
+The run goes on from where it stands. Its noise goes on too, where the keys are still there and no ε
+was asked for; otherwise the new steps are a phase of their own (`Plan.extended`). What was used is
+kept in config.json: `stages` lists (steps, batch size) of what was trained so far and of what is to
+come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from noshuffle.cli.settings import KeptTrainSettings, RunOptions, folder, kept_settings
+from noshuffle.errors import InvalidInput, Unsupported
+
+#: What may be said together with --extend.
+MAY_CHANGE = ("epochs", "epsilon", "mechanism", "batch_size", "clip_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Options of `noshuffle train`."""
+
+    extend: Path | None = folder(
+        None,
+        "go on with this run for --epochs more, under one ε (--epsilon: of all of it); "
+        "--batch-size, --clip-norm and --mechanism may change",
+    )
+
+
+def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSettings, Path]:
+    """Extend the run in its folder; its new settings."""
+    from noshuffle import datasets
+    from noshuffle.cli.train_parts import participation_of
+    from noshuffle.participation import Epochs, MinSeparation, Stages
+    from noshuffle.release.extension import extend, finish
+    from noshuffle.release.folder import RunFolder
+    from noshuffle.release.opening import known_steps
+
+    assert run.extend is not None
+    if run.config or run.out or run.resume:
+        raise InvalidInput("--extend names the run folder; leave out --config, --out and --resume")
+    if others := sorted(set(stated) - set(MAY_CHANGE)):
+        raise InvalidInput(f"--extend keeps {others[0]} as it is; it takes {', '.join(MAY_CHANGE)}")
+    if "epochs" not in stated:
+        raise InvalidInput("--extend needs --epochs, how many more")
+    home, more = RunFolder(run.extend), int(stated["epochs"])
+    settings = KeptTrainSettings.of(kept_settings(run.extend, kind="train"))
+    finish(home)
+    plan, done = home.plan(), known_steps(home)
+    batch = int(stated.get("batch_size", settings.batch_size))
+    clip = float(stated.get("clip_norm", settings.clip_norm))
+    data = datasets.load(settings.data)
+    part, longer = plan.participation, replace(settings, epochs=more, batch_size=batch)
+    how: dict[str, Any] = {"steps": more * (len(data) // batch)}
+    if isinstance(part, Epochs | Stages):
+        how = {"epochs": more, "steps_per_epoch": len(data) // batch}
+    elif batch != settings.batch_size:
+        raise Unsupported(f"another batch size goes with epochs in order, this run has {part.kind}")
+    elif isinstance(part, MinSeparation):
+        local = participation_of(longer, data)
+        assert isinstance(local, MinSeparation)
+        how["max_participations"] = local.max_participations
+    is_same = home.key_file.exists() and "epsilon" not in stated and batch == settings.batch_size
+    mechanism = stated.get("mechanism") or ("continue" if is_same else "blt")
+    try:
+        new = plan.extended(**how, after=done, mechanism=mechanism, epsilon=stated.get("epsilon"))
+    except Unsupported:
+        if mechanism != "continue" or "mechanism" in stated:
+            raise
+        new = plan.extended(**how, after=done, mechanism="blt")
+    before = settings.stages or ((plan.steps, settings.batch_size),)
+    settings = replace(
+        settings,
+        epochs=settings.epochs + more,
+        batch_size=batch,
+        clip_norm=clip,
+        stages=(*_cut(before, done), (new.steps - done, batch)),
+    )
+    extend(home, new, batch_size=batch, clip_norm=clip, config=settings.to_dict())
+    return settings, run.extend
+
+
+def _cut(stages: tuple[tuple[int, int], ...], steps: int) -> tuple[tuple[int, int], ...]:
+    """(steps, batch size) of the first so many steps."""
+    out = []
+    for length, batch in stages:
+        if steps > 0:
+            out.append((min(length, steps), batch))
+        steps -= length
+    return tuple(out)

@@ -1,0 +1,207 @@
+"""Runs that are extended in their folder: one guarantee over old and new steps."""
+
+import json
+import math
+import sqlite3
+
+import numpy as np
+import pytest
+import torch
+
+import noshuffle as ns
+from noshuffle.auditing.run_folder import audit_run
+from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, Unsupported
+from noshuffle.noise import test_source as named_source
+from noshuffle.release import extension
+from noshuffle.release.extension import extend
+from noshuffle.release.verify import verify
+from noshuffle.strategies import blt, identity
+
+ROWS, BATCH = 12, 3
+X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+SHORT = ns.Plan(
+    participation=ns.Epochs(2, 4), strategy=blt((0.9, 0.4), (0.2, 0.1)), noise_multiplier=3.0
+)
+MORE = SHORT.extended(epochs=1, mechanism=blt((0.7,), (0.3,)))
+
+
+def start(plan, folder, *, batch=BATCH, clip=1.0, source=None, budget=None):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ns.privatize(
+        model, optimizer, plan, clip_norm=clip, batch_size=batch, run=folder, source=source,
+        budget=budget,
+    )  # fmt: skip
+
+
+def train(private, upto, *, batch=BATCH, ids=lambda i: i):
+    for step in range(private.steps_done, upto):
+        rows = np.arange(step * batch, (step + 1) * batch) % ROWS
+        private.step(lambda out: out.square().mean(), X[rows], ids=ids(rows))
+    private.save()
+
+
+def finished(folder, plan=SHORT, *, keep_keys=False, source=None, **how):
+    private = start(plan, folder, source=source)
+    train(private, plan.steps, **how)
+    private.close(keep_keys=keep_keys)
+    return private
+
+
+def test_a_sealed_run_goes_on_under_one_guarantee(tmp_path):
+    finished(tmp_path / "run")
+    before = verify(tmp_path / "run")
+    extend(tmp_path / "run", MORE)
+    assert verify(tmp_path / "run").answer == "PROVED"  # at rest, too
+    private = start(MORE, tmp_path / "run")
+    assert private.resume() == 8
+    train(private, 10)
+    del private  # killed in the middle
+    private = start(MORE, tmp_path / "run")
+    assert private.resume() == 10
+    train(private, 12)
+    private.close()
+    after = verify(tmp_path / "run")
+    assert after.answer == "PROVED", after
+    assert any("extension" in line for line in after.checked)
+    # μ² of a unit that takes part in both; each of them alone would be too little.
+    assert after.epsilon == pytest.approx(MORE.epsilon(), rel=1e-12)
+    assert after.epsilon > before.epsilon * 1.1
+    told = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert told["released_steps"] == 12
+    assert "2 phases with independent noise" in told["mechanism"]
+    assert all(finding.answer == "HOLDS" for finding in audit_run(tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoints" / "key.json").exists()
+    extend(tmp_path / "run", MORE.extended(epochs=1, mechanism=identity()))  # and once more
+    assert verify(tmp_path / "run").answer == "PROVED"
+
+
+def test_noise_that_goes_on_is_that_of_one_long_run(tmp_path):
+    longer = SHORT.extended(epochs=1, mechanism="continue")
+    whole = finished(tmp_path / "whole", longer, source=named_source(seed=3), keep_keys=True)
+    finished(tmp_path / "run", source=named_source(seed=3), keep_keys=True)
+    extend(tmp_path / "run", longer)
+    private = start(longer, tmp_path / "run", source=named_source(seed=3))
+    assert private.resume() == 8
+    train(private, 12)
+    assert torch.equal(private.model.weight, whole.model.weight)
+    private.close()
+    sealed = tmp_path / "sealed"
+    finished(sealed)
+    with pytest.raises(InvalidInput, match="a phase of their own"):
+        extend(sealed, longer)
+
+
+def test_batch_size_and_clip_norm_change_on_the_way(tmp_path):
+    private = start(SHORT, tmp_path)
+    train(private, 4)  # one of two epochs
+    private.close()
+    plan = SHORT.extended(epochs=2, steps_per_epoch=2, after=4, mechanism=identity())
+    extend(tmp_path, plan, batch_size=6, clip_norm=0.5)
+    with pytest.raises(InvalidInput, match="clip"):
+        start(plan, tmp_path, batch=6, clip=1.0)
+    private = start(plan, tmp_path, batch=6, clip=0.5)
+    assert private.resume() == 4
+    train(private, 8, batch=6)
+    with pytest.raises(NoshuffleError):
+        train(private, 9, batch=6)
+    private.close()
+    found = verify(tmp_path)
+    assert found.answer == "PROVED", found
+    # One of four steps, and two of independent noise: the squares add up.
+    first = SHORT.sensitivity_after(4).squared
+    assert private.plan.sensitivity.squared == pytest.approx(first + 2, rel=1e-12)
+    assert found.epsilon == pytest.approx(
+        ns.accounting.gaussian.epsilon(mu=math.sqrt(first + 2) / 3.0, delta=1e-5)
+    )
+
+
+def test_units_are_held_to_the_extended_pattern(tmp_path):
+    finished(tmp_path)
+    extend(tmp_path, MORE)
+    private = start(MORE, tmp_path)
+    private.resume()
+    with pytest.raises(ParticipationViolation, match="every 4 steps"):
+        private.step(lambda out: out.square().mean(), X[3:6], ids=np.arange(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (ns.Plan(participation=ns.Epochs(3, 4), strategy=identity(), noise_multiplier=3.0), "step"),
+        (SHORT.extended(epochs=1, after=4, mechanism=identity()), "nothing to extend"),
+        (SHORT.extended(epochs=2, after=4, mechanism=identity()), "differs from what was released"),
+        (
+            ns.Plan(participation=ns.Epochs(3, 4), strategy=SHORT.strategy, noise_multiplier=2.0),
+            "noise_multiplier",
+        ),
+        (
+            ns.Plan(participation=ns.SinglePass(12), strategy=MORE.strategy, noise_multiplier=3.0),
+            "should not have taken part",
+        ),
+    ],
+)
+def test_another_plan_is_no_extension(tmp_path, plan, words):
+    finished(tmp_path)
+    with pytest.raises(NoshuffleError, match=words):
+        extend(tmp_path, plan)
+    assert verify(tmp_path).answer == "PROVED"
+
+
+def test_units_by_name_of_a_sealed_run(tmp_path):
+    finished(tmp_path, ids=lambda rows: [f"unit {i}" for i in rows])
+    with pytest.raises(Unsupported, match="not recognised"):
+        extend(tmp_path, MORE)
+    extend(tmp_path, SHORT.extended(epochs=1, steps_per_epoch=2, mechanism=identity()))
+
+
+def test_an_extension_that_was_killed_is_brought_to_its_end(tmp_path, monkeypatch):
+    finished(tmp_path)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    for what, name in ((extension, "_apply"), (extension.checkpoint, "digests")):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                extend(tmp_path, MORE)
+    private = start(MORE, tmp_path)
+    assert private.resume() == 8
+    train(private, 12)
+    private.close()
+    assert verify(tmp_path).answer == "PROVED"
+
+
+def test_a_fact_that_changed_otherwise_is_refuted(tmp_path):
+    """Whoever rewrites the chain cannot put a cheaper plan under rows of another noise."""
+    finished(tmp_path, keep_keys=True)
+    cheap = ns.Plan(
+        participation=ns.Epochs(3, 4), strategy=identity(gains=(0.5,) * 12), noise_multiplier=3.0
+    )
+    assert cheap.epsilon() < MORE.epsilon()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "why_not", lambda *_: "")
+        extend(tmp_path, cheap)
+    found = verify(tmp_path)
+    assert found.answer == "REFUTED"
+    assert any("does not cover what was released" in line for line in found.refuted)
+    db = sqlite3.connect(tmp_path / "ledger.sqlite")
+    assert db.execute("SELECT COUNT(*) FROM log WHERE kind = 'extended'").fetchone() == (1,)
+    db.close()
+
+
+def test_a_budget_pays_for_all_of_an_extended_run(tmp_path):
+    budget = ns.Budget(tmp_path / "budget", epsilon=MORE.epsilon() * 1.01, delta=1e-5)
+    private = start(SHORT, tmp_path / "run", budget=budget)
+    train(private, 8)
+    private.close()
+    assert budget.total().epsilon(1e-5) == pytest.approx(SHORT.epsilon(), rel=1e-6)
+    extend(tmp_path / "run", MORE)
+    private = start(MORE, tmp_path / "run", budget=budget)
+    private.resume()
+    train(private, 12)
+    private.close()
+    assert budget.total().epsilon(1e-5) == pytest.approx(MORE.epsilon(), rel=1e-6)
+    assert verify(tmp_path / "run").answer == "PROVED"
