@@ -29,6 +29,7 @@ ALONE = (
     "docs/federated.md",
     "docs/lazy-noise.md",
     "docs/studies.md",
+    "docs/guides/horizons.md",
     "docs/guides/mechanism.md",
     "docs/guides/migrating.md",
 )

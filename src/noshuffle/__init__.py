@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from noshuffle.participation import Restarted as Restarted
     from noshuffle.participation import SinglePass as SinglePass
     from noshuffle.plan import Plan as Plan
-    from noshuffle.release.opening import load_model as load_model
     from noshuffle.release.extension import extend as extend
+    from noshuffle.release.opening import load_model as load_model
     from noshuffle.release.private_sum import PrivateSum as PrivateSum
     from noshuffle.release.verify import verify as verify
     from noshuffle.statement import PrivacyStatement as PrivacyStatement

@@ -90,7 +90,8 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
             )
         return _by_rows(rows, n, workload, n)
     if isinstance(strategy, Phases) and workload == prefix():  # independent: what ended adds up
-        parts, ended = [], 0.0
+        parts: list[Array] = []
+        ended = 0.0
         for _, p in strategy.within(n):
             own = p.factor**2 * _squared(p.strategy, p.planned, workload)[: p.used] + ended
             parts, ended = [*parts, own], float(own[-1])
