@@ -10,6 +10,8 @@
     ├── VerificationFailed      a run folder does not support its own statement
     └── DataUnavailable         a data set is neither here nor to be had
 
+    ProbablyNotMeant            a warning: something legal that hardly anybody wants
+
 Every message is one line: what was expected, what came, what to do. The command line prints
 it without a traceback and exits with status 2.
 
@@ -33,6 +35,10 @@ MAX_STEPS = 10**8
 
 class NoshuffleError(Exception):
     """Root of every error that this library raises on purpose."""
+
+
+class ProbablyNotMeant(UserWarning):
+    """Something that is legal, and that hardly anybody wants."""
 
 
 class InvalidInput(NoshuffleError, ValueError):

@@ -32,12 +32,24 @@ if TYPE_CHECKING:
 
 
 def _linear(
-    tape: GradientTape, x: Tensor, weight: Tensor, bias: Any, *, rows: Any = None, shift: Any = None
+    tape: GradientTape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    *,
+    rows: Any = None,
+    shift: Any = None,
+    steps_first: bool = False,
 ) -> Tensor:
-    """x ↦ W x + b, recorded. `rows`, `shift`: only these rows of a stacked weight and bias."""
+    """x ↦ W x + b, recorded. `rows`, `shift`: only these rows of a stacked weight and bias.
+
+    `steps_first`: the result lies in memory as torch's own does, [T, B, E], which decides about the
+    masks of a dropout behind it (torch draws them in the order of memory).
+    """
     rows = rows or slice(0, len(weight))
     shift = shift or rows
-    out = F.linear(x, weight[rows], None if bias is None else bias[shift])
+    own = weight[rows], None if bias is None else bias[shift]
+    out = F.linear(x.transpose(0, 1), *own).transpose(0, 1) if steps_first else F.linear(x, *own)
     a, shape = x.detach(), tuple(weight.shape)
 
     def full(g: Tensor, of: Tensor, own: slice) -> Tensor:
@@ -119,7 +131,7 @@ def attention(
         weights = weights.mean(1) if average_attn_weights else weights
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
-    out = _linear(
-        tape, mixed.transpose(1, 2).flatten(2), layer.out_proj.weight, layer.out_proj.bias
-    )
+    last = layer.out_proj
+    mixed = mixed.permute(2, 0, 1, 3).flatten(2).transpose(0, 1)
+    out = _linear(tape, mixed, last.weight, last.bias, steps_first=True)
     return (out if layer.batch_first else out.transpose(0, 1)), weights

@@ -28,11 +28,13 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
 from noshuffle.training.hooks import at_work
+from noshuffle.training.mixing import first_rows
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.training.step import seeded
 
@@ -42,10 +44,6 @@ TRIED = 4
 MIN_WORDS = 32
 #: How `fallbacks` begin where the whole model, or every example, is done by itself.
 SLOW = ("whole model", "one example at a time")
-
-
-class ProbablyNotMeant(UserWarning):
-    """Something that is legal, and that hardly anybody wants."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,8 @@ def _findings(
     except InvalidInput as error:
         yield CheckFinding("data", str(error), "refused")
         return
+    if not parts.ledger.released:
+        parts.first_rows = first_rows(data)  # the first step is compared with it
     yield _size(size, parts.planned_batch)
     yield _ids(plan, batch.ids, size)
     yield _delta(plan, _records(plan, parts.planned_batch, loader))

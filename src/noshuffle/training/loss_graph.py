@@ -50,6 +50,15 @@ from noshuffle.training.loss_coupling import COUPLED, SELECTED, coupled, goes_al
 SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
 #: Nodes of a loss that are looked at, at most.
 MOST_NODES = 10_000
+ODD_FACTOR = (
+    "the loss is multiplied by {factor:g}, which tells of the whole batch or says nothing; leave "
+    "the factor out (a batch that must not count: private.step with no rows)"
+)
+UNLIKE = (
+    "the terms of this loss are divided by different numbers (labels are left out or weighted, one "
+    "is a sum and one a mean), which reach the clip; use private.step, and weight_decay of the "
+    "optimizer instead of a penalty on weights"
+)
 
 
 @dataclass(frozen=True)
@@ -87,14 +96,21 @@ class LossReading:
         counts = {term.numbers for term in terms if term.kind != "sum"} - {0}
         terms = [t._as_mean() if {t.divisor} == counts else t for t in terms]
         kind, factor, refusal = _added(terms)
+        count = math.gcd(*(t.numbers for t in terms))
         return replace(
             self,
             factor=self.factor * factor,
             kind=kind,
-            count=math.gcd(*(t.numbers for t in terms)),
-            refusal=self.refusal or refusal,
+            count=count,
+            refusal=self.refusal or refusal or (UNLIKE if count % size else ""),
             terms=(),
         )
+
+    def scaled(self, factor: float) -> LossReading:
+        """The same with one more factor on the whole."""
+        if not (math.isfinite(factor) and factor > 0.0):
+            return replace(self, refusal=self.refusal or ODD_FACTOR.format(factor=factor))
+        return replace(self, factor=self.factor * factor)
 
     def _as_mean(self) -> LossReading:
         return replace(self, kind="mean", factor=self.factor * self.divisor, divisor=0.0)
@@ -111,12 +127,19 @@ class LossReading:
         return self.refusal or (SELECTED if self.numbers % size else "")
 
 
-def read_loss(loss: Tensor, starts: Collection[int] = ()) -> LossReading:
-    """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of."""
-    if loss.numel() != 1 or loss.grad_fn is None:
-        return LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
+def read_loss(
+    loss: Tensor, starts: Collection[int] = (), *, gradient: Tensor | None = None
+) -> LossReading:
+    """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of.
+
+    `gradient` is what `loss.backward` was given.
+    """
     ends, reached, sizes = set[Any](), set[int](), list[int]()
-    reading = _read(loss.grad_fn, ends)
+    reading = LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
+    if loss.numel() == 1 and loss.grad_fn is not None:
+        reading = _read(loss.grad_fn, ends)
+        if gradient is not None:  # `loss.backward(gradient)`: one more factor on the whole loss
+            reading = reading.scaled(float(gradient))
     nodes = list(_nodes(loss.grad_fn, starts, reached, sizes))
     below = [node for node in nodes if node not in ends]
     found = [coupled(node, kind=reading.kind, is_uniform=reading.is_uniform) for node in below]
@@ -132,10 +155,7 @@ def _read(node: Any, ends: set[Any], *, is_term: bool = False) -> LossReading:
     factor, divisor, is_plain, node = _peeled(node, ends)
     ends.add(node)
     if not math.isfinite(factor) or (factor <= 0.0 and not is_term):
-        return LossReading(
-            refusal=f"the loss is multiplied by {factor:g}, which tells of the whole batch or says "
-            "nothing; leave the factor out (a batch that must not count: private.step with no rows)"
-        )
+        return LossReading(refusal=ODD_FACTOR.format(factor=factor))
     as_sum = LossReading(factor, "sum", divisor=abs(divisor.value), is_plain=is_plain)
     as_mean = LossReading(factor, "mean", is_plain=is_plain and divisor.is_plain)
     name, given = node.name(), [n for n, _ in node.next_functions if n is not None]
@@ -199,11 +219,7 @@ def _added(terms: list[LossReading]) -> tuple[str, float, str]:
         own = terms[0].factor
         whole = whole and own > 0.0 and all(math.isclose(t.factor, own) for t in terms)
     if not whole or len(kinds) > 1:
-        refusal = refusal or (
-            "the terms of this loss are divided by different numbers (labels are left out or "
-            "weighted, one is a sum and one a mean), which reach the clip; use private.step, and "
-            "weight_decay of the optimizer instead of a penalty on weights"
-        )
+        refusal = refusal or UNLIKE
     elif "mean" in kinds and not all(t.is_plain for t in terms):
         refusal = refusal or (
             "a term of this loss is multiplied by a tensor, which may have been computed from the "
@@ -231,7 +247,7 @@ def _peeled(node: Any, ends: set[Any]) -> tuple[float, Divisor, bool, Any]:
             return factor, divisor, is_plain, node
         (place, after), one = inputs[0], 1.0
         newest = divisor
-        if name.startswith("Mul"):
+        if name.startswith("MulBackward"):
             given = node._saved_self if place else node._saved_other
             one, newest = _number(given), Divisor(is_plain=is_number(given))
         elif name.startswith("DivBackward") and not place:
@@ -297,7 +313,7 @@ def _nodes(
 class Hearing(Protocol):
     """Whoever wants to know of backward passes."""
 
-    def begin_backward(self, loss: Any) -> None: ...
+    def begin_backward(self, loss: Any, gradient: Any) -> None: ...
 
     def end_backward(self) -> None: ...
 
@@ -307,13 +323,13 @@ _plain_backward = torch.autograd.backward
 
 
 @wraps(_plain_backward)
-def heard_backward(tensors: Any, *args: Any, **options: Any) -> None:
+def heard_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     """`torch.autograd.backward`, after everybody who listens has read the loss."""
     hearing: list[Hearing] = list(_HEARING)
     for one in hearing:
-        one.begin_backward(tensors)
+        one.begin_backward(tensors, grad_tensors)
     try:
-        _plain_backward(tensors, *args, **options)
+        _plain_backward(tensors, grad_tensors, *args, **options)
     finally:
         for one in hearing:
             one.end_backward()

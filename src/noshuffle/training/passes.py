@@ -182,15 +182,19 @@ class Listener:
         self._heard = one
         self.refusal = self.refusal or refusal
 
-    def begin_backward(self, loss: Any) -> None:
+    def begin_backward(self, loss: Any, gradient: Any) -> None:
         """Read the factor and the reduction of a loss while its graph is there."""
         self._heard = None
         if self.is_paused or not self._starts:
             return
         given = [loss] if isinstance(loss, Tensor) else list(loss)
-        several = LossReading(refusal="several losses in one backward(); add them up")
-        is_one = len(given) == 1 and isinstance(given[0], Tensor)
-        self._reading = read_loss(given[0], self._starts) if is_one else several
+        is_plain = gradient is None or isinstance(gradient, Tensor)
+        own = gradient if is_plain else next(iter(gradient))
+        if len(given) == 1 and isinstance(given[0], Tensor):
+            self._reading = read_loss(given[0], self._starts, gradient=own)
+            return
+        refusal = "several losses in one backward(); add them up"
+        self._reading = LossReading(refusal=refusal, reached=frozenset(self._starts))
 
     def end_backward(self) -> None:
         self._reading = None

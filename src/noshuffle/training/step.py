@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,13 +33,14 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.release import Release
 from noshuffle.release.units import Ids
 from noshuffle.training.hooks import ParameterGuard
+from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 
 
 class Engine(Protocol):
@@ -107,6 +109,8 @@ class Parts:
     drop: bool
     #: Whether a released step whose sum comes out otherwise is passed over instead of refused.
     skips_replays: bool = False
+    #: Inputs of the first batch of a loader that was checked, until the first step has seen them.
+    first_rows: Tensor | None = field(default=None, repr=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +164,8 @@ class Step:
         own = self._own_ids(ids, size)
         self._settle()  # the part before was not the last one, whatever it said
         parts, admission = self.parts, None
+        if parts.first_rows is not None:
+            _compare_rows(parts, batch if data is None else data)
         is_whole = is_last and data is None and own is None and not self._ids
         is_fresh = self.index >= parts.ledger.released
         self._ids.append(own)
@@ -300,6 +306,14 @@ class Step:
             torch.cat([getattr(s, name) for s in self._sums]) for name in ("losses", "norms", "bad")
         )
         return Outcome(losses, norms, bad, self._dropped)
+
+
+def _compare_rows(parts: Parts, batch: tuple[Any, ...]) -> None:
+    """Warn if the rows that `private.check` saw were mixed with each other since."""
+    rows, parts.first_rows = parts.first_rows, None
+    inputs = first_rows(batch)
+    if rows is not None and inputs is not None and are_mixed(rows, inputs):
+        warnings.warn(MIXED, ProbablyNotMeant, stacklevel=5)
 
 
 def rows_kept(admission: Admission, size: int) -> Mask | None:

@@ -15,9 +15,10 @@ second pass; `private.step` is faster, and checks participation before any gradi
 
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
 on one example; the statement says so. Gradients that do not come through the model's output (a
-penalty on weights) are not in c: the first step compares the raw gradient with that of the passes,
-refuses a loop in which something is missing, and warns where it was scaled or clipped before the
-step, which has no effect. State: the factor of the last step.
+penalty on weights) are not in c: the first step (and the 2nd, 4th, 8th, … after a `zero_grad`)
+compares the raw gradient with that of the passes, refuses a loop in which something is missing, and
+warns where it was scaled or clipped before the step, which has no effect. State: the factor of the
+last step, and the number of steps.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._listener = listener
         self._accumulate = accumulate
         self._inner = parts.optimizer
-        self._is_compared = False
+        self._steps, self._is_zeroed = 0, False
         self._factor: float | None = None
         self._optimizer_step_pre_hooks: dict[int, Any] = {}
         self._optimizer_step_post_hooks: dict[int, Any] = {}
@@ -126,6 +127,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Forget raw gradients and the passes they came from."""
         self._listener.clear()
         self._inner.zero_grad(set_to_none)
+        self._is_zeroed = True
 
     def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
         """One private step from the backward passes since the last one."""
@@ -145,9 +147,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         factor = check_factors(passes, self._factor)
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
-        at = 0
+        at, is_first = 0, not self._steps
+        is_power = not self._steps & (self._steps + 1)
         with self._accumulate() as step:
-            if not self._is_compared:
+            if is_first or (is_power and self._is_zeroed):  # else .grad holds more than this step's
                 _check_raw(self._parts, passes, factor)
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
@@ -160,11 +163,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if one.own_loss is not None:
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
-                if step.can_replay_masks and (one.is_random or not self._is_compared):
+                if step.can_replay_masks and (one.is_random or is_first):
                     _check_again(one, step.losses)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
-            self._is_compared, self._factor = True, factor
+            self._steps, self._factor, self._is_zeroed = self._steps + 1, factor, False
         return loss
 
 
@@ -205,7 +208,7 @@ def _check_raw(parts: Parts, passes: list[Pass], factor: float | None) -> None:
     if size == 0.0 or not math.isfinite(size + other):
         return
     sine2 = 1.0 - dot * abs(dot) / (size * other) if other else 1.0
-    if sine2 > (1e-6 if is_exact else 2.5e-3):
+    if sine2 > (1e-8 if is_exact else 2.5e-3):
         raise Unsupported(
             "loss.backward() gave gradients beyond those of the passes through the model (a "
             "penalty on weights, parts of it called by themselves, random numbers), and they would "
