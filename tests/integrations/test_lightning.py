@@ -14,6 +14,7 @@ import noshuffle as ns
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.training import privatize
+from noshuffle.training.check import ProbablyNotMeant
 
 pl = pytest.importorskip("pytorch_lightning")
 from noshuffle.integrations.lightning import PrivateCallback, trained_part  # noqa: E402
@@ -67,8 +68,27 @@ def planned(steps, epochs=2):
     return PLANS[steps, epochs]
 
 
+SETTINGS = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+}
+
+
 def fit(
-    root, module, *, run=None, plan=None, parts=1, shuffle=False, ids=None, extra=(), **options
+    root,
+    module,
+    *,
+    run=None,
+    plan=None,
+    parts=1,
+    shuffle=False,
+    ids=None,
+    extra=(),
+    is_quiet=True,
+    **options,
 ):
     private = PrivateCallback(
         plan or planned(-(-5 // parts)),
@@ -78,17 +98,9 @@ def fit(
         ids=ids,
         source=test_source(seed=1),
     )
-    settings = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "default_root_dir": root,
-    }
+    settings = {**SETTINGS, "max_epochs": 2, "default_root_dir": root}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if is_quiet else "default")
         trainer = pl.Trainer(
             **{**settings, **options}, accumulate_grad_batches=parts, callbacks=[private, *extra]
         )
@@ -191,6 +203,47 @@ def test_ids_and_half_precision(tmp_path):
     assert private.steps_released == 10
 
 
+class Nothing(Module):
+    """Passes over a batch because of what is in it, which nobody may see."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) if index else None
+
+
+class Clips(Module):
+    def configure_gradient_clipping(self, optimizer, *rest, **more):
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class Terms(Module):
+    def training_step(self, batch, index):
+        out = self.net(batch[0])
+        return 0.5 * nn.functional.cross_entropy(out, batch[1]) + 0.5 * out.square().mean()
+
+
+def test_clips_by_hand_are_warned_of_and_several_terms_are_read(tmp_path):
+    with pytest.warns(ProbablyNotMeant, match="has no effect"):
+        clipped = fit(tmp_path, Clips(), is_quiet=False)
+    agree(clipped.model, by_hand(1, is_loop=True), **EXACT)
+    assert fit(tmp_path, Terms()).steps_released == 10
+
+
+def test_independent_noise_may_be_shuffled_and_a_callback_is_for_one_fit(tmp_path):
+    plan = ns.Plan.fit(ns.Epochs(2, 5), mechanism="identity", noise_multiplier=0.5)
+    assert fit(tmp_path, Module(), plan=plan, shuffle=True).steps_released == 10
+    private = PrivateCallback(planned(5), clip_norm=0.5, batch_size=4, source=test_source(seed=1))
+    for times in range(2):
+        trainer = pl.Trainer(
+            **SETTINGS, max_epochs=1, callbacks=[private], default_root_dir=tmp_path
+        )
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+        if times:
+            with pytest.raises(InvalidInput, match="another trainer"):
+                trainer.fit(Module(), loader)
+        else:
+            trainer.fit(Module(), loader)
+
+
 def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
     class Manual(Module):
         pass
@@ -200,6 +253,12 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
         fit(tmp_path, Manual())
     with pytest.raises(Unsupported, match="gradient_clip_val"):
         fit(tmp_path, Module(), gradient_clip_val=1.0)
+    with pytest.raises(Unsupported, match="the strategy DDPStrategy"):
+        fit(tmp_path, Module(), strategy="ddp", devices=1)
+    with pytest.raises(Unsupported, match="a compiled module"):
+        fit(tmp_path, torch.compile(Module(), backend="eager"))
+    with pytest.raises(InvalidInput, match="no backward pass"):
+        fit(tmp_path, Nothing())
     with pytest.raises(InvalidInput, match="shuffle=False"):
         fit(tmp_path, Module(), shuffle=True)
     with pytest.raises(InvalidInput, match="makes 15 steps"):

@@ -79,6 +79,12 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the optimizer into a private run, and go on where the run was."""
         _refuse(trainer, pl_module, self.plan)
+        if hasattr(self, "private") and self.private.steps_released:
+            raise InvalidInput(
+                f"this callback has released {self.private.steps_released} steps of another "
+                "trainer.fit, which a new run would not count; make a new PrivateCallback for "
+                "each, with one budget= for both"
+            )
         (inner,) = trainer.strategy.optimizers
         self.private = privatize(trained_part(pl_module), inner, self.plan, **self._options)
         trainer.strategy.optimizers = [_FitOptimizer(self)]
@@ -177,6 +183,12 @@ def _refuse(trainer: Any, module: Any, plan: Plan) -> None:
         "manual optimisation; use private.step there": not module.automatic_optimization,
         "several optimizers; use private.step": len(trainer.strategy.optimizers) != 1,
         "several processes; use noshuffle.training.privatize_distributed": trainer.world_size > 1,
+        "the strategy {strategy}; use one device (strategy='auto')": (
+            type(trainer.strategy).__name__ != "SingleDeviceStrategy"
+        ),
+        "a compiled module, whose passes cannot be heard; fit the module itself": bool(
+            getattr(module, "_compiler_ctx", None)
+        ),
         "gradient_clip_val, which clips the batch; clip_norm clips each example": bool(
             trainer.gradient_clip_val
         ),
@@ -187,4 +199,5 @@ def _refuse(trainer: Any, module: Any, plan: Plan) -> None:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise Unsupported(f"PrivateCallback does not take {reason}")
+            named = reason.format(strategy=type(trainer.strategy).__name__)
+            raise Unsupported(f"PrivateCallback does not take {named}")
