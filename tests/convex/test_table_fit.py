@@ -110,10 +110,12 @@ def test_noise_has_the_stated_law(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_tables_learn_the_intercept_only() -> None:
     x, _ = table(200, 20)
-    model = quick(epsilon=0.2, test_seed=1).fit(x, np.r_[np.ones(170, int), np.zeros(30, int)])
+    model = quick(epsilon=0.05, test_seed=2).fit(x, np.r_[np.ones(170, int), np.zeros(30, int)])
     assert not model.coef_.any()
     assert model.intercept_[0] > 0
-    assert steps_for(rows=200, columns=20, mu=0.03).length == 0
+    assert steps_for(rows=100, columns=20, mu=0.03).length == 0
+    assert steps_for(rows=200, columns=20, mu=0.06).readings == 0  # columns as they are
+    assert steps_for(rows=200, columns=20, mu=0.06, rate=None).length == 0  # numbers
 
 
 def test_a_run_folder_of_gd_is_verified(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.losses import by_label, logistic
 from noshuffle.convex.margins import PerMargin
+from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.sums_rule import SumsRule
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.release.verify import verify
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-1, 1, size=(1500, 3))
@@ -169,3 +173,62 @@ def test_streams_want_their_largest_weight_and_groups_go_by_name() -> None:
     by_name = quick(groups={"a": 0, None: 1}, **common).fit(frame, Y)
     by_place = quick(groups=[0, 1, 1], **common).fit(X, Y)
     np.testing.assert_array_equal(by_name.coef_, by_place.coef_)
+
+
+@pytest.mark.parametrize("bounds", [(-3, 3), "private"])
+def test_all_rows_of_a_unit_together_add_at_most_the_clip_norm(bounds: Any) -> None:
+    """In every kind of reading; a unit of many rows adds nearly all of it."""
+    rng = np.random.default_rng(3)
+    ids = rng.integers(40, size=300)
+    x = (rng.normal(size=(40, 3)) * 3)[ids]  # the rows of a unit are alike, and add up
+    y = (x[:, 0] > 0).astype(int)
+    made = PrivateLogisticRegression(
+        epsilon=8.0, rows_per_unit=2, classes=[0, 1], bounds=bounds, class_weight="balanced"
+    )
+    most: dict[int, float] = {}
+
+    def sums(rule: Any, x: Any, y: Any, weight: Any = None) -> Any:
+        for unit in np.unique(ids):
+            own = ids == unit
+            norm = np.linalg.norm(whole(rule, x[own], y[own], weight[own])) / rule.clip_norm
+            assert norm <= 1
+            most[rule_kind(rule)] = max(most.get(rule_kind(rule), 0.0), norm)
+        return whole(rule, x, y, weight)
+
+    def rule_kind(rule: Any) -> int:
+        """Bounds twice, counts, columns, gradients."""
+        if isinstance(rule, RangeRule) and rule._count < rule.lead:
+            return -2 if rule._count < rule.repeats else -1
+        inner = rule.inner if isinstance(rule, RangeRule) else rule
+        return int(min(inner._count, inner._before))
+
+    kind = RangeRule if bounds == "private" else GradientRule
+    whole = kind.clipped_sum
+    with mock.patch.object(kind, "clipped_sum", sums):
+        made.set_params(test_seed=0).fit(x, y, ids=ids.tolist())
+    assert len(most) >= 3 + 2 * (bounds == "private")
+    assert all(norm > 0.6 for norm in most.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_users_with_several_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(800, size=4000)
+    x = rng.uniform(-1, 1, size=(4000, 3))
+    y = (x[:, 0] + 0.3 * rng.normal(size=4000) > 0).astype(int)
+    made: dict[str, Any] = {"epsilon": 4.0, "bounds": (-1, 1), "classes": [0, 1]}
+    model = PrivateLogisticRegression(rows_per_unit=3, **made)
+    model.fit(x, y, ids=ids, run=tmp_path / "run")
+    assert verify(tmp_path / "run").answer == "PROVED"
+    assert model.score(x, y) > 0.85
+    assert "per user" in model.privacy_.headline()
+    assert any("at most 3 together" in s for s in model.privacy_.assumptions)
+    with pytest.raises(InvalidInput, match="ids"):
+        model.fit(x, y)
+    with pytest.raises(ParticipationViolation, match="twice"):
+        PrivateLogisticRegression(**made).fit(x, y, ids=ids)
+    for more in ({"solver": "ftrl"}, {"solver": "objective"}, {"inference": True}):
+        with pytest.raises(Unsupported, match="rows_per_unit"):
+            PrivateLogisticRegression(rows_per_unit=3, **more, **made).fit(x, y, ids=ids)
+    with pytest.raises(Unsupported, match="rows_per_unit"):
+        PrivateLogisticRegression(rows_per_unit=3, **made).partial_fit(x, y, ids=ids)

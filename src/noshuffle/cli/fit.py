@@ -37,6 +37,7 @@ _SCHEMA = (
 _PASSED_ON = (
     *("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha", "solver"),
     "max_weight",
+    "rows_per_unit",
 )
 
 
@@ -65,6 +66,9 @@ class FitSettings:
         "auto", "auto, gd, ftrl, or for linear sums", check=partial(one_of, SOLVERS)
     )
     ids: str | None = setting(None, "column that names the unit of a row")
+    rows_per_unit: int | None = setting(
+        None, "gd: a unit of --ids may have several rows, which count for this many at most"
+    )
     weights: str | None = setting(None, "column that holds the weight of a row")
     max_weight: float | None = setting(
         None, "largest weight, known beforehand (without it weights are taken to be public)"

@@ -25,7 +25,13 @@ from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.stream_fit import BLOCK, StreamFit
 from noshuffle.convex.table_fit import ONE_SHOT
-from noshuffle.convex.weighting import LEFT_OUT, by_class, given_weights, without_missing
+from noshuffle.convex.weighting import (
+    LEFT_OUT,
+    by_class,
+    given_weights,
+    unit_weights,
+    without_missing,
+)
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
@@ -70,6 +76,8 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         `partial_fit`; noise grows by it. None: weights of `fit` are public (see `weighting`).
     missing : "refuse", or "skip": rows with NaN add nothing; "gd" releases their number with noise,
         as `n_left_out_`, in one more reading.
+    rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
+        this many at most, together, and the guarantee is for all of them. Noise grows by it.
     inference : "gd": spend a quarter more readings on what `intervals` and `predict_interval` need.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
         deviation), covered by the same statement for 3 % more noise (see `progress`).
@@ -101,6 +109,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     neighbours: str = "zero-out"
     max_weight: float | None = None
     missing: str = "refuse"
+    rows_per_unit: int | None = None
     inference: bool = False
     release_score: bool = False
     budget: Any = None
@@ -210,6 +219,11 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         targets = self._targets(y)  # refuses unknown classes before anything begins
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
         weight, more = self._weigh(sample_weight, targets, whole)
+        if self.rows_per_unit is not None:
+            ids = None if ids is None else list(ids)
+            own = unit_weights(ids, self.rows_per_unit, rows=len(targets))
+            weight = own if weight is None else weight * own
+            self._most_weight *= self.rows_per_unit
         why = self._choose(X, run=run)
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(X)
@@ -259,6 +273,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self.solver_ = "sums" if self.solver == "sums" else "ftrl"
             self._refuse_balance()
             self._refuse_private_bounds()
+            self._refuse_many_rows()
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
         known = self._most_weight if goes_on else None

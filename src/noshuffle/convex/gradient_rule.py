@@ -58,7 +58,8 @@ class GradientRule(Rule):
     """Iterate and velocity; `readings` of the columns come first (0: rows are taken as they are).
 
     Guarantees: what a row adds to a sum has norm at most `clip_norm`, in readings of the columns
-    and in gradients; rows that are not finite add nothing.
+    and in gradients; rows that are not finite add nothing. With `has_many_rows` the same holds for
+    all rows of a unit together: each adds at most its share weight/most_weight of it.
     """
 
     loss: MarginLoss
@@ -73,6 +74,9 @@ class GradientRule(Rule):
     most_weight: float = 1.0
     #: Classes to count in the first reading (1: rows only; 0: no such reading), and to balance.
     census: int = 0
+    #: Whether a unit has several rows, whose weights add up to `most_weight` at most. Then counts
+    #: and sums of columns are of weighted rows, as gradients are.
+    has_many_rows: bool = False
     is_balanced: bool = False
     #: Models of log y start at the logarithm of the mean target, which the first reading releases,
     #: and divide gradients by this power of it. None: targets are not read for that.
@@ -147,7 +151,7 @@ class GradientRule(Rule):
     def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         out, there = np.zeros(self.size), np.ones(x.shape[0])
         if weight is not None:
-            there *= weight > 0
+            there *= weight / self.most_weight if self.has_many_rows else weight > 0
         if self._count < self._counting:
             codes = y.astype(np.int64) if self.census > 1 else np.zeros(len(y), dtype=np.int64)
             counts = np.asarray(np.bincount(codes, there, self.census), dtype=np.float64)
@@ -251,10 +255,11 @@ class GradientRule(Rule):
     def update(self, mean: Array, *, step: int) -> None:
         self._count += 1
         if self._count <= self._counting:
-            self._take_census(mean * (self._phase.batch_size / self.clip_norm))
+            self._take_census(mean * (self._phase.batch_size * self._share / self.clip_norm))
             return
         if self._count <= self._before:
-            self._moments += mean[: self._columns] * (self._filled * self._typical / self.clip_norm)
+            unit = self._filled * self._share * self._typical / self.clip_norm
+            self._moments += mean[: self._columns] * unit
             if self._count == self._before:
                 self._standardise()
             return
@@ -274,15 +279,24 @@ class GradientRule(Rule):
             self._average, self._taken = self._average + self._theta, self._taken + 1
 
     @property
+    def _share(self) -> float:
+        """What counts and sums of columns were divided by, so that a unit adds at most one row."""
+        return self.most_weight if self.has_many_rows else 1.0
+
+    @property
     def _filled(self) -> float:
-        """Rows for each row that was counted; between 1 and 10 whatever the noise says."""
+        """Rows for each row that was counted; between 1 and 10 (1,000 where units have several)
+        whatever the noise says."""
         if not self.census:
             return 1.0
         rows = float(self._phase.batch_size)
-        return rows / min(max(float(self.counts.sum()), 0.1 * rows), rows)
+        least = 0.1 * rows
+        if self.has_many_rows:  # of units with a hundred rows each, one counts
+            least = min(least, max(1e-3 * rows, 4.0 * self._phase.plan.noise_multiplier))
+        return rows / min(max(float(self.counts.sum()), least), rows)
 
     def _take_census(self, sums: Array) -> None:
-        deviation = self._phase.plan.noise_multiplier
+        deviation = self._phase.plan.noise_multiplier * self._share
         sums = sums if self.level_power is None else math.sqrt(2.0) * sums
         self.counts = counts = sums[: self.census].copy()
         self._gain = self._filled
@@ -300,7 +314,7 @@ class GradientRule(Rule):
         """Centre and scale of the columns from what was released."""
         p = self.features
         mean, square = np.split(self._moments / self.readings, 2)
-        noise = self._phase.plan.noise_multiplier * self._typical
+        noise = self._phase.plan.noise_multiplier * self._typical * self._share
         noise *= self._filled / (self._phase.batch_size * math.sqrt(self.readings))
         if self.fit_intercept:
             apart = mean - mean.mean()

@@ -47,6 +47,7 @@ class PhaseBudget:
     delta: float
     mechanism: str | Strategy = "blt"
     neighbours: str = "zero-out"
+    unit: str = "example"
 
     def __post_init__(self) -> None:
         if self.epsilon != math.inf:
@@ -104,6 +105,7 @@ def _planned(budget: PhaseBudget, part: Participation) -> tuple[Plan, Array]:
         noise_multiplier=None if is_private else 0.0,
         delta=budget.delta,
         neighbours=budget.neighbours,
+        unit=budget.unit,
     )
     per_step = error(plan.strategy, plan.steps).per_step * plan.noise_multiplier
     return plan, per_step

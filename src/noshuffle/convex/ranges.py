@@ -58,7 +58,17 @@ class RangeRule(Rule):
 
     _STATE: ClassVar[tuple[str, ...]] = ("_first", "_second", "_count")
 
-    def __init__(self, rule: Rule | None, *, columns: int, clip_norm: float, repeats: int) -> None:
+    def __init__(
+        self,
+        rule: Rule | None,
+        *,
+        columns: int,
+        clip_norm: float,
+        repeats: int,
+        share: float | None = None,
+    ) -> None:
+        #: Where a unit has several rows: what their weights add up to at most.
+        self._share = share
         self.inner, self.columns, self.clip_norm, self.repeats = rule, columns, clip_norm, repeats
         self.size = max(0 if rule is None else rule.size, columns * FIRST_BINS)
         self._first, self._second = np.zeros((columns, FIRST_BINS)), np.zeros((columns, BINS))
@@ -97,7 +107,10 @@ class RangeRule(Rule):
         codes = (self.first_bins(x) if is_first else self._second_bins(x)) + bins * np.arange(
             self.columns
         )
-        there = None if weight is None else np.repeat(weight > 0, self.columns)
+        there = None
+        if weight is not None:
+            own = weight > 0 if self._share is None else weight / self._share
+            there = np.repeat(own, self.columns)
         counts = np.bincount(codes.ravel(), there, self.columns * bins)
         out[: counts.size] = counts * (self.clip_norm / math.sqrt(self.columns) * (1 - CLIP_SLACK))
         return out
@@ -144,7 +157,7 @@ class RangeRule(Rule):
         low, high = self._coarse
         width = (high - low) / BINS
         kept = self._kept
-        is_clear = kept.sum(1) > self._rows / 2
+        is_clear = kept.sum(1) > self._rows / (2 * (self._share or 1.0))
         share = np.cumsum(kept, 1) / np.maximum(kept.sum(1), 1e-300)[:, None]
         first, last = (share <= TAIL).sum(1), (share < 1 - TAIL).sum(1)
         fine = np.column_stack([low + width * first, low + width * (last + 1)])

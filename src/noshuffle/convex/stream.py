@@ -240,7 +240,8 @@ class LearningStream(OneOwner):
             )
         twice = self._units.look_up(units).count > 0
         _, firsts = np.unique(units, return_index=True)
-        twice[np.setdiff1d(np.arange(rows), firsts)] = True
+        if self.budget.unit != "user":
+            twice[np.setdiff1d(np.arange(rows), firsts)] = True
         if twice.any():
             one = given[int(np.flatnonzero(twice)[0])]
             raise ParticipationViolation(
@@ -254,7 +255,7 @@ class LearningStream(OneOwner):
         if not self.kind_of_ids:
             self.kind_of_ids = kind
             self._bind_kind(kind)
-        self._units.update(np.sort(units), step=0)
+        self._units.update(np.unique(units), step=0)
         self._pending = np.concatenate([self._pending, units])
 
     def feed(self, x: Any, y: Targets, weight: Array | None = None) -> None:

@@ -23,7 +23,7 @@ from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRul
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.stream import LearningStream, Rule
-from noshuffle.convex.table_fit import IDS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
+from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
@@ -64,7 +64,9 @@ class StreamFit(TableFit):
             rule = self._gradient_rule(loss, features, outputs, clip_norm)
             if not (repeats := self._repeats()):
                 return rule
-            return RangeRule(rule, columns=features, clip_norm=clip_norm, repeats=repeats)
+            share = None if self.rows_per_unit is None else self._most_weight
+            sizes: dict[str, Any] = {"columns": features, "clip_norm": clip_norm, "share": share}
+            return RangeRule(rule, **sizes, repeats=repeats)
         composite = composite_of(self.penalty, alpha=self.alpha, l1_ratio=self.l1_ratio)
         averaging = "last" if makes_zeros(composite) else "linear"
         return LinearRule(
@@ -98,6 +100,10 @@ class StreamFit(TableFit):
             )
         reach = float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
         return slope * reach * self._most_weight
+
+    @property
+    def _unit(self) -> str:
+        return "example" if self.rows_per_unit is None else "user"
 
     def _watch(self, margins: Array, y: Targets) -> None:
         self._progress(margins, y)
@@ -145,7 +151,7 @@ class StreamFit(TableFit):
         mechanism = identity() if is_batch else self.mechanism
         return LearningStream(
             ScoredRule(rule, self._SCORE.each) if self.release_score else rule,
-            PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours),
+            PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours, self._unit),
             source=source,
             horizon=horizon,
             passes=passes,
@@ -212,6 +218,7 @@ class StreamFit(TableFit):
         self._count_rows(rule)
         self._notes = notes
         ids = IDS if stream.has_ids else NO_IDS
+        ids = ids if self.rows_per_unit is None else MANY_ROWS.format(self.rows_per_unit)
         if stream.is_closed:
             stream.release.settle_budget()
         others = OTHER_RUNS if stream.charge is None else stream.charge.words()
@@ -237,9 +244,10 @@ class StreamFit(TableFit):
             self._said, self.privacy_ = now_said, statement_of(stream.phases, notes=tuple(said))
 
     def _count_rows(self, rule: Rule | None) -> None:
-        """What the census of "gd" released."""
+        """What the census of "gd" released; of units with several rows it counts them weighted."""
+        many = self.rows_per_unit is not None
         self.__dict__.pop("n_left_out_", None)
-        if isinstance(rule, GradientRule) and rule.census and self.missing == "skip":
+        if isinstance(rule, GradientRule) and rule.census and self.missing == "skip" and not many:
             self.n_left_out_ = float(self._stream.phase.rows - rule.counts.sum())
 
     def _continued(self) -> bool:

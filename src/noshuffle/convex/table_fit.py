@@ -36,6 +36,10 @@ from noshuffle.statement import PrivacyStatement
 ONE_SHOT = ("objective", "frank_wolfe")
 NO_IDS = "No ids were given: every row is taken to be a unit of its own."
 IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
+MANY_ROWS = (
+    "A unit is a user, told by the ids given with the rows; the rows of one user count for at most "
+    "{} together, and the guarantee covers all of them."
+)
 SETTINGS = "All other settings are taken to have been chosen without the data, too."
 GIVEN_BOUNDS = "{} were given, not measured, and are taken to have been chosen without the data."
 _UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
@@ -81,6 +85,7 @@ class TableFit:
         test_seed: int | str | None
         missing: str
         inference: bool
+        rows_per_unit: int | None
         _most_weight: float
         privacy_: PrivacyStatement
         _weights: Array
@@ -128,6 +133,7 @@ class TableFit:
         if self.solver_ != "gd":
             self._refuse_balance()
             self._refuse_private_bounds()
+            self._refuse_many_rows()
         if self.solver_ == "gd":
             found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
             self._schedule, self._passes = found, found.readings + found.steps
@@ -140,6 +146,13 @@ class TableFit:
     def _repeats(self) -> int:
         """Readings of each of the two kinds by which "gd" finds bounds in private."""
         return max(1, round(self._schedule.steps / 8)) if is_private(self.bounds) else 0
+
+    def _refuse_many_rows(self) -> None:
+        if self.rows_per_unit is not None:
+            raise Unsupported(
+                f"solver={self.solver_!r} has one row for each unit; fit with solver='gd', or "
+                "leave rows_per_unit out"
+            )
 
     def _refuse_private_bounds(self) -> None:
         if is_private(self.bounds):
@@ -158,6 +171,8 @@ class TableFit:
                 "inference=True needs solver 'gd' on dense rows that the noise does not hide; "
                 "leave it out, or use more rows or a larger epsilon"
             )
+        if self.rows_per_unit is not None:
+            raise Unsupported("inference=True has one row for each unit; leave rows_per_unit out")
         if outputs > 1 or not isinstance(loss, PerMargin) or loss.curvature() is None:
             raise Unsupported(
                 "inference=True needs a smooth loss of one margin (two classes, or a regression); "
@@ -172,7 +187,8 @@ class TableFit:
         """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
         if self._is_balanced():
             return len(getattr(self, "classes_", ()))
-        return int(self.missing == "skip" or self._LEVEL_POWER is not None)
+        is_partial = self.missing == "skip" or self.rows_per_unit is not None
+        return int(is_partial or self._LEVEL_POWER is not None)
 
     def _refuse_balance(self) -> None:
         if self._is_balanced():
@@ -281,6 +297,7 @@ class TableFit:
             fit_intercept=self.fit_intercept,
             most_weight=self._most_weight,
             census=self._census(),
+            has_many_rows=self.rows_per_unit is not None,
             is_balanced=self._is_balanced(),
             level_power=self._LEVEL_POWER,
             spreads=self._spreads(),

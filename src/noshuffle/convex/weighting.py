@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from noshuffle.convex.arrays import Array, real_array
-from noshuffle.errors import InvalidInput, one_of, positive
+from noshuffle.errors import InvalidInput, one_of, positive, whole
 
 MISSING = ("refuse", "skip")
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."
@@ -84,6 +84,21 @@ def by_class(class_weight: Any, classes: Any) -> Array | None:
         positive(**{f"class_weight of {label!r}": weight})
         out[known.index(label)] = float(weight)
     return out
+
+
+def unit_weights(ids: Any, rows_per_unit: int, *, rows: int) -> Array:
+    """min(1, k/m) for each row of a unit that has m of them: together at most k = rows_per_unit.
+
+    A row's weight depends on the rows of its own unit alone, so it is part of what is covered.
+    """
+    whole(rows_per_unit=rows_per_unit)
+    if ids is None:
+        raise InvalidInput("rows_per_unit needs ids=, whose unit each row belongs to")
+    if len(ids) != rows:
+        raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(ids)}")
+    number: dict[Any, int] = {}
+    units = np.array([number.setdefault(one, len(number)) for one in ids], dtype=np.int64)
+    return np.asarray(np.minimum(1.0, rows_per_unit / np.bincount(units)[units]))
 
 
 def without_missing(x: Any, missing: str) -> tuple[Any, NDArray[np.bool_] | None]:
