@@ -6,8 +6,8 @@ claim of a row is the exponent of its theorem. No state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,10 @@ def _cells(asked: Request) -> Sequence[Cell]:
 
 
 def curve(record: dict[str, Any]) -> rates.Curve:
-    """A curve from its record; JSON has null for an open end."""
-    low, high = record["accepted"]
-    ends = -math.inf if low is None else low, math.inf if high is None else high
-    names = ("name", "axis", "slope", "theory", "note", "reason")
-    sizes = {"x": tuple(record["x"]), "excess": tuple(record["excess"])}
-    values: dict[str, Any] = {**{name: record[name] for name in names}, **sizes}
-    return rates.Curve(**values, accepted=ends)
+    """A curve from its record."""
+    known = {f.name for f in fields(rates.Curve)}
+    values = {name: value for name, value in record.items() if name in known}
+    return rates.Curve(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def _curves(results: Results) -> list[rates.Curve]:
@@ -49,7 +46,7 @@ def _claim(rate: rates.Rate) -> Claim:
     def decide(results: Results) -> ClaimVerdict:
         found = curve(results[rate.name])
         told = found.verdict()
-        figures = f"slope {found.slope:+.3f}, theory {found.theory:+.2f}"
+        figures = f"slope {found.slope:+.3f} ± {found.error:.3f}, theory {found.theory:+.2f}"
         if told == "not tested":
             return not_tested(f"{figures}: kinder than the worst case")
         return verdict(found.is_within, figures)
