@@ -92,7 +92,7 @@ def audit_claim(
             f"{len(is_in)} coins and {count} canaries"
         )
     learned = np.arange(count) % 2 == 0
-    direction = _direction(Y[:, learned], is_in[learned])
+    direction = fisher_direction(Y[:, learned], is_in[learned])
     scores, coins = direction @ Y[:, ~learned], is_in[~learned]
     if not np.ptp(scores):
         raise InvalidInput("the recorded coordinates hold neither noise nor canaries")
@@ -110,7 +110,7 @@ def audit_claim(
     return ClaimAudit(name, float(epsilon), float(delta), judged, k, found, proved, is_shift)
 
 
-def _direction(Y: Array, is_in: Coins) -> Array:
+def fisher_direction(Y: Array, is_in: Coins) -> Array:
     """Fisher's direction; the bare one where a combination of steps has no noise."""
     shift = Y[:, is_in].mean(axis=1) - Y[:, ~is_in].mean(axis=1)
     noise = Y[:, ~is_in] - Y[:, ~is_in].mean(axis=1, keepdims=True)

@@ -129,7 +129,8 @@ _NAIVE, _TREE, _LS_20 = {"aggregation": "naive"}, {"aggregation": "tree"}, {"d":
 _IN_D, _L1_TREE = {"n": 4096, "epsilon": 2.0}, {"d": 100, "solver": "tree", "epsilon": 2.0}
 _NS, _DS, _ES = _powers(12, 20), (1e2, 1e3, 1e4, 1e5, 1e6), (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 
-_MS, _WIDE = _powers(11, 15), {"width": 0.2}
+_MS = _powers(11, 15)
+_WIDE: dict[str, Any] = {"width": 0.2}
 _CURVED = (
     _curved("output_perturbation", _MS, -2.0, **_WIDE),
     _curved("objective_perturbation", _MS, -2.0, **_WIDE),

@@ -34,8 +34,12 @@ def _cells(asked: Request) -> Sequence[Cell]:
 def curve(record: dict[str, Any]) -> rates.Curve:
     """A curve from its record."""
     known = {f.name for f in fields(rates.Curve)}
-    values = {name: value for name, value in record.items() if name in known}
-    return rates.Curve(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in record.items()
+        if name in known
+    }
+    return rates.Curve(**values)
 
 
 def _curves(results: Results) -> list[rates.Curve]:
