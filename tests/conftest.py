@@ -21,6 +21,10 @@ settings.register_profile("watched by nobody", deadline=None, derandomize=True, 
 settings.load_profile("watched by nobody" if os.environ.get("CI") else "here")
 
 
+# Triton chooses its interpreter when it is imported, which may be long before a kernel is tested.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 #: What is imported stays; to look through all of it for garbage takes a tenth of the time.
 gc.disable()
 
