@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -223,7 +224,7 @@ class Learning(Driver):
 
     def save(self) -> None:
         assert self.folder is not None
-        write_stream(self.folder, self.run)
+        write_stream(self.folder, self.run, SimpleNamespace())
 
     def close(self) -> None:
         self.run.end_run()

@@ -33,6 +33,9 @@ figure{margin:0}figure svg{width:100%;height:auto}figcaption{color:#52606d;font-
 table{border-collapse:collapse}td{padding:.15rem 1rem .15rem 0;vertical-align:top}
 td:first-child{color:#52606d;white-space:nowrap}td{overflow-wrap:anywhere}
 table+p{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
+@media(prefers-color-scheme:dark){body{background:#14191f;color:#e4e7eb}
+.lead,.card span,figcaption,td:first-child{color:#9fb3c8}.card{border-color:#3e4c59}
+.warn{background:#3b211b}figure svg{filter:invert(1) hue-rotate(180deg)}}
 """
 #: What the statement says, and how a person calls it.
 _STATED = {
@@ -102,6 +105,7 @@ def document(title: str, body: str, head: str = "") -> str:
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
+        "<meta name='color-scheme' content='light dark'>"
         f"{head}"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>{body}</body></html>\n"

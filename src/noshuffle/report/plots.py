@@ -49,7 +49,7 @@ def as_svg(draw: Callable[Concatenate[Axes, Given], None]) -> Callable[Given, st
             axes.grid(alpha=0.25)
             draw(axes, *given, **more)
             out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
             pyplot.close(figure)
         text = out.getvalue()
         return text[text.index("<svg") :]
