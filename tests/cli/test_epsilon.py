@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -208,3 +209,16 @@ def test_a_narrow_table_cuts_no_number(
             main(["plan", "--epochs", "9", "--steps-per-epoch", "80", "--mechanism", "tree"]) == 0
         )
         assert "…" not in capsys.readouterr().out
+
+
+def test_sentences_are_cut_between_words_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["epsilon", "--steps", "64", "--noise-multiplier", "2", "--mechanism", "tree"]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert any(line.startswith("  - ") for line in lines)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import noshuffle as ns
 from noshuffle.cli import main
-from noshuffle.report.live import snapshot, status_lines
+from noshuffle.report.live import snapshot, sparkline, status_lines
 from noshuffle.statement import meaning
 
 
@@ -46,6 +47,12 @@ def test_it_shows_where_the_run_stands(folder: Path) -> None:
 @pytest.mark.parametrize("width", [40, 50, 60])
 def test_lines_fit_a_narrow_terminal(folder: Path, width: int) -> None:
     assert all(len(line) <= width for line in status_lines(snapshot(folder), width=width)[1:])
+
+
+def test_the_largest_value_of_a_line_has_the_tallest_block() -> None:
+    for values in np.random.default_rng(0).uniform(size=(200, 3)):  # some round to above the top
+        line = sparkline(values.tolist())
+        assert (line[values.argmax()], line[values.argmin()]) == ("█", "▁")
 
 
 def test_the_command_looks_once_and_leaves_the_folder_alone(

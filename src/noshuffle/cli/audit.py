@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, whole
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def audit(asked: AuditSettings, output: Output) -> int:
     if output.json:
         print_json(record)
     else:
-        print("\n\n".join(finding.words() for finding in findings))
+        say("\n\n".join(finding.words() for finding in findings))
     return EXIT_CODES[str(record["answer"])]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def budget(asked: BudgetSettings, output: Output) -> None:
     for name in swept:
         print(f"{name} had died; it is charged for what its ledger shows")
     Console().print(_table(own))
-    print(f"{own.words()}\npicture: {picture}")
+    say(own.words())
+    print(f"picture: {picture}")
 
 
 def opened(folder: Path | None, *, has_baseline: bool = False) -> Budget | None:

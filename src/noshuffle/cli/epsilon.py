@@ -8,6 +8,7 @@ from typing import Any
 from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import check_options, mechanism_named
 from noshuffle.cli.promise import Output, Promise, print_json
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, positive
 from noshuffle.participation import Epochs, Participation, Restarted
 
@@ -40,7 +41,7 @@ def epsilon(asked: EpsilonSettings, output: Output) -> None:
     if output.json:
         print_json({**statement.to_dict(), "strategy": plan.strategy.name, "plan_hash": plan.hash})
     else:
-        print(statement.words())
+        say(statement.words())
 
 
 def _plan(asked: EpsilonSettings) -> Any:

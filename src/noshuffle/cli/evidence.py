@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import SIGN_HELP, Output, print_json
-from noshuffle.cli.words import in_options
+from noshuffle.cli.words import in_options, say
 from noshuffle.errors import InvalidInput, NoshuffleError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def verify(asked: VerifySettings, output: Output) -> int:
     if output.json:
         print_json(verdict.to_dict())
     else:
-        print(in_options(verdict.words(), ("sign", "public_key")))
+        say(in_options(verdict.words(), ("sign", "public_key")))
     return verdict.exit_code
 
 

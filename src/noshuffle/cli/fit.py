@@ -14,6 +14,7 @@ from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
 from noshuffle.cli.settings import dated
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of, positive
 
 _ESTIMATORS = {
@@ -310,7 +311,7 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         }
         print_json(record)
         return
-    print(statement.words())
+    say(statement.words())
     print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
     if hasattr(model, "n_left_out_"):
         print(f"about {max(model.n_left_out_, 0):,.0f} rows left out (released with noise)")

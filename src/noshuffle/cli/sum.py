@@ -21,7 +21,7 @@ from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, JSON_HELP, TEST_SEED_HELP, print_json
 from noshuffle.cli.settings import check_new_folder, dated, kept_settings
-from noshuffle.cli.words import refuse
+from noshuffle.cli.words import refuse, say
 from noshuffle.errors import InvalidInput, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, SinglePass
 
@@ -273,7 +273,7 @@ class _Run:
             print_json(record)
             return
         self._print_table()
-        print(f"\n{self.statement.words()}\n")
+        say(f"\n{self.statement.words()}\n")
         print(f"totals: {path / 'totals.csv'}")  # one line each, to be copied
         print(f"report: {path / 'report.html'}")
         if self.sums.step < self.plan.steps:

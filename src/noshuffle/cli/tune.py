@@ -10,6 +10,7 @@ from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import check_fields, given, setting, takes
 from noshuffle.cli.promise import FOLDER_HELP, Output, print_json
 from noshuffle.cli.settings import TrainSettings, check_new_folder, dated
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, positive
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
         print_json({**record, "best": best, "statement": found.statement.to_dict()})
         return
     print(f"best of {len(choices)} settings: {best}; score {found.score:.4f}\n")
-    print(f"{found.statement.words()}\n\nmodel: {out / 'model.safetensors'}")
+    say(found.statement.words())
+    print(f"\nmodel: {out / 'model.safetensors'}")
 
 
 def _numbers(text: str | None, default: list[float]) -> list[float]:

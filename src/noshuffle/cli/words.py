@@ -1,4 +1,4 @@
-"""Refusals in the words of the command line.
+"""Sentences of the command line: refusals in its words, and prose as wide as the terminal.
 
 The library speaks of Python arguments; a person who typed options reads options:
 
@@ -11,7 +11,9 @@ The library speaks of Python arguments; a person who typed options reads options
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 
 
@@ -34,3 +36,28 @@ def refuse(message: str, *, status: int = 2) -> int:
     """One line on the error stream; returns the exit status."""
     print(f"noshuffle: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with every line cut between words where it is wider, and what follows moved in.
+
+    >>> print(wrapped("noise: much\\n  - of it, every day", 14))
+    noise: much
+      - of it,
+        every day
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        parts = textwrap.wrap(
+            line.rstrip(), width, subsequent_indent=indent,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        lines += parts or [""]
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Print prose, cut between words on a terminal; in a pipe a sentence stays one line."""
+    is_terminal = sys.stdout.isatty()
+    print(wrapped(text, shutil.get_terminal_size().columns) if is_terminal else text)

@@ -114,7 +114,7 @@ def sparkline(values: Sequence[float]) -> str:
     """One character a value, from the least to the largest."""
     low, high = min(values), max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[math.ceil((v - low) * scale)] for v in values)
+    return "".join(_BLOCKS[round((v - low) * scale)] for v in values)
 
 
 def duration(seconds: float) -> str:
