@@ -52,10 +52,12 @@ from noshuffle.participation import (
     Participation,
     SeparatedBins,
 )
+from noshuffle.participation.patterns import OPEN
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
+from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
 from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
@@ -65,6 +67,8 @@ from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTING
 from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
+#: Steps that the noise of a run of unknown length is made for, unless `reach` says otherwise.
+REACH = 10**6
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 UNITS = ("example", "user")
 
@@ -133,6 +137,8 @@ class Plan:
 
         With mechanism "best", `sampling` says what may be drawn in secret for `Epochs`: "none",
         "poisson", "cyclic", "bins" or "any", which takes the least noise (see `sampled_fit`).
+        Of a run of unknown length (`SinglePass.open()`) `reach` is the number of steps up to which
+        its error is to be small; ε holds for every length.
 
         Exactly one of `epsilon` and `noise_multiplier` is given. The search for the noise ends on
         the safe side: the plan's statement never exceeds `epsilon`.
@@ -413,6 +419,19 @@ def _bins_of(plan: Plan) -> BallsInBins:
     return plan.participation
 
 
+def _open_ended(
+    mechanism: str, participation: Participation, workload: Workload, options: dict[str, Any]
+) -> strategies.Strategy:
+    """Noise without an end: a BLT that is good up to `reach` steps, and private for ever."""
+    if mechanism == "identity":
+        return strategies.identity()
+    one_of(("blt", "best"), **{"mechanism of a run of unknown length": mechanism})
+    options = {"buffers": 5, **options}
+    reach = options.pop("reach", REACH)
+    whole(reach=reach)
+    return fit_blt(replace(participation, steps=reach), workload=workload, **options).strategy  # type: ignore[type-var]
+
+
 def _fitted(
     mechanism: str,
     participation: Participation,
@@ -420,6 +439,8 @@ def _fitted(
     max_buffers: int | None,
     options: dict[str, Any],
 ) -> strategies.Strategy:
+    if participation.steps == OPEN:
+        return _open_ended(mechanism, participation, workload, options)
     if mechanism == "best":
         return best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
     return fit_strategy(mechanism, participation, workload=workload, **options).strategy

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
+from noshuffle.errors import MAX_STEPS
 from noshuffle.participation import Participation, Restarted
 
 #: How often an attacker of `meaning` accuses somebody who did not take part.
@@ -175,6 +176,8 @@ def sentences(
 
 def so_far(released: int, steps: int) -> str:
     """What a statement of an unfinished run adds."""
+    if steps == MAX_STEPS:
+        return f"So far {released} steps were released; the run has no planned end."
     return f"So far {released} of {steps} planned steps were released."
 
 

@@ -18,10 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import MAX_STEPS, InvalidInput, whole
 from noshuffle.participation.base import Participation
+
+#: The horizon of a run whose length nobody knows: the longest there is.
+OPEN = MAX_STEPS
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,17 @@ class SinglePass(Participation):
     steps: int
     kind: ClassVar[str] = "single-pass"
 
+    @classmethod
+    def open(cls) -> Self:
+        """However long the run will be."""
+        return cls(OPEN)
+
     def most_within(self, steps: int) -> int:
         return min(1, steps)
 
     def words(self) -> str:
+        if self.steps == OPEN:
+            return "each unit takes part in at most one step, however many there will be"
         return f"each unit takes part in at most one of {self.steps} steps"
 
 
@@ -100,12 +110,18 @@ class MinSeparation(Participation):
     max_participations: int
     kind: ClassVar[str] = "min-separation"
 
+    @classmethod
+    def open(cls, *, separation: int, max_participations: int) -> Self:
+        """However long the run will be."""
+        return cls(OPEN, separation, max_participations)
+
     def most_within(self, steps: int) -> int:
         return min(self.max_participations, math.ceil(steps / self.separation))
 
     def words(self) -> str:
+        many = "steps, however long the run" if self.steps == OPEN else f"of {self.steps} steps"
         return (
-            f"each unit takes part in at most {self.most} of {self.steps} steps, any two of them "
+            f"each unit takes part in at most {self.most} {many}, any two of them "
             f"at least {self.separation} apart"
         )
 

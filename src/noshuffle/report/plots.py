@@ -19,6 +19,7 @@ import numpy as np
 
 from noshuffle.errors import NoshuffleError
 from noshuffle.participation import Stages
+from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, error, identity, sensitivity
 from noshuffle.strategies.fit import fit
@@ -143,6 +144,8 @@ def noise_figure(
     is what training with independent noise is called. Mechanisms whose error cannot be computed at
     this size are left out; without noise or mechanisms there is no figure.
     """
+    if plan.steps == OPEN:  # no mechanism beside it was planned for any length
+        return
     choices: list[tuple[str, Strategy]] = [(f"this run ({plan.strategy.name})", plan.strategy)]
     if not plan.participation.is_sampled:
         if plan.strategy.name != "tree" and not isinstance(plan.participation, Stages):

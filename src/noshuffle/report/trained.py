@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.errors import NoshuffleError
+from noshuffle.participation.patterns import OPEN
 from noshuffle.report import plots
 from noshuffle.report.run import RunRecord
 from noshuffle.strategies import Strategy
@@ -18,7 +19,13 @@ from noshuffle.strategies.base import ToeplitzStrategy
 def lead(run: RunRecord) -> str:
     data = run.config.get("data", "own data")
     model = run.config.get("model", "own model")
-    return f"{model} on {data}, {run.plan.steps} steps, {run.plan.strategy.words()}"
+    return f"{model} on {data}, {_steps(run)} steps, {run.plan.strategy.words()}"
+
+
+def _steps(run: RunRecord) -> int:
+    """The planned steps; of a run without an end, those that were released."""
+    told = max(1, int(run.statement.get("released_steps") or 0))
+    return told if run.plan.steps == OPEN else run.plan.steps
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
@@ -29,10 +36,11 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     if any(row.get("test_accuracy") is not None for row in run.evaluations):
         caption = "Accuracy on held-out data, computed from the released model."
         yield plots.learning_curve(run.evaluations), caption
-    yield plots.epsilon_curve(run.plan, last=run.plan.steps), "Privacy spent so far."
+    last = _steps(run)
+    yield plots.epsilon_curve(run.plan, last=last), "Privacy spent so far."
     if run.plan.noise_multiplier:
         caption = "Errors of any test whether one unit took part in the whole run: never below."
-        yield plots.tradeoff_curve(run.plan, last=run.plan.steps), caption
+        yield plots.tradeoff_curve(run.plan, last=last), caption
     yield from _signal(run)
     if len({row.get("clip_norm") for row in run.evaluations}) > 1:
         caption = (
@@ -59,10 +67,10 @@ def _signal(run: RunRecord) -> Iterator[plots.Figure]:
     names = ("private_gradient_norm", "trained_parameters", "step")
     rows = [row for row in run.evaluations if all(row.get(name) for name in names)]
     batch, clip = run.config.get("batch_size"), run.config.get("clip_norm")
-    if len(rows) < 2 or not batch or not clip:
+    if len(rows) < 2 or not batch or not clip or run.config.get("stages"):  # they have changed
         return
     try:
-        per_step = _row_norms(run.plan.strategy, run.plan.steps)
+        per_step = _row_norms(run.plan.strategy, _steps(run))
     except NoshuffleError:  # too long to compute
         return
     scale = run.plan.noise_multiplier * clip / batch

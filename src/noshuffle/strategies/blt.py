@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, number_tuple, whole
+from noshuffle.errors import InvalidInput, Unsupported, number_tuple, whole
 from noshuffle.strategies.base import ToeplitzStrategy
 from noshuffle.strategies.recipe import Array, Buffered, Recipe
 
@@ -150,6 +150,35 @@ def _impulse_response(decays: Array, scales: Array, n: int) -> Array:
         elif n > 1:
             out[1] += scale
     return out
+
+
+def endless_squared(
+    strategy: Blt, *, separation: int, most: int, steps: int
+) -> tuple[float, float]:
+    """S² of a plain BLT that never ends, and what a unit reaches in a run of `steps` steps.
+
+        X_L = Σ_{s≥0} c_s c_{s+L} = c_L + Σ_{i,j} ω_i ω_j θ_j^L / (1 − θ_i θ_j)
+
+    is what two participations L steps apart share; sums of θ < 1 end. X falls with L where c does
+    not rise, Σ ω ≤ 1, so k steps exactly b apart are the worst: S² = k X_0 + 2 Σ_m (k − m) X_mb,
+    from above for every length, and all of it once the slowest decay has died out.
+    """
+    theta, omega = np.asarray(strategy.decays), np.asarray(strategy.scales)
+    if omega.sum() > 1 or most * separation > steps:
+        raise Unsupported(
+            "an endless BLT is accounted where its coefficients do not rise (scales sum up to at "
+            "most 1) and where the participations fit into the run; fit it by name"
+        )
+    lags = separation * np.arange(most)
+    powers = theta[None, :] ** lags[:, None]
+    shared = (omega[:, None] * omega[None, :] / (1 - theta[:, None] * theta[None, :])).sum(axis=0)
+    own = np.where(lags > 0, (theta[None, :] ** np.maximum(lags - 1, 0)[:, None]) @ omega, 1.0)
+    X = own + powers @ shared
+    weights = 2.0 * (most - np.arange(most))
+    weights[0] = most
+    squared = float(weights @ X) * (1 + 1e-12)  # rounding of the sums
+    left = steps - int(lags[-1])
+    return squared, squared if float(theta.max()) ** (2 * left) < 1e-13 else 0.0
 
 
 def inverse_parameters(decays: Numbers, scales: Numbers) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ its leading block; nothing here forms a matrix unless the strategy is one, or th
                                     (Kalinin–Lampert, arXiv 2405.13763, Theorem 2)
     bands ≤ separation              columns of one pattern are orthogonal: a dynamic program
     epochs                          max_j Σ_{l,m} |X_{j+lb,j+mb}| in O(n·k)
+    BLT of 10⁸ steps (open runs)    the same of an endless run, in closed form (see `blt`)
     min-separation, short run       branch and bound over |X| (see `gram`)
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           closed forms of Σ⁻¹ (see `tree_sensitivity`), or node counts
@@ -62,6 +63,7 @@ from noshuffle.participation import (
 from noshuffle.strategies import gram
 from noshuffle.strategies import toeplitz_sensitivity as toeplitz
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
+from noshuffle.strategies.blt import Blt, endless_squared
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.identity import Identity
@@ -217,6 +219,11 @@ def _record(upper: float, reached: float, notes: str = "") -> Sensitivity:
 def _toeplitz(
     strategy: ToeplitzStrategy, participation: SinglePass | Epochs | MinSeparation, n: int
 ) -> Sensitivity:
+    is_endless = type(strategy) is Blt and not strategy.taps and not strategy.has_gains
+    if n > MAX_COEFFICIENTS and is_endless and not isinstance(participation, Epochs):
+        assert isinstance(strategy, Blt)
+        k, b = participation.most_within(n), getattr(participation, "separation", n)
+        return _record(*endless_squared(strategy, separation=b, most=k, steps=n))
     if n > MAX_COEFFICIENTS:
         raise Unsupported(
             f"the sensitivity of {strategy.name!r} is computed for at most {MAX_COEFFICIENTS:,} "

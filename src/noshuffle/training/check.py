@@ -30,6 +30,7 @@ from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
+from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
@@ -220,7 +221,8 @@ def _records(plan: Plan, planned: int, loader: Any) -> int:
     data: Any = getattr(loader, "dataset", None)
     if hasattr(data, "__len__"):
         return len(data)
-    return 0 if plan.participation.is_sampled else planned * _per_pass(plan)
+    is_unknown = plan.participation.is_sampled or plan.steps == OPEN
+    return 0 if is_unknown else planned * _per_pass(plan)
 
 
 def _delta(plan: Plan, records: int) -> CheckFinding:
