@@ -205,3 +205,54 @@ def test_a_budget_pays_for_all_of_an_extended_run(tmp_path):
     private.close()
     assert budget.total().epsilon(1e-5) == pytest.approx(MORE.epsilon(), rel=1e-6)
     assert verify(tmp_path / "run").answer == "PROVED"
+
+
+def updates(plan, folder, *, clip, batch, size=1e6):
+    """What every step adds to the weights, of units whose gradients are long (or zero)."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1, bias=False)
+    private = ns.privatize(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), plan, clip_norm=clip,
+        batch_size=batch, run=folder, source=named_source(seed=5),
+    )  # fmt: skip
+    found = []
+    for step in range(plan.steps):
+        before = model.weight.detach().clone()
+        x = torch.eye(4)[:1] * size
+        private.step(lambda out: out.sum(), x, ids=[step])
+        found.append((before - model.weight.detach()).flatten())
+        if step == 3 and folder is not None:  # what goes on has the norm of its step
+            private.save()
+            private.resume()
+    if folder is not None:
+        private.save()
+    private.close(keep_keys=True)
+    return torch.stack(found)
+
+
+def test_a_clip_norm_and_a_divisor_by_step(tmp_path):
+    """Units are clipped to ζ_t; noise is z·ζ_t times its row, under noise that is correlated."""
+    strategy, part = blt((0.9, 0.4), (0.2, 0.1)), ns.SinglePass(6)
+    plan = ns.Plan(participation=part, strategy=strategy, noise_multiplier=2.0)
+    none = ns.Plan(participation=part, strategy=strategy, noise_multiplier=0.0)
+    clip, batch = [(0, 1.0), (2, 0.5), (5, 4.0)], lambda step: 2 if step < 3 else 4
+    norms = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.5, 4.0])
+    factor = norms / torch.tensor([2.0, 2.0, 2.0, 4.0, 4.0, 4.0])
+    clipped = updates(none, None, clip=clip, batch=batch)
+    torch.testing.assert_close(clipped.norm(dim=1), factor)
+    one = updates(plan, None, clip=1.0, batch=1, size=0.0)
+    scheduled = updates(plan, tmp_path, clip=clip, batch=batch, size=0.0)
+    torch.testing.assert_close(scheduled, one * factor[:, None])
+    found = verify(tmp_path)
+    assert found.answer == "NOT PRIVATE", found  # the test seed alone: nothing is refuted
+    assert found.epsilon == pytest.approx(plan.epsilon())
+    told = (tmp_path / "statement.json").read_text()
+    assert "BySteps(pieces=((0, 1.0), (2, 0.5), (5, 4.0)))" in told
+
+
+@pytest.mark.parametrize("bad", [[], [1.0, 1.0], [(1, 1.0)], [(0, 1.0), (0, 2.0)], [(0, -1.0)]])
+def test_schedules_that_are_none(bad):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(InvalidInput):
+        ns.privatize(model, optimizer, SHORT, clip_norm=bad, batch_size=4)

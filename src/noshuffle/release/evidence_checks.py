@@ -95,8 +95,10 @@ def facts(found: Found) -> Iterator[str]:
 def _scale(meta: Mapping[str, str], plan: Plan) -> Iterator[str]:
     """Noise of z times the clip norm."""
     clip = re.fullmatch(r"Flat\((?:clip_norm=|norm=|c=)?([0-9.e+-]+)\)", meta.get("clip", ""))
-    if clip is not None and meta.get("adaptive_clip", "no") == "no":
-        scale = plan.noise_multiplier * float(clip.group(1))
+    is_scheduled = (meta.get("clip") or "").startswith("BySteps(")
+    if is_scheduled or (clip is not None and (meta.get("adaptive_clip") or "no") == "no"):
+        norm = 1.0 if clip is None else float(clip.group(1))  # a schedule: in units of the norm
+        scale = plan.noise_multiplier * norm
         if not math.isclose(scale, float(meta.get("noise_scale", "nan")), rel_tol=1e-12):
             yield (
                 f"the noise scale on record is {meta.get('noise_scale')}, the plan's noise "

@@ -18,6 +18,7 @@ from torch import nn
 
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
@@ -137,8 +138,8 @@ def bind_facts(
     plan: Plan,
     ring: KeyRing,
     *,
-    clip: Clip | QuantileClip,
-    divisor: float,
+    clip: Clip | QuantileClip | BySteps,
+    divisor: float | BySteps,
     noise_scale: float,
     more: Mapping[str, str],
 ) -> None:

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
 from noshuffle.noise import Source
 from noshuffle.noise.fused import is_captured
@@ -71,8 +72,8 @@ class Release(RunState):
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: float | Clip | QuantileClip,
-        divisor: float = 1,
+        clip: float | Clip | QuantileClip | BySteps,
+        divisor: float | BySteps = 1,
         device: torch.device | str = "cpu",
         run: Run = None,
         source: Source | None = None,
@@ -84,12 +85,13 @@ class Release(RunState):
         Arguments:
             shapes: what is summed, by name.
             clip: the bound on one unit's contribution to one step.
-            divisor: the planned constant that every noisy sum is divided by.
+            divisor: the planned constant that every noisy sum is divided by (or one by step).
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
             budget: what all runs on the same data draw on (`noshuffle.Budget`).
         """
-        positive(divisor=divisor)
+        if not isinstance(divisor, BySteps):
+            positive(divisor=divisor)
         place = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
         make = partial(Ledger, plan.guarded, unit=plan.unit)
@@ -103,6 +105,12 @@ class Release(RunState):
             finally:
                 opened.ledger.let_go()
             raise
+
+    @property
+    def divisor_now(self) -> float:
+        """The planned constant that the noisy sum of the next step is divided by."""
+        planned = self.divisor
+        return planned.at(self.noise.step) if isinstance(planned, BySteps) else planned
 
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step: the same in every replay."""
@@ -249,7 +257,7 @@ class Release(RunState):
             norm = self.threshold.clip.bound(tuple(values))
             for value in values.values():
                 value.mul_(1.0 / norm)
-        self.noise.add_(values, times=norm / self.divisor)
+        self.noise.add_(values, times=norm / self.divisor_now)
 
     def _check_leave(self) -> None:
         step = self.noise.step

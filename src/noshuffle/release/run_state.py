@@ -20,6 +20,7 @@ import torch
 
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import LazyNoise, NoiseStream, lazy_noise
 from noshuffle.one_owner import OneOwner
@@ -44,8 +45,8 @@ class RunState(OneOwner):
         opened: Opened,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: Clip | QuantileClip,
-        divisor: float,
+        clip: Clip | QuantileClip | BySteps,
+        divisor: float | BySteps,
         device: torch.device,
         starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
@@ -55,7 +56,7 @@ class RunState(OneOwner):
         self._ring, self._lock, self.secret = opened.ring, opened.lock, opened.ring.secret
         self.charge, self.id_secret = opened.charge, opened.id_secret or opened.ring.secret
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
-        self.threshold: Threshold = threshold_for(clip, plan, opened.ring)
+        self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
         scale = self.threshold.noise_scale(plan, tuple(shapes))
         more = {"sums": names_of_sums(shapes), **(facts or {})}
         amounts = {"divisor": divisor, "noise_scale": scale}
@@ -147,9 +148,9 @@ class RunState(OneOwner):
 
     def epsilon_after(self, steps: int) -> float:
         """ε of the first `steps` steps of this run, and of the runs it was forked from."""
-        if not self.ancestors and not self.threshold.is_adaptive:
+        if not self.ancestors and not self.threshold.has_counts:
             return self.plan.epsilon_after(steps)
-        notes = (ADAPTIVE_CLIP,) if self.threshold.is_adaptive else ()
+        notes = (ADAPTIVE_CLIP,) if self.threshold.has_counts else ()
         return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
 
     def write_statement(self) -> None:
@@ -167,7 +168,8 @@ class RunState(OneOwner):
         }
 
     def _identity(self) -> dict[str, Any]:
-        return {"plan": self.plan.hash, "key": self.name, "batch_size": self.divisor}
+        planned = repr(self.divisor) if isinstance(self.divisor, BySteps) else self.divisor
+        return {"plan": self.plan.hash, "key": self.name, "batch_size": planned}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another run, or one that knows of more steps than the ledger."""

@@ -1,4 +1,4 @@
-"""The clip norm of a run: constant, or following a quantile where the mechanism allows it.
+"""The clip norm of a run: constant, by a schedule, or following a quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
 the same clip norm. So a threshold may move at every step under independent noise, at the end of a
@@ -17,6 +17,7 @@ S = k = 1 for the joint release of a step. State: the threshold and the estimate
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
@@ -29,6 +30,7 @@ from noshuffle.clipping.adaptive import (
     start,
     update,
 )
+from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
 from noshuffle.release.keys import KeyRing
@@ -45,6 +47,8 @@ class Threshold:
 
     #: Whether sums are brought to units of the clip norm before noise is added.
     is_adaptive = False
+    #: Whether noisy counts are paid for out of the plan's budget.
+    has_counts = False
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
@@ -67,10 +71,27 @@ class Threshold:
         """Nothing to restore."""
 
 
+class ScheduledThreshold(Threshold):
+    """A clip norm for every step, public and fixed beforehand, under any mechanism."""
+
+    is_adaptive = True
+
+    def __init__(self, norms: BySteps, now: Callable[[], int]) -> None:
+        self._norms, self._now = norms, now
+
+    @property
+    def clip(self) -> Clip:  # type: ignore[override]
+        return Flat(self._norms.at(self._now()))
+
+    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
+        """In units of the clip norm."""
+        return plan.noise_multiplier
+
+
 class AdaptiveThreshold(Threshold):
     """A threshold that follows a quantile."""
 
-    is_adaptive = True
+    is_adaptive = has_counts = True
 
     def __init__(self, config: QuantileClip, plan: Plan, ring: KeyRing) -> None:
         self._every = changes_every(plan.strategy)
@@ -147,8 +168,12 @@ def _ratio(plan: Plan) -> float:
     return math.sqrt(plan.sensitivity.squared / plan.participation.most)
 
 
-def threshold_for(clip: Clip | QuantileClip, plan: Plan, ring: KeyRing) -> Threshold:
-    """A constant clip, or one that follows a quantile."""
+def threshold_for(
+    clip: Clip | QuantileClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
+) -> Threshold:
+    """A constant clip, one by a schedule, or one that follows a quantile; `now`: the next step."""
+    if isinstance(clip, BySteps):
+        return ScheduledThreshold(clip, now)
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan, ring)
     return Threshold(clip)

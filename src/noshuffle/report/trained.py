@@ -43,9 +43,12 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
         yield plots.tradeoff_curve(run.plan, last=last), caption
     yield from _signal(run)
     if len({row.get("clip_norm") for row in run.evaluations}) > 1:
-        caption = (
-            "The clip norm follows a quantile of the norms by noisy counts, which are paid for."
-        )
+        follows = any("clip norm follows" in said for said in run.statement.get("assumptions", []))
+        caption = "The clip norm, as it was scheduled."
+        if follows:
+            caption = (
+                "The clip norm follows a quantile of the norms by noisy counts, which are paid for."
+            )
         yield plots.clip_curve(run.evaluations), caption
     yield from plots.noise_figure(
         run.plan,

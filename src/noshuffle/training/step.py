@@ -118,7 +118,11 @@ class Parts:
         self.device = next(iter(self.parameters.values())).device
         self.ledger, self.noise = self.release.ledger, self.release.noise
         self.threshold, self.secret = self.release.threshold, self.release.secret
-        self.planned_batch = self.release.divisor
+
+    @property
+    def planned_batch(self) -> float:
+        """What the coming step is divided by."""
+        return self.release.divisor_now
 
 
 class Step:
