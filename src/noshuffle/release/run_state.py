@@ -59,8 +59,15 @@ class RunState(OneOwner):
         self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
         scale = self.threshold.noise_scale(plan, tuple(shapes))
         more = {"sums": names_of_sums(shapes), **(facts or {})}
-        amounts = {"divisor": divisor, "noise_scale": scale}
-        bind_facts(self.ledger, plan, self._ring, clip=clip, more=more, **amounts)
+        bind_facts(
+            self.ledger,
+            plan,
+            self._ring,
+            clip=clip,
+            more=more,
+            divisor=divisor,
+            noise_scale=scale,
+        )
         self.noise = NoiseStream(
             opened.recipe,
             self._ring.source,
