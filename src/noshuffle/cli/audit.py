@@ -127,6 +127,8 @@ def _trained(asked: AuditSettings, plan: Plan, *, is_quiet: bool) -> list[Findin
     from noshuffle.training.models import build, default_for
 
     data = load(asked.data)
+    if data.y_train.is_floating_point():
+        raise InvalidInput("audit --train takes data with classes; give --data digits, or such")
     x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
     model = build(default_for(data.kind, data.shape), data.shape, data.classes)
     with Progress(disable=is_quiet, transient=True) as bar:

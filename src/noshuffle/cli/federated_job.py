@@ -28,9 +28,11 @@ from noshuffle.cli.federated_settings import FederatedSettings, Limits
 from noshuffle.cli.job_view import JobProgress, JobResult, JobWords, Say, Stopped, Watch
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
+from noshuffle.federated.clients import LossFn, cross_entropy, squared_error
 from noshuffle.federated.per_user import Spending
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import RoundProgress, Simulation, evaluate
+from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.telemetry import need_flower
 from noshuffle.report import write_report
 
@@ -103,6 +105,11 @@ class FederatedResult(JobResult):
         }
 
 
+def loss_of(task: FederatedTask) -> LossFn:
+    """Cross entropy for labels, the squared error for numbers (nothing is rescaled)."""
+    return cross_entropy if task.has_labels else squared_error
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -135,7 +142,7 @@ def run_job(
     try:
         say("training")
         result = _train(job, watch, is_stopped)
-        loss, accuracy = evaluate(job.model, result.parameters, job.task)
+        loss, accuracy = evaluate(job.model, result.parameters, job.task, loss_fn=loss_of(job.task))
         _note(job, loss, accuracy, kind="summary")
         job.rounds.save()
         write_report(path)  # before the ledger is closed, which then knows of the page
@@ -157,6 +164,7 @@ def run_job(
         is_complete=result.is_complete,
         skipped=skipped,
         accuracy=accuracy,
+        error=None if job.task.has_labels else loss,
         loss=loss,
         baseline=baseline,
         seconds=time.perf_counter() - began,
@@ -173,21 +181,30 @@ def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> Sim
 
     def after(where: RoundProgress) -> None:
         job.set_rate()
-        accuracy = None
+        accuracy = error = None
         if where.round % every == 0 or where.round == where.of:
-            loss, accuracy = evaluate(job.model, where.report.parameters, glance)
+            loss, accuracy = evaluate(
+                job.model, where.report.parameters, glance, loss_fn=loss_of(glance)
+            )
             _note(job, loss, accuracy)
+            error = None if job.task.has_labels else loss
         _tell_operator(job, where.report)
         if watch is not None:
             done = where.round - first
-            watch(JobProgress(where.round, where.of, done, where.seconds, where.epsilon, accuracy))
+            told = (where.epsilon, accuracy, error)
+            watch(JobProgress(where.round, where.of, done, where.seconds, *told))
         if is_stopped() and where.round < where.of:
             raise Stopped
 
     job.set_rate()
     is_flower = settings.engine == "flower"  # whose clients all answer
     engine: Any = _on_flower if is_flower else partial(simulate, answers=job.answers)
-    options = {"check_ins": job.check_ins, "vectorise": settings.vectorise, "progress": after}
+    options = {
+        "check_ins": job.check_ins,
+        "vectorise": settings.vectorise,
+        "progress": after,
+        "loss_fn": loss_of(job.task),
+    }
     result: Simulation = engine(job.rounds, job.model, job.task, local=job.local, **options)
     return result
 
@@ -225,7 +242,7 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
         return
     row = {
         "test_loss": _finite(loss),
-        "test_accuracy": _finite(accuracy),
+        **({"test_accuracy": _finite(accuracy)} if job.task.has_labels else {"test_error": loss}),
         "epsilon": _finite(server.statement().epsilon),
         "clip_norm": _finite(server.clip_norm),
         "learning_rate": _finite(float(server.optimizer.param_groups[0]["lr"])),
@@ -269,4 +286,5 @@ def _baseline(settings: FederatedSettings) -> float:
         without["mechanism"] = "identity"
     job, _ = assemble(replace(settings, **without), None)
     result = _train(job, None, lambda: False)
-    return evaluate(job.model, result.parameters, job.task)[1]
+    loss, accuracy = evaluate(job.model, result.parameters, job.task, loss_fn=loss_of(job.task))
+    return accuracy if job.task.has_labels else loss

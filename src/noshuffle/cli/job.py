@@ -18,13 +18,13 @@ from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
 from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
-    accuracy_of,
     make_model,
     make_optimizer,
     make_plan,
     make_scheduler,
     row_order,
 )
+from noshuffle.cli.train_task import TrainTask, task_of
 from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source
 from noshuffle.plan import Plan
@@ -53,7 +53,7 @@ def run_job(
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
-    data = datasets.load(settings.data)
+    task, data = task_of(settings.task, datasets.load(settings.data))
     folder = RunFolder(path)
     model = make_model(settings, data)
     say("fitting the mechanism")
@@ -82,23 +82,24 @@ def run_job(
     statement = fit_model(
         private,
         batches,
-        nn.CrossEntropyLoss(),
+        task.loss_fn,
         epochs=_passes(settings),
-        evaluate=lambda m: {"test_accuracy": accuracy_of(m, data.x_test, data.y_test)},
+        evaluate=lambda m: {task.metric: task.score(m, data)},
         evaluate_every=max(1, plan.steps // settings.epochs),
         checkpoint_every=settings.checkpoint_every or _checkpoints(settings, data),
         scheduler=make_scheduler(settings, optimizer, plan.steps),
-        callbacks=(_callback(watch, is_stopped),),
+        callbacks=(_callback(task, watch, is_stopped),),
     )
-    accuracy = accuracy_of(model, data.x_test, data.y_test)
+    score = task.score(model, data)
     test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
-    summary = {"kind": "summary", "step": private.steps_done, "test_accuracy": accuracy}
+    summary = {"kind": "summary", "step": private.steps_done, task.metric: score}
     about = {**test, "is_public": data.is_test_public}
     if private.average is not None:
         with private.average.in_place():
-            averaged = accuracy_of(model, data.x_test, data.y_test)
-        summary["test_accuracy_of_average"] = averaged
-        say(f"average of iterates: {100 * averaged:.2f} % on {test['words']}")
+            averaged = task.score(model, data)
+        summary[f"{task.metric}_of_average"] = averaged
+        shown = f"{averaged:.4g}" if task.metric == "test_error" else f"{100 * averaged:.2f} %"
+        say(f"average of iterates: {shown} on {test['words']}")
     folder.append_metrics({**summary, "test_data": about})
     write_report(path)  # before the ledger is closed, which then knows of the page
     private.close(keep_keys=keep_keys)
@@ -107,13 +108,14 @@ def run_job(
     if settings.baseline:
         say("training once more without privacy, for comparison")
         note_baseline(budget, replace(plan, noise_multiplier=0.0).statement())
-        baseline = _baseline(settings, data, plan.steps)
+        baseline = _baseline(settings, task, data, plan.steps)
     return JobResult(
         path=path,
         plan=plan,
         statement=statement,
         steps=private.steps_done,
-        accuracy=accuracy,
+        accuracy=None if task.metric == "test_error" else score,
+        error=score if task.metric == "test_error" else None,
         baseline=baseline,
         seconds=time.perf_counter() - began,
     )
@@ -157,15 +159,16 @@ def _passes(settings: TrainSettings) -> int:
     return 1 if is_listed else settings.epochs
 
 
-def _callback(watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:
+def _callback(task: TrainTask, watch: Watch | None, is_stopped: Callable[[], bool]) -> Callback:
     """Tells of every step, and stops behind one with everything saved."""
     began, done = time.perf_counter(), count(1)
 
     def after(where: StepProgress) -> None:
         if watch is not None:
-            seconds, accuracy = time.perf_counter() - began, where.metrics.get("test_accuracy")
-            epsilon = None if accuracy is None else where.epsilon  # it may take a while
-            watch(JobProgress(where.step, where.steps, next(done), seconds, epsilon, accuracy))
+            seconds, score = time.perf_counter() - began, where.metrics.get(task.metric)
+            epsilon = None if score is None else where.epsilon  # it may take a while
+            told = (score, None) if task.metric == "test_accuracy" else (None, score)
+            watch(JobProgress(where.step, where.steps, next(done), seconds, epsilon, *told))
         if is_stopped() and where.step < where.steps:
             where.private.save()
             raise Stopped
@@ -181,7 +184,7 @@ def _batches(settings: TrainSettings, data: DataSet, private: Private) -> Tensor
     return TensorBatches(tensors, row_order(settings, data), units)
 
 
-def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
+def _baseline(settings: TrainSettings, task: TrainTask, data: DataSet, steps: int) -> float:
     """The same model, order and optimizer without clipping and noise. Not private, not kept."""
     model = make_model(settings, data)
     optimizer = make_optimizer(settings, model)
@@ -195,7 +198,7 @@ def _baseline(settings: TrainSettings, data: DataSet, steps: int) -> float:
         rows = torch.from_numpy(order[step % len(order)])
         x, y = data.x_train[rows].to(settings.device), data.y_train[rows].to(settings.device)
         optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
+        torch.autograd.backward(task.loss_fn(model(x), y))
         optimizer.step()
         scheduler.step()
-    return accuracy_of(model, data.x_test, data.y_test)
+    return task.score(model, data)

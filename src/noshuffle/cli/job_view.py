@@ -31,6 +31,11 @@ from noshuffle.release.signature import private_key
 from noshuffle.statement import PrivacyStatement
 
 
+def shown(accuracy: float | None, error: float | None) -> str:
+    """A score in words."""
+    return f"{100 * (accuracy or 0.0):.1f} %" if error is None else f"{error:.4g}"
+
+
 class Stopped(Exception):
     """Asked to stop, between two steps; the folder can be resumed."""
 
@@ -42,6 +47,7 @@ class JobWords:
     step: str = "step"
     epsilon: str = "ε"
     accuracy: str = "accuracy on held-out data"
+    error: str = "error on held-out data"
 
 
 @dataclass(frozen=True)
@@ -54,27 +60,35 @@ class JobProgress:
     seconds: float
     epsilon: float | None
     accuracy: float | None
+    error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """What a run ended with. `baseline` is the accuracy of a model that is not private."""
+    """What a run ended with: an accuracy or an error (regression) on held-out data.
+
+    `baseline` is that of a model that is not private.
+    """
 
     path: Path
     plan: Plan
     statement: PrivacyStatement
     steps: int
-    accuracy: float
+    accuracy: float | None
     baseline: float | None = None
     seconds: float = 0.0
+    error: float | None = None
 
     def rows(self, words: JobWords) -> list[tuple[str, str]]:
         said = self.statement
         unsafe = [s.removeprefix("NOT PRIVATE: ") for s in said.assumptions if "NOT PRIVATE" in s]
         epsilon = f"{said.epsilon:.3f} ({'exact' if said.exact else 'upper bound'})"
-        rows = [(words.accuracy, f"{100 * self.accuracy:.1f} %")]
+        rows = [(words.accuracy, shown(self.accuracy, None))]
+        if self.error is not None:
+            rows = [(words.error, shown(None, self.error))]
         if self.baseline is not None:
-            told = f"{100 * self.baseline:.1f} %  (NOT PRIVATE: do not publish)"
+            other = (self.baseline, None) if self.error is None else (None, self.baseline)
+            told = f"{shown(*other)}  (NOT PRIVATE: do not publish)"
             rows.append(("… trained without privacy", told))
         return [
             *rows,
@@ -97,10 +111,11 @@ class JobResult:
 
     def to_record(self) -> dict[str, Any]:
         """The run as plain values, without its settings."""
+        kind = "accuracy" if self.error is None else "error"
         return {
             "run": str(self.path),
-            "test_accuracy": self.accuracy,
-            "baseline_accuracy": self.baseline,
+            f"test_{kind}": self.accuracy if self.error is None else self.error,
+            f"baseline_{kind}": self.baseline,
             "seconds": self.seconds,
             "steps": self.steps,
             "statement": self.statement.to_dict(),
@@ -166,10 +181,18 @@ def finished(path: Path) -> JobResult | None:
     record = {name: value for name, value in said.items() if name in names}
     record |= {"assumptions": tuple(record["assumptions"])}
     record["epsilon"] = math.inf if record["epsilon"] is None else record["epsilon"]
-    scores = [row.get("test_accuracy") for row in folder.metrics()]
-    told = [math.nan, *(score for score in scores if score is not None)]
+    told = {"test_accuracy": math.nan, "test_error": None}
+    for row in folder.metrics():
+        told |= {name: row[name] for name in told if row.get(name) is not None}
     said = PrivacyStatement(**record)
-    return JobResult(path=path, plan=plan, statement=said, steps=steps, accuracy=told[-1])
+    return JobResult(
+        path=path,
+        plan=plan,
+        statement=said,
+        steps=steps,
+        accuracy=told["test_accuracy"],
+        error=told["test_error"],
+    )
 
 
 @contextmanager
@@ -220,13 +243,14 @@ def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
             done, seconds = seen.done - start.done, seen.seconds - start.seconds
             rate = f"{done / seconds:.1f}/s" if seconds else ""
             fields = {"count": f"{seen.step}/{seen.steps} {words.step}s  {rate}"}
-            if seen.epsilon is not None and seen.accuracy is not None:
-                accuracy = f"{100 * seen.accuracy:.1f} %"
-                fields["note"] = f"ε {seen.epsilon:.2f}  accuracy {accuracy}"
+            if seen.epsilon is not None and (seen.accuracy, seen.error) != (None, None):
+                score = shown(seen.accuracy, seen.error)
+                name = words.accuracy if seen.error is None else words.error
+                fields["note"] = f"ε {seen.epsilon:.2f}  {name.split()[0]} {score}"
                 if hidden:
                     console.print(
                         f"{words.step} {seen.step}/{seen.steps}  {rate}  {words.epsilon} "
-                        f"{seen.epsilon:.2f}  {words.accuracy} {accuracy}",
+                        f"{seen.epsilon:.2f}  {name} {score}",
                         highlight=False,
                     )
             bar.update(task, completed=seen.step, total=seen.steps, **fields)  # type: ignore[arg-type]

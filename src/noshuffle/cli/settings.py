@@ -112,6 +112,9 @@ class TrainSettings(RunSettings):
     preset_by: ClassVar[str] = "data"
 
     data: str = setting("digits", f"{', '.join(PRESETS)}, or module:function of your own")
+    task: str = setting(
+        "auto", "classification, regression, or module:function, a loss of your own"
+    )
     model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, mlp or char_lstm")
     mechanism: str = privacy("blt_tapped", "blt_tapped, blt, tree, identity, … as in plan; or best")
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)

@@ -85,6 +85,8 @@ def _search(
     from noshuffle.cli.train_parts import make_plan, right_answers
 
     data = datasets.load(settings.data)
+    if settings.task != "auto" or data.y_train.is_floating_point():
+        raise InvalidInput("tune compares accuracies; it takes data with classes, and no --task")
     strategy: list[Any] = []
 
     def run(chosen: TrainSettings, trial: Trial) -> tuple[Any, Any]:

@@ -14,8 +14,9 @@ class DataSet:
     """Training and held-out examples. The order of the training rows is the order of training.
 
     `units` gives the id of the unit (writer, speaker, …) of every training row where there is one;
-    otherwise every row is a unit of its own. `is_test_public` declares the held-out examples
-    public; ε does not cover them, and a report says so where they are not.
+    otherwise every row is a unit of its own. `classes` is how many there are, or, where `y` are
+    numbers with a point (regression), how many a row has. `is_test_public` declares the held-out
+    examples public; ε does not cover them, and a report says so where they are not.
     """
 
     name: str

@@ -82,6 +82,12 @@ class ClippedDelta:
     is_nonfinite: bool
 
 
+def squared_error(answers: Tensor, targets: Tensor) -> Tensor:
+    """One loss per example: the mean of (answer − target)² over its numbers."""
+    gaps = answers.reshape(len(answers), -1) - targets.reshape(len(targets), -1)
+    return gaps.square().mean(1)
+
+
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     """One loss per example: the mean over its targets, those marked `NO_TARGET` left out."""
     losses = nn.functional.cross_entropy(scores, targets, reduction="none", ignore_index=NO_TARGET)

@@ -71,7 +71,7 @@ class FederatedTask:
         return {user: i for i, user in enumerate(self.users)}
 
     @cached_property
-    def _has_labels(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether targets are whole numbers that stand for classes."""
         if not self.y.is_floating_point():
             return True
@@ -103,7 +103,7 @@ class FederatedTask:
         """
         if not x.is_floating_point():
             x = x.to(torch.float32) / 127.5 - 1 if self.kind == "image" else x.to(torch.int64)
-        return x, y.to(torch.int64) if self._has_labels else y
+        return x, y.to(torch.int64) if self.has_labels else y
 
 
 def windows(symbols: Symbols, *, length: int, most: int, filler: int) -> tuple[Symbols, Symbols]:

@@ -124,6 +124,8 @@ def _cards(run: RunRecord, *, is_private: bool) -> str:
     accuracy = run.summary.get("test_accuracy")
     if isinstance(accuracy, float):
         cards.append((f"{100 * accuracy:.1f} %", "accuracy on held-out data"))
+    if isinstance(error := run.summary.get("test_error"), float):
+        cards.append((f"{error:.4g}", "error on held-out data"))
     drawn = "".join(
         f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
         for value, label in (*cards, *_teller(run).cards(run))

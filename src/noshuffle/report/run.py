@@ -11,6 +11,9 @@ from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 
+#: Scores on held-out data by their names in metrics.jsonl, in words.
+SCORES = {"test_accuracy": "Accuracy", "test_error": "The error"}
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -30,13 +33,16 @@ class RunRecord:
         return self.path.resolve().name
 
     def evaluation_words(self) -> str | None:
-        """Whose data the accuracy was measured on, and what that means; None without a figure."""
+        """Whose data the score was measured on, and what that means; None without a figure."""
         rows = (*self.evaluations, self.summary)
-        if not any(row.get("test_accuracy") is not None for row in rows):
+        names = {name for row in rows for name in SCORES if row.get(name) is not None}
+        if not names:
             return None
         data = self.summary.get("test_data") or {}
         count = f"{data['rows']:,} " if isinstance(data.get("rows"), int) else ""
-        whose = f"Accuracy was measured on {count}{data.get('words', 'held-out examples')}"
+        whose = (
+            f"{SCORES[min(names)]} was measured on {count}{data.get('words', 'held-out examples')}"
+        )
         if data.get("is_public"):
             return f"{whose}, which are public; training did not see them."
         return (
