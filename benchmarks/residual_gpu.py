@@ -43,7 +43,6 @@ from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity
 from noshuffle.training import privatize
-from noshuffle.training.compiled import programs
 from noshuffle.training.compiled.sum import candidates
 
 LOSS = nn.CrossEntropyLoss()
@@ -290,16 +289,6 @@ def ours(row: Row, x: Tensor, y: Tensor, *, compile: bool | str = "auto") -> Ste
     return step
 
 
-def large(row: Row, x: Tensor, y: Tensor) -> Step:
-    """A graph of a model that is larger than those captured unasked."""
-    before = programs.LARGEST
-    programs.LARGEST = 2**28
-    try:
-        return ours(row, x, y)
-    finally:
-        programs.LARGEST = before
-
-
 def opacus(row: Row, x: Tensor, y: Tensor, *, mode: str) -> Step:
     """Opacus by hooks, or by ghost clipping; its clipping and noise, momentum SGD."""
     from opacus import PrivacyEngine
@@ -364,8 +353,6 @@ def measure(row: Row, given: argparse.Namespace) -> dict[str, Any]:
         backend.allow_tf32 = row.dtype == "tf32"
     x, y = row.data()
     methods: dict[str, Callable[..., Step]] = {"plain": plain, "noshuffle": ours}
-    if row.model == "vit":
-        methods["noshuffle, captured"] = large
     if given.eager:
         methods["noshuffle, eager"] = lambda *a: ours(*a, compile=False)
     if given.peers:

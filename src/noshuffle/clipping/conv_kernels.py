@@ -5,15 +5,15 @@
 
 is one product of matrices an example. A program holds a tile of G_b in registers, a window of x
 being addressed where it lies, by two small tables over positions k: where a window begins, and
-which of its taps r lie inside the picture (a bit each). The same loop, with the same tiles, then
-gives either
+which of its taps r lie inside the picture (a bit each). The same loop then gives either
 
     squares   ‖G_b‖²                     of each tile, to be added up in float64
     total     Σ_b f_b·G_b                with f_b = 0 leaving b out, whatever it holds
 
 so what is added up is what the norms were taken of, rounding of TF32 and bfloat16 included: no room
-has to be left for it. Two products an example instead of the one of a plain weight gradient, and
-nothing of size batch × weights, or batch × windows, is ever in memory. State: none. The module can
+has to be left for it. (Norms over few positions and many channels are cheaper by `conv_gram`.) Two
+products an example instead of the one of a plain weight gradient, and nothing of size batch ×
+weights, or batch × windows, is ever in memory. State: none. The module can
 be imported without Triton, but its kernels not be launched.
 
 >>> taps_inside((3, 3), (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
@@ -31,13 +31,16 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from noshuffle.clipping import conv_gram
 from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
-from noshuffle.triton_shim import jit, tl
+from noshuffle.triton_shim import constant, jit, tl
 
 Pair = tuple[int, int]
 Tile = tuple[int, int, int, int]
+#: What adding up the squares of a tile may lose.
+ROOM = constant(1.0 + 2.0**-16)
 #: Programs that keep a large GPU busy.
 PROGRAMS = 1056
 #: Bits of a table entry: more taps than that are somebody else's work.
@@ -45,11 +48,11 @@ MOST_TAPS = 31
 
 
 @jit
-def _product(
-    x, g, starts, inside, places, taps, rows, is_row, is_col, at, positions, g_row, g_place, table,
+def _both(
+    x, g, starts, inside, places, taps, rows, is_row, is_col, at, positions, g_row, g_place,
     ALIGN: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """table + g[rows, at:at+BK] · windows[at:at+BK, columns]."""
+    """g[rows, at:at+BK] and windows[columns, at:at+BK]."""
     k = at + tl.arange(0, BK)
     here = k < positions
     if EVEN:
@@ -62,7 +65,7 @@ def _product(
         u = tl.load(g + of_g, mask=is_row & here[None, :], other=0.0)
     is_in = ((bits[None, :] >> taps[:, None]) & 1) != 0
     v = tl.load(x + places[:, None] + (start * ALIGN)[None, :], mask=is_in & is_col, other=0.0)
-    return tl.dot(u, tl.trans(v.to(u.dtype)), table, input_precision="tf32")
+    return u, v.to(u.dtype)
 
 
 @jit
@@ -91,17 +94,22 @@ def walk(
     # One loop over the parts of all examples, so that loads go on while an example is finished.
     for i in range(0, tl.minimum(each, examples - first).to(tl.int32) * PARTS):
         b, part = first + i // PARTS, i % PARTS
-        table = _product(
-            x + b * x_example, g + b * g_example, starts, inside, places, taps, rows, is_row,
-            is_col, part * BK, positions, g_row, g_place, table, ALIGN, EVEN, BK,
+        own_row, own_col = is_row, is_col
+        if IS_TOTAL:
+            factor = tl.load(factors + b)
+            own_row = (rows < tl.where(factor != 0.0, outputs, 0))[:, None]
+            own_col = (columns < tl.where(factor != 0.0, CHANNELS * TAPS, 0))[:, None]
+        u, v = _both(
+            x + b * x_example, g + b * g_example, starts, inside, places, taps, rows, own_row,
+            own_col, part * BK, positions, g_row, g_place, ALIGN, EVEN, BK,
         )  # fmt: skip
+        table = tl.dot(u, tl.trans(v), table, input_precision="tf32")
         if part == PARTS - 1:
             if IS_TOTAL:
-                factor = tl.load(factors + b)
-                total += tl.where(factor != 0.0, table * factor, 0.0)
+                total += table * factor
             else:
                 size = tl.sum(table * table)
-                tl.store(out + b * tl.num_programs(0) + tile, size.to(tl.float64))
+                tl.store(out + b * tl.num_programs(0) + tile, size.to(tl.float64) * ROOM)
             table = tl.zeros((BM, BN), tl.float32)
     if IS_TOTAL:
         where = tl.program_id(1).to(tl.int64) * outputs * CHANNELS * TAPS
@@ -233,15 +241,26 @@ def _tables(
     return first, second, unit
 
 
-def tile(outputs: int, columns: int, *, is_total: bool, is_roomy: bool = True) -> Tile:
+def _tables_for(
+    x: Tensor, g: Tensor, kernel: Pair, how: tuple[Pair, Pair, Pair], pictures: int
+) -> tuple[Tensor, Tensor, int]:
+    size, out = (x.shape[2], x.shape[3]), (g.shape[2], g.shape[3])
+    strides = (x.stride(0), x.stride(2), x.stride(3))
+    return _tables(x.device, kernel, size, out, how, strides, pictures)
+
+
+def tile(
+    outputs: int, columns: int, *, is_total: bool, is_deep: bool = True, is_roomy: bool = True
+) -> Tile:
     """Rows and columns of G_b that a program holds, its warps, and how far ahead it loads.
 
-    Measured on an H200 (layers of 64 to 512 channels): a sum wants twice the registers, so eight
-    warps and long loads; `is_roomy` is whether a program may have 160 KiB of shared memory.
+    Measured on an H200 (layers of 64 to 512 channels): a sum holds two tables, so half the rows;
+    tables of positions are loaded before what they point to, so a stage more than usual where there
+    are several parts of an example (`is_deep`). `is_roomy`: 160 KiB of shared memory a program.
     """
-    high, across = (min(128, max(16, 1 << (many - 1).bit_length())) for many in (outputs, columns))
-    is_wide = is_total and high * across > 8192
-    return high, across, 8 if is_wide else 4, 3 if not is_roomy else 5 if is_wide else 4
+    high, across = (max(16, 1 << (many - 1).bit_length()) for many in (outputs, columns))
+    stages = 5 if is_roomy and (is_total or is_deep) else 4 if is_roomy else 3
+    return min(64 if is_total else 128, high), min(128, across), 4, stages
 
 
 @lru_cache(maxsize=16)
@@ -263,50 +282,61 @@ def _launch(
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
     x, g = (laid_out(t, torch.channels_last) for t in (x, g))
-    (count, channels, *size), (_, outputs, *out) = x.shape, g.shape
+    count, channels, outputs, out = *x.shape[:2], g.shape[1], g.shape[2:]
     examples = count // pictures
     _, padding, dilation = how
-    strides = (x.stride(0), x.stride(2), x.stride(3))
-    starts, inside, unit = _tables(
-        x.device, kernel, (size[0], size[1]), (out[0], out[1]), how, strides, pictures
-    )
+    starts, inside, unit = _tables_for(x, g, kernel, how, pictures)
     taps, positions = kernel[0] * kernel[1], pictures * out[0] * out[1]
     # 128 bytes, or the few positions that there are
     deep = min(64 if g.dtype != torch.float32 else 32, max(16, 1 << (positions - 1).bit_length()))
     high, across, warps, stages = tile(
-        outputs, channels * taps, is_total=factors is not None, is_roomy=_is_roomy(x.device)
+        outputs,
+        channels * taps,
+        is_total=factors is not None,
+        is_deep=positions > deep,
+        is_roomy=_is_roomy(x.device),
     )
     tiles_across = -(-channels * taps // across)
     tiles = -(-outputs // high) * tiles_across
     groups = max(1, min(examples, -(-PROGRAMS // tiles)))
     each = -(-examples // groups)
     groups = -(-examples // each)
+    is_total = factors is not None
     if factors is None:
         result = torch.empty(examples, tiles, dtype=torch.float64, device=x.device)
         factors = result
     else:
         shape = (groups, outputs, channels, *kernel)
         result = torch.empty(shape, dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-    walk[(tiles, groups)](
+    given = (
         x, g, result, factors, starts, inside, examples, each, outputs, positions,
         pictures * x.stride(0), *x.stride()[1:], pictures * g.stride(0), g.stride(1), g.stride(3),
-        *padding, *dilation,
-        tiles_across, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
-        IS_TOTAL=factors is not result,
-        PARTS=-(-positions // deep), EVEN=positions % deep == 0, BM=high, BN=across, BK=deep,
-        **options,
+        *padding, *dilation, tiles_across,
     )  # fmt: skip
+    options: dict[str, Any] = {
+        "CHANNELS": channels, "TAPS": taps, "TAPS_WIDE": kernel[1], "ALIGN": unit,
+        "IS_TOTAL": is_total, "PARTS": -(-positions // deep), "EVEN": positions % deep == 0,
+        "BM": high, "BN": across, "BK": deep, "num_warps": warps, "num_stages": stages,
+    }  # fmt: skip
+    walk[(tiles, groups)](*given, **options)
     return result
 
 
 def squares(
     x: Tensor, g: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair], pictures: int = 1
 ) -> Tensor:
-    """‖G_b‖² of every example, [B] in float64; `how`: stride, padding, dilation.
+    """‖G_b‖² of every example, [B] in float64, with `ROOM`; `how`: stride, padding, dilation.
 
     An example may have several pictures, one after the other: G_b is the sum over them.
     """
+    positions, inputs = pictures * g.shape[2] * g.shape[3], x.shape[1] * kernel[0] * kernel[1]
+    is_half = x.dtype is g.dtype and g.dtype is not torch.float32
+    if is_half and conv_gram.pays(positions, inputs, g.shape[1]):
+        if get_proxy_mode() is not None:
+            raise Unsupported("a kernel leaves no trace")
+        x, g = (laid_out(t, torch.channels_last) for t in (x, g))
+        tables = _tables_for(x, g, kernel, how, pictures)
+        return conv_gram.squares(x, g, tables, kernel=kernel, how=how, pictures=pictures)
     return _launch(x, g, kernel, how, pictures, None).sum(1)
 
 

@@ -34,9 +34,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from noshuffle.clipping import gram
+from noshuffle.clipping import gpu_kernels, gram
 from noshuffle.clipping.gram import SMALLEST, allowance, has_kernel
-from noshuffle.clipping.products import HALF, bmm, roundoff, scaled, weighted, wide, zeroed
+from noshuffle.clipping.products import (
+    HALF,
+    bmm,
+    is_rescaled,
+    mm,
+    roundoff,
+    scaled,
+    weighted,
+    wide,
+    zeroed,
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,10 @@ class GradientForm:
         """Σ_b factors[b] · gradient[b], in the parameter's shape."""
         raise NotImplementedError
 
+    def spent(self, factors: Tensor) -> Tensor:
+        """`total` where an example of factor zero may hold anything; the form is used up."""
+        return self.kept(factors != 0).total(factors)
+
     def dense(self) -> Tensor:
         """The gradients written out, [B, *shape]."""
         raise NotImplementedError
@@ -135,6 +149,12 @@ class DenseGradient(GradientForm):
     def total(self, factors: Tensor) -> Tensor:
         flat = self.grads.reshape(self.grads.shape[0], -1)
         return (factors.to(flat.dtype) @ flat).reshape(self.grads.shape[1:])
+
+    def spent(self, factors: Tensor) -> Tensor:
+        if not is_rescaled(self.grads):
+            return super().spent(factors)
+        gpu_kernels.wipe_(self.grads, factors.float())
+        return self.total(factors)
 
     def dense(self) -> Tensor:
         return self.grads
@@ -183,6 +203,15 @@ class OuterGradient(GradientForm):
             return DenseGradient(self.written[0]).total(factors)
         o, i = self.widths or (None, None)
         return weighted(self.g, self.a, factors)[:o, :i].reshape(self.shape)
+
+    def spent(self, factors: Tensor) -> Tensor:
+        if self.written or not is_rescaled(self.a, self.g):
+            return super().spent(factors)
+        # One reading of a, none of g: 0·NaN is not 0, so examples of factor zero leave both.
+        (o, i), factors = self.widths or (None, None), factors.float()
+        gpu_kernels.wipe_(self.g, factors)
+        a = gpu_kernels.rescale(self.a, factors)
+        return mm(self.g.flatten(0, 1).mT, a.flatten(0, 1))[:o, :i].reshape(self.shape)
 
     def dense(self) -> Tensor:
         if not self.written:

@@ -9,7 +9,8 @@ and writes five numbers: the sum of A∘G (twice, if p < q: the other half is it
 from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
 increased by what may have vanished below the smallest float32. `close` adds the tiles of an example
 up in float64 and leaves room for rounding and for what vanished, as `gram.bounded` does. `rescale`
-multiplies every example by its factor, in float32, and rounds once. State: none. The module can be
+multiplies every example by its factor, in float32, and rounds once; `wipe_` takes examples of
+factor zero out in place. State: none. The module can be
 imported without Triton, but its kernels not be launched.
 
 >>> callable(tiles)
@@ -49,7 +50,7 @@ def _long(table, is_own, wide, tiny):
     """√(table[t, t] + wide·tiny) of the steps that are here, else 0; float64."""
     own = tl.sum(tl.where(is_own, tl.maximum(table, 0.0), 0.0), 1).to(tl.float64)
     is_here = tl.max(is_own.to(tl.int32), 1) > 0
-    return tl.where(is_here, tl.sqrt(own + wide * tiny.to(tl.float64)), 0.0)
+    return tl.where(is_here, tl.sqrt(own + wide * tl.cast(tiny, tl.float64)), 0.0)
 
 
 @jit
@@ -97,9 +98,11 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, M
     long_g = tl.sum(tl.load(where + 4, mask=k < pairs, other=0.0))
     lost = wide_a * long_g * long_g + wide_g * long_a * long_a + 1.0 * steps * steps
     # a NaN stays one
-    total = tl.where(total < 0.0, 0.0, total) + tiny.to(tl.float64) * lost
-    norm = tl.sqrt(total) * (1.0 + growth.to(tl.float64)) + moved.to(tl.float64) * tl.sqrt(spread)
-    tl.store(out + example, norm * norm + room.to(tl.float64) * reach * reach)
+    total = tl.where(total < 0.0, 0.0, total) + tl.cast(tiny, tl.float64) * lost
+    norm = tl.sqrt(total) * (1.0 + tl.cast(growth, tl.float64)) + tl.cast(
+        moved, tl.float64
+    ) * tl.sqrt(spread)
+    tl.store(out + example, norm * norm + tl.cast(room, tl.float64) * reach * reach)
 
 
 @jit
@@ -111,6 +114,16 @@ def scale(x, factors, out, size, SIZE: tl.constexpr):
     read = tl.where(factor != 0.0, size, 0)
     value = tl.load(x + example * size + k, mask=k < read, other=0.0).to(tl.float32)
     tl.store(out + example * size + k, (value * factor).to(out.dtype.element_ty), mask=k < size)
+
+
+@jit
+def wipe(x, factors, size, SIZE: tl.constexpr):
+    """x = 0 where the factor of an example is zero; nothing else is touched."""
+    example = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    written = tl.where(tl.load(factors + example) != 0.0, 0, size)
+    zero = tl.zeros((SIZE,), tl.float32).to(x.dtype.element_ty)
+    tl.store(x + example * size + k, zero, mask=k < written)
 
 
 def squares(
@@ -148,3 +161,10 @@ def rescale(x: Tensor, factors: Tensor) -> Tensor:
     for own in zip(*(t.split(MOST_EXAMPLES) for t in (x, factors, out)), strict=True):
         scale[(-(-size // RUN), len(own[0]))](*own, size, SIZE=RUN, num_warps=8)
     return out
+
+
+def wipe_(x: Tensor, factors: Tensor) -> None:
+    """Make x[b] zero where factors[b] is, whatever it holds; x is contiguous."""
+    factors, size = factors.reshape(len(x)), x[0].numel()
+    for own in zip(*(t.split(MOST_EXAMPLES) for t in (x, factors)), strict=True):
+        wipe[(-(-size // RUN), len(own[0]))](*own, size, SIZE=RUN, num_warps=8)

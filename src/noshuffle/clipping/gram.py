@@ -33,7 +33,7 @@ from noshuffle.clipping.statefulness import is_wrapped
 #: Shorter sequences, or narrower maps, are no work for a kernel of their own.
 SHORTEST, NARROWEST = 33, 64
 #: Tensor cores round towards zero at every 16th addition: sums come out too small by this a term.
-_TENSOR_CORE = 2.0**-27
+TENSOR_CORE = 2.0**-27
 _HAS_MKL = bool(torch._C.has_mkl)
 
 
@@ -89,7 +89,7 @@ def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Te
 def _room(a: Tensor, g: Tensor) -> dict[str, float]:
     """What rounding can have done: in the sums, and when the factors go in."""
     moved = roundoff(g)
-    growth = _TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0
+    growth = TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0
     room = allowance(g.dtype, a.shape[2], g.shape[2])
     return {"growth": growth, "moved": moved, "room": room, "tiny": smallest(g.dtype)}
 

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-"""Gradients of scale and shift of a group norm on a GPU, of every example in one reading.
+"""Gradients of scale and shift of group and layer norms on a GPU, of every example in one reading.
 
     weight[b, c] = Σ_k g[b, c, k] · (x[b, c, k] − μ)/√(σ² + ε)        bias[b, c] = Σ_k g[b, c, k]
 
-with μ, σ² over the channels of a group and all positions k. A program takes one group of one
-example, reads x three times and g once where a group is large, and each once where it is small
-enough to stay in registers. All sums are in float32. State: whether they agreed with torch, by
+Group norms: μ, σ² over the channels of a group and all positions k. A program takes one group of
+one example, reads x three times and g once where a group is large, and each once where it is small
+enough to stay in registers. Layer norms: μ, σ² over all channels of one position; a program takes
+some positions of one example. All sums are in float32. State: whether they agreed with torch, by
 device and types. The module can be imported without Triton, but its kernels not be launched.
 
 >>> fits(torch.zeros(2, 4, 3, 3), torch.zeros(2, 4, 3, 3))
@@ -29,6 +30,8 @@ from noshuffle.triton_shim import jit, tl
 
 #: Numbers of a group that a program holds at a time.
 MOST_HELD = 8192
+#: Programs that keep a large GPU busy.
+PROGRAMS = 1056
 #: Fewer numbers than this are no work for a kernel of its own.
 FEWEST = 2**18
 
@@ -101,6 +104,80 @@ def channel_sums(x: Tensor, g: Tensor, *, groups: int, eps: float) -> tuple[Tens
         num_warps=4 if across * wide <= 4096 else 8,
     )  # fmt: skip
     return out[0], out[1]
+
+
+@jit
+def row_sums(
+    x, g, out, steps, each, width, eps, ROWS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """`each` of the steps of one example, ROWS at a time."""
+    part, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, WIDE)
+    both = tl.zeros((WIDE,), tl.float32)
+    alone = tl.zeros((WIDE,), tl.float32)
+    for at in range(0, each, ROWS):
+        step = part * each + at + tl.arange(0, ROWS)
+        is_step = (step < steps) & (at + tl.arange(0, ROWS) < each)
+        mask = is_step[:, None] & (lane < width)[None, :]
+        where = (example * steps + step)[:, None] * width + lane[None, :]
+        u = tl.load(x + where, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(g + where, mask=mask, other=0.0).to(tl.float32)
+        off = tl.where(mask, u - (tl.sum(u, 1) / width)[:, None], 0.0)
+        unit = 1.0 / tl.sqrt(tl.sum(off * off, 1) / width + eps)
+        both += tl.sum(v * off * unit[:, None], 0)
+        alone += tl.sum(v, 0)
+    to = out + (example * tl.num_programs(0) + part) * 2 * width + lane
+    tl.store(to, both, mask=lane < width)
+    tl.store(to + width, alone, mask=lane < width)
+
+
+def layer_sums(x: Tensor, g: Tensor, *, size: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of scale and shift of a layer norm over the last axis, [B, width] in float32."""
+    if get_proxy_mode() is not None:
+        raise Unsupported("a kernel leaves no trace")
+    width = x.shape[-1]
+    steps = x.numel() // (size * width)
+    across = 1 << (width - 1).bit_length()
+    rows = max(1, min(16, MOST_HELD // across))
+    parts = max(1, min(-(-steps // rows), -(-PROGRAMS // size)))
+    each = -(-steps // parts)
+    out = torch.empty(size, parts, 2, width, dtype=torch.float32, device=x.device)
+    row_sums[(parts, size)](x, g, out, steps, each, width, eps, ROWS=rows, WIDE=across, num_warps=8)
+    weight, bias = out.sum(1).unbind(1)
+    return weight, bias
+
+
+def fits_rows(x: Tensor, g: Tensor, width: int) -> bool:
+    """The same of layer norms over a last axis of this width."""
+    if not (HAS_TRITON and x.is_cuda) or x.numel() < FEWEST or width > MOST_HELD:
+        return False
+    if torch.float64 in (x.dtype, g.dtype) or x.shape != g.shape or len(x) > MOST_EXAMPLES:
+        return False
+    if not (x.is_contiguous() and g.is_contiguous()):
+        return False
+    if torch.cuda.is_current_stream_capturing() and not _rows_agree.cache_info().currsize:
+        return False
+    return _rows_agree(x.device, x.dtype, g.dtype)
+
+
+@lru_cache(maxsize=16)
+def _rows_agree(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
+    """Whether the kernel runs here and gives what torch gives."""
+    draw = torch.Generator(device=device).manual_seed(7)
+    for steps, width in ((5, 40), (77, 700)):
+        x = (torch.randn(3, steps, width, device=device, generator=draw) * 3.0 + 5.0).to(x_type)
+        g = torch.randn(3, steps, width, device=device, generator=draw).to(g_type)
+        unit = F.layer_norm(x.double(), (width,), eps=1e-5)
+        try:
+            found = layer_sums(x, g, size=3, eps=1e-5)
+        except Exception:  # a compiler may fail in any way; torch can always do it
+            return False
+        wanted = (unit * g.double()).sum(1), g.double().sum(1)
+        if not all(
+            torch.allclose(f.double(), w, rtol=1e-3, atol=1e-2) for f, w in zip(found, wanted)
+        ):
+            return False
+    return True
 
 
 def _is_last(t: Tensor) -> bool:

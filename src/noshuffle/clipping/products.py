@@ -175,18 +175,30 @@ def _rescales(device: torch.device) -> bool:
     factors = torch.tensor([0.3, 1.0], device=device)
     try:
         found, kept = gpu_kernels.rescale(t, factors), gpu_kernels.rescale(spoiled, left_out)
+        gpu_kernels.wipe_(spoiled, left_out)
     except Exception:  # a compiler may fail in any way; torch can always do it
         return False
-    is_zero = torch.equal(kept, t * left_out.bfloat16().reshape(2, 1, 1))
+    wanted = t * left_out.bfloat16().reshape(2, 1, 1)
+    is_zero = torch.equal(kept, wanted) and torch.equal(spoiled, wanted)
     return is_zero and torch.equal(found, (t.float() * factors.reshape(2, 1, 1)).bfloat16())
+
+
+def is_rescaled(*tensors: Tensor) -> bool:
+    """Whether kernels may multiply examples of these by factors: large ones that lie as they do."""
+    if not gpu_kernels.HAS_TRITON or get_proxy_mode() is not None:
+        return False
+    for t in tensors:
+        is_it = t.is_cuda and t.numel() >= LARGE and t.dtype in (*HALF, torch.float32)
+        if not is_it or t.dtype != tensors[0].dtype or not t.is_contiguous():
+            return False
+    is_now = not torch.cuda.is_current_stream_capturing() or _rescales.cache_info().currsize
+    return bool(is_now) and _rescales(tensors[0].device)
 
 
 def zeroed(t: Tensor, keep: Tensor) -> Tensor:
     """t with the examples outside `keep` replaced by zeros, NaN and ∞ included."""
-    if t.is_cuda and t.numel() >= LARGE and t.is_contiguous() and t.dtype in (*HALF, torch.float32):
-        is_now = not torch.cuda.is_current_stream_capturing() or _rescales.cache_info().currsize
-        if gpu_kernels.HAS_TRITON and is_now and get_proxy_mode() is None and _rescales(t.device):
-            return gpu_kernels.rescale(t, keep.float())
+    if is_rescaled(t):
+        return gpu_kernels.rescale(t, keep.float())
     return torch.where(keep.reshape(-1, *[1] * (t.dim() - 1)), t, 0.0)
 
 

@@ -133,6 +133,9 @@ def _scale_and_shift(unit: Tensor, g: Tensor, shape: tuple[int, ...]) -> dict[st
 @rule(nn.LayerNorm)
 def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     shape = tuple(layer.normalized_shape)
+    if len(shape) == 1 and norm_kernels.fits_rows(a, g, shape[0]):
+        weight, bias = norm_kernels.layer_sums(a, g, size=size, eps=layer.eps)
+        return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
     unit = F.layer_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
     return _scale_and_shift(unit, g.reshape(size, -1, *shape), shape)
 

@@ -30,12 +30,10 @@ from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room,
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import rule
 
-#: Windows of fewer numbers are quickly written down.
-FEWEST_WINDOWS = 2**24
+#: Windows of fewer numbers are quickly written down, and their gradients where they are small.
+FEWEST_WINDOWS, FEWEST_BY_WEIGHT, LEAST_WEIGHT = 2**24, 2**19, 2**13
 #: Positions of one example, in all of its pictures, that tables are made for.
 MOST_POSITIONS = 2**20
-#: What adding up the squares of a tile may lose.
-_LOST = 2.0**-16
 _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
     grad.conv1d_weight,
     grad.conv2d_weight,
@@ -121,7 +119,7 @@ class Convolution(GradientForm):
 
     def squares(self) -> Tensor:
         if self.is_fused:
-            found = conv_kernels.squares(self.x, self.g, **self._kernels) * (1.0 + _LOST)
+            found = conv_kernels.squares(self.x, self.g, **self._kernels)
             found = found if self.units is None else found * self.units.square()
             return found if self.keep is None else torch.where(self.keep, found, 0.0)
         loops = self._loops
@@ -158,6 +156,9 @@ class Convolution(GradientForm):
         return weight_of(
             self.full, layer.weight.shape, g, layer.stride, 0, layer.dilation, layer.groups
         )
+
+    def spent(self, factors: Tensor) -> Tensor:
+        return self.total(factors) if self.is_fused else super().spent(factors)
 
     @cached_property
     def channels(self) -> Tensor:
@@ -203,7 +204,9 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
         return False
     if g.numel() // max(1, size) >= 2**31 or x.numel() // max(1, size) >= 2**31:
         return False
-    if x.dtype is torch.float64 or len(x) * x.shape[1] * taps * places < FEWEST_WINDOWS:
+    is_heavy = layer.weight.numel() >= LEAST_WEIGHT
+    fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
+    if x.dtype is torch.float64 or len(x) * x.shape[1] * taps * places < fewest:
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
@@ -227,6 +230,7 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> b
     for layer, pad in (
         (nn.Conv2d(24, 40, 3, padding=1), 1),
         (nn.Conv2d(70, 130, (3, 2), stride=(2, 1), dilation=(1, 2)), 0),
+        (nn.Conv2d(130, 200, 3, stride=4, padding=1), 1),  # norms by `conv_gram`
     ):
         sides: Sides = ((pad, pad), (pad, pad)) if pad else ()
         x = torch.randn(5, layer.in_channels, 13, 11, device=device, generator=draw).to(x_type)

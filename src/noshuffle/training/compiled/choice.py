@@ -21,6 +21,7 @@ from torch import Tensor
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.factor import SLACK, slack
 from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.products import HALF
 from noshuffle.errors import InvalidInput
 from noshuffle.training.compiled.flat import Sums
 from noshuffle.training.compiled.program import Program
@@ -44,6 +45,7 @@ def choose(
     """
     parts, clip = program.parts, program.parts.threshold.clip
     bound = clip.bound(tuple(parts.parameters))
+    is_half = any(p.dtype in HALF for p in parts.parameters.values())
 
     def eager() -> Sums:
         reseed(program)
@@ -59,7 +61,7 @@ def choose(
         return Sums(found.values, found.losses, found.norms, bad)
 
     truth = eager()
-    if not agree(eager(), truth, bound=bound):
+    if not agree(eager(), truth, bound=bound, is_half=is_half):
         say("two runs on the same batch differ, so the model draws from elsewhere: eager")
         return None
     fact = "" if only else parts.ledger.meta(FACT) or ""
@@ -85,7 +87,7 @@ def choose(
             program.sum()
             program.report()
             assert program.sums is not None
-            if not agree(program.sums, truth, bound=bound):
+            if not agree(program.sums, truth, bound=bound, is_half=is_half):
                 raise InvalidInput("it differs from the eager sum")
         except Exception as error:
             line = " ".join(str(error).split())[:160]
@@ -97,10 +99,10 @@ def choose(
     return None
 
 
-def agree(found: Sums, truth: Sums, *, bound: float) -> bool:
+def agree(found: Sums, truth: Sums, *, bound: float, is_half: bool = False) -> bool:
     """Whether two sums are equal but for rounding; TF32 keeps ten bits, bfloat16 eight."""
     aim = max(slack(value) for value in truth.values.values())
-    is_cast = torch.is_autocast_enabled(truth.losses.device.type)
+    is_cast = is_half or torch.is_autocast_enabled(truth.losses.device.type)
     tolerance = 1e-2 if is_cast or aim > SLACK else 1e-4
     if not torch.equal(found.bad, truth.bad):
         return False

@@ -42,6 +42,8 @@ from noshuffle.training.compiled.staged import StagedUsers
 
 #: A gradient is written out up to this many numbers of one example; a whole matrix up to so many.
 MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
+#: A program takes the norm of a row, so longer gradients that are written out stay by themselves.
+MOST_WRITTEN = 2**17
 ROWS, COLUMNS, OUTPUTS, INPUTS, BLOCK = 32, 64, 16, 64, 1024
 #: What the square of a float32 may lose by underflow; the factor beside it may be large.
 HIDDEN = 1.2e-38
@@ -64,7 +66,7 @@ class Sums:
 TotalFn = Callable[[tuple[Any, ...], Tensor], Sums]
 
 
-def _kind(forms: Sequence[GradientForm], size: int) -> str:
+def _kind(forms: Sequence[GradientForm], size: int, most: int) -> str:
     """How a parameter is kept: "pair", "dense", "other", or "none"."""
     if len(forms) != 1:
         return "other" if forms else "none"
@@ -74,6 +76,8 @@ def _kind(forms: Sequence[GradientForm], size: int) -> str:
     if getattr(form, "is_fused", False):
         return "other"
     written = isinstance(form, DenseGradient) or bool(getattr(form, "written", ()))
+    if written and size > most:
+        return "other"
     is_rows = isinstance(form, RowGradient)
     return "dense" if written or (size <= MOST_COLUMNS and not is_rows) else "other"
 
@@ -98,7 +102,8 @@ class Flattened:
             raise Unsupported("the matrix is in single precision")
         self._like = dict(like)
         device = next(iter(like.values())).device
-        kinds = {name: _kind(forms.get(name, ()), like[name].numel()) for name in like}
+        most = MOST_NUMBERS if users is not None else MOST_WRITTEN
+        kinds = {name: _kind(forms.get(name, ()), like[name].numel(), most) for name in like}
         self._users = users
         if users is not None:  # a sum over rows is none of inputs and output gradients
             kinds = {name: "dense" if kind == "pair" else kind for name, kind in kinds.items()}
@@ -159,13 +164,13 @@ class Flattened:
             matrix, own, present = self._users.sums(matrix, single)
             factor, report, flat = run(matrix, own, present, extra)
             report = torch.cat([single[None], report[1:]])
-        values, at, good = {}, 0, factor != 0
+        values, at = {}, 0
         for name in (*self._dense, *self._pairs):
             shape = self._like[name].shape
             values[name] = flat[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
         for name in self._others:
-            totals = [form.kept(good).total(factor) for form in forms[name]]
+            totals = [form.spent(factor) for form in forms[name]]
             values[name] = sum(totals[1:], start=totals[0]).float().reshape(self._like[name].shape)
         for name in self._like.keys() - values.keys():
             values[name] = torch.zeros_like(self._like[name], dtype=torch.float32)

@@ -66,13 +66,10 @@ def short(
         clip=clip,
         slack=slack(*like.values()),
     )
-    good = keep & ~bad
     values: dict[str, Tensor] = {}
     for names, factor in factors:
         for name in names:
-            totals = [
-                _usable(form).kept(good).total(factor.to(kind)) for form in forms.get(name, ())
-            ]
+            totals = [_usable(form).spent(factor.to(kind)) for form in forms.get(name, ())]
             value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
             wide_type = torch.promote_types(like[name].dtype, torch.float32)
             values[name] = value.to(wide_type).reshape(like[name].shape)
