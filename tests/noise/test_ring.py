@@ -19,6 +19,7 @@ from torch import Tensor
 import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import LazyNoise, NoiseStream, Source, native, test_source
+from noshuffle.noise.grid import grid_step
 from noshuffle.noise.lazy_fused import lazy_noise
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.strategies.recipe import (
@@ -247,6 +248,18 @@ def test_a_row_is_drawn_under_the_last_key_that_began(kind: str) -> None:
         alone = Source(key(name), kind)
         asked = {"row": row, "name": "w", "scale": 2.0}
         assert source.noisy(0.3, **asked) == alone.noisy(0.3, **asked)  # type: ignore[arg-type]
+
+
+def test_noise_drawn_before_its_number_is_that_of_the_grid() -> None:
+    source, step = Source(key("ring"), "aes"), grid_step(2.0)
+    noisy = source.adders(name="w", scale=2.0)(4)
+    found = torch.tensor([noisy(value) for value in (0.3, -7.0, 1e5)], dtype=torch.float64)
+    assert torch.equal(found % step, torch.zeros(3, dtype=torch.float64))
+    drawn = torch.empty(1)
+    source.normal_(drawn, row=4, name="w")
+    assert abs(noisy(0.3) - 0.3 - 2.0 * float(drawn)) <= step
+    assert noisy(0.3) != source.adders(name="w", scale=2.0)(5)(0.3)
+    assert source.adders(name="w", scale=0.0)(4)(0.3) == 0.3
 
 
 def test_the_ring_of_a_source() -> None:

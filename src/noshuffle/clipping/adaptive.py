@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from noshuffle.clipping.factor import Flat
@@ -99,10 +99,11 @@ def shifted_count(norms: Tensor, state: QuantileState, *, present: Tensor | None
     Guarantees: one unit changes the result by at most ½ under zero-out, by at most 1 under
     replacement. A NaN or infinite norm counts as above the estimate. Not private by itself.
     """
-    below = (norms <= state.estimate).double() - BIT_SENSITIVITY
+    # NumPy adds a few hundred numbers up in a fraction of torch's time
+    below = norms.detach().cpu().numpy() <= state.estimate
     if present is not None:
-        below = torch.where(present, below, torch.zeros_like(below))
-    return float(below.sum())
+        below = below[present.cpu().numpy()]
+    return float(np.count_nonzero(below)) - BIT_SENSITIVITY * below.size
 
 
 def update(

@@ -127,7 +127,8 @@ class GradientTape:
             ends = list(map(edges.__getitem__, picks))
             # Hooks are Python: to hand them to a GPU's own thread takes longer than it saves.
             with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.grad(losses, ends, torch.ones_like(losses), allow_unused=True)
+                # of the sum: for given gradients torch first loads its compiler's shapes
+                torch.autograd.grad(losses.sum(), ends, allow_unused=True)
         missing = sum(map(attrgetter("missing"), self.sites))
         if is_known and missing:
             self.route.count = -1

@@ -47,7 +47,7 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.noise import native
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE
-from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
+from noshuffle.noise.grid import grid_step, jitters_
 from noshuffle.noise.layout import Chunk, Layout, share
 from noshuffle.noise.native import normals_
 from noshuffle.noise.words import AesWords, PhiloxWords
@@ -244,17 +244,27 @@ class Source:
         Guarantees: the result is a multiple of g = `grid_step(scale)`, a function of value + noise
         and of a coin that does not depend on the value: its low bits say nothing about the value.
         """
+        return self.adders(name=name, scale=scale)(row)(value)
+
+    def adders(self, *, name: str, scale: float) -> Callable[[int], Callable[[float], float]]:
+        """`noisy` in turns: by row, its noise drawn now for a number that is known later."""
         cpu = torch.device("cpu")
         chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
         drawer = self.drawer(chunks, device=cpu, workers=1)
-        shape = (2, chunks[0].tiles, TILE)
-        noise, coins = torch.empty(shape, dtype=torch.float32, device=cpu).unbind()
-        drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
-        step, here = grid_step(scale), chunks[0].pieces[0].place
-        drawer.jitters_(coins, step=step, worker=0)
-        released = torch.tensor([value], dtype=torch.float64, device=cpu)
-        add_on_grid_(released, noise.view(-1)[here], jitters=coins.view(-1)[here], step=step)
-        return float(released)
+        noise, coins = torch.empty(2, chunks[0].tiles, TILE).unbind()
+        step, first = grid_step(scale), chunks[0].pieces[0].place.start
+        middle = step * 1.5 * 2.0**52  # as `add_on_grid_` in float64
+
+        def of_row(row: int) -> Callable[[float], float]:
+            drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
+            drawn = float(noise.view(-1)[first])
+            if not step:
+                return lambda value: value + drawn
+            drawer.jitters_(coins, step=step, worker=0)
+            coin = float(coins.view(-1)[first])
+            return lambda value: ((value + drawn + coin) + middle) - middle
+
+        return of_row
 
 
 def _keyed_hash(data: bytes, key: bytes, person: bytes, size: int) -> bytes:

@@ -11,7 +11,7 @@ that leaves the plan's μ as it is,
     S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
 
 so the statement is unchanged. Under sampling gradient and count are drawn by the same coin, and
-S = k = 1 for the joint release of a step. State: the threshold and the estimate.
+S = k = 1 for the joint release of a step. State: the threshold, the estimate, noise drawn ahead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from noshuffle.clipping.adaptive import (
 )
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release.keys import KeyRing
 from noshuffle.strategies.base import Strategy
@@ -60,6 +61,9 @@ class Threshold:
     def count(self, clipped: list[ClippedSum]) -> float:
         """The raw number that a step is about to be learned from; zero for a constant."""
         return 0.0
+
+    def prepare(self, step: int) -> None:
+        """Do what `learn` of this step can do without its norms."""
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
@@ -103,6 +107,8 @@ class AdaptiveThreshold(Threshold):
             )
         self.config = config
         self._ring = ring
+        self._adders: tuple[Source, Callable[[int], Callable[[float], float]]] | None = None
+        self._drawn: tuple[int, Callable[[float], float]] | None = None
         self._set(start(config))
 
     def _set(self, state: QuantileState) -> None:
@@ -129,6 +135,14 @@ class AdaptiveThreshold(Threshold):
         """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
         return float(sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped))
 
+    def prepare(self, step: int) -> None:
+        """Draw the noise of the count, which does not depend on it."""
+        if self._drawn is None or self._drawn[0] != step:
+            source = self._ring.source_of_step(step)
+            if self._adders is None or self._adders[0] != source:
+                self._adders = source, source.adders(name=COUNT, scale=self.config.noise)
+            self._drawn = step, self._adders[1](step)
+
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
@@ -136,9 +150,9 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        count = self.count(clipped)
-        source = self._ring.source_of_step(step)
-        noisy = source.noisy(count, row=step, name=COUNT, scale=self.config.noise)
+        self.prepare(step)
+        assert self._drawn is not None
+        noisy = self._drawn[1](self.count(clipped))
         may_change = (step + 1) % self._every == 0
         self._set(update(self._state, noisy, config=self.config, may_change=may_change))
 

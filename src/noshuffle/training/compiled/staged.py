@@ -46,19 +46,24 @@ class StagedUsers:
 
     def stage(self, whose: Ids, keep: Mask | None) -> None:
         """Say whose the first rows are, and which of them count (None: all)."""
-        kept = np.arange(len(whose)) if keep is None else np.flatnonzero(keep)
-        _, of, counts = np.unique(whose[kept], return_inverse=True, return_counts=True)
-        self.count = len(counts)
+        kept = None if keep is None else np.flatnonzero(keep)
+        own = whose if kept is None else whose[kept]
+        order = np.argsort(own, kind="stable")
+        ordered, is_first = own[order], np.ones(len(own), dtype=bool)
+        np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+        starts = np.flatnonzero(is_first)
+        self.count = len(starts)
         table = np.zeros(2 * self.capacity + 1, dtype=np.int32)
-        table[: len(kept)] = kept[np.argsort(of, kind="stable")]
-        table[self.capacity :] = len(kept)
-        table[self.capacity : self.capacity + len(counts)] = np.cumsum(counts) - counts
+        table[: len(own)] = order if kept is None else kept[order]
+        table[self.capacity :] = len(own)
+        table[self.capacity : self.capacity + len(starts)] = starts
         if table.tobytes() == self._last:
             return
         self._last = table.tobytes()
         self._table.copy_(torch.from_numpy(table))
         self.units.fill_(min(self.count, self.capacity - 1))  # rows that do not count: of nobody
-        self.units[torch.from_numpy(kept)] = torch.from_numpy(of)
+        rows = torch.from_numpy(table[: len(own)].astype(np.int64))
+        self.units[rows] = torch.from_numpy(np.cumsum(is_first) - 1)
 
     def sums(self, matrix: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, columns] → [users, columns]; 0 or NaN per user by its losses; who has a row."""

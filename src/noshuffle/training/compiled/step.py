@@ -157,6 +157,7 @@ class Compiled(Programs):
                 program.sum()
         else:
             program.sum()
+        self.parts.threshold.prepare(index)  # while the device is at work
 
     def reset(self) -> None:
         """Forget everything that was captured."""
