@@ -44,6 +44,7 @@ from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled, Pending
+from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
@@ -69,6 +70,7 @@ class Private(OneOwner):
         self.model, self.plan, self.run = model, plan, parts.release.folder
         self.compiled: Compiled | None = None
         self.not_compiled = ""
+        self._blocks: BlockSums | None = None
         self._parts, self._index = parts, 0
         self._outcome: Outcome | Pending | None = None
         self._attached: dict[str, Any] = {}
@@ -109,7 +111,9 @@ class Private(OneOwner):
         notes = list(getattr(self._parts.engine, "fallbacks", ()))
         if self.model is not self._parts.model and UNCOMPILED not in notes:
             notes.append(UNCOMPILED)
-        return notes + (self.compiled.fallbacks if self.compiled is not None else [])
+        for own in (self.compiled, self._blocks):
+            notes += [] if own is None else own.fallbacks
+        return notes
 
     @property
     def outcome(self) -> Outcome | None:
@@ -179,11 +183,29 @@ class Private(OneOwner):
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
-        step = self._new_step()
-        with at_work(self._listener):
+        with self._accumulate(self._part_sums()) as step:
             yield step
-        with at_work(self._listener, self._parts.optimizer):
-            seen = step.release()
+
+    def _part_sums(self) -> BlockSums | None:
+        """Graphs of the sums of parts, where steps are compiled and nothing else changes them."""
+        parts = self._parts
+        if self.compiled is None or parts.groups_users or parts.threshold.is_adaptive:
+            return None
+        if self._blocks is None:
+            self._blocks = BlockSums(parts, captures=self.compiled.captures)
+        return self._blocks
+
+    @contextmanager
+    def _accumulate(self, sums: BlockSums | None = None) -> Iterator[Step]:
+        step = self._new_step() if sums is None else Step(self._parts, index=self._index, sums=sums)
+        try:
+            with at_work(self._listener):
+                yield step
+            with at_work(self._listener, self._parts.optimizer):
+                seen = step.release()
+        finally:
+            if sums is not None:
+                sums.forget()
         self._finish(seen)
 
     def _new_step(self) -> Step:
@@ -233,7 +255,7 @@ class Private(OneOwner):
             )
         if self._optimizer is None:
             self._optimizer = PrivateOptimizer(
-                self._parts, listener=self._listener, accumulate=self.accumulate
+                self._parts, listener=self._listener, accumulate=self._accumulate
             )
         return self._optimizer
 

@@ -23,8 +23,9 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,6 +126,20 @@ class Parts:
         return self.release.divisor_now
 
 
+class PartSums(Protocol):
+    """Clipped sums of parts of a batch by another way than the engine's (`compiled.blocks`)."""
+
+    def clipped_sum(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        *,
+        rng: Callable[[], AbstractContextManager[None]],
+    ) -> ClippedSum | None:
+        """That of one part, to be read before the next; None where the engine has to do it."""
+        ...
+
+
 class Step:
     """One release in the making.
 
@@ -137,8 +152,9 @@ class Step:
     #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
     can_replay_masks = True
 
-    def __init__(self, parts: Parts, *, index: int) -> None:
+    def __init__(self, parts: Parts, *, index: int, sums: PartSums | None = None) -> None:
         check_in_step(parts, index)
+        self._by_graph = sums
         self.parts = parts
         self.index = index
         self._ids: list[Ids | None] = []
@@ -194,10 +210,16 @@ class Step:
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
         clip, reduce = parts.threshold.clip, parts.reduce
         own_seed = parts.release.seed(self.index, len(self._sums)) if seed is None else seed
-        with seeded(own_seed, parts.device):
-            part = parts.engine.clipped_sum(
-                parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
-            )
+        rng, part = partial(seeded, own_seed, parts.device), None
+        if self._by_graph is not None and batch_size(batch):
+            part = self._by_graph.clipped_sum(loss_fn, batch, rng=rng)
+        if part is None:
+            with rng():
+                part = parts.engine.clipped_sum(
+                    parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
+                )
+        elif not self._sums:  # the others are added to it
+            part = replace(part, values={name: v.clone() for name, v in part.values.items()})
         parts.guard.check_names(part.values)
         if self._sums:
             for name, value in self._sums[0].values.items():

@@ -14,8 +14,8 @@ from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.release import digest as device_print
 from noshuffle.strategies import tree
+from noshuffle.training.compiled.blocks import BlockSums, block_sums
 from noshuffle.training.distributed import privatize_distributed
-from noshuffle.training.group.blocks import BlockSums, block_sums
 from noshuffle.training.group.fixed_sum import FixedSum, _rounded, runs_of
 
 BATCH, BLOCK = 10, 4

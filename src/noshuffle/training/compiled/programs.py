@@ -3,7 +3,7 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
 batch is given the program that was captured for exactly these; a tensor of model or loss that lies
 elsewhere than at the capture, or another layer, makes all programs worthless. `Compiled` captures
-whole steps this way, `group.blocks` the clipped sums of blocks.
+whole steps this way, `blocks` the clipped sums of blocks.
 
 State: the programs, what they must keep alive, and the log `fallbacks`.
 """

@@ -22,9 +22,9 @@ from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.spending import Ancestor
 from noshuffle.release.units import Ids, as_ids
+from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import blocks_of
-from noshuffle.training.group.blocks import BlockSums
 from noshuffle.training.group.step import GroupParts, GroupStep
 from noshuffle.training.group.team import is_known_to_all
 from noshuffle.training.hooks import at_work
@@ -101,7 +101,7 @@ class GroupPrivate(Private):
         return GroupStep(self._parts, index=self._index)
 
     @contextmanager
-    def accumulate(self) -> Iterator[Step]:
+    def _accumulate(self, sums: BlockSums | None = None) -> Iterator[Step]:
         """Several parts of one batch, one release at the end; the same number on every rank."""
         step = self._new_step()
         with at_work(self._listener):

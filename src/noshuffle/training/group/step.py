@@ -32,9 +32,9 @@ from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.units import Ids
+from noshuffle.training.compiled.blocks import BlockSums, block_sums
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
-from noshuffle.training.group.blocks import BlockSums, block_sums
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree

@@ -1,9 +1,9 @@
-"""Clipped sums of blocks as graphs that are replayed, for steps over many ranks on a GPU.
+"""Clipped sums of blocks as graphs that are replayed: batches in parts, steps over many ranks.
 
 A block takes some hundred small operations, and a GPU waits for the host to start each of them. As
 in `compiled`, the sum of a block is captured once and replayed for every block of the same size:
-stage the rows, replay, read. Everything else of the step stays as it is in `step`: blocks are
-admitted before they are staged, and their sums are added up in fixed point. What is captured are
+stage the rows, replay, read. Everything else of the step stays as it is in `step` (`group.step`):
+blocks are admitted before they are staged, and their sums are added up there. What is captured are
 the operations of the run's own engine on as many rows, so that a block has the bits that it has on
 a rank that captures nothing (sharded parameters, say).
 
