@@ -66,6 +66,10 @@ NOTES = {
     "frank_wolfe_tree, log": "the same numbers; without amplification by shuffling",
 }
 REASONS = {
+    "frank_wolfe_noisy, population": "steeper: noise, not the step, decides at the smaller sizes",
+    "frank_wolfe_full": "steeper: the optimum lies inside of a face, where noise falls like 1/n",
+    "ftrl (logistic)": "not its regime: the bound is above what standing still costs",
+    "dp_gd in d": "scores shrink as d grows, so that curvature is larger: 1.9 is to be expected",
     "dp_svrg": "snapshots and steps share one budget, and the number of snapshots grows with n",
     "frank_wolfe_noisy, tree": "the noise of a tree grows with ln n, which takes a tenth off the "
     "slope; next row",

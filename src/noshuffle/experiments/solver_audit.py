@@ -220,7 +220,7 @@ _FW: dict[str, Any] = {"steps": 3, "rate": 0.3, "domain": Ball(1.0)}
 #: Of every solver at least one; names with a comma are variants.
 SOLVER_CASES: dict[str, SolverCase] = {
     "ftrl": _coordinates(solvers.ftrl, times=3, size="batch_size", **_PATH),
-    "ftrl_ls": SolverCase(_repeated(_least_squares, 40), 20_000),
+    "ftrl_ls": SolverCase(_repeated(_least_squares, 40), 80_000),
     "dp_gd": _coordinates(solvers.dp_gd, times=1, steps=8, rule=Sgd(1.0), output="last"),
     "dp_sgd": _coordinates(
         solvers.dp_sgd, times=1, rate=0.5, steps=8, rule=Sgd(1.0), output="last"

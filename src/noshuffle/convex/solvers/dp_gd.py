@@ -11,7 +11,7 @@ R L√d·O(1/(εn)). That is the default for losses with kinks, with at most 102
 
 Smooth losses need far fewer. Heavy-ball steps v ← 0.9v + g, w ← Π_K(w − v/(β + ridge)) average T
 noises of deviation √T·Δ/μ down to that of one release once they have travelled, so only the
-distance bounds T from below, and the noise of early steps from above: T = nμ/(2c√d) within [4, 64]
+distance bounds T from below, and the noise of early steps from above: T = nμ/(3c√d) within [4, 256]
 and the mean of the second half, as found by simulation (`gradient_rule`). `output`, a rule or a
 rate given take the schedule above. State: the weights, their velocity and their average.
 
@@ -96,7 +96,7 @@ def _heavy_ball(problem: Problem, steps: int | None) -> Solution:
     """The schedule for smooth convex losses; the guarantee is that of T releases, as above."""
     loss, n, d, mu = problem.loss, problem.n, problem.d, problem.mu
     if steps is None:
-        steps = int(min(max(n * mu / (2 * problem.c * math.sqrt(d)), 4), 64))
+        steps = int(min(max(n * mu / (3 * problem.c * math.sqrt(d)), 4), 256))
     whole(steps=steps)
     reach = problem.c * loss.lipschitz / n
     deviation = math.sqrt(steps) * reach / mu

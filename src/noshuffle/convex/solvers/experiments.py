@@ -105,11 +105,12 @@ def travel_excess(n: int, *, solve: Solver, seed: int, d: int = 200, epsilon: fl
     mu = epsilon / 4.2  # near enough for a step count, and public
     # Steps beyond which private gradient descent gains nothing.
     steps = int(min(max(16, (mu * n) ** 2 / (4 * d)), n, _MOST_STEPS))
-    settings: dict[Solver, dict[str, float]] = {
+    settings: dict[Solver, dict[str, Any]] = {
         solvers.dp_sgd: {"rate": 0.25, "steps": steps},
         solvers.dp_svrg: {"epochs": max(2, steps // 8), "steps": 8, "rate": 1 / 64},
     }
-    asked = settings.get(solve, {})
+    # The others keep the relation for which their sizes were set.
+    asked = settings.get(solve, {"neighbours": "replace-one"})
     run = _run(solve, losses.linear(), x, None, epsilon=epsilon, seed=seed, **asked)
     return _travel(run.weights, g)
 
