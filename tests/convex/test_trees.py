@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
 from noshuffle import Budget
@@ -15,11 +16,14 @@ from noshuffle.accounting import gaussian
 from noshuffle.convex import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivatePCA,
+    PrivateScaler,
     PrivateTreesClassifier,
     PrivateTreesRegressor,
 )
 from noshuffle.convex.losses import logistic, squared
 from noshuffle.convex.margins import PerMargin, Softmax
+from noshuffle.convex.pca import SecondMoments
 from noshuffle.convex.phases import PhaseBudget, make_phase
 from noshuffle.convex.ranges import FIRST_BINS, FOUND, RangeRule
 from noshuffle.convex.trees_rule import BINS, TreesRule
@@ -186,6 +190,45 @@ def test_budget_run_folder_ids_and_refusals(tmp_path: Any) -> None:
         PrivateTreesClassifier().fit(np.where(x > 7, np.nan, x), y)
     with pytest.raises(InvalidInput, match="real numbers"):
         PrivateTreesClassifier().fit(x + 0j, y)
+
+
+def test_components_of_second_moments() -> None:
+    """A row adds at most one; the noise of an entry is that of the plan, whatever the data."""
+    rule = SecondMoments(3)
+    for size in (0.1, 1.0, 50.0):
+        x = RNG.normal(size=(1, 3)) * size
+        norm = np.linalg.norm(rule.clipped_sum(x, np.zeros(1)))
+        assert norm <= 1
+        assert size < 50 or norm > 0.999
+    x = RNG.normal(size=(5000, 2)) @ [[0.4, 0.4, 0, 0], [0, 0, 0.1, -0.1]] + [0, 0.2, 0, 0]
+    model = PrivatePCA(n_components=2, bounds=(-1, 1), epsilon=4.0, test_seed=0).fit(x)
+    assert abs(model.components_[0] @ [0.5**0.5, 0.5**0.5, 0, 0]) > 0.99
+    np.testing.assert_allclose(model.mean_, x.mean(0), atol=0.05)
+    assert model.transform(x).shape == (5000, 2)
+    assert np.abs(model.inverse_transform(model.transform(x)) - np.clip(x, -1, 1)).mean() < 0.05
+    none, found = np.zeros((1000, 30)), []
+    for seed in range(4):
+        empty = PrivatePCA(bounds=(-1, 1), test_seed=seed).fit(none)
+        found.append(np.sqrt(2 * np.mean(empty.explained_variance_**2)))
+    unit = empty.plan_.noise_multiplier * 11 / 1000  # C² = 1 + 30/3; a semicircle of radius s√(2p)
+    assert 0.8 < np.mean(found) / (unit * math.sqrt(15)) < 1.25
+    with pytest.raises(InvalidInput, match="at most the 4 columns"):
+        PrivatePCA(n_components=5).fit(x)
+
+
+def test_quantiles_and_scales(tmp_path: Any) -> None:
+    x = RNG.normal(size=(8000, 2)) * [3.0, 200.0] + [40.0, 0.0]
+    for bounds in ("private", [(0, 100), (-1000, 1000)]):
+        budget = Budget(tmp_path / str(len(bounds)), epsilon=3.0, delta=1e-5)
+        scaler = PrivateScaler(bounds=bounds, budget=budget)
+        line = make_pipeline(scaler, PrivateLogisticRegression(bounds=(-4, 4), budget=budget))
+        line.fit(x, x[:, 0] > 40)
+        assert line.score(x, x[:, 0] > 40) > 0.9
+        np.testing.assert_allclose(scaler.center_, [40, 0], atol=12)
+        np.testing.assert_allclose(scaler.scale_, [3, 200], rtol=0.25)
+        np.testing.assert_allclose(scaler.quantile(0.9)[1], 256, rtol=0.15)
+        each = gaussian.mu(epsilon=1.0, delta=1e-6)
+        assert budget.total().mu == pytest.approx(math.sqrt(2) * each, rel=1e-3)
 
 
 @pytest.mark.slow

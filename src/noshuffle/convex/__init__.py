@@ -5,6 +5,7 @@
     PrivateQuantileRegressor, PrivatePoissonRegressor, PrivateGammaRegressor
 
     PrivateTreesClassifier, PrivateTreesRegressor              boosted trees, of whole tables
+    PrivatePCA, PrivateScaler                                  components; quantiles and scales
 
 follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
 pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
@@ -18,7 +19,9 @@ from noshuffle.convex.generalized import (
     PrivatePoissonRegressor,
     PrivateQuantileRegressor,
 )
+from noshuffle.convex.pca import PrivatePCA
 from noshuffle.convex.regress import PrivateLinearRegression
+from noshuffle.convex.scaler import PrivateScaler
 from noshuffle.convex.trees import PrivateTreesClassifier, PrivateTreesRegressor
 
 __all__ = [
@@ -26,9 +29,11 @@ __all__ = [
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
+    "PrivatePCA",
     "PrivatePoissonRegressor",
     "PrivateQuantileRegressor",
     "PrivateSVC",
+    "PrivateScaler",
     "PrivateTreesClassifier",
     "PrivateTreesRegressor",
 ]

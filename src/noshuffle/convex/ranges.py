@@ -66,7 +66,10 @@ class RangeRule(Rule):
         clip_norm: float,
         repeats: int,
         share: float | None = None,
+        known: RowMap | None = None,
     ) -> None:
+        #: Bounds that are known: then there are no readings of the first kind.
+        self._known = known
         #: Where a unit has several rows: what their weights add up to at most.
         self._share = share
         self.inner, self.columns, self.clip_norm, self.repeats = rule, columns, clip_norm, repeats
@@ -86,7 +89,7 @@ class RangeRule(Rule):
     @property
     def lead(self) -> int:
         """Readings before the rule inside begins."""
-        return 2 * self.repeats
+        return self.repeats if self._known is not None else 2 * self.repeats
 
     def start(self, phase: Phase) -> None:
         self._deviation = phase.plan.noise_multiplier * math.sqrt(self.columns / self.repeats)
@@ -102,7 +105,7 @@ class RangeRule(Rule):
             return out
         if not isinstance(x, np.ndarray):
             raise Unsupported("bounds='private' needs dense rows; give bounds as numbers")
-        is_first = self._count < self.repeats
+        is_first = self._count < self.lead - self.repeats
         bins = FIRST_BINS if is_first else BINS
         codes = (self.first_bins(x) if is_first else self._second_bins(x)) + bins * np.arange(
             self.columns
@@ -134,7 +137,7 @@ class RangeRule(Rule):
             assert self.inner is not None
             self.inner.update(mean[: self.inner.size], step=step)
             return
-        to = self._first if self._count <= self.repeats else self._second
+        to = self._first if self._count <= self.lead - self.repeats else self._second
         # Counts that many rows give; the divisor of the plan is the number of rows.
         unit = self._rows * math.sqrt(self.columns) / (self.clip_norm * self.repeats)
         to += mean[: to.size].reshape(to.shape) * unit
@@ -142,6 +145,9 @@ class RangeRule(Rule):
     @property
     def _coarse(self) -> tuple[Array, Array]:
         """Of each column, the edges of the first and last bin of the first kind that is filled."""
+        if self._known is not None and self._known.low is not None:
+            assert self._known.high is not None
+            return self._known.low, self._known.high
         clear = self._deviation * math.sqrt(2 * math.log(20 * FIRST_BINS * self.columns))
         filled = self._first > max(clear, 0.5)
         filled[np.arange(self.columns), self._first.argmax(1)] = True

@@ -76,6 +76,15 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
         open_unit(delta=self.delta)
         return gaussian.mu(epsilon=self.epsilon, delta=self.delta)
 
+    def _given_bounds(self, columns: int) -> RowMap | None:
+        """None where they are to be found."""
+        if self.bounds is None:
+            raise InvalidInput("bounds=None is not possible here; give bounds or 'private'")
+        if is_private(self.bounds):
+            return None
+        names = getattr(self, "feature_names_in_", None)
+        return RowMap.of(self.bounds, feature_bound=None, features=columns, names=names)
+
     def _prepare(self, x: Array, rows: RowMap) -> Array:
         """What the rule reads, once the bounds of the columns are there."""
         return np.asarray(rows.apply(x))
@@ -93,15 +102,10 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Find bounds where that is asked for, let the rule read, write what is to be said."""
         n, p = x.shape
-        whole: Rule = rule
-        if is_private(self.bounds):
+        whole, known = rule, self._given_bounds(p)
+        if known is None and not isinstance(rule, RangeRule):
             repeats = max(1, round(readings / 8))
             whole = RangeRule(rule, columns=p, clip_norm=rule.clip_norm, repeats=repeats)
-        else:
-            names = getattr(self, "feature_names_in_", None)
-            if self.bounds is None:
-                raise InvalidInput("bounds=None is not possible here; give bounds or 'private'")
-            known = RowMap.of(self.bounds, feature_bound=None, features=p, names=names)
         lead = whole.lead if isinstance(whole, RangeRule) else 0
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(x)
@@ -121,10 +125,12 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
         stream.admit(n, ids)
         for index in range(lead + readings):
             if index == lead:
-                self._rows = whole.row_map(None) if isinstance(whole, RangeRule) else known
+                self._rows = known or whole.row_map(None)  # type: ignore[attr-defined]
                 x = self._prepare(x, self._rows)
             stream.feed(x, y)
         stream.close()
+        if not readings:
+            self._rows = whole.row_map(None)  # type: ignore[attr-defined]
         self._state(stream, ids, notes)
 
     def _state(self, stream: LearningStream, ids: Any, notes: tuple[str, ...]) -> None:
