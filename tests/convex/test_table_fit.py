@@ -12,6 +12,7 @@ import pytest
 from scipy import sparse
 from scipy.stats import beta
 
+import noshuffle
 from noshuffle.accounting import gaussian
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
 from noshuffle.convex.gradient_rule import GradientRule
@@ -19,7 +20,8 @@ from noshuffle.convex.losses import logistic, squared
 from noshuffle.convex.margins import PerMargin, Softmax
 from noshuffle.convex.schedule import steps_for
 from noshuffle.convex.table_fit import NoBounds
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
+from noshuffle.integrations.estimator_search import private_search
 from noshuffle.release.verify import verify
 
 
@@ -254,3 +256,23 @@ def test_a_table_without_bounds_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoBounds)
         PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], bounds=(-4, 4)).fit(x + 9, y)
+
+
+def test_a_search_is_within_its_epsilon(tmp_path: Path) -> None:
+    """Settings that cannot learn lose; what is said is the whole search, and a budget pays it."""
+    x, y = table(3000)
+    budget = noshuffle.Budget(tmp_path / "b", epsilon=5.0, delta=1e-5)
+    grid = [{"alpha": 1e3}, {"alpha": 1e-3}, {"passes": 20, "penalty": None}]
+    found = private_search(quick(penalty="l2", solver="gd"), x, y, grid, epsilon=4.0, budget=budget)
+    assert found.setting != grid[0]
+    assert found.result.score(x, y) > 0.8
+    assert found.result.privacy_ is found.statement
+    assert found.statement.epsilon == pytest.approx(4.0, rel=1e-3)
+    assert found.result.plan_.statement().epsilon < 2.5  # of one run, a third of μ²
+    with pytest.raises(NoshuffleError, match="limit"):
+        private_search(quick(), x, y, grid, epsilon=4.0, budget=budget)
+    with pytest.raises(InvalidInput, match="at least one"):
+        private_search(quick(), x, y, [], epsilon=4.0)
+    for solver in ("frank_wolfe", "objective"):  # no μ, no composition
+        with pytest.raises(Unsupported, match="Gaussian"):
+            private_search(quick(solver=solver), x, y, [{}], epsilon=4.0)

@@ -87,11 +87,7 @@ class Trial:
         """Let a run in if the runs of this trial stay within its share."""
         if run is not None:
             raise Unsupported("runs of a search leave no trace: leave out run=, keep the best")
-        if statement.unit != self.unit or statement.mu is None:
-            raise Unsupported(
-                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
-                f"{self.unit}; {what} does not"
-            )
+        self._refuse_others(statement, what)
         cost = cost_of(statement, delta=self.delta, neighbours=self.neighbours)
         if not total([*self.costs, cost]).epsilon(self.delta) <= self.epsilon:
             raise BudgetExceeded(
@@ -109,7 +105,17 @@ class Trial:
         """Units are not followed inside a search."""
 
     def settle(self, statement: PrivacyStatement, **more: Any) -> None:
-        """Nothing is given back: the bound is on a run as it was planned."""
+        """Nothing is given back: the bound is on a run as it was planned. One that turned out to be
+        no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
+        if statement.epsilon > 0:
+            self._refuse_others(statement, statement.mechanism)
+
+    def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
+        if statement.unit != self.unit or statement.mu is None:
+            raise Unsupported(
+                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
+                f"{self.unit}; {what} does not"
+            )
 
     def words(self) -> str:
         """For the statement of the run itself."""

@@ -123,7 +123,9 @@ def fit(asked: FitSettings, output: Output) -> None:
         )
     settings = _estimator_settings(asked, table)
     kept = {name: value for name, value in settings.items() if value is not None}
-    model = getattr(convex, _ESTIMATORS[asked.task])(**kept, budget=opened(asked.budget))
+    model = getattr(convex, _ESTIMATORS[asked.task])(
+        **kept, budget=opened(asked.budget), verbose=sys.stderr.isatty()
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoBounds)  # said above, of --bounds
         model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)

@@ -85,6 +85,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
         same rows warns.
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
+    verbose : tell on standard error, once a second at most, how many steps are done.
     """
 
     solver: str = "auto"
@@ -114,6 +115,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     release_score: bool = False
     budget: Any = None
     test_seed: int | str | None = None
+    verbose: bool = False
 
     #: Parameters that bound columns or targets.
     _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound")

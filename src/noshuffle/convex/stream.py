@@ -139,6 +139,8 @@ class LearningStream(OneOwner):
         self._waiting = WaitingRows()
         #: What brings rows inside their bounds, just before they are summed; None: they are.
         self.row_map_fn: Callable[[Any], Any] | None = None
+        #: Is told the number of steps that were released.
+        self.show_fn: Callable[[int], None] | None = None
         self._units, self._pending = UnitTable(), np.empty(0, dtype=np.int64)
         self._secret = ""  # by which names of units become numbers, in every phase alike
         self.kind_of_ids = ""
@@ -342,6 +344,8 @@ class LearningStream(OneOwner):
         self._held = 0
         self.steps += 1
         self._phase_steps += 1
+        if self.show_fn is not None:
+            self.show_fn(self.steps)
 
     def _write_row(self, step: int, first: int) -> None:
         """The row of a step in memory. It needs no digest: who could repeat the step has it all.

@@ -22,6 +22,7 @@ from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
+from noshuffle.convex.step_line import StepLine
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
@@ -47,6 +48,7 @@ class StreamFit(TableFit):
         l1_ratio: float
         groups: Any
         clip_norm: float | None
+        verbose: bool
         _stream: LearningStream
         _progress: Any
         _notes: tuple[str, ...]
@@ -171,6 +173,7 @@ class StreamFit(TableFit):
     ) -> None:
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
+        stream.show_fn = StepLine(stream.phase.plan.steps) if self.verbose else None
         stream.admit(x.shape[0], ids)
         given, ranges = x, stream.rule if isinstance(stream.rule, RangeRule) else None
         for index in range(passes):
