@@ -26,6 +26,7 @@ LAYERS = {
     "plan": 2,
     "comparison": 2,
     "sampled_fit": 2,
+    "bins_fit": 2,
     "extension": 2,
     "plan_accountant": 2,
     "theory": 2,
@@ -50,7 +51,16 @@ LAYERS = {
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
     {"errors", "participation", "one_owner"},
-    {"statement", "plan", "comparison", "sampled_fit", "plan_accountant", "owners", "extension"},
+    {
+        "statement",
+        "plan",
+        "comparison",
+        "sampled_fit",
+        "bins_fit",
+        "plan_accountant",
+        "owners",
+        "extension",
+    },
 )
 WITHOUT_TORCH = {
     "owners",

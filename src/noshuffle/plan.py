@@ -147,6 +147,10 @@ class Plan:
             raise InvalidInput("give exactly one of epsilon and noise_multiplier")
         instance_of(Participation, participation=participation)
         workload = checked_workload(workload)
+        is_bins = isinstance(participation, BallsInBins) and mechanism == "best"
+        if is_bins and epsilon is not None and not (neighbours or accountant or options):
+            assert isinstance(participation, BallsInBins)
+            sampling, participation = "bins", participation.in_order
         if sampling:
             one_of(("best",), mechanism=mechanism)
             plan: Plan = fit_sampled(

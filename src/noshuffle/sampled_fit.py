@@ -3,7 +3,8 @@
     none      the same order in every epoch, the best mechanism
     poisson   coin flips in every step, independent noise (DP-SGD)
     cyclic    groups that take turns with coin flips, as many bands as groups, as many as are best
-    bins      one secret position for every unit, under the strategies of "none" and "cyclic"
+    bins      one secret position for every unit, under the strategies of "none" and "cyclic", and
+              bands fitted to its own accountant (`bins_fit`)
     separated a fresh one in every epoch: independent noise, or an eighth of an epoch of bands
 
 Batches have the same expected size everywhere. Compared is z · rms, the noise in the running sum,
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from noshuffle.bins_fit import fit_bins
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
 from noshuffle.participation import (
     BallsInBins,
@@ -110,14 +112,16 @@ def alternatives(
 
         rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, b))
     if "separated" in kinds:
-        tried = {1: "identity", max(1, b // 8): "best"}
-        fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in tried.items()]
+        widths = {1: "identity", max(1, b // 8): "best"}
+        fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in widths.items()]
         rows["separated"] = min(fresh, key=lambda each: each.rms)
     if "bins" in kinds:
         part, found = BallsInBins(participation.epochs, b), []
-        for other in ("none", "cyclic"):
+        tried = [rows["none"].plan.strategy, rows["cyclic"].plan.strategy]
+        own = fit_bins(part, epsilon=epsilon, delta=delta, workload=workload or Workload())
+        for strategy in tried if own is None else [*tried, own]:
             with suppress(Unsupported):  # trees
-                found.append(row("bins", part, rows[other].plan.strategy))
+                found.append(row("bins", part, strategy))
         if found:
             rows["bins"] = min(found, key=lambda each: each.rms)
     wanted = [found for kind, found in rows.items() if kind in kinds]

@@ -29,6 +29,27 @@ def test_quadrature_lies_between_the_bounds(epsilon: float) -> None:
     assert "at most" in found.words()
 
 
+@pytest.mark.parametrize("side", ["remove", "add"])
+@pytest.mark.parametrize("count", [1, 6])
+def test_draws_from_the_moved_density_alone_are_bounded(side: str, count: int) -> None:
+    """By R of the head of the file, which one position attains; and few draws then suffice."""
+    gap = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
+    K = np.exp(-gap / 2.0) * np.linspace(1.0, 0.8, count)[:, None] ** 0.5
+    K = np.sqrt(K * K.T)
+    secret = SecretPositions(K, Overlaps(((1, 0.0, 1.0),)))
+    _, drawn = secret._drawn(side, 1.0, 3.5, 20_000, 4)
+    assert drawn.alone is not None
+    reach = drawn.alone.reach(3.5)
+    top = float(drawn.values(side, 3.5).max())
+    least = 0.8 if (side, count) == ("remove", 1) else 1e-3
+    assert least * reach < top <= reach * (1 + 1e-9) < 0.02
+    given = {"noise_multiplier": 1.0, "epsilon": 3.5, "samples": 40_000, "direction": side}
+    found = secret.delta(**given, seed=4)
+    assert 0 < found.lower < found.upper < 3 * found.lower
+    # no secrecy in one position: the truth is known
+    assert (found.lower < found.sampling_free < found.upper) == (count == 1)
+
+
 def test_epsilon_and_periods() -> None:
     """Two periods of one position are one Gaussian mechanism, √2 as far."""
     one = np.array([[4.0]])

@@ -6,14 +6,23 @@ L = (1/b) Σ_j e^{X_j − K_jj/2}, X ~ N(0, K) under Q, the two directions are
     remove   E_P(1 − e^ε/L)₊ = E_Q(L − e^ε)₊          add   E_Q(1 − e^ε L)₊
 
 Only X is drawn: b numbers a sample, however many rows the noise has. Periods with a fresh position
-each multiply L. Importance sampling: half of the draws are from P (or Q), half from
+each multiply L. Importance sampling draws from
 
-    remove   position j shifted s times as far, whose density over Q is L_s (s from a pilot)
-    add      Q moved by −c K·1/b, away from all positions (c from the pilot)
+    remove   position j shifted s times as far, whose density over Q is L_s
+    add      Q moved by −c K·1/b, away from all positions, with density M_c
 
-and what is averaged, Y = value · density / density of the mixture, is at most twice the value.
-Losses above log Γ, where the sampling-free bound leaves at most a hundredth of δ, are cut off and
-charged with it: P(L ≥ Γ) ≤ Γ/(Γ − Γ′) · E_Q(L − Γ′)₊, so that 0 ≤ Y ≤ R = 2(1 − e^ε/Γ).
+and what is averaged is Y = value · density / density of the draws, 0 ≤ Y ≤ R. Two ways:
+
+    alone    With κ = max K_jj, κ̄ and K̄ the means of K_jj and of K_ij (times the periods), the mean
+             of e^{s·…} is at least the power s ≥ 1 of the mean, and log L at least its mean
+             exponent: L_s ≥ L^s e^{−s(s−1)κ/2}, and M_c ≥ e^{c(ε − κ̄/2) − c²K̄/2} where L ≤ e^{−ε}.
+             So R = (1/s)(1 − 1/s)^{s−1} e^{−(s−1)(ε − sκ/2)}, and e^{−c(ε − κ̄/2) + c²K̄/2}: least
+             at s = ε/κ + ½ and c = (ε − κ̄/2)/K̄, and near δ itself unless amplification is strong.
+    mixed    Half of the draws from P (or Q), s or c from a pilot: Y is at most twice the value.
+             Losses above log Γ, where the sampling-free bound leaves at most a hundredth of δ, are
+             cut off and charged with it: P(L ≥ Γ) ≤ Γ/(Γ − Γ′) · E_Q(L − Γ′)₊, R = 2(1 − e^ε/Γ).
+
+Alone where that R is below a tenth.
 
 Confidence: for λ ≤ 1/R fixed beforehand (by the pilot), Π(1 + λ(m − Y_i)) has mean at most 1 if the
 mean of Y is m or more, so by Markov's inequality it exceeds 1/β with probability at most β
@@ -22,7 +31,7 @@ one. For ε at δ a fixed list of falling ε is tested until the first failure, 
 correction: the first wrong one has to pass. The list is coarse, then fine within the last coarse
 step, each with half of β. A run calibrated so is (ε, δ)-DP with δ = bound + β, the draws of the
 accountant being part of its randomness; they are independent of the data. An upper bound below the
-sampling-free one takes about 2 log(1/β)/δ samples, whatever they show. No state.
+sampling-free one takes at least R log(1/β)/δ samples, whatever they show. No state.
 
 >>> ten = SecretPositions(np.eye(10) * 4.0, Overlaps(((1, 0.0, 4.0), (10, 0.0, 4.0))))
 >>> found = ten.delta(noise_multiplier=2.0, epsilon=1.0, samples=40_000, seed=1)
@@ -178,13 +187,18 @@ class SecretPositions:
         first, second = (np.random.default_rng(kind) for kind in kinds)
         sample = _remove if side == "remove" else _add
         count = max(500, int(_PILOT * samples))
+        alone = _alone(side, K, self.periods, epsilon)
 
         def draw(tilt: float, count: int, rng: np.random.Generator) -> _Draws:
             parts, size = [], max(1, _CHUNK // len(K))
             for start in range(0, count, size):
-                parts.append(sample(K, root, tilt, self.periods, min(size, count - start), rng))
+                here = min(size, count - start)
+                parts.append(sample(K, root, tilt, alone is None, self.periods, here, rng))
             log_ratio, share = (np.concatenate(part) for part in zip(*parts, strict=True))
-            return _Draws(log_ratio, share)
+            return _Draws(log_ratio, share, alone)
+
+        if alone is not None:
+            return draw(alone.tilt, count, first), draw(alone.tilt, samples, second)
 
         top = float(K.diagonal().max())
         if side == "remove":
@@ -193,7 +207,7 @@ class SecretPositions:
         else:
             spread = float(K.mean())
             far = 3.0 * epsilon / (spread * self.periods) + 1.0
-            tilts = [0.0, *(far * x for x in (0.1, 0.25, 0.5, 1.0))]
+            tilts = [0.0, *(-far * x for x in (0.1, 0.25, 0.5, 1.0))]
         pilots = {tilt: draw(tilt, max(500, count // len(tilts)), first) for tilt in tilts}
 
         def second_moment(tilt: float) -> float:
@@ -210,7 +224,9 @@ class SecretPositions:
     def _test(self, side: str, epsilon: float, delta: float, far: float, pilot: _Draws) -> _Test:
         """The cut Γ = 1.1 e^far, what it is charged with, the range of Y, and λ by the pilot."""
         top, reach, charge = math.inf, 2.0, 0.0
-        if side == "remove":
+        if pilot.alone is not None:
+            reach = pilot.alone.reach(epsilon)
+        elif side == "remove":
             top = max(far, epsilon + 0.01) + math.log(1.1)
             reach, charge = -2 * math.expm1(epsilon - top), _SHARE * delta
         spread = float(np.mean(pilot.values(side, epsilon, top) ** 2))
@@ -218,11 +234,39 @@ class SecretPositions:
 
 
 @dataclass(frozen=True)
+class _Alone:
+    """Draws from the moved density only: s or −c, and what bounds Y (the head of this file)."""
+
+    tilt: float
+    norm: float
+    spread: float
+
+    def reach(self, epsilon: float) -> float:
+        """R at this ε."""
+        s = self.tilt
+        if s < 0:
+            return math.exp(min(700.0, s * (epsilon - self.norm / 2) + s * s * self.spread / 2))
+        most = math.exp((s - 1) * math.log1p(-1 / s)) / s
+        return most * math.exp(min(700.0, -(s - 1) * (epsilon - s * self.norm / 2)))
+
+
+def _alone(side: str, K: Array, periods: int, epsilon: float) -> _Alone | None:
+    """The best of them, or None where Y could be as large as a tenth."""
+    norm = periods * float(K.diagonal().max() if side == "remove" else K.diagonal().mean())
+    spread = periods * float(K.mean())
+    tilt = epsilon / norm + 0.5 if side == "remove" else (norm / 2 - epsilon) / spread
+    found = _Alone(tilt, norm, spread)
+    is_right = tilt > 1 if side == "remove" else tilt < 0
+    return found if is_right and found.reach(epsilon) < 0.1 else None
+
+
+@dataclass(frozen=True)
 class _Draws:
-    """log L, and the density of P (Q) over that of the mixture, of every sample."""
+    """log L, and the density of P (Q) over that of the draws, of every sample."""
 
     log_ratio: Array
     share: Array
+    alone: _Alone | None = None
 
     def values(self, side: str, epsilon: float, top: float = math.inf) -> Array:
         gain = epsilon - self.log_ratio if side == "remove" else epsilon + self.log_ratio
@@ -305,11 +349,17 @@ def _log_means(exponents: Array) -> Array:
 
 
 def _remove(
-    K: Array, root: Array, tilt: float, periods: int, count: int, rng: np.random.Generator
+    K: Array,
+    root: Array,
+    tilt: float,
+    is_mixed: bool,
+    periods: int,
+    count: int,
+    rng: np.random.Generator,
 ) -> tuple[Array, Array]:
-    """Half from P, half with shifts `tilt` times as long: log L, and L over the mixture's."""
+    """Shifts `tilt` times as long, of half or all draws: log L, and L over the draws' density."""
     half = K.diagonal() / 2
-    scale = np.where(rng.random(count) < 0.5, 1.0, tilt)
+    scale = np.where(rng.random(count) < 0.5, 1.0, tilt) if is_mixed else np.full(count, tilt)
     plain, tilted = np.zeros(count), np.zeros(count)
     for _ in range(periods):
         X = rng.standard_normal((count, len(K))) @ root.T
@@ -319,18 +369,31 @@ def _remove(
             tilted += _log_means(tilt * X - tilt**2 * half)
     if tilt == 1:
         return plain, np.ones(count)
-    return plain, 2 * np.exp(-np.logaddexp(0.0, np.minimum(tilted - plain, 700.0)))
+    return plain, _share(tilted - plain, is_mixed)
 
 
 def _add(
-    K: Array, root: Array, tilt: float, periods: int, count: int, rng: np.random.Generator
+    K: Array,
+    root: Array,
+    tilt: float,
+    is_mixed: bool,
+    periods: int,
+    count: int,
+    rng: np.random.Generator,
 ) -> tuple[Array, Array]:
-    """Half from Q, half moved against the mean of all positions."""
-    half, away = K.diagonal() / 2, K.mean(axis=1)
-    moved = np.where(rng.random(count) < 0.5, 0.0, tilt)
+    """Q moved by `tilt` (negative: away) along the mean of all positions, half or all draws."""
+    half, along = K.diagonal() / 2, K.mean(axis=1)
+    moved = np.where(rng.random(count) < 0.5, 0.0, tilt) if is_mixed else np.full(count, tilt)
     plain, tilted = np.zeros(count), np.zeros(count)
     for _ in range(periods):
-        X = rng.standard_normal((count, len(K))) @ root.T - moved[:, None] * away
+        X = rng.standard_normal((count, len(K))) @ root.T + moved[:, None] * along
         plain += _log_means(X - half)
-        tilted += -tilt * X.mean(axis=1) - tilt**2 * float(away.mean()) / 2
-    return plain, 2 * np.exp(-np.logaddexp(0.0, np.minimum(tilted, 700.0)))
+        tilted += tilt * X.mean(axis=1) - tilt**2 * float(along.mean()) / 2
+    return plain, _share(tilted, is_mixed)
+
+
+def _share(excess: Array, is_mixed: bool) -> Array:
+    """One over the density of the draws, from its logarithm."""
+    if is_mixed:
+        return np.asarray(2 * np.exp(-np.logaddexp(0.0, np.minimum(excess, 700.0))))
+    return np.asarray(np.exp(-np.maximum(excess, -700.0)))
