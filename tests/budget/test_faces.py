@@ -19,10 +19,10 @@ from noshuffle import Budget, MinSeparation, Plan, SinglePass
 from noshuffle.accounting import gaussian
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 from noshuffle.convex.losses import logistic
-from noshuffle.convex.repeated import RepeatedFit
 from noshuffle.convex.solvers import dp_gd, ftrl_ls, noisy_max, objective_perturbation
 from noshuffle.errors import BudgetExceeded, InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.federated import ServerOptimizer
+from noshuffle.release.repeated import RepeatedFit
 from noshuffle.training.many import Setting, Study
 
 DELTA = 1e-5

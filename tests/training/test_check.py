@@ -21,11 +21,13 @@ from torch.utils.data import (
 from noshuffle.accounting import gaussian
 from noshuffle.auditing.answers import HOLDS
 from noshuffle.auditing.prefixes import audit_plan
+from noshuffle.budget import Budget
 from noshuffle.clipping import ModelLoss
 from noshuffle.errors import ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.repeated import RepeatedFit
 from noshuffle.strategies import identity, tree
 from noshuffle.training import privatize, verify
 from noshuffle.training.batches import with_ids
@@ -44,8 +46,8 @@ def make(rule=None, *, strategy=None, size=5, unit="example", delta=1e-5, **opti
         noise_multiplier=1.0, unit=unit, delta=delta,
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"clip_norm": 1.0, "batch_size": size, "source": test_source(seed=1)}
-    return privatize(model, optimizer, plan, **settings, **options)
+    settings = {"clip_norm": 1.0, "batch_size": size, "source": test_source(seed=1), **options}
+    return privatize(model, optimizer, plan, **settings)
 
 
 def verdicts(check):
@@ -129,6 +131,30 @@ def test_warnings_come_once_and_only_where_they_should():
     assert said(make(delta=0.05)) == []
     (words,) = said(make(), loss=ModelLoss(lambda model, x, y: LOSS(model(x), y)))
     assert "private.fallbacks" in words
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_a_second_run_on_the_same_data_is_warned_of_unless_a_budget_counts_it(tmp_path, is_loop):
+    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(100 + is_loop))
+
+    def begin(rows, **options):
+        private = make(source=None, **options)
+        if is_loop:
+            LOSS(private.model(rows), Y[:5]).backward()
+            private.optimizer.step()
+        else:
+            private.step(LOSS, rows, Y[:5])
+        private.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(x[:5])
+        begin(x[5:])  # other rows
+        budget = Budget(tmp_path / "budget", epsilon=100.0, delta=1e-3)
+        for _ in range(2):
+            begin(x[:5], budget=budget)
+    with pytest.warns(RepeatedFit, match="run 2 of the same rows"):
+        begin(x[:5])
 
 
 def test_epsilon_of_a_part_of_an_epoch_and_the_statement_after_close():

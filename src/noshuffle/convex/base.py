@@ -21,7 +21,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.inference import Inference
 from noshuffle.convex.margins import MarginLoss
-from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.stream_fit import BLOCK, StreamFit
 from noshuffle.convex.table_fit import ONE_SHOT
@@ -35,6 +34,7 @@ from noshuffle.convex.weighting import (
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
+from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.strategies import Strategy
 
 _FLOATS = [np.float64, np.float32]

@@ -24,13 +24,13 @@ from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.phases import PhaseBudget, statement_of
 from noshuffle.convex.ranges import FOUND, RangeRule, is_private
-from noshuffle.convex.repeated import warn_if_fitted_before
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.convex.table_fit import GIVEN_BOUNDS, IDS, NO_IDS, SETTINGS
 from noshuffle.errors import InvalidInput, open_unit, positive
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
+from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.strategies import identity
 
 

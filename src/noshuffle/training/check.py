@@ -32,6 +32,7 @@ from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
+from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
 from noshuffle.training.hooks import at_work
@@ -252,6 +253,21 @@ def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...], size: int) -> Check
 def slow_notes(fallbacks: Iterable[str]) -> list[str]:
     """The fallbacks that cost time."""
     return [note for note in fallbacks if note.startswith(SLOW)]
+
+
+def warn_if_trained_before(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> None:
+    """At the first step: warn of a run on data that this process has trained on before.
+
+    Known by the first batch. Runs that draw on a budget are counted, and those of a test seed are
+    not private anyway.
+    """
+    is_counted = parts.release.charge is not None
+    if is_counted or parts.ledger.released or parts.ledger.bound().get("test_key") == "yes":
+        return
+    rows = first_rows(batch)
+    if rows is not None:
+        flat = rows.reshape(len(rows), -1).double().cpu().numpy()
+        warn_if_fitted_before(flat, what="run", stacklevel=stacklevel)
 
 
 def first_look(private: Any, size: int) -> None:

@@ -42,7 +42,12 @@ from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.average import IterateAverage
-from noshuffle.training.check import LoaderCheck, check_loader, first_look
+from noshuffle.training.check import (
+    LoaderCheck,
+    check_loader,
+    first_look,
+    warn_if_trained_before,
+)
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.hooks import at_work, guard
@@ -143,6 +148,8 @@ class Private(OneOwner):
     ) -> None:
         """The same step without waiting for its loss, which `outcome` has until the next one."""
         self._outcome = None
+        if not self._index:
+            warn_if_trained_before(self._parts, batch, stacklevel=5)
         if self.augment is not None:
             loss_fn, batch = self._copied(loss_fn, batch, ids)
         seen: Outcome | Pending | None = None

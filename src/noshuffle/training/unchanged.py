@@ -35,8 +35,8 @@ from torch import Tensor
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.check import ProbablyNotMeant
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
+from noshuffle.training.check import warn_if_trained_before
 from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
 from noshuffle.training.step import Parts, Step, seeded
 
@@ -145,6 +145,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "first (private.step takes an empty batch)"
             )
         factor = check_factors(passes, self._factor)
+        if not self._steps:
+            warn_if_trained_before(self._parts, inputs_of(passes[0]), stacklevel=4)
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
         at, is_first = 0, not self._steps

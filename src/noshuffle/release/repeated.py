@@ -1,4 +1,4 @@
-"""A warning where rows are fitted again in one process and no budget counts the fits.
+"""A warning where rows are fitted (trained on) again in one process, and no budget counts that.
 
 Every fit has a sketch: the smallest of its rows' hashes, by a random vector of this process. Two
 tables that share many rows share many of their smallest hashes (Broder 1997), so the folds of a
@@ -43,16 +43,16 @@ def sketch(x: Any) -> frozenset[int]:
     return frozenset(distinct[:_SIZE].tolist() if 2 * len(distinct) >= x.shape[0] else ())
 
 
-def warn_if_fitted_before(x: Any) -> None:
+def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> None:
     """Remember these rows, and warn if many of them were fitted before."""
     own = sketch(x)
     before = sum(len(own & other) > _ALIKE * min(len(own), len(other)) for other in _SEEN)
     _SEEN.append(own)
     if before:
         warnings.warn(
-            f"fit {before + 1} of the same rows in this process: their privacy costs add up, and "
-            "the ε of a statement is that of one fit; give every fit the same "
+            f"{what} {before + 1} of the same rows in this process: the privacy costs add up, and "
+            f"the ε of a statement is that of one {what}; give every {what} the same "
             "budget=noshuffle.Budget(folder, epsilon=…, delta=…) to have them counted",
             RepeatedFit,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
