@@ -102,6 +102,16 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         solvers.weakly_convex, losses.phase(radius=1.0),
         {**BALL, "rounds": 2, "start": np.full(D, 0.3)},
     ),
+    "weakly_convex, p = 1.5": (
+        solvers.weakly_convex, losses.sigmoid(order=3.0), {**FREE, "rounds": 2, "p": 1.5},
+    ),
+    "weakly_convex, p = 1": (
+        solvers.weakly_convex, losses.sigmoid(order=INF), {**FREE, "rounds": 2, "p": 1.0},
+    ),
+    "stationary, p = 1.5": (
+        solvers.frank_wolfe_stationary, losses.sigmoid(order=3.0),
+        {**FREE, "domain": LpBall(1.0, 1.5), "steps": 5, "rate": 0.3},
+    ),
     "ftrl_ls": (
         lambda loss, rows, labels, **more: solvers.ftrl_ls(rows, labels, **more), None,
         {**FREE, "radius": 1.0, "batch_size": 8},

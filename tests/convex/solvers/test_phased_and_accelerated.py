@@ -13,6 +13,7 @@ from noshuffle.convex import losses
 from noshuffle.convex.solvers.accelerated_srgd import accelerated_srgd, increment_bound
 from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.domains import Ball, Everywhere
+from noshuffle.convex.solvers.generalized_gaussian import Shape
 from noshuffle.convex.solvers.phased import (
     Prox,
     dual_map,
@@ -26,7 +27,7 @@ from noshuffle.convex.solvers.stationarity import (
     moreau_gradient,
     proximal_point,
 )
-from noshuffle.convex.solvers.weakly_convex import rounds_for, weakly_convex
+from noshuffle.convex.solvers.weakly_convex import norm_gradient, rounds_for, weakly_convex
 from noshuffle.errors import InvalidInput, Unsupported
 
 
@@ -248,3 +249,32 @@ def test_gap_and_norm() -> None:
         gradient_norm(losses.hinge(), w, x, y)
     with pytest.raises(Unsupported):
         frank_wolfe_gap(losses.hinge(), w, x, y, domain=Ball(1.0))
+
+
+@pytest.mark.parametrize("p", [1.0, 1.3, 1.7])
+def test_proximal_rounds_for_other_norms(p: float) -> None:
+    """Noise as stated, the inverse of the dual map, and a smaller envelope gradient at the end."""
+    q = p / (p - 1) if p > 1 else math.inf
+    draws = np.random.default_rng(11)
+    y = draws.standard_normal(6)
+    for r in (1.2, 1.5, 1.9):
+        np.testing.assert_allclose(norm_gradient(dual_map(y, p=r), p=r), y, rtol=1e-9)
+    x = losses.fit_into(draws.choice([-1.0, 1.0], (4000, 6)), bound=1.0, order=q)
+    labels = np.where(x[:, 0] > 0, 1.0, -1.0)
+    loss = losses.sigmoid(order=q)
+    settings = {"epsilon": 8.0, "delta": 1e-6, "rounds": 3, "p": p, "output": "last"}
+    run = weakly_convex(loss, x, labels, **settings, test_seed=0)
+    assert loss.risk(run.weights, x, labels) < loss.risk(np.zeros(6), x, labels) - 0.02
+    r = max(p, 1 + 1 / math.log(6))
+    stretch = 6 ** max(0.0, (r - 1) / r - 1 / q)
+    rows = np.linalg.norm(x, ord=r / (r - 1), axis=1).max()
+    assert rows <= stretch * (1 + 1e-9)  # what the sensitivity rests on
+    said, kappa = run.statement, Shape(p=r, d=6).kappa
+    reach = 0.25 * stretch / 1334
+    assert said.sensitivity == pytest.approx(reach, rel=1e-6)
+    rho = rho_budget(epsilon=8.0, delta=1e-6)
+    assert said.noise_multiplier == pytest.approx(
+        reach * math.sqrt(kappa * 128 / (2 * rho)), rel=1e-6
+    )
+    with pytest.raises(Unsupported, match="Everywhere"):
+        weakly_convex(loss, x, labels, domain=Ball(1.0), **settings)
