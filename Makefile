@@ -50,6 +50,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "setting up .venv, once: PyTorch and what else is needed; some minutes without a word"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 

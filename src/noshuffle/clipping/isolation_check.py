@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm, merge, squares
-from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.layers import NotByLayer, NotNow, without_gradient
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, sum_dtype, wide
 from noshuffle.clipping.tape import GradientTape, rewritten
@@ -141,7 +141,7 @@ def _counted(
     `is_later`: the model was tried before; a loss that is all but cancelled may move as far as
     rounding of its inputs moves it.
     """
-    with torch.no_grad(), ExitStack() as stack:
+    with without_gradient(), ExitStack() as stack:
         if not torch.equal(run(pair), run(pair, seed=1)):  # masks of dropout would differ
             for module in model.modules():
                 stack.callback(setattr, module, "training", module.training)
@@ -232,7 +232,7 @@ def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
     pair = unlike_pair(batch)
 
     def run(rows: Batch, seed: int = 0) -> Tensor:
-        with with_same_rng(model, seed), torch.no_grad():
+        with with_same_rng(model, seed), without_gradient():
             return batch_losses(model, loss_fn, rows)
 
     with as_written(model), rewritten(model, GradientTape(2, is_on=False)):

@@ -216,6 +216,20 @@ class Picking(TorchFunctionMode):
 Calls = dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]  # inputs and outputs of each
 
 
+@contextmanager
+def without_gradient() -> Iterator[None]:
+    """torch.no_grad() that leaves nothing behind.
+
+    torch up to 2.9 keeps the weights that autocast cast meanwhile, without a gradient, for the next
+    forward pass.
+    """
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 def _shapes_of_calls(
     model: nn.Module, layers: Layers, run: Callable[[int], Tensor], held: frozenset[str], size: int
 ) -> Calls:
@@ -234,7 +248,7 @@ def _shapes_of_calls(
 
     watch = watching(model, layers.watched, seen, GradientTape(size, is_on=False))
     try:
-        with torch.no_grad(), watch, spread(layers, held, size), picking, ExitStack() as stack:
+        with without_gradient(), watch, spread(layers, held, size), picking, ExitStack() as stack:
             for layer in layers.rewritten.values():
                 stack.callback(layer.register_forward_pre_hook(orderly).remove)
             run(size)
