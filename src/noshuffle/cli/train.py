@@ -11,7 +11,7 @@ from typing import Any
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.from_record import given, takes
 from noshuffle.cli.settings import KeptTrainSettings, RunOptions, TrainSettings
-from noshuffle.cli.train_extension import TrainOptions, extend_run
+from noshuffle.cli.train_extension import TrainOptions, bring_to_end, extend_run
 
 
 @takes(given(TrainSettings), TrainOptions)
@@ -24,6 +24,8 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
     if run.extend is not None:
         settings, path = extend_run(run, stated)
     else:
+        if run.resume is not None:
+            bring_to_end(run.resume)
         settings, path = run.settings_and_folder("train", KeptTrainSettings, stated)
     from noshuffle.cli.job import run_job
     from noshuffle.cli.job_view import JobWords, run_and_tell

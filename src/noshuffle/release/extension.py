@@ -113,6 +113,7 @@ def finish(folder: RunFolder) -> None:
         return
     old, new = folder.plan(), Plan.from_json(notes[-1]["plan"])
     if new != old or steps == int(notes[-1]["released"]):
+        _lock = take(folder.path)  # nobody else is at it
         with closing(Ledger(old.guarded, path=folder.ledger_file, unit=old.unit)) as ledger:
             _apply(folder, ledger, new)
 

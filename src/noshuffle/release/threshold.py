@@ -1,8 +1,9 @@
 """The clip norm of a run: constant, by a schedule, or following a quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
-the same clip norm. So a threshold may move at every step under independent noise, at the end of a
-tree where trees restart, and nowhere else.
+the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), so a schedule may be
+given under any mechanism by whoever knows what it costs; but a threshold that nobody foresees moves
+at every step under independent noise, at the end of a tree where trees restart, and nowhere else.
 
 The noisy count that steers it is one more Gaussian mechanism (see `clipping.adaptive`). A unit that
 takes part k times is counted k times, μ_count² = k / (2σ_b)², and the gradients get the noise z_Δ
