@@ -1,6 +1,7 @@
 """Phases against brute force: all patterns, all emitted rows, one covariance."""
 
 import itertools
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ def allows(part: Participation, pattern: tuple[int, ...]) -> bool:
     return True
 
 
+@lru_cache
 def by_brute_force(strategy: Phases, part: Participation, n: int) -> float:
     """max uᵀΣ⁻¹u over all patterns and signs, Σ of the rows that the stream emits."""
     rows = emitted_rows(strategy.recipe(strategy.steps), steps=n, horizon=strategy.steps)
@@ -79,7 +81,7 @@ def test_sensitivity_is_that_of_all_emitted_rows(parts, part):
 
 def test_the_maximum_over_phases_would_be_too_small():
     """What a wrong accounting says: each phase alone. The worst unit lies in both."""
-    for parts, part in CASES[1:4] + CASES[5:8]:
+    for parts, part in (CASES[1], CASES[3], CASES[5]):
         strategy = Phases(parts=parts)
         most = max(
             by_brute_force(Phases(parts=(p,)), _alone(part, p), p.used) for p in strategy.parts
