@@ -28,8 +28,8 @@ from sklearn.utils import _safe_indexing, indexable
 from noshuffle.budget.budget import Budget
 from noshuffle.budget.search import Trial, Tuned, tune
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.repeated import RepeatedFit
 from noshuffle.errors import InvalidInput, open_unit
+from noshuffle.release.repeated import RepeatedFit
 
 
 def private_search(
