@@ -66,6 +66,11 @@ SHOTS = 16
 AGAIN = 8
 
 
+def is_due(calls: int) -> bool:
+    """Whether a model is looked at again at this call."""
+    return calls >= AGAIN and calls & (calls - 1) == 0
+
+
 @dataclass
 class _Known:
     """What the trial of a model said, and the parts that batches of a size are cut into."""
@@ -233,8 +238,7 @@ class Ghost:
         if key in seen:
             known = seen[key]
             known.calls += 1
-            is_due = known.calls >= AGAIN and known.calls & (known.calls - 1) == 0
-            if is_due and known.layers is not None and shape.size > 1:
+            if is_due(known.calls) and known.layers is not None and shape.size > 1:
                 self._look_again(model, loss_fn, batch, known)
             return known
         if shape.size == 1:  # one example cannot show whether examples mix
@@ -256,6 +260,15 @@ class Ghost:
         known.findings = findings
         seen[key] = known
         return known
+
+    def is_apart(self, model: nn.Module, loss_fn: Loss, batch: Batch, *, calls: int) -> bool:
+        """The same look, at so many calls of a step that does not come by here: a captured one."""
+        known = self._try(model, loss_fn, batch, self._look(model))
+        if known.layers is None:
+            return True  # it is written out anyway
+        known.calls = calls
+        self._look_again(model, loss_fn, batch, known)
+        return known.layers is not None
 
     def _look_again(self, model: nn.Module, loss_fn: Loss, batch: Batch, known: _Known) -> None:
         """A model may begin to mix examples after its trial."""

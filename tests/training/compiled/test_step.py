@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -78,6 +79,36 @@ def sgd(model):
 
 def ftrl(model):
     return FTRL(model.parameters(), 0.2, momentum=0.9)
+
+
+class Mixing(nn.Module):
+    """Examples are apart for as long as somebody wants."""
+
+    wanted = False
+
+    def forward(self, x):
+        return x + x.mean(0) if self.wanted else x
+
+
+@pytest.mark.parametrize("begins", [5, 99])
+def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(begins):
+    """At call 8 of the step, and written out from there on; one that does not is let be."""
+    rule = MinSeparation(steps=12, separation=1, max_participations=12)
+    private = make(
+        compiled=True, model=nn.Sequential(Mixing(), network()), rule=rule, engine=Ghost()
+    )
+    x, y = data(SIZE)
+    for step in range(12):
+        private.model[0].wanted = step >= begins
+        told = nullcontext()
+        if step == 8 and begins == 5:
+            told = pytest.warns(RuntimeWarning, match="apart no longer")
+        with told:
+            private.step(LOSS, x, y, ids=np.arange(SIZE))
+        is_found = step >= 8 and begins == 5
+        assert ("found at call 8" in str(private.compiled.fallbacks)) == is_found, step
+    assert "sum by rules" in private.compiled.why
+    assert set(private.compiled._programs.values()) == {None} or begins == 99
 
 
 def adam(model):

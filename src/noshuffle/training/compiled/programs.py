@@ -3,7 +3,9 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
 batch is given the program that was captured for exactly these; a tensor of model or loss that lies
 elsewhere than at the capture, or another layer, makes all programs worthless. `Compiled` captures
-whole steps this way, `blocks` the clipped sums of blocks.
+whole steps this way, `blocks` the clipped sums of blocks. At calls 8, 16, 32, … the model is looked
+at once more without a graph; if it has begun to mix examples, gradients are written out from there
+on, by eager steps.
 
 State: the programs, what they must keep alive, and the log `fallbacks`.
 """
@@ -23,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.by_steps import BySteps
+from noshuffle.clipping.ghost import is_due
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.digest import Keys
@@ -99,6 +102,7 @@ class Programs:
         self._where: list[Any] = []
         self._watch()
         self._last: _Last | None = None
+        self._calls = 0
 
     def again(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
@@ -110,6 +114,8 @@ class Programs:
         last = self._last
         if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
             return None
+        if is_due(self._calls + 1):  # `find` looks at the model
+            return None
         for leaf, (shape, dtype) in zip(batch, last.kinds):
             if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or leaf.shape != shape:
                 return None
@@ -119,6 +125,7 @@ class Programs:
             return None
         if last.numerics != _numerics() or self._where != self._addresses():
             return None
+        self._calls += 1
         return last.program, last.size
 
     def find(
@@ -149,6 +156,11 @@ class Programs:
         modes = [module.training for module in self._modules]
         numerics = _numerics()
         key = (id(loss_fn), spec, kinds, tuple(modes), numerics, self.capacity)
+        if size > 1 and key in self._programs:
+            self._calls += 1
+            if is_due(self._calls) and not self._is_apart(loss_fn, batch):
+                self.reset()  # the ledger names the form of the sum: no other one is captured
+                self.say(f"the model mixes examples, found at call {self._calls}: eager")
         if key not in self._programs:
             if not size:
                 return None  # nothing can be tried on nobody
@@ -170,6 +182,14 @@ class Programs:
             shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
             self._last = _Last(program, loss_fn, size, shapes, modes, numerics)
         return program
+
+    def _is_apart(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]) -> bool:
+        """Whether layer rules still hold: parameters that are learned may come to mix examples."""
+        engine = self.parts.engine
+        if not isinstance(engine, Ghost):
+            return True
+        with self.at_home():
+            return engine.is_apart(self.parts.model, loss_fn, batch, calls=self._calls)
 
     def _build(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
