@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy.special import comb
+from scipy.stats import binom
 
 from noshuffle.accounting import gaussian, shuffling, tradeoff
 from noshuffle.errors import InvalidInput, Unsupported
@@ -42,6 +43,32 @@ def test_shuffling_is_the_sum_over_clones() -> None:
     assert shuffling.epsilon(local=1.0, count=1, delta=1e-6) == pytest.approx(1.0, rel=1e-4)
     with pytest.raises(Unsupported, match="closed form"):
         shuffling.bound(local=9.0, count=100, delta=1e-6)
+
+
+def test_shuffled_delta_is_above_what_rounding_may_take_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """10⁷ reports, with functions that are a last bit off (tails: what they were found to be)."""
+    n, local, epsilon = 10_000_000, 1.0, 0.0015
+    c = np.arange(n * math.exp(-local) - 16_000, n * math.exp(-local) + 16_000).astype(int)
+    more, gamma = 1 / (1 + math.exp(-local)), math.exp(epsilon)
+    odds = (gamma - math.exp(-local)) / (1 - gamma * math.exp(-local))
+    first = np.floor((c + 1) * odds / (1 + odds)) + 1
+    tails = [binom.sf(first - 2, c, 0.5), binom.sf(first - 1, c, 0.5)]
+    gains = (more - gamma * (1 - more)) * tails[0] + (1 - more - gamma * more) * tails[1]
+    true = float(binom.pmf(c, n - 1, math.exp(-local)) @ np.maximum(gains, 0.0))
+    assert 1e-9 < true < 1e-3
+    found = shuffling.delta(local=local, count=n, epsilon=epsilon)
+    assert true < found < true * (1 + 1e-5)
+    for name, wrong in (("gammaln", 1 + 2.0**-52), ("betainc", 1 - 2e-12)):
+        real = getattr(shuffling, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(shuffling, name, lambda *a, real=real, wrong=wrong: real(*a) * wrong)
+            assert shuffling.delta(local=local, count=n, epsilon=epsilon) > true
+            if name == "gammaln":  # the binomial coefficient is smaller by as much
+                patch.setattr(shuffling, name, lambda x, real=real: real(x) * (
+                    1 + 2.0**-52 * np.where(np.asarray(x) == n, -1, 1)))  # fmt: skip
+                assert shuffling.delta(local=local, count=n, epsilon=epsilon) > true
 
 
 def test_trade_off_of_a_curve_lies_below_the_exact_one() -> None:

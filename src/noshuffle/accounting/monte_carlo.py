@@ -61,6 +61,8 @@ _CHUNK = 2**21
 _PILOT = 0.1
 #: Relative steps of the ε that are tested.
 _COARSE, _FINE = 0.04, 0.005
+#: Part of the first ε at which the list ends.
+_LEAST = 0.02
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,10 @@ class SecretPositions:
             return any(one.is_above(drawn, delta, failure / 4) for one, drawn in test(epsilon))
 
         upper = _lowest(is_within, free)
-        lower = _lowest(lambda epsilon: not is_beyond(epsilon), upper) * (1 - _FINE)
-        return Interval(max(lower, 0.0), upper, free, failure, samples)
+        near = _lowest(lambda epsilon: not is_beyond(epsilon), upper)
+        # where the list ended before one was beyond, nothing is known from below
+        lower = near * (1 - _FINE) if near > _LEAST * upper else 0.0
+        return Interval(lower, upper, free, failure, samples)
 
     def _drawn(
         self, side: str, noise: float, epsilon: float, samples: int, seed: int | None
@@ -332,7 +336,7 @@ def _lowest(holds: Callable[[float], bool], start: float) -> float:
     draws, and its first wrong entry would not be one that was fixed beforehand.
     """
     found = start
-    while found > 0.02 * start and holds(found * (1 - _COARSE)):
+    while found > _LEAST * start and holds(found * (1 - _COARSE)):
         found *= 1 - _COARSE
     for _ in range(int(math.log1p(-_COARSE) / math.log1p(-_FINE))):
         if not holds(found * (1 - _FINE)):
