@@ -13,9 +13,12 @@ import pytest
 from noshuffle import Epochs, Plan
 from noshuffle.accounting import fourier
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED
+from noshuffle.auditing.capped import Opposed
 from noshuffle.auditing.draws import audit_draws
+from noshuffle.auditing.positions import epsilon_of_positions
 from noshuffle.auditing.prefixes import audit_plan, whitening
-from noshuffle.auditing.sampled import epsilon_of_draws, epsilon_of_positions, epsilon_of_turns
+from noshuffle.auditing.sampled import epsilon_of_draws
+from noshuffle.auditing.turns import Turn, epsilon_of_turns, plain
 from noshuffle.cli import main
 from noshuffle.participation import (
     BallsInBins,
@@ -34,9 +37,8 @@ FEW = 100_000  # random numbers: intervals of some per cent
 @pytest.mark.parametrize("kind", ["remove", "add", "replace"])
 def test_the_interval_holds_what_the_accountant_says(kind: str) -> None:
     for rate, noise, steps in ((0.05, 0.8, 40), (1.0, 3.0, 9)):
-        found = epsilon_of_turns(
-            kind, rate=rate, shifts=[1 / noise] * steps, delta=1e-5, numbers=FEW
-        )
+        turns = [plain(Turn(kind, rate, 1 / noise))] * steps
+        found = epsilon_of_turns(turns, delta=1e-5, numbers=FEW)
         stated = fourier.epsilon(
             noise_multiplier=noise, rate=rate, steps=steps, delta=1e-5, direction=kind
         )
@@ -46,12 +48,33 @@ def test_the_interval_holds_what_the_accountant_says(kind: str) -> None:
 
 
 def test_one_position_is_a_gaussian_and_two_that_are_far_apart_are_a_poisson_step() -> None:
-    known = epsilon_of_positions(np.array([[1.0]]), delta=1e-5, numbers=FEW)
+    known = epsilon_of_positions([np.array([[1.0]])], delta=1e-5, numbers=FEW)
     assert known.low <= 4.3772 <= known.high
-    apart = epsilon_of_positions(4 * np.eye(2), delta=1e-3, numbers=FEW)  # ≥ one turn at ½
-    single = epsilon_of_turns("remove", rate=0.5, shifts=[2.0], delta=1e-3, numbers=FEW)
+    apart = epsilon_of_positions([4 * np.eye(2)], delta=1e-3, numbers=FEW)  # ≥ one turn at ½
+    single = epsilon_of_turns([plain(Turn("remove", 0.5, 2.0))], delta=1e-3, numbers=FEW)
     assert apart.high >= single.low
     assert apart.low > 0.9 * single.high
+    twice = epsilon_of_positions([np.array([[0.5]])] * 2, delta=1e-5, numbers=FEW)
+    assert twice.low <= 4.3772 <= twice.high
+
+
+def test_a_cap_that_is_always_reached_makes_a_unit_weigh_twice() -> None:
+    """Then nothing masks the sum of the others; ε of one is not that of Poisson batches."""
+    chance = 0.1 * sum(
+        math.comb(99, k) * 0.1**k * 0.9 ** (99 - k) * min(1, 3 / (k + 1)) for k in range(100)
+    )
+    for kind in ("remove", "add"):
+        found, twice, once = (
+            epsilon_of_turns([plain(turn)] * 4, delta=1e-4, numbers=FEW)
+            for turn in (
+                Opposed(kind, 0.1, 3, 99, 0.5), Turn(kind, chance, 1.0), Turn(kind, chance, 0.5))
+        )  # fmt: skip
+        assert found.low <= twice.high
+        assert twice.low <= found.high * 1.01  # a batch is not full once in a hundred
+        assert once.high < 0.65 * found.low
+    cut = TruncatedPoisson(4, 0.1, 3, 100)
+    shared = whitening(np.array([[1.0, 0.5], [0.5, 1.0]]))
+    assert epsilon_of_draws(cut, shared, neighbours="add-remove", delta=1e-5) is None
 
 
 PLANS: list[tuple[Participation, str, str]] = [
@@ -60,6 +83,8 @@ PLANS: list[tuple[Participation, str, str]] = [
     (FixedSize(24, 10, 100), "identity", ""),
     (CyclicPoisson(24, 4, 0.2), "best", ""),
     (BallsInBins(3, 8), "blt", ""),
+    (SeparatedBins(3, 8, 3), "best", ""),
+    (TruncatedPoisson(4, 0.1, 4, 100), "identity", ""),
 ]
 
 
@@ -127,8 +152,11 @@ def test_draws_that_are_not_the_planned_ones() -> None:
     assert audit_draws(fixed).answer == HOLDS
 
 
+USUAL = [*PLANS, (TruncatedPoisson.of(steps=24, batch=10, population=100), "identity", "")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "mechanism", "neighbours"), PLANS, ids=lambda v: str(v)[:24])
+@pytest.mark.parametrize(("part", "mechanism", "neighbours"), USUAL, ids=lambda v: str(v)[:24])
 def test_the_command_decides(
     part: Participation,
     mechanism: str,

@@ -31,7 +31,8 @@ from scipy.linalg import solve_triangular
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, Finding, combined
 from noshuffle.auditing.curve import epsilon_of, mu_of
 from noshuffle.auditing.emitted import Array, emitted_rows
-from noshuffle.auditing.sampled import NUMBERS, epsilon_of_draws
+from noshuffle.auditing.likelihood import NUMBERS
+from noshuffle.auditing.sampled import epsilon_of_draws
 from noshuffle.auditing.worst import worst
 from noshuffle.participation import MinSeparation, Restarted
 from noshuffle.plan import Plan
