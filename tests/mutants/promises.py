@@ -150,8 +150,8 @@ PROMISES = (
     Mutant(
         "verify does not replay who took part",
         "release/evidence_checks.py",
-        "LEDGER_CHECKS = (chain, facts, steps, units,",
-        "LEDGER_CHECKS = (chain, facts, steps,",
+        "LEDGER_CHECKS = (chain, facts, extensions, steps, units,",
+        "LEDGER_CHECKS = (chain, facts, extensions, steps,",
         VERIFY,
         "evidence",
     ),

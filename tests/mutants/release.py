@@ -122,7 +122,7 @@ RELEASE = (
     Mutant(
         "division by the realised batch",
         "release/release.py",
-        "self.noise.add_(values, times=norm / self.divisor)",
+        "self.noise.add_(values, times=norm / self.divisor_now)",
         "self.noise.add_(values, times=norm / max(1, len(self.ledger.row(self.step).units)))",
         ("tests/training/test_private.py",),
         "P5",
@@ -154,7 +154,7 @@ RELEASE = (
     Mutant(
         "a unit may change its place inside a block",
         "release/guard.py",
-        "is_anew = last < step - step % rule.every",
+        "is_anew = last < block",
         "is_anew = last < step",
         LEDGER,
         "restart",
@@ -250,8 +250,8 @@ RELEASE = (
     Mutant(
         "noise of the counts left out of the moving clip",
         "release/threshold.py",
-        "noisy = source.noisy(count, row=step, name=COUNT, scale=self.config.noise)",
-        "noisy = count",
+        "noisy = self._drawn[1](self.count(clipped))",
+        "noisy = self.count(clipped)",
         ("tests/release/test_threshold.py", "tests/clipping/test_adaptive.py"),
         "P8",
     ),

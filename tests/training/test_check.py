@@ -76,7 +76,10 @@ def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn(monkeypatch):
 def test_what_would_be_refused_later_is_said_before_the_first_step():
     shuffled = DataLoader(DATA, batch_size=5, shuffle=True)
     assert verdicts(make().check(shuffled)) == {"order": "refused"}
-    assert verdicts(make(strategy=identity()).check(shuffled)) == {}
+    assert verdicts(make(strategy=identity()).check(shuffled)) == {"ids": "warning"}
+    numbered = with_ids(DATA)
+    followed = DataLoader(numbered, batch_size=5, shuffle=True, collate_fn=numbered.collate)
+    assert verdicts(make(strategy=identity()).check(followed)) == {}
     assert verdicts(make(SinglePass(steps=4)).check(shuffled)).get("order") is None
     for sampler in (
         BatchSampler(RandomSampler(DATA), 5, drop_last=False),

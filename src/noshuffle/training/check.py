@@ -126,7 +126,7 @@ def _findings(
     if not parts.ledger.released:
         parts.first_rows = first_rows(data)  # the first step is compared with it
     yield _size(size, parts.planned_batch)
-    yield _ids(plan, batch.ids, size)
+    yield _ids(plan, batch.ids, size, is_mixed=is_shuffled(loader))
     yield _delta(plan, _records(plan, parts.planned_batch, loader))
     if loss_fn is not None:
         yield _loss(private, loss_fn, data, min(size, TRIED))
@@ -155,11 +155,20 @@ def _count(plan: Plan, loader: Any) -> CheckFinding:
     return CheckFinding("batches", f"{count} a pass, {plan.steps} steps in all")
 
 
+def _sampler(loader: Any) -> Any:
+    # A loader with a batch_sampler has a sampler of its own as well, which it does not use.
+    inner = getattr(loader, "batch_sampler", None)
+    return getattr(inner, "sampler", None) or getattr(loader, "sampler", None)
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Whether a loader has another order in every epoch."""
+    return isinstance(_sampler(loader), RandomSampler | SubsetRandomSampler)
+
+
 def order_of(plan: Plan, loader: Any) -> CheckFinding:
     """Whether a loader brings its data in an order that the plan allows."""
-    inner = getattr(loader, "batch_sampler", None)
-    # A loader with a batch_sampler has a sampler of its own as well, which it does not use.
-    sampler = getattr(inner, "sampler", None) or getattr(loader, "sampler", None)
+    inner, sampler = getattr(loader, "batch_sampler", None), _sampler(loader)
     order = getattr(loader, "order", None)
     if plan.participation.is_sampled:
         is_ours = any(isinstance(one, Sampler) for one in (inner, sampler, order))
@@ -171,8 +180,7 @@ def order_of(plan: Plan, loader: Any) -> CheckFinding:
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
         advice = "give a sampler that takes every row once"
         return CheckFinding("order", "the loader draws rows more than once", "refused", advice)
-    shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler)
-    if shuffles and isinstance(rule, Epochs) and rule.epochs > 1:
+    if is_shuffled(loader) and isinstance(rule, Epochs) and rule.epochs > 1:
         text = "the loader shuffles its data anew in every epoch"
         if isinstance(plan.guarded, AnyOrderEpochs):
             return CheckFinding("order", f"{text}, which independent noise does not mind")
@@ -203,10 +211,14 @@ def _size(size: int, planned: int) -> CheckFinding:
     return CheckFinding("batch size", text)
 
 
-def _ids(plan: Plan, ids: Any, size: int) -> CheckFinding:
+def _ids(plan: Plan, ids: Any, size: int, *, is_mixed: bool) -> CheckFinding:
     if ids is None and plan.unit == "user":
         advice = "pass ids= to private.step, or let the loader give noshuffle.training.Batch"
         return CheckFinding("ids", "none, and the plan protects users", "refused", advice)
+    if ids is None and is_mixed and isinstance(plan.guarded, AnyOrderEpochs):
+        text = "none, and rows come in other batches in every epoch: the second one is refused"
+        advice = "pass ids= (noshuffle.training.with_ids): only units can be followed then"
+        return CheckFinding("ids", text, "warning", advice)
     if ids is None:
         advice = "pass ids= (noshuffle.training.with_ids) to have each example followed"
         return CheckFinding(
