@@ -10,7 +10,8 @@ The loss is linear, so that a row's gradient is the row, whatever the iterate. A
 
 What is looked at is what a solver returns: weights and iterates. On one half of the experiments a
 direction (Fisher) and a threshold are learned; the other half gives rates of true and of false
-alarms, with exact limits (Clopper, Pearson) that chance passes once in a million, and
+alarms, with exact limits (Clopper, Pearson) that chance passes once in a million (runs: in a
+thousand), and
 
     ε ≥ ln((true − δ)/false),     for (ε, δ)-DP of any mechanism, whatever its noise.
 
@@ -37,7 +38,7 @@ from noshuffle.convex import losses, solvers
 from noshuffle.convex.solvers.domains import Ball, Domain, Everywhere, L1Ball, LpBall
 from noshuffle.convex.solvers.updates import Sgd
 
-EPSILON, DELTA, LEVEL = 2.0, 0.01, 1e-6
+EPSILON, DELTA = 2.0, 0.01
 #: Dimensions of one run; more experiments take more runs.
 _WIDTH = 1000
 #: Share of false alarms below which no threshold is set.
@@ -76,6 +77,7 @@ class SolverCase:
 
     traces: Callable[[int, np.random.Generator], Traces]
     count: int
+    level: float = 1e-6
 
 
 def audit_solver(name: str, *, count: int | None = None, seed: int = 0) -> SolverAudit:
@@ -91,8 +93,8 @@ def audit_solver(name: str, *, count: int | None = None, seed: int = 0) -> Solve
         inside = ~inside
     hits, false = int(alarm[inside].sum()), int(alarm[~inside].sum())
     ins, outs = int(inside.sum()), int((~inside).sum())
-    low = float(beta.ppf(LEVEL / 2, hits, ins - hits + 1)) if hits else 0.0
-    high = float(beta.ppf(1 - LEVEL / 2, false + 1, outs - false)) if false < outs else 1.0
+    low = float(beta.ppf(case.level / 2, hits, ins - hits + 1)) if hits else 0.0
+    high = float(beta.ppf(1 - case.level / 2, false + 1, outs - false)) if false < outs else 1.0
     return SolverAudit(
         name,
         EPSILON,
@@ -184,7 +186,7 @@ def _runs(
             found.append(read(solve(loss or losses.linear(), x, labels, **asked)))
         return np.array(found).T, is_in
 
-    return SolverCase(traces, 8000)
+    return SolverCase(traces, 8000, 1e-3)
 
 
 def _steps_of(run: Any) -> Array:
