@@ -134,3 +134,28 @@ def test_coverage_of_a_thousand_runs(kind: Any) -> None:
         told = kind(epsilon=4.0, test_seed=seed, **settings).fit(x, y).intervals()
         held.append((told.low <= TRUE) & (told.high >= TRUE))
     assert 0.93 < np.mean(held) < 0.97
+
+
+def test_intervals_of_sums_cover_the_answer_of_the_table() -> None:
+    """The noise of the sums is known: 95 % intervals around what they give without noise."""
+    rng = np.random.default_rng(5)
+    x = rng.uniform(-1, 1, size=(3000, 3))
+    y = x @ [0.5, -0.3, 0.0] + 0.1 + 0.1 * rng.normal(size=3000)
+    made: dict[str, Any] = {"solver": "sums", "bounds": (-1, 1), "inference": True}
+    made |= {"clip_norm": 5.0, "epsilon": 2.0}
+    exact = np.linalg.lstsq(np.column_stack([x, np.ones(3000)]), y, rcond=None)[0]
+    held = []
+    for seed in range(60):
+        told = PrivateLinearRegression(**made, test_seed=seed).fit(x, y).intervals(sampling=False)
+        held.append((told.low <= exact) & (exact <= told.high))
+    assert 0.90 < np.mean(held) < 0.985  # 240 intervals; two thirds of the noise would give 0.81
+    model = PrivateLinearRegression(**made, test_seed=0).fit(x, y)
+    np.testing.assert_allclose(model.coef_, model.intervals(sampling=False).estimate[:-1])
+    assert np.diff(model.predict_interval(x[:5], sampling=False), axis=1).max() < 1
+    with pytest.raises(Unsupported, match="sampling=False"):
+        model.intervals()
+    with pytest.raises(Unsupported, match="constraint"):
+        PrivateLinearRegression(**made, constraint="ball").fit(x, y)
+    tiny = PrivateLinearRegression(**{**made, "epsilon": 0.01}, test_seed=0).fit(x, y)
+    with pytest.raises(Unsupported, match="hides"):
+        tiny.intervals(sampling=False)

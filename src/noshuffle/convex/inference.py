@@ -78,17 +78,39 @@ def spread_sum(rows: Array, gradients: Array, bends: Array, *, clip: float, limi
 
 @dataclass(frozen=True, eq=False)
 class Law:
-    """θ̃ and the two parts of its covariance; `error` says why there is none."""
+    """θ̃ and the two parts of its covariance; `error` says why there is none.
+
+    `sampling` is None where nothing that was released tells it ("sums").
+    """
 
     centre: Array
     noise: Array
-    sampling: Array
+    sampling: Array | None
     error: str = ""
 
     def mapped(self, matrix: Array) -> Law:
         """The law of matrix @ θ̃."""
-        noise, sampling = (matrix @ part @ matrix.T for part in (self.noise, self.sampling))
-        return Law(matrix @ self.centre, noise, sampling, self.error)
+        sampling = None if self.sampling is None else matrix @ self.sampling @ matrix.T
+        return Law(matrix @ self.centre, matrix @ self.noise @ matrix.T, sampling, self.error)
+
+    def covariance(self, sampling: bool) -> Array:
+        """Of noise, or of both."""
+        if not sampling:
+            return self.noise
+        if self.sampling is None:
+            raise Unsupported(
+                "solver 'sums' releases nothing of the residuals, so that sampling errors are not "
+                "known; give sampling=False, or fit with solver='gd'"
+            )
+        return np.asarray(self.noise + self.sampling)
+
+
+def hidden_words(least: float, hidden: float) -> str:
+    """Why there is no interval."""
+    return (
+        f"the noise hides the curvature of some direction (least eigenvalue {least:.2g}, "
+        f"noise {hidden:.2g}); use more rows, fewer columns or a larger epsilon"
+    )
 
 
 def law_of(
@@ -112,10 +134,7 @@ def law_of(
     hidden = noise_norm(entry, q)
     values, basis = np.linalg.eigh(curved)
     if not values[0] > CLEAR * hidden:
-        why = (
-            f"the noise hides the curvature of some direction (least eigenvalue {values[0]:.2g}, "
-            f"noise {hidden:.2g}); use more rows, fewer columns or a larger epsilon"
-        )
+        why = hidden_words(values[0], hidden)
         return Law(point, np.zeros((q, q)), np.zeros((q, q)), why)
     inverse = (basis / values) @ basis.T
     spread, axes = np.linalg.eigh(outer)
@@ -172,7 +191,7 @@ class Inference:
         """(low, high) for what is expected of every row: a mean, or the second class's chance."""
         law = self._fitted_law(level)
         rows = np.hstack([x := self._rows_of(X), np.ones((x.shape[0], 1))])
-        parts = law.noise + (law.sampling if sampling else 0.0)
+        parts = law.covariance(sampling)
         width = np.sqrt(np.maximum(np.einsum("ij,jk,ik->i", rows, parts, rows), 0.0))
         middle, reach = rows @ law.centre, norm.ppf(0.5 + level / 2) * width
         return np.column_stack([self._link(middle - reach), self._link(middle + reach)])
@@ -192,5 +211,4 @@ class Inference:
 
     @staticmethod
     def _deviation(law: Law, sampling: bool) -> Array:
-        parts = np.diag(law.noise) + (np.diag(law.sampling) if sampling else 0.0)
-        return np.asarray(np.sqrt(np.maximum(parts, 0.0)))
+        return np.asarray(np.sqrt(np.maximum(np.diag(law.covariance(sampling)), 0.0)))

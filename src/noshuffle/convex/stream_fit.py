@@ -24,6 +24,7 @@ from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.step_line import StepLine
 from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
 from noshuffle.noise import test_source
@@ -214,7 +215,7 @@ class StreamFit(TableFit):
         self.batch_size_ = stream.phase.batch_size
         self.__dict__.pop("_law", None)
         rule = stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule
-        if self.inference and isinstance(rule, GradientRule):
+        if self.inference and isinstance(rule, GradientRule | SumsRule):
             self._law = rule.law()
             self._weights = self._law.centre[None]
         self._publish()
