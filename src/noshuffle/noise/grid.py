@@ -77,6 +77,13 @@ def jitters_(out: Tensor, *, words: Tensor, step: float) -> None:
     torch.neg(out[:, :HALF], out=out[:, HALF:])
 
 
+def jitter(radius: int, angle: int, *, step: float) -> float:
+    """`jitters_` of the first number of one pair of words."""
+    digits = (radius << 7 & RADIUS_DIGITS) | (angle << 15 & ANGLE_DIGITS)
+    bits = digits | MIDDLE_DIGIT | int(np.float32(step).view(np.int32))
+    return float(np.int32(bits).view(np.float32)) - 1.5 * step
+
+
 def add_on_grid_(target: Tensor, noise: Tensor, *, jitters: Tensor, step: float) -> None:
     """target ← (target + noise) on the grid, in float32 or better, then in the target's type.
 

@@ -46,8 +46,8 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.noise import native
-from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE
-from noshuffle.noise.grid import grid_step, jitters_
+from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, HALF, TILE
+from noshuffle.noise.grid import grid_step, jitter, jitters_
 from noshuffle.noise.layout import Chunk, Layout, share
 from noshuffle.noise.native import normals_
 from noshuffle.noise.words import AesWords, PhiloxWords
@@ -251,17 +251,17 @@ class Source:
         cpu = torch.device("cpu")
         chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
         drawer = self.drawer(chunks, device=cpu, workers=1)
-        noise, coins = torch.empty(2, chunks[0].tiles, TILE).unbind()
+        noise = torch.empty(chunks[0].tiles, TILE, dtype=torch.float32, device=cpu)
+        words = drawer.scratch[0, 0].numpy()
         step, first = grid_step(scale), chunks[0].pieces[0].place.start
         middle = step * 1.5 * 2.0**52  # as `add_on_grid_` in float64
 
         def of_row(row: int) -> Callable[[float], float]:
             drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
-            drawn = float(noise.view(-1)[first])
+            drawn = float(noise[0, first])
             if not step:
                 return lambda value: value + drawn
-            drawer.jitters_(coins, step=step, worker=0)
-            coin = float(coins.view(-1)[first])
+            coin = jitter(int(words[first]), int(words[HALF + first]), step=step)
             return lambda value: ((value + drawn + coin) + middle) - middle
 
         return of_row

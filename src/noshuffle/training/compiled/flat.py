@@ -102,8 +102,10 @@ class Flattened:
             raise Unsupported("the matrix is in single precision")
         self._like = dict(like)
         device = next(iter(like.values())).device
-        most = MOST_NUMBERS if users is not None else MOST_WRITTEN
-        kinds = {name: _kind(forms.get(name, ()), like[name].numel(), most) for name in like}
+        for most in (MOST_WRITTEN, MOST_NUMBERS):  # without users or smaller ones: long rows, too
+            kinds = {name: _kind(forms.get(name, ()), like[name].numel(), most) for name in like}
+            if users is None and {"dense", "pair"} & set(kinds.values()):
+                break
         self._users = users
         if users is not None:  # a sum over rows is none of inputs and output gradients
             kinds = {name: "dense" if kind == "pair" else kind for name, kind in kinds.items()}
