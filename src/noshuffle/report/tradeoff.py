@@ -99,13 +99,14 @@ def draw_plan(
         xlim=(1, best.steps),
     )
     label_ends(left, best.steps, ends)
-    batch_size = batch_size or 1
+    has_batch, batch_size = batch_size is not None, batch_size or 1
     if population is None:
         part = best.participation
         length = part.steps_per_epoch if isinstance(part, Epochs) else part.steps
         population = length * batch_size
     ends, last = [], 0
-    for name in (*colours, "poisson"):
+    fitted = [name for name in colours if name in KNOWN] or [*colours]  # others: seconds a point
+    for name in (*fitted, "poisson"):
         points = batch_curve(best, name, population=population, batch_size=batch_size)
         colour, style = (colours[name], "-") if name in colours else ("#444444", "--")
         if points:
@@ -114,7 +115,7 @@ def draw_plan(
             ends.append((points[-1][1], label, colour))
             last = max(last, points[-1][0])
     right.set(
-        xlabel="batch size (computation)",
+        xlabel="batch size (computation)" if has_batch else "batch / planned batch (computation)",
         ylabel=f"ε (δ = {best.delta:g})",
         xscale="log",
         yscale="log",
