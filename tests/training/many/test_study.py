@@ -11,12 +11,30 @@ from torch import nn
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import Source, new_key, test_source
-from noshuffle.participation import Epochs, MinSeparation, Poisson
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    FixedSize,
+    MinSeparation,
+    Participation,
+    Poisson,
+    SeparatedBins,
+    TruncatedPoisson,
+)
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.many import Setting, Study, accuracies, joint_mu, train_many
 from noshuffle.training.many.release import StudyRelease, _unit_noise, joint_multiplier
+
+DRAWN = [
+    FixedSize(3, 4, 12),
+    CyclicPoisson(3, 2, 0.5),
+    BallsInBins(1, 3),
+    TruncatedPoisson(3, 0.4, 8, 12),
+    SeparatedBins(1, 3, 2),
+]
 
 
 def stacked_net() -> nn.Module:
@@ -263,6 +281,19 @@ def test_a_study_checks_participation() -> None:
         study.step(x[8:], y[8:])
     study.step(x[8:], y[8:], ids=[8, 9, 10, 11])
     assert study.statement().epsilon == pytest.approx(SETTINGS[0].plan.epsilon())
+
+
+@pytest.mark.parametrize("part", DRAWN, ids=lambda part: part.kind)
+def test_secret_draws_are_not_taken_from_outside(part: Participation) -> None:
+    """A study has no sampler: whatever batch it is given, nobody drew it, and nothing is stated."""
+    x, y = data()
+    secret = Plan(participation=part, strategy=identity(), noise_multiplier=1.0)
+    study = Study(stacked_net, [replace(SETTINGS[0], plan=secret)], steps=3, batch_size=4)
+    with pytest.raises((ParticipationViolation, InvalidInput), match="sampler"):
+        study.step(x[:4], y[:4], ids=range(4))
+    study.step(x[:4], y[:4])
+    with pytest.raises(InvalidInput, match="ids="):
+        study.statement()
 
 
 def test_what_has_no_statement() -> None:
