@@ -151,9 +151,11 @@ class SecretPositions:
         if free == 0:
             return Interval(0.0, 0.0, 0.0, failure, samples)
         far = self._far(noise_multiplier, delta)
+        near = 0.9 * free
+        for stage in (1, 2):  # a rough ε to draw for, from draws that serve nothing else
+            near = self._rough(noise_multiplier, delta, near, samples // 20, seed, stage, free)
         seen = [
-            (side, *self._drawn(side, noise_multiplier, 0.9 * free, samples, seed))
-            for side in DIRECTIONS
+            (side, *self._drawn(side, noise_multiplier, near, samples, seed)) for side in DIRECTIONS
         ]
 
         def test(epsilon: float) -> list[tuple[_Test, _Draws]]:
@@ -169,13 +171,38 @@ class SecretPositions:
             return any(one.is_above(drawn, delta, failure / 4) for one, drawn in test(epsilon))
 
         upper = _lowest(is_within, free)
-        near = _lowest(lambda epsilon: not is_beyond(epsilon), upper)
+        below = _lowest(lambda epsilon: not is_beyond(epsilon), upper)
         # where the list ended before one was beyond, nothing is known from below
-        lower = near * (1 - _FINE) if near > _LEAST * upper else 0.0
+        lower = below * (1 - _FINE) if below > _LEAST * upper else 0.0
         return Interval(lower, upper, free, failure, samples)
 
+    def _rough(
+        self,
+        noise: float,
+        delta: float,
+        near: float,
+        samples: int,
+        seed: int | None,
+        stage: int,
+        most: float,
+    ) -> float:
+        """About the ε that has δ, from draws for another one."""
+        count = max(1000, samples)
+        seen = [(s, self._drawn(s, noise, near, count, seed, stage)[1]) for s in DIRECTIONS]
+
+        def is_small(epsilon: float) -> bool:
+            return all(float(drawn.values(side, epsilon).mean()) <= delta for side, drawn in seen)
+
+        return _lowest(is_small, most)
+
     def _drawn(
-        self, side: str, noise: float, epsilon: float, samples: int, seed: int | None
+        self,
+        side: str,
+        noise: float,
+        epsilon: float,
+        samples: int,
+        seed: int | None,
+        stage: int = 0,
     ) -> tuple[_Draws, _Draws]:
         """A pilot that chooses how to draw, and the draws themselves, from streams of their own."""
         positive(noise_multiplier=noise)
@@ -185,9 +212,8 @@ class SecretPositions:
         more = max(0.0, -float(np.linalg.eigvalsh(K)[0])) + 1e-12 * float(K.max()) + 1e-300
         K = K + np.eye(len(K)) * more
         root = np.linalg.cholesky(K)
-        kinds = [
-            np.random.SeedSequence(seed, spawn_key=(DIRECTIONS.index(side), i)) for i in (0, 1)
-        ]
+        keys = [(DIRECTIONS.index(side), 2 * stage + i) for i in (0, 1)]
+        kinds = [np.random.SeedSequence(seed, spawn_key=key) for key in keys]
         first, second = (np.random.default_rng(kind) for kind in kinds)
         sample = _remove if side == "remove" else _add
         count = max(500, int(_PILOT * samples))
@@ -246,12 +272,14 @@ class _Alone:
     spread: float
 
     def reach(self, epsilon: float) -> float:
-        """R at this ε."""
+        """R at this ε; not below 1e-30, on the safe side."""
         s = self.tilt
         if s < 0:
-            return math.exp(min(700.0, s * (epsilon - self.norm / 2) + s * s * self.spread / 2))
-        most = math.exp((s - 1) * math.log1p(-1 / s)) / s
-        return most * math.exp(min(700.0, -(s - 1) * (epsilon - s * self.norm / 2)))
+            log_reach = s * (epsilon - self.norm / 2) + s * s * self.spread / 2
+        else:
+            most = (s - 1) * math.log1p(-1 / s) - math.log(s)
+            log_reach = most - (s - 1) * (epsilon - s * self.norm / 2)
+        return max(1e-30, math.exp(min(700.0, log_reach)))
 
 
 def _alone(side: str, K: Array, periods: int, epsilon: float) -> _Alone | None:
