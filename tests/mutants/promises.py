@@ -10,6 +10,9 @@ TREE = ("tests/strategies/test_tree_sensitivity.py", "tests/strategies/test_tree
 VERIFY = ("tests/release/test_tampering.py", "tests/release/test_verify.py")
 GAUSSIAN = ("tests/accounting/test_gaussian.py", "tests/accounting/test_calibrate.py")
 
+PHASES = ("tests/strategies/test_phases.py",)
+EXTENSION = ("tests/release/test_extension.py",)
+
 PROMISES = (
     Mutant(
         "a stopped tree is charged as a shorter tree",
@@ -154,5 +157,53 @@ PROMISES = (
         "LEDGER_CHECKS = (chain, facts, extensions, steps,",
         VERIFY,
         "evidence",
+    ),
+    Mutant(
+        "a plan with other noise is put under released rows unseen",
+        "release/evidence_checks.py",
+        "LEDGER_CHECKS = (chain, facts, extensions, steps, units,",
+        "LEDGER_CHECKS = (chain, facts, steps, units,",
+        EXTENSION,
+        "extension",
+    ),
+    Mutant(
+        "phases: the largest instead of their sum",
+        "strategies/phases.py",
+        "        sizes += np.roll(own, start % b) / p.factor**2",
+        "        sizes = np.maximum(sizes, np.roll(own, start % b) / p.factor**2)",
+        PHASES,
+        "extension",
+    ),
+    Mutant(
+        "phases: the factor on their noise is left out",
+        "strategies/phases.py",
+        "    return value / p.factor**2, is_reached",
+        "    return value, is_reached",
+        PHASES,
+        "extension",
+    ),
+    Mutant(
+        "stages: the class of one binds the next",
+        "strategies/phases.py",
+        "                upper, reached = upper + high, reached + low",
+        "                upper, reached = max(upper, high), max(reached, low)",
+        PHASES,
+        "extension",
+    ),
+    Mutant(
+        "an extension may replace the released rows",
+        "release/extension.py",
+        "    if reason := why_not(old, plan, released):",
+        "    if reason := why_not(old, plan, 0):",
+        EXTENSION,
+        "extension",
+    ),
+    Mutant(
+        "noise without an end: one participation for all of them",
+        "strategies/blt.py",
+        "    weights[0] = most",
+        "    weights[:] = 0.0\n    weights[0] = most",
+        PHASES,
+        "horizon",
     ),
 )
