@@ -36,7 +36,7 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.participation import Participation, Restarted, Stages
+from noshuffle.participation import AnyOrderEpochs, Participation, Restarted, Stages
 from noshuffle.release import guard
 from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.ledger_file import LedgerFile, lacking
@@ -186,6 +186,9 @@ class Ledger(LedgerFile):
         unit = np.array([name_to_id(batch)], dtype=np.int64)
         seen = self._table.look_up(unit)
         is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
+        rule = self.participation
+        if isinstance(rule, AnyOrderEpochs) and step >= rule.steps_per_epoch:
+            is_fine = is_fine and bool(seen.count[0])  # batches of the first epoch, mixed no more
         before = guard.same_batch(self.participation, step=step)
         is_fine = is_fine and (before is None or bytes(self._of_step("batch", before)) == batch)
         if not is_fine and not drop:
