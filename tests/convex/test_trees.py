@@ -96,6 +96,7 @@ def test_trees_learn_what_no_line_can() -> None:
     assert "NOT PRIVATE" in model.privacy_.words()
 
 
+@pytest.mark.slow
 def test_numbers_and_more_classes() -> None:
     x = RNG.uniform(0, 1, size=(4000, 2))
     z = np.sin(6 * x[:, 0])
