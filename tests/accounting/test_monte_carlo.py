@@ -81,6 +81,21 @@ def test_fine_steps_stay_within_the_coarse_one_that_failed() -> None:
     assert 0.96**2 < _lowest(lambda epsilon: abs(epsilon - 0.96**2) > 1e-9, 1.0) < 0.96
 
 
+def test_the_failure_of_the_bound_is_inside_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def is_below(test: _Test, drawn: _Draws, mean: float, failure: float) -> bool:
+        asked.append((mean, failure))
+        return False
+
+    monkeypatch.setattr(_Test, "is_below", is_below)
+    secret = SecretPositions(np.array([[4.0]]), Overlaps(((1, 0.0, 4.0),)))
+    secret.epsilon(noise_multiplier=2.0, delta=1e-2, samples=2000, seed=4)
+    # two lists, two directions: each failure at most once
+    assert asked
+    assert all(mean + 4 * failure <= 1e-2 * (1 + 1e-12) and failure > 0 for mean, failure in asked)
+
+
 def test_a_list_that_ends_shows_nothing_from_below() -> None:
     """A mechanism that is all but (0, δ)-private under a bound that does not know it."""
     secret = SecretPositions(np.array([[1e-6]]), Overlaps(((1, 0.0, 8.0),)))
