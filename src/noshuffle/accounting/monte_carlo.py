@@ -321,7 +321,7 @@ class _Test:
         """Whether the true mean is surely below this one."""
         if mean <= self.charge:
             return False
-        bet = min(self._rate(drawn, failure), (1 - 1e-9) / self.reach)
+        bet = min(self._rate(drawn, failure), (1 - 1e-9) / max(self.reach, 1e-300))
         return self._wealth(drawn, bet, mean - self.charge) > -math.log(failure)
 
     def is_above(self, drawn: _Draws, mean: float, failure: float) -> bool:
