@@ -5,7 +5,8 @@
 Rows uniform on [−1, 1]^p, a model with known coefficients, ε = 2, δ = 1e-6; every run draws a table
 and fresh noise. Shares of `intervals` (all coefficients and the intercept) and `predict_interval`
 (five rows) that hold the truth, at level 0.95; "table": sampling=False against the same fit without
-noise, in every tenth run. Every fifty runs are kept in the file, and a second run goes on.
+noise, in every tenth run (with "sums", whose intervals are of the noise alone, in all). Every fifty
+runs are kept in the file, and a second run goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ CASES = {
     "linear 4,000 x 4": (4000, 4),
     "logistic 4,000 x 4": (4000, 4),
     "poisson 8,000 x 4": (8000, 4),
+    "sums 4,000 x 4": (4000, 4),
 }
+NO_SAMPLING = dict.fromkeys(
+    ("coefficients", "predictions", "table", "deviation", "noise"), math.nan
+)
 
 
 def drawn(kind: str, n: int, p: int, seed: int) -> tuple[Any, Any, Any, Any, Any, dict[str, Any]]:
@@ -39,8 +44,10 @@ def drawn(kind: str, n: int, p: int, seed: int) -> tuple[Any, Any, Any, Any, Any
     x = rng.uniform(-1, 1, size=(n, p))
     s = x @ w + 0.2
     true = np.append(w, 0.2)
-    if kind == "linear":
-        settings = {"target_bounds": (-8, 8)}
+    if kind in ("linear", "sums"):
+        settings: dict[str, Any] = {"target_bounds": (-8, 8)}
+        if kind == "sums":
+            settings |= {"solver": "sums"}
         return x, s + 0.5 * rng.normal(size=n), true, s, PrivateLinearRegression, settings
     if kind == "poisson":
         mean = np.exp(s)
@@ -54,6 +61,10 @@ def one(kind: str, n: int, p: int, seed: int) -> dict[str, float] | None:
     x, y, true, mean, estimator, settings = drawn(kind, n, p, seed)
     common = {"bounds": (-1, 1), "inference": True, **settings}
     model = estimator(epsilon=2.0, delta=1e-6, test_seed=seed, **common).fit(x, y)
+    if kind == "sums":
+        noise = model.intervals(sampling=False)
+        table = _of_the_table(estimator, common, x, y, noise)
+        return {**NO_SAMPLING, "table": table, "noise": float(noise.deviation.mean())}
     try:
         both, noise = model.intervals(), model.intervals(sampling=False)
     except Unsupported:
@@ -69,7 +80,7 @@ def one(kind: str, n: int, p: int, seed: int) -> dict[str, float] | None:
 
 
 def _of_the_table(estimator: Any, common: dict[str, Any], x: Any, y: Any, told: Any) -> float:
-    exact = estimator(epsilon=math.inf, **common).fit(x, y).intervals().estimate
+    exact = estimator(epsilon=math.inf, **common).fit(x, y).intervals(sampling=False).estimate
     return float(np.mean((told.low <= exact) & (exact <= told.high)))
 
 
