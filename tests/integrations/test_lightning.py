@@ -230,7 +230,11 @@ def test_clips_by_hand_are_warned_of_and_several_terms_are_read(tmp_path):
 
 def test_independent_noise_may_be_shuffled_and_a_callback_is_for_one_fit(tmp_path):
     plan = ns.Plan.fit(ns.Epochs(2, 5), mechanism="identity", noise_multiplier=0.5)
-    assert fit(tmp_path, Module(), plan=plan, shuffle=True).steps_released == 10
+    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
+    own = {"ids": lambda batch: [index[tuple(x.flatten().tolist())] for x in batch[0]]}
+    assert fit(tmp_path, Module(), plan=plan, shuffle=True, **own).steps_released == 10
+    with pytest.raises(InvalidInput, match="only units can be followed"):
+        fit(tmp_path, Module(), plan=plan, shuffle=True)
     private = PrivateCallback(planned(5), clip_norm=0.5, batch_size=4, source=test_source(seed=1))
     for times in range(2):
         trainer = pl.Trainer(

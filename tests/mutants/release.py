@@ -162,7 +162,7 @@ RELEASE = (
     Mutant(
         "batches without ids may change between epochs",
         "release/ledger.py",
-        'is_fine = is_fine and (before is None or bytes(self._of_step("batch", before)) == batch)',
+        "is_fine = is_fine and guard.is_batch_known(self.participation, step=step, seen=seen)",
         "is_fine = bool(is_fine)",
         LEDGER,
         "P2",

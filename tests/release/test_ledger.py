@@ -264,14 +264,23 @@ def test_without_ids_batches_are_units():
     assert dropped.is_empty
     epochs.record(dropped)
     assert epochs.admit(3, None, b"c").is_empty  # the replay releases noise alone again
+    epochs.record(epochs.admit(4, None, b"a"))
+    assert epochs.admit(5, None, b"c", drop=True).is_empty  # it never took part: rows of a, perhaps
+    assert not epochs.admit(5, None, b"b").is_empty
     shuffled = Ledger(AnyOrderEpochs(epochs=2, steps_per_epoch=2))
-    for t, batch in enumerate([b"a", b"b", b"c"]):
+    for t, batch in enumerate([b"a", b"b", b"b"]):
         shuffled.record(shuffled.admit(t, None, batch))
-    with pytest.raises(ParticipationViolation, match="seen before"):
-        shuffled.admit(3, None, b"c")
+    for wrong in (b"b", b"c"):  # twice in an epoch; rows that may have been in a and b
+        with pytest.raises(ParticipationViolation, match="seen before"):
+            shuffled.admit(3, None, wrong)
+    shuffled.record(shuffled.admit(3, None, b"a"))
     restarted = Ledger(Restarted(Epochs(epochs=4, steps_per_epoch=2), every=4))
     for t, batch in enumerate([b"a", b"b", b"a", b"b", b"b", b"a", b"b", b"a"]):
         restarted.record(restarted.admit(t, None, batch))
+    rows = [(t, np.array([unit])) for t, unit in enumerate([1, 2, 2, 3])]
+    for rule, wrong in ((AnyOrderEpochs(2, 2), 1), (Epochs(4, 1), 2)):  # as verify sees them
+        assert not list(guard.violations(rule, UnitTable(), rows))
+        assert len(list(guard.violations(rule, UnitTable(), rows, by_content=True))) == wrong
 
 
 def test_a_replay_is_admitted_without_a_row_and_keeps_the_units_of_its_step(tmp_path):
@@ -521,11 +530,11 @@ def test_the_last_epoch_is_read_from_the_file_and_a_gap_is_noticed(tmp_path):
     for step, batch in enumerate([b"one", b"two", b"one"]):
         ledger.record(ledger.admit(step, None, batch))
     assert Ledger(ledger.participation, path=tmp_path / "ledger.sqlite").admit(3, None, b"two")
-    with pytest.raises(ParticipationViolation, match="differs from the batch at its place"):
+    with pytest.raises(ParticipationViolation, match="differs from the batches of the last epoch"):
         ledger.admit(3, None, b"three")
     ledger.db.execute("DELETE FROM steps WHERE step = 1")
     with pytest.raises(VerificationFailed, match="lacks step 1"):
-        ledger.admit(3, None, b"two")
+        Ledger(ledger.participation, path=tmp_path / "ledger.sqlite")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import Private, privatize
-from noshuffle.training.check import order_of
+from noshuffle.training.check import is_shuffled, order_of
 from noshuffle.training.unchanged import PrivateOptimizer
 
 # The package has two names, and a process must not mix them.
@@ -98,6 +98,11 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         order = order_of(plan, loader)
         if order.verdict == "refused":
             raise InvalidInput(f"{order.found}: {order.advice}")
+        if self._ids_of is None and is_shuffled(loader) and plan.participation.most > 1:
+            raise InvalidInput(
+                "the loader makes other batches in every epoch, and only units can be followed "
+                "then; give PrivateCallback(…, ids=lambda batch: …), or shuffle=False"
+            )
         steps = trainer.estimated_stepping_batches
         if steps > plan.steps:
             raise InvalidInput(

@@ -134,11 +134,12 @@ def units(found: Found) -> Iterator[str]:
         return
     covered, saved = found.evidence.saved_units()
     table = UnitTable()
-    rule = found.plan.guarded
-    refused = list(guard.violations(rule, table, _units_of(found.rows[:covered])))
+    rule, own = found.plan.guarded, found.facts.get("identified_by") == "fingerprints"
+    rows = found.rows
+    refused = [*guard.violations(rule, table, _units_of(rows[:covered]), by_content=own)]
     ids, seen = table.all()
     expected = list(zip(*(a.tolist() for a in (ids, seen.first, seen.last, seen.count))))
-    refused += guard.violations(rule, table, _units_of(found.rows[covered:]))
+    refused += guard.violations(rule, table, _units_of(rows[covered:]), by_content=own)
     yield from refused[:1]
     if covered > len(found.rows):
         yield f"the summary of units covers {covered} steps, the ledger has {len(found.rows)}"

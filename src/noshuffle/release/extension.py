@@ -164,7 +164,8 @@ def _refuse(folder: RunFolder, ledger: Ledger, old: Plan, plan: Plan, *, is_seal
         raise InvalidInput(f"this plan does not extend the run in {folder.path}: {reason}")
     if not plan.participation.is_sampled:
         rows = ((row.step, row.units) for row in ledger.rows())
-        for found in guard.violations(plan.guarded, UnitTable(), rows):
+        own = ledger.identified_by == "fingerprints"
+        for found in guard.violations(plan.guarded, UnitTable(), rows, by_content=own):
             raise InvalidInput(f"under this plan {found}; use a participation that has room for it")
     if facts.get("adaptive_clip") == "yes" or any(name.startswith("table ") for name in facts):
         raise Unsupported(

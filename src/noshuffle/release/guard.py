@@ -131,12 +131,17 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
 
 
-def same_batch(participation: Participation, *, step: int) -> int | None:
-    """The step whose batch must come again at this one: a whole batch keeps its place in epochs."""
+def is_batch_known(participation: Participation, *, step: int, seen: Seen) -> bool:
+    """Whether a batch without ids may be told apart by its content at this step.
+
+    Rows are not followed then, so after the first epoch of a block only batches that took part in
+    this block come again: rows mixed anew could be in one epoch twice (a shuffled loader that goes
+    on in the middle of an epoch does that).
+    """
     rule, block = _block(participation, step)
-    if not isinstance(rule, Epochs) or step - rule.steps_per_epoch < block:
-        return None
-    return step - rule.steps_per_epoch
+    if not isinstance(rule, Epochs | AnyOrderEpochs) or step - rule.steps_per_epoch < block:
+        return True
+    return bool((seen.last >= block).all())
 
 
 def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mask | None]:
@@ -196,9 +201,16 @@ def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mas
 
 
 def violations(
-    rule: Participation, table: UnitTable, rows: Iterable[tuple[int, Ids]]
+    rule: Participation,
+    table: UnitTable,
+    rows: Iterable[tuple[int, Ids]],
+    *,
+    by_content: bool = False,
 ) -> Iterator[str]:
-    """Recorded steps with their units once more through the rules; the table learns of them."""
+    """Recorded steps with their units once more through the rules; the table learns of them.
+
+    `by_content`: the unit of a step is its batch.
+    """
     for step, units in rows:
         if len(np.unique(units)) < len(units):
             yield f"step {step} lists a unit twice"
@@ -208,6 +220,8 @@ def violations(
             reason = why_not(rule, step=step, record=seen.record(refused[0]))
             unit = int(units[refused[0]])
             yield f"unit {unit} should not have taken part in step {step}: {reason}"
+        elif by_content and not is_batch_known(rule, step=step, seen=seen):
+            yield f"the batch of step {step} did not come in the epoch before, and has no ids"
         table.update(units, step=step, first=starts_anew(rule, step=step, seen=seen))
 
 

@@ -7,7 +7,8 @@ A step that was released before may be repeated only if its clipped sum is the s
 row holds a keyed digest of the sum, `release` compares. `path=None` keeps the record in memory.
 
 Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
-so. Under Epochs the batch of step t must then equal that of step t − b.
+so. Every epoch must then bring the batches of the one before (`guard.is_batch_known`), under
+independent noise in any order.
 
 State: the file; the table of units, which learns of the last recorded step when it is next asked
 (`settle`); the units of batches that came before.
@@ -36,7 +37,7 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.participation import AnyOrderEpochs, Participation, Restarted, Stages
+from noshuffle.participation import Participation, Restarted, Stages
 from noshuffle.release import guard
 from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.ledger_file import LedgerFile, lacking
@@ -186,15 +187,11 @@ class Ledger(LedgerFile):
         unit = np.array([name_to_id(batch)], dtype=np.int64)
         seen = self._table.look_up(unit)
         is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
-        rule = self.participation
-        if isinstance(rule, AnyOrderEpochs) and step >= rule.steps_per_epoch:
-            is_fine = is_fine and bool(seen.count[0])  # batches of the first epoch, mixed no more
-        before = guard.same_batch(self.participation, step=step)
-        is_fine = is_fine and (before is None or bytes(self._of_step("batch", before)) == batch)
+        is_fine = is_fine and guard.is_batch_known(self.participation, step=step, seen=seen)
         if not is_fine and not drop:
             raise ParticipationViolation(
-                f"the batch of step {step} was seen before, or differs from the batch at its "
-                "place in the last epoch; keep one order, or pass ids= (augmented data needs them)"
+                f"the batch of step {step} was seen before, or differs from the batches of the "
+                "last epoch; keep one order, or pass ids= (shuffled and augmented data need them)"
             )
         units = unit if is_fine else unit[:0]
         return Admission(step, batch, "fingerprints", units, None, not is_fine)

@@ -216,8 +216,8 @@ def _ids(plan: Plan, ids: Any, size: int, *, is_mixed: bool) -> CheckFinding:
         advice = "pass ids= to private.step, or let the loader give noshuffle.training.Batch"
         return CheckFinding("ids", "none, and the plan protects users", "refused", advice)
     if ids is None and is_mixed and isinstance(plan.guarded, AnyOrderEpochs):
-        text = "none, and rows come in other batches in every epoch: each once, nobody checks"
-        advice = "pass ids= (noshuffle.training.with_ids) to have each example followed"
+        text = "none, and rows come in other batches in every epoch: the second one is refused"
+        advice = "pass ids= (noshuffle.training.with_ids): only units can be followed then"
         return CheckFinding("ids", text, "warning", advice)
     if ids is None:
         advice = "pass ids= (noshuffle.training.with_ids) to have each example followed"
