@@ -10,7 +10,13 @@ import torch
 
 import noshuffle as ns
 from noshuffle.auditing.run_folder import audit_run
-from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, Unsupported
+from noshuffle.errors import (
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    ReplayRefused,
+    Unsupported,
+)
 from noshuffle.noise import test_source as named_source
 from noshuffle.release import extension
 from noshuffle.release.extension import extend
@@ -35,10 +41,10 @@ def start(plan, folder, *, batch=BATCH, clip=1.0, source=None, budget=None):
     )  # fmt: skip
 
 
-def train(private, upto, *, batch=BATCH, ids=lambda i: i):
+def train(private, upto, *, batch=BATCH, ids=lambda i: i, scale=1.0):
     for step in range(private.steps_done, upto):
         rows = np.arange(step * batch, (step + 1) * batch) % ROWS
-        private.step(lambda out: out.square().mean(), X[rows], ids=ids(rows))
+        private.step(lambda out: scale * out.square().mean(), X[rows], ids=ids(rows))
     private.save()
 
 
@@ -124,6 +130,24 @@ def test_units_are_held_to_the_extended_pattern(tmp_path):
     private.resume()
     with pytest.raises(ParticipationViolation, match="every 4 steps"):
         private.step(lambda out: out.square().mean(), X[3:6], ids=np.arange(3, 6))
+
+
+def test_a_step_is_not_repeated_under_another_clip_norm(tmp_path):
+    """Nobody is clipped at 1.0 or 0.5: the sum is the same, and two scales of one noise cancel."""
+    private = start(SHORT, tmp_path)
+    train(private, 4, scale=1e-3)
+    private.close()
+    plan = SHORT.extended(epochs=2, after=4, mechanism=identity())
+    extend(tmp_path, plan, clip_norm=0.5)
+    private = start(plan, tmp_path, clip=0.5)  # and no resume: step 0 again, with the same data
+    with pytest.raises(ReplayRefused, match="another clip norm"):
+        train(private, 1, scale=1e-3)
+    private.close()
+    private = start(plan, tmp_path, clip=0.5)
+    private.resume()
+    train(private, 5, scale=1e-3)
+    private.close()
+    assert verify(tmp_path).answer == "PROVED"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@
 
 μ of the new plan is that of all rows in use, so one statement covers old and new steps, whoever
 takes part in both. Clip norm and divisor may change here under any mechanism: what is protected is
-the sum over the clip norm, and both are public (docs/proofs.md, "A clip norm that moves").
+the sum over the clip norm, and both are public (docs/proofs.md, "A clip norm that moves"). Steps
+from before a change of the clip norm are not repeated after it (the fact `rescaled`): their draws
+times two numbers would cancel wherever nobody was clipped.
 
 What was begun is brought to its end by whoever opens the folder next (`finish`). State: none.
 """
@@ -42,7 +44,7 @@ from noshuffle.version import __version__
 
 #: The kind of note in the ledger, and the facts that an extension may give another value.
 KIND = "extended"
-FACTS = ("plan", "key", "clip", "batch_size", "noise_scale", "sealed")
+FACTS = ("plan", "key", "clip", "batch_size", "noise_scale", "sealed", "rescaled")
 
 
 def extend(
@@ -82,6 +84,8 @@ def extend(
             positive(clip_norm=clip_norm)
             scale = plan.noise_multiplier * float(clip_norm)
             new |= {"clip": repr(Flat(float(clip_norm))), "noise_scale": repr(scale)}
+            if new["clip"] != facts.get("clip"):  # the same draws times another number: no replays
+                new["rescaled"] = str(released)
         new = {name: value for name, value in new.items() if facts.get(name) != value}
         body = {
             "released": released,

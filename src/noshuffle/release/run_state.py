@@ -80,6 +80,8 @@ class RunState(OneOwner):
         self._tables: dict[str, LazyNoise] = {}
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back
+        # Earlier steps were released with another noise scale (`extension`).
+        self._rescaled = int(self.ledger.meta("rescaled") or 0)
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             # Where a neighbour or a secret draw has rows more or less, others draw at other places:
