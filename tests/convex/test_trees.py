@@ -238,3 +238,11 @@ def test_scikit_learn_contract_of_trees() -> None:
     model = PrivateTreesClassifier(epsilon=80.0, delta=1e-3, test_seed=0, n_estimators=20)
     results = check_estimator(model, on_fail=None, on_skip=None)
     assert [r["check_name"] for r in results if r["status"] == "failed"] == []
+
+
+def test_tables_of_a_private_number_of_rows_are_refused() -> None:
+    """The number of rows is a divisor, and decides how many trees there are."""
+    x, y = crossed(50)
+    for model in (PrivateScaler(), PrivatePCA(), PrivateTreesClassifier(classes=["same", "other"])):
+        with pytest.raises(Unsupported, match="number of rows"):
+            model.set_params(neighbours="add-remove").fit(x, y)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from scipy import sparse
 from sklearn.metrics import balanced_accuracy_score
 
@@ -18,6 +19,7 @@ from noshuffle.convex.losses import by_label, logistic
 from noshuffle.convex.margins import PerMargin
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.sums_rule import SumsRule
+from noshuffle.convex.weighting import unit_weights
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.release.verify import verify
 
@@ -232,3 +234,13 @@ def test_users_with_several_rows(tmp_path: Path) -> None:
             PrivateLogisticRegression(rows_per_unit=3, **more, **made).fit(x, y, ids=ids)
     with pytest.raises(Unsupported, match="rows_per_unit"):
         PrivateLogisticRegression(rows_per_unit=3, **made).partial_fit(x, y, ids=ids)
+
+
+def test_units_named_by_tensors_are_those_of_their_numbers() -> None:
+    ids = np.arange(12) // 4
+    for given in (torch.from_numpy(ids), list(torch.from_numpy(ids)), [f"u{i}" for i in ids]):
+        assert unit_weights(list(given), 2, rows=12).tolist() == [0.5] * 12
+    x, y = np.random.default_rng(0).uniform(-1, 1, size=(12, 2)), np.tile([0, 1], 6)
+    model = PrivateLogisticRegression(solver="objective", bounds=(-1, 1), classes=[0, 1])
+    with pytest.raises(InvalidInput, match="twice"):
+        model.fit(x, y, ids=torch.from_numpy(ids))

@@ -48,7 +48,7 @@ from noshuffle.statement import PrivacyStatement
 
 #: Called with a setting and a trial; gives back a result and its scores.
 RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
-_INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
+INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
 _SECRET = (
     "Only the best run was released: its setting, its result and its noisy score. How many runs "
     "there were, how long they took, and everything of the others stays secret."
@@ -119,7 +119,7 @@ class Trial:
 
     def words(self) -> str:
         """For the statement of the run itself."""
-        return _INSIDE
+        return INSIDE
 
 
 @dataclass(frozen=True)

@@ -270,10 +270,12 @@ class GradientRule(Rule):
         if self._count > self._descent:
             self._slopes = self._slopes + gradient[0]
             return
-        gradient[:, :-1] += self.ridge * self._scale**2 * self._theta[:, :-1]
+        own = np.append(self.ridge * self._scale**2, 0.0)
+        gradient += own * self._theta
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
-        self._theta = self._theta - self.rate * self._velocity
+        # Steps along a column are shorter where its penalty is so large that they would diverge.
+        self._theta = self._theta - self.rate / np.maximum(1.0, self.rate * own) * self._velocity
         total = (self._descent if self.spreads else self._steps) - self._before
         if 2 * (self._count - self._before) > total:
             self._average, self._taken = self._average + self._theta, self._taken + 1

@@ -27,7 +27,7 @@ from noshuffle.convex.ranges import FOUND, RangeRule, is_private
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream, Rule
 from noshuffle.convex.table_fit import GIVEN_BOUNDS, IDS, NO_IDS, SETTINGS
-from noshuffle.errors import InvalidInput, open_unit, positive
+from noshuffle.errors import InvalidInput, Unsupported, open_unit, positive
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.release.repeated import warn_if_fitted_before
@@ -101,6 +101,11 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
         notes: tuple[str, ...] = (),
     ) -> None:
         """Find bounds where that is asked for, let the rule read, write what is to be said."""
+        if self.neighbours == "add-remove":
+            raise Unsupported(
+                "the number of rows divides every release, and is public; use neighbours="
+                "'zero-out' or 'replace-one'"
+            )
         n, p = x.shape
         whole, known = rule, self._given_bounds(p)
         if known is None and not isinstance(rule, RangeRule):

@@ -30,6 +30,7 @@ from noshuffle.convex.rows import RowMap
 from noshuffle.convex.schedule import LENGTH, Schedule, stable_rate, steps_for
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
+from noshuffle.release.units import as_ids
 from noshuffle.statement import PrivacyStatement
 
 #: Solvers that answer once, outside of the stream.
@@ -246,8 +247,8 @@ class TableFit:
                 f"solver={self.solver_!r} has two classes, got {len(classes)}; use 'gd'"
             )
         if ids is not None:
-            given = list(ids)
-            if len(given) != X.shape[0] or len(set(given)) != len(given):
+            given = as_ids(ids)
+            if len(given) != X.shape[0] or len(np.unique(given)) != len(given):
                 raise InvalidInput("ids must hold one id for each row, and none of them twice")
         if self.epsilon == math.inf:
             raise Unsupported(f"solver={self.solver_!r} needs a finite epsilon; use 'gd'")

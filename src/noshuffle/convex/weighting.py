@@ -35,6 +35,7 @@ from scipy import sparse
 
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.errors import InvalidInput, one_of, positive, whole
+from noshuffle.release.units import as_ids
 
 MISSING = ("refuse", "skip")
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."
@@ -96,9 +97,8 @@ def unit_weights(ids: Any, rows_per_unit: int, *, rows: int) -> Array:
         raise InvalidInput("rows_per_unit needs ids=, whose unit each row belongs to")
     if len(ids) != rows:
         raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(ids)}")
-    number: dict[Any, int] = {}
-    units = np.array([number.setdefault(one, len(number)) for one in ids], dtype=np.int64)
-    return np.asarray(np.minimum(1.0, rows_per_unit / np.bincount(units)[units]))
+    _, place, many = np.unique(as_ids(ids), return_inverse=True, return_counts=True)
+    return np.asarray(np.minimum(1.0, rows_per_unit / many[place]))
 
 
 def without_missing(x: Any, missing: str) -> tuple[Any, NDArray[np.bool_] | None]:

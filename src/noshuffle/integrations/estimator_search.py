@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,13 @@ from sklearn.base import clone, is_classifier
 from sklearn.utils import _safe_indexing, indexable
 
 from noshuffle.budget.budget import Budget
-from noshuffle.budget.search import Trial, Tuned, tune
+from noshuffle.budget.search import INSIDE, Trial, Tuned, tune
 from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, open_unit
 from noshuffle.release.repeated import RepeatedFit
+
+#: What all runs have in common.
+_TAKEN = frozenset({"epsilon", "delta", "budget", "neighbours", "test_seed"})
 
 
 def private_search(
@@ -53,6 +58,10 @@ def private_search(
     Guarantees: everything returned is (ε, δ)-private; a run of more than its share is refused.
     """
     open_unit(held_out=held_out)
+    if odd := sorted(_TAKEN.intersection(name for one in settings for name in one)):
+        raise InvalidInput(
+            f"settings must leave {odd[0]} to the search and its model, got it named"
+        )
     indexable(X, y)
     rows = len(y)
     cut = rows - max(1, round(held_out * rows))
@@ -66,7 +75,8 @@ def private_search(
             **setting, epsilon=trial.epsilon, delta=trial.delta, budget=trial
         )
         own.fit(*parts[0])
-        return own, _scores(own, *parts[1])
+        # a copy: it has no raw score, and cannot go on under the share of one run
+        return copy(own), _scores(own, *parts[1])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RepeatedFit)  # the search is what counts them
@@ -82,6 +92,9 @@ def private_search(
             budget=budget,
         )
     if found.result is not None:
+        own = found.result.privacy_.assumptions
+        said = found.statement.with_assumptions(*(one for one in own if one != INSIDE))
+        found = replace(found, statement=said)
         found.result.set_params(budget=budget)
         found.result.privacy_ = found.statement
     return found
