@@ -30,6 +30,8 @@ from tests.integrations.test_huggingface import (
 )
 
 from noshuffle.clipping import next_token
+from noshuffle.errors import InvalidInput
+from noshuffle.integrations import huggingface
 from noshuffle.integrations.huggingface import participation_of
 from noshuffle.noise import test_source
 from noshuffle.training import verify
@@ -41,6 +43,13 @@ ROOT = Path(__file__).parents[2]
 UNIT = {1: "example", 2: "user"}
 USERS = [i // 4 for i in range(ROWS)]
 SETTINGS = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": 1}
+
+
+class Noisy(Sentences):
+    """Every reading of a row is another."""
+
+    def __getitem__(self, i):
+        return {"x": np.random.default_rng().normal(size=2)}
 
 
 class Kill(transformers.TrainerCallback):
@@ -131,6 +140,21 @@ def test_two_processes_killed_and_resumed_are_one_process_to_the_bit(tmp_path, p
         assert torch.equal(found[0], want)
         assert found[1] == epsilon
     assert not verify(tmp_path / "run").refuted
+
+
+def test_a_process_with_data_in_another_order_is_refused():
+    """Rows are known by their places: an example would take part under two ids."""
+    data, other = Sentences(), Sentences()
+    other.ids = other.ids[torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))]
+    look = huggingface._look(data, None)
+    huggingface._refuse_other_data([look, huggingface._look(Sentences(), None)])
+    with pytest.raises(InvalidInput, match="other rows on rank 1"):
+        huggingface._refuse_other_data([look, huggingface._look(other, None)])
+    looks = [huggingface._look(Noisy(), None) for _ in range(2)]  # augmented: nothing to compare
+    huggingface._refuse_other_data(looks)
+    for told in (huggingface._look(Sentences(ROWS - 1), None), huggingface._look(data, USERS)):
+        with pytest.raises(InvalidInput, match="the ranks disagree"):
+            huggingface._refuse_other_data([look, told])
 
 
 def test_a_plan_is_fitted_for_the_batches_of_all_processes(tmp_path):

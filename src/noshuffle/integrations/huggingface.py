@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
@@ -44,12 +45,13 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
+from noshuffle.release.fingerprint import of_batch
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
 from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.group.private import GroupPrivate
-from noshuffle.training.group.team import Team
-from noshuffle.training.rng import restore_rng
+from noshuffle.training.group.team import Team, all_agree
+from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.training.unchanged import PrivateOptimizer
 
 STATE_NAME = "trainer_state.json"
@@ -137,6 +139,8 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         size = _part_size(self.args) * self.args.gradient_accumulation_steps
         options = {"batch_size": size, **self._options}
         if self.args.world_size > 1:
+            looked = Team.of().meet("the data", lambda: _look(self.train_dataset, self._units))
+            _refuse_other_data(looked)
             for value in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(value.detach(), 0)  # as DDP does: all begin with those of rank 0
             self.private = privatize_distributed(self.model, inner, self.plan, **options)
@@ -236,7 +240,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def _ids(self, rows: int) -> Any:
         """Which examples of the data set (whose) a batch holds: it is read in order."""
         data: Any = self.train_dataset
-        if not hasattr(data, "__len__"):
+        if not _has_places(data):
             if self._units is not None:
                 raise InvalidInput("units= needs a data set with a length and rows in order")
             return None
@@ -303,12 +307,54 @@ class _TrainerState:
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 
+def _has_places(data: Any) -> bool:
+    """Whether rows are read by number, and so in order; a stream with a length may shuffle."""
+    return hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
 def _is_plain(value: Any) -> bool:
     try:
         json.dumps(value)
     except TypeError:
         return False
     return True
+
+
+_Look = tuple[int, str, list[str]]
+
+
+def _look(data: Any, units: Any) -> _Look:
+    """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
+    before, last = rng_state(), len(data) - 1
+    try:
+        places = [i * last // 7 for i in range(8)] if last >= 0 else []
+        pairs = [(_print(data[i]), _print(data[i])) for i in places]
+    finally:
+        restore_rng(before)
+    whose = "" if units is None else _print(units)
+    return last + 1, whose, [one if one == again else "" for one, again in pairs]
+
+
+def _refuse_other_data(looked: Sequence[_Look]) -> None:
+    """Rows are known by their places: those that a process has in another order (shuffled without a
+    seed, say) would count under the ids of others, and an example twice."""
+    rows = looked[0][2]
+    all_agree([{"len(train_dataset)": n, "units": own} for n, own, _ in looked])
+    for rank, (_, _, others) in enumerate(looked):
+        pairs = [(a, b) for a, b in zip(rows, others) if a and b]
+        if 2 * sum(a != b for a, b in pairs) > len(pairs):
+            raise InvalidInput(
+                f"train_dataset has other rows on rank {rank} than on rank 0, at the same places; "
+                "give every process the same data in the same order (shuffle with a seed)"
+            )
+
+
+def _print(row: Any) -> str:
+    """A fingerprint of all that is a number, a text or an array in it."""
+    kinds = Tensor | np.ndarray | str | bytes | int | float | None
+    plain = dict(row) if isinstance(row, Mapping) else row
+    told = tree_map(lambda leaf: leaf if isinstance(leaf, kinds) else type(leaf).__name__, plain)
+    return of_batch((told,), None).hex()[:8]
 
 
 def _per_epoch(trainer: PrivateTrainer) -> int:
@@ -330,7 +376,7 @@ def _refuse(trainer: PrivateTrainer, plan: Plan, loss_fn: Any) -> None:
         "several devices in one process (DataParallel); start one process for each: accelerate "
         "launch --num_processes": args.n_gpu > 1,
         "a data set without a length on several processes, which may read it differently": (
-            args.world_size > 1 and not hasattr(trainer.train_dataset, "__len__")
+            args.world_size > 1 and not _has_places(trainer.train_dataset)
         ),
         "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
             args.deepspeed or getattr(args, "fsdp", None)
