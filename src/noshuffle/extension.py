@@ -157,7 +157,8 @@ def _continued(plan: Any, kept: int, part: Participation) -> Strategy:
         raise Unsupported(
             "noise does not go on across a change of the batch size; give a mechanism by name"
         )
-    last = plan.strategy.parts[-1].strategy if isinstance(plan.strategy, Phases) else plan.strategy
+    *before, end = _phases(plan, kept)
+    last = end.strategy
     if not isinstance(last, ToeplitzStrategy) or last.has_gains:
         raise Unsupported(
             f"the noise of {last.name!r} was planned for its number of steps and does not go on; "
@@ -165,9 +166,8 @@ def _continued(plan: Any, kept: int, part: Participation) -> Strategy:
         )
     if not isinstance(plan.strategy, Phases):
         return last
-    *before, end = plan.strategy.within(kept)
-    length = part.steps - end[0]
-    return Phases(parts=(*(own for _, own in before), end[1]._replace(planned=length, used=length)))
+    length = part.steps - sum(own.used for own in before)
+    return Phases(parts=(*before, end._replace(planned=length, used=length)))
 
 
 def _phases(plan: Any, kept: int) -> list[StrategyPhase]:

@@ -123,6 +123,20 @@ def test_batch_size_and_clip_norm_change_on_the_way(tmp_path):
     )
 
 
+def test_a_coming_phase_may_have_more_buffers(tmp_path):
+    """The run stopped inside its old phase, and goes on there."""
+    private = start(SHORT, tmp_path)
+    train(private, 6)
+    private.close()
+    plan = SHORT.extended(epochs=1, mechanism=blt((0.9, 0.8, 0.5), (0.1, 0.1, 0.1)))
+    extend(tmp_path, plan)
+    private = start(plan, tmp_path)
+    assert private.resume() == 6
+    train(private, 12)
+    private.close()
+    assert verify(tmp_path).answer == "PROVED"
+
+
 def test_units_are_held_to_the_extended_pattern(tmp_path):
     finished(tmp_path)
     extend(tmp_path, MORE)

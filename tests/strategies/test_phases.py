@@ -106,6 +106,15 @@ def test_the_audit_finds_the_same_worst_unit(parts, part):
     assert found.high >= truth * (1 - 1e-9)
 
 
+def test_what_goes_on_is_the_phase_of_the_last_kept_step():
+    """Not the last of the plan: a tree was planned for its steps, whatever came behind it."""
+    plan = Plan(participation=SinglePass(4), strategy=st.tree(), noise_multiplier=1.0)
+    plan = plan.extended(steps=3, mechanism=st.identity())
+    assert plan.extended(steps=1, mechanism="continue").strategy.parts[-1].used == 4
+    with pytest.raises(Unsupported, match="does not go on"):
+        plan.extended(steps=3, after=3, mechanism="continue")
+
+
 def test_noise_across_a_stage_is_refused():
     with pytest.raises(Unsupported, match="begin a phase"):
         prefix_sensitivity(SLOW, Stages((Epochs(2, 4), Epochs(2, 2))), 12)
