@@ -123,12 +123,14 @@ def test_batch_size_and_clip_norm_change_on_the_way(tmp_path):
     )
 
 
-def test_a_coming_phase_may_have_more_buffers(tmp_path):
+@pytest.mark.parametrize("strategy", [SHORT.strategy, identity(gains=(1.0, 1.1) * 4)])
+def test_a_coming_phase_may_have_more_buffers(tmp_path, strategy):
     """The run stopped inside its old phase, and goes on there."""
-    private = start(SHORT, tmp_path)
+    old = ns.Plan(participation=SHORT.participation, strategy=strategy, noise_multiplier=3.0)
+    private = start(old, tmp_path)
     train(private, 6)
     private.close()
-    plan = SHORT.extended(epochs=1, mechanism=blt((0.9, 0.8, 0.5), (0.1, 0.1, 0.1)))
+    plan = old.extended(epochs=1, mechanism=blt((0.9, 0.8, 0.5), (0.1, 0.1, 0.1)))
     extend(tmp_path, plan)
     private = start(plan, tmp_path)
     assert private.resume() == 6

@@ -140,10 +140,10 @@ def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
         scale = float(facts["noise_scale"])
         noise = {**noise, "recipe": fingerprint(recipe), "horizon": plan.steps, "scale": scale}
         count = StepPlans.of(recipe).buffers  # a coming phase may have more of them, empty so far
-        noise["buffers"] = {
-            name: torch.cat([own, own.new_zeros(count - len(own), *own.shape[1:])])
-            for name, own in noise["buffers"].items()
-        }
+        for name, shape in noise["shapes"].items() if count else ():
+            own = noise["buffers"].get(name, torch.zeros(0, *shape))
+            more = torch.zeros(max(count - len(own), 0), *shape)
+            noise["buffers"] = {**noise["buffers"], name: torch.cat([own, more])}
     size = state["batch_size"]
     if str(size) != facts["batch_size"]:
         size = json.loads(facts["batch_size"])
