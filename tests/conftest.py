@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """The generators of numpy and torch begin alike for every test, whatever ran before it."""
     np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """No file leaves a process group to the next one of its process."""
+    dist = sys.modules.get("torch.distributed")
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -137,7 +137,9 @@ def privatize(
 
 def _by_steps(given: Any, plan: Plan) -> BySteps | None:
     """A schedule, where more than one number was given."""
-    is_many = callable(given) or (isinstance(given, Iterable) and not isinstance(given, Tensor))
+    is_many = callable(given) or (
+        isinstance(given, Iterable) and not isinstance(given, Tensor | str)
+    )
     return BySteps.of(given, steps=plan.steps) if is_many else None
 
 
