@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from noshuffle.errors import whole
+from noshuffle.errors import unit_rate, whole
 
 
 class Participation:
@@ -28,8 +29,10 @@ class Participation:
         def steps(self) -> int: ...
 
     def __post_init__(self) -> None:
-        counts = [field.name for field in fields(self) if field.type == "int"]  # type: ignore[arg-type]
-        whole(**{name: getattr(self, name) for name in counts})
+        kinds = {field.name: field.type for field in fields(self)}  # type: ignore[arg-type]
+        whole(**{name: getattr(self, name) for name, kind in kinds.items() if kind == "int"})
+        if "rate" in kinds:
+            unit_rate(rate=getattr(self, "rate"))  # noqa: B009
 
     @property
     def most(self) -> int:
@@ -47,3 +50,22 @@ class Participation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with `kind` first; `from_dict` is the inverse."""
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class InEpochs(Participation):
+    """Base of those that are laid out in epochs of one length, and meet a unit once in each."""
+
+    epochs: int
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def most_within(self, steps: int) -> int:
+        return math.ceil(steps / self.steps_per_epoch)

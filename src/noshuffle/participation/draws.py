@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from noshuffle.errors import InvalidInput, unit_rate, whole
-from noshuffle.participation.base import Participation
+from noshuffle.errors import InvalidInput, whole
+from noshuffle.participation.base import InEpochs, Participation
 from noshuffle.participation.patterns import Epochs
 
 
@@ -29,10 +29,6 @@ class Poisson(Participation):
     rate: float
     kind: ClassVar[str] = "poisson"
     is_sampled: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unit_rate(rate=self.rate)
 
     def words(self) -> str:
         return (
@@ -88,10 +84,6 @@ class CyclicPoisson(Participation):
     is_sampled: ClassVar[bool] = True
     keeps_draws: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unit_rate(rate=self.rate)
-
     @classmethod
     def of(cls, *, steps: int, groups: int, batch: int, population: int) -> CyclicPoisson:
         """With an expected batch out of a population that `groups` divide evenly (or nearly)."""
@@ -115,34 +107,21 @@ class CyclicPoisson(Participation):
 
 
 @dataclass(frozen=True)
-class BallsInBins(Participation):
+class BallsInBins(InEpochs):
     """Every unit is at one secret, uniform position of the epoch, the same in every epoch.
 
     One secret shuffle before the run, into batches of varying sizes (Chua et al. 2024, arXiv
     2412.16802; Choquette-Choo et al. 2024, arXiv 2410.06266).
     """
 
-    epochs: int
-    steps_per_epoch: int
     kind: ClassVar[str] = "balls-in-bins"
     is_sampled: ClassVar[bool] = True
     keeps_draws: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(steps=self.steps)
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
 
     @property
     def in_order(self) -> Epochs:
         """The same promise without the secret: what strategies are fitted for."""
         return Epochs(self.epochs, self.steps_per_epoch)
-
-    def most_within(self, steps: int) -> int:
-        return math.ceil(steps / self.steps_per_epoch)
 
     def words(self) -> str:
         return (
@@ -165,10 +144,6 @@ class TruncatedPoisson(Participation):
     population: int
     kind: ClassVar[str] = "truncated-poisson"
     is_sampled: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unit_rate(rate=self.rate)
 
     @classmethod
     def of(cls, *, steps: int, batch: int, population: int, deviations: float = 5.0) -> Self:
@@ -193,7 +168,7 @@ class TruncatedPoisson(Participation):
 
 
 @dataclass(frozen=True)
-class SeparatedBins(Participation):
+class SeparatedBins(InEpochs):
     """A fresh secret position in every epoch, any two of one unit at least `separation` apart.
 
     Unit i has epochs of its own that begin at steps ≡ i mod steps_per_epoch (which is public, so
@@ -203,8 +178,6 @@ class SeparatedBins(Participation):
     between positions from a geometric law instead; here epochs are independent, and compose.
     """
 
-    epochs: int
-    steps_per_epoch: int
     separation: int
     kind: ClassVar[str] = "separated-bins"
     is_sampled: ClassVar[bool] = True
@@ -212,16 +185,11 @@ class SeparatedBins(Participation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(steps=self.steps)
         if self.separation > self.steps_per_epoch:
             raise InvalidInput(
                 f"separation must be at most steps_per_epoch ({self.steps_per_epoch}), got "
                 f"{self.separation}"
             )
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
 
     @property
     def choices(self) -> int:
@@ -230,8 +198,7 @@ class SeparatedBins(Participation):
 
     def most_within(self, steps: int) -> int:
         """Epochs of its own that begin before `steps`, one of them before the run."""
-        begun = math.ceil(steps / self.steps_per_epoch)
-        return min(begun + 1, math.ceil(steps / self.separation))
+        return min(super().most_within(steps) + 1, math.ceil(steps / self.separation))
 
     def words(self) -> str:
         return (

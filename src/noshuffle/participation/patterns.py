@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from noshuffle.errors import MAX_STEPS, InvalidInput, whole
-from noshuffle.participation.base import Participation
+from noshuffle.participation.base import InEpochs, Participation
 
 #: The horizon of a run whose length nobody knows: the longest there is.
 OPEN = MAX_STEPS
@@ -49,23 +49,10 @@ class SinglePass(Participation):
 
 
 @dataclass(frozen=True)
-class Epochs(Participation):
+class Epochs(InEpochs):
     """The same order in every epoch: a unit seen at step j is seen at j + b, j + 2b, …"""
 
-    epochs: int
-    steps_per_epoch: int
     kind: ClassVar[str] = "epochs"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(steps=self.steps)
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    def most_within(self, steps: int) -> int:
-        return math.ceil(steps / self.steps_per_epoch)
 
     def words(self) -> str:
         return (
@@ -75,7 +62,7 @@ class Epochs(Participation):
 
 
 @dataclass(frozen=True)
-class AnyOrderEpochs(Participation):
+class AnyOrderEpochs(InEpochs):
     """A new order in every epoch if one likes: a unit is seen at most once in each of them.
 
     Under independent noise it costs what `Epochs` costs, at every stopping point: the sensitivity
@@ -83,16 +70,7 @@ class AnyOrderEpochs(Participation):
     the guard takes it for `Epochs` there (`Plan.guarded`).
     """
 
-    epochs: int
-    steps_per_epoch: int
     kind: ClassVar[str] = "epochs-any-order"
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    def most_within(self, steps: int) -> int:
-        return math.ceil(steps / self.steps_per_epoch)
 
     def words(self) -> str:
         return (
