@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from solver_audit import DELTA, EPSILON, SOLVER_CASES, audit_solver
+
 from noshuffle.accounting import gaussian
 from noshuffle.convex.solvers.problem import Problem
-from noshuffle.experiments.solver_audit import DELTA, EPSILON, SOLVER_CASES, audit_solver
 from noshuffle.noise.laws import KeyedDraws
 
 #: Lengths are roots of a gamma; `laplace` is made of `exponential`, `gamma` of `standard_gamma`.

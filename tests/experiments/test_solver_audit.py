@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from noshuffle.auditing.answers import HOLDS, REFUTED
 from noshuffle.convex import solvers
-from noshuffle.experiments.solver_audit import (
-    DELTA,
-    SOLVER_CASES,
-    SolverAudit,
-    audit_solver,
-)
+
+with pytest.MonkeyPatch.context() as _path:  # the benchmark, and what it tries
+    _path.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    halved_noise = importlib.import_module("audit_solvers").halved_noise
+    attacks = importlib.import_module("solver_audit")
+SOLVER_CASES, audit_solver = attacks.SOLVER_CASES, attacks.audit_solver
 
 QUICK = {"dp_gd": 20_000, "frank_wolfe_noisy": 20_000}
-
-
-def halved_noise() -> Any:
-    """That of the benchmark, which halves all noise behind the back of a solver."""
-    path = Path(__file__).parents[2] / "benchmarks" / "audit_solvers.py"
-    spec = importlib.util.spec_from_file_location("audit_solvers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.halved_noise()
 
 
 def test_every_solver_is_attacked() -> None:
@@ -60,9 +48,9 @@ def test_what_is_shown_of_a_mechanism_without_noise() -> None:
     finally:
         del SOLVER_CASES["bare"]
     low, high = 5e-7 ** (1 / 500), 1 - 5e-7 ** (1 / 500)
-    assert found.shown == pytest.approx(math.log((low - DELTA) / high))
+    assert found.shown == pytest.approx(math.log((low - attacks.DELTA) / high))
     assert found.answer == REFUTED
-    assert SolverAudit("a", 2.0, 0.01, 0.0, 0.0, 0.0, 1).answer == HOLDS
+    assert attacks.SolverAudit("a", 2.0, 0.01, 0.0, 0.0, 0.0, 1).answer == HOLDS
 
 
 @pytest.mark.slow
