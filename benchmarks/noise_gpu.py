@@ -1,14 +1,13 @@
 """The fused noise on one GPU: how near to the memory limit, beside torch, jax-privacy and opake.
 
     python benchmarks/noise_gpu.py                          everything, under two minutes
-    python benchmarks/noise_gpu.py --only speed scaling     some parts: checks, speed, scaling, tune
+    python benchmarks/noise_gpu.py --only speed scaling     some parts: speed, scaling, tune
     python benchmarks/noise_gpu.py --count 10000000         another number of parameters
 
 `speed` has every mechanism and its peers in one process, then the ratios that matter. `scaling` has
-time and memory against parameters, steps and buffers. `checks` compares the kernel with the torch
-form on the CPU, bit by bit. `tune` tries other program sizes. "of copy" is the time in which a copy
-moves the bytes that the step has to move, over the time of the step. A row that fails prints its
-error and the others go on.
+time and memory against parameters, steps and buffers. `tune` tries other program sizes. "of copy"
+is the time in which a copy moves the bytes that the step has to move, over the time of the step. A
+row that fails prints its error and the others go on. Bits are compared by tests/noise/test_triton.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import noise_checks
 import noise_peers
 import torch
 from noise_kernels import (
@@ -216,8 +214,8 @@ def tune(count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=250_000_000, help="parameters")
-    parts = ("checks", "speed", "scaling", "tune")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts[:3])
+    parts = ("speed", "scaling", "tune")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts[:2])
     parser.add_argument("--no-peers", action="store_true", help="leave jax-privacy and opake out")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -227,7 +225,6 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
     todo: dict[str, Callable[[], None]] = {
-        "checks": noise_checks.run,
         "speed": lambda: speed(options.count, has_peers=not options.no_peers),
         "scaling": lambda: scaling(10**9),
         "tune": lambda: tune(options.count),

@@ -52,11 +52,10 @@ def fused_of(
     steps: int,
     tiles: int | None = None,
     warps: int = 4,
-    starts: dict[str, int] | None = None,
 ) -> Fused:
     """The kernel and its tables for tensors of these shapes."""
     plans, source = StepPlans.of(recipe), test_source(seed="bench", kind="philox")
-    layout = Layout.of(shapes, starts=starts, chunk_tiles=DEVICE_CHUNK)
+    layout = Layout.of(shapes, chunk_tiles=DEVICE_CHUNK)
     state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     return Fused(
         plans,

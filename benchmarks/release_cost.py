@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import clipping_cpu as cases
 import numpy as np
+import step_cases as cases
 import torch
 
 from noshuffle.participation import Epochs

@@ -26,7 +26,7 @@ import sys
 import time
 import warnings
 
-import clipping_cpu as cases
+import step_cases as cases
 import torch
 
 from noshuffle.participation import Epochs

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import peers
 import torch
-from clipping_cpu import TransformerLM
 from gpu_rows import Step, bandwidth, bytes_of_release, measure, show, tell_release
+from step_cases import TransformerLM
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -1,25 +1,14 @@
-"""Time of a clipped step beside plain SGD and Opacus, interleaved in one process.
+"""Models, batches and losses that steps are timed on, and what is not ours: plain SGD, Opacus.
 
-    python benchmarks/clipping_cpu.py [cnn mlp tlm lstm] [--rounds 9] [--threads 2] [--opacus]
-
-Every round runs each method once, so that a busy machine slows all of them alike; the table shows
-medians and the median of the per-round ratio to plain SGD. A step is: gradients (clipped sum for
-the private ones) and an SGD update. `+noise` adds independent normals by torch; the library's own
-noise source is timed elsewhere. Extra memory is not measured here (one process runs everything).
+cnn   26,010 parameters, 250 images        mlp    two wide layers, 256 rows
+tlm   a small transformer, 32 × 20 tokens  lstm   the same tokens ("-flat": another loss layout)
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-import warnings
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from noshuffle.clipping import Flat, Ghost, PerExample, auto
 
 
 class Flattened(nn.CrossEntropyLoss):
@@ -125,22 +114,6 @@ def plain(model, loss_fn, batch):
     return step
 
 
-def ours(model, loss_fn, batch, engine, noise=False):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    params = dict(model.named_parameters())
-
-    def step():
-        optimizer.zero_grad()
-        got = engine.clipped_sum(model, loss_fn, batch, clip=Flat(1.0))
-        for name, value in got.values.items():
-            if noise:
-                value += torch.randn_like(value)
-            params[name].grad = value.div_(len(batch[0]))
-        optimizer.step()
-
-    return step
-
-
 def opacus(make, loss_fn, batch, mode, noise=0.0):
     from opacus import PrivacyEngine
     from opacus.layers import DPLSTM
@@ -173,62 +146,3 @@ def opacus(make, loss_fn, batch, mode, noise=0.0):
         optimizer.step()
 
     return step
-
-
-def measure(name, rounds, peers):
-    make, data, loss_fn = CASES[name]
-    torch.manual_seed(0)
-    batch = data()
-    chosen = auto(make())
-    steps = {
-        "SGD, not private": plain(make(), loss_fn, batch),
-        f"auto = {type(chosen).__name__}": ours(make(), loss_fn, batch, chosen),
-        "auto + noise": ours(make(), loss_fn, batch, auto(make()), noise=True),
-        "PerExample": ours(make(), loss_fn, batch, PerExample()),
-        "Ghost": ours(make(), loss_fn, batch, Ghost()),
-    }
-    if name in ("mlp", "lstm", "lstm-flat"):
-        del steps["PerExample"]  # gigabytes
-    for mode in ("hooks", "functorch", "ghost", "ew") if peers else ():
-        try:
-            step = opacus(make, loss_fn, batch, mode)
-            step()
-            steps[f"Opacus {mode}, no noise"] = step
-        except Exception as error:
-            print(f"  Opacus {mode}: {type(error).__name__}: {str(error).splitlines()[0][:90]}")
-    times = {label: [] for label in steps}
-    for step in steps.values():
-        step(), step()
-    for _ in range(rounds):
-        for label, step in steps.items():
-            begin = time.perf_counter(), time.process_time()
-            step()
-            end = time.perf_counter(), time.process_time()
-            times[label].append((end[0] - begin[0], end[1] - begin[1]))
-    base = times["SGD, not private"]
-    print(f"\n{name}: {sum(p.numel() for p in make().parameters()):,} parameters; {chosen.why}")
-    print(f"| {'method':26} | ms/step | x SGD | CPU ms | x SGD |")
-    print(f"|{'-' * 28}|---------|-------|--------|-------|")
-    for label, own in times.items():
-        columns = []
-        for k in (0, 1):
-            ratio = statistics.median(a[k] / b[k] for a, b in zip(own, base))
-            columns.append(f"{statistics.median(t[k] for t in own) * 1e3:7.1f} | {ratio:5.2f}")
-        print(f"| {label:26} | {' | '.join(columns)} |")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--opacus", action="store_true", help="also run Opacus, if installed")
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    warnings.filterwarnings("ignore")
-    for name in chosen.cases:
-        measure(name, chosen.rounds, chosen.opacus)
-
-
-if __name__ == "__main__":
-    main()
