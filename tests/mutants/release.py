@@ -202,8 +202,8 @@ RELEASE = (
     Mutant(
         "a large id is taken for the largest that has a place",
         "release/unit_index.py",
-        "near = np.where(is_near, units, 0)",
-        "is_near = units >= 0; near = np.clip(units, 0, self._own.near - 1)",
+        "self._rows.get(unit, -1)",
+        "self._rows.get(min(unit, max(self._rows, default=0)), -1)",
         LEDGER,
         "P3",
     ),

@@ -32,7 +32,7 @@ import numpy as np
 from noshuffle.errors import VerificationFailed
 from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
-from noshuffle.release.files import sync_folder, write_bytes
+from noshuffle.release.files import sync, write_bytes
 from noshuffle.release.units import Ids
 
 Array = np.ndarray
@@ -137,7 +137,7 @@ def new_secret(folder: Path) -> str:
         os.link(
             own, folder / "ids.key"
         )  # of several processes that begin the same budget, one does
-        sync_folder(folder)
+        sync(folder)
     except FileExistsError:
         pass
     except OSError:  # a file system without links

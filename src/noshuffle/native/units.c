@@ -1,4 +1,4 @@
-/* Units of a batch: sorted, found, added, moved on; the twins are numpy's (release/unit_index.py,
+/* Units of a batch: sorted, found, added, moved on; the twins are in Python (release/unit_index.py,
    release/units.py). Rows come in blocks. A unit from 0 on that is below `size` is near: its block is
    that of its number in `blocks` (0: none), and it has a bit in `marks` once it was added. Any other
    is far: its number, in order of arrival, is in an open table of 2^bits slots, (tag, number + 1),

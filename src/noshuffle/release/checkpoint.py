@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from noshuffle.errors import InvalidInput
-from noshuffle.release.files import file_digest, sync_file, sync_folder, write_bytes
+from noshuffle.release.files import file_digest, sync, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8,})$")
 _LEFT = re.compile(r"^\.(model\.safetensors|state\.pt)\.\d+\.tmp$")  # of `files.write_bytes`
@@ -55,7 +55,7 @@ def save(
         save_file(model, temporary / "model.safetensors")
     except SafetensorError as error:  # such as a full disk, in words of its own
         raise OSError(f"{temporary / 'model.safetensors'}: {error}") from None
-    sync_file(temporary / "model.safetensors")
+    sync(temporary / "model.safetensors")
     buffer = io.BytesIO()
     torch.save({key: value for key, value in state.items() if key != "model"}, buffer)
     write_bytes(temporary / "state.pt", buffer.getvalue(), mode=0o600)
@@ -64,7 +64,7 @@ def save(
     else:
         note(digests(temporary))
         os.replace(temporary, target)
-        sync_folder(folder)
+        sync(folder)
     for old in saved(folder)[:-keep]:
         _remove(old)
     return target

@@ -15,17 +15,8 @@ from typing import Any
 from noshuffle.errors import InvalidInput
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
+def sync(path: Path) -> None:
+    """Make the content of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,7 +38,7 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:

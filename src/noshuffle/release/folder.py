@@ -37,7 +37,7 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, ReplayRefused, instance_of
 from noshuffle.plan import Plan
-from noshuffle.release.files import file_digest, read_json, sync_folder, write_bytes, write_json
+from noshuffle.release.files import file_digest, read_json, sync, write_bytes, write_json
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
 
@@ -138,7 +138,7 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         self.key_file.unlink()
-        sync_folder(self.checkpoints)
+        sync(self.checkpoints)
 
     def ancestors(self) -> tuple[Ancestor, ...]:
         """The runs this one was forked from, oldest first."""

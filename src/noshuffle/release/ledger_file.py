@@ -30,7 +30,7 @@ from typing import Any
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, VerificationFailed
 from noshuffle.one_owner import OneOwner
 from noshuffle.release import ledger_tables as tables
-from noshuffle.release.files import sync_file
+from noshuffle.release.files import sync
 from noshuffle.release.units import Ids
 
 #: Bytes of a page, and how many of them the write-ahead log holds before it begins anew.
@@ -328,7 +328,7 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         self.flush()
         with closing(sqlite3.connect(path, isolation_level=None)) as target:
             self.db.backup(target)
-        sync_file(path)
+        sync(path)
 
     def let_go(self) -> None:
         """Close the file as it is; only digests that wait are written."""

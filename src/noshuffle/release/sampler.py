@@ -90,6 +90,12 @@ class Sampler:
         cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
+    def _flipped(self, step: int, units: Ids, rate: float) -> Ids:
+        """Those of the units whose coin falls on their side."""
+        if rate == 1:
+            return units
+        return units[self._words(step, len(units)) < np.uint64(int(rate * 2**64))]
+
     def __iter__(self) -> Iterator[Ids]:
         return (self.draw(step) for step in range(self.start, self.steps))
 
@@ -107,10 +113,7 @@ class PoissonSampler(Sampler):
     participation: Poisson
 
     def draw(self, step: int) -> Ids:
-        if self.participation.rate == 1:
-            return np.arange(self.population, dtype=np.int64)
-        threshold = np.uint64(int(self.participation.rate * 2**64))
-        return np.flatnonzero(self._words(step, self.population) < threshold).astype(np.int64)
+        return self._flipped(step, np.arange(self.population), self.participation.rate)
 
 
 class FixedSizeSampler(Sampler):
@@ -138,12 +141,11 @@ class TruncatedSampler(Sampler):
     participation: TruncatedPoisson
 
     def draw(self, step: int) -> Ids:
-        words, part = self._words(step, self.population), self.participation
-        drawn = np.arange(self.population, dtype=np.int64)
-        if part.rate < 1:
-            drawn = np.flatnonzero(words < np.uint64(int(part.rate * 2**64))).astype(np.int64)
+        part = self.participation
+        drawn = self._flipped(step, np.arange(self.population), part.rate)
         if len(drawn) > part.cap:
-            drawn = np.sort(drawn[np.argsort(words[drawn], kind="stable")[: part.cap]])
+            words = self._words(step, self.population)[drawn]
+            drawn = np.sort(drawn[np.argsort(words, kind="stable")[: part.cap]])
         return drawn
 
 
@@ -157,11 +159,9 @@ class CyclicSampler(Sampler):
     participation: CyclicPoisson
 
     def draw(self, step: int) -> Ids:
-        groups, rate = self.participation.groups, self.participation.rate
-        group = np.arange(step % groups, self.population, groups, dtype=np.int64)
-        if rate == 1:
-            return group
-        return group[self._words(step, len(group)) < np.uint64(int(rate * 2**64))]
+        groups = self.participation.groups
+        group = np.arange(step % groups, self.population, groups)
+        return self._flipped(step, group, self.participation.rate)
 
 
 class BinsSampler(Sampler):
@@ -219,41 +219,32 @@ def _scaled(words: NDArray[np.uint64], choices: int) -> NDArray[np.int64]:
     return (scaled >> np.uint64(32)).astype(np.int64)
 
 
+_SAMPLERS: dict[type[Participation], type[Sampler]] = {
+    FixedSize: FixedSizeSampler,
+    TruncatedPoisson: TruncatedSampler,
+    Poisson: PoissonSampler,
+    BallsInBins: BinsSampler,
+    SeparatedBins: SeparatedSampler,
+    CyclicPoisson: CyclicSampler,
+}
+
+
 def make_sampler(
     participation: Participation, *, key: SamplingKey, population: int | None = None
 ) -> Sampler:
     """The sampler that a plan's participation asks for."""
-    if isinstance(participation, FixedSize):
-        if population not in (None, participation.population):
-            raise InvalidInput(
-                f"the plan samples from {participation.population} examples, got {population}"
-            )
-        return FixedSizeSampler(participation, participation.population, key)
-    if isinstance(participation, TruncatedPoisson):
-        if population not in (None, participation.population):
-            raise InvalidInput(
-                f"the plan samples from {participation.population} examples, got {population}"
-            )
-        return TruncatedSampler(participation, participation.population, key)
-    if isinstance(participation, Poisson):
-        if population is None:
-            raise InvalidInput("a Poisson sampler needs the number of examples; give population=")
-        return PoissonSampler(participation, population, key)
-    if isinstance(participation, BallsInBins):
-        if population is None or participation.steps_per_epoch >= 2**31:
-            raise InvalidInput("secret positions need the number of examples; give population=")
-        return BinsSampler(participation, population, key)
-    if isinstance(participation, SeparatedBins):
-        if population is None or participation.steps_per_epoch >= 2**31:
-            raise InvalidInput("secret positions need the number of examples; give population=")
-        return SeparatedSampler(participation, population, key)
-    if isinstance(participation, CyclicPoisson):
-        if population is None or population < participation.groups:
-            raise InvalidInput(
-                "a cyclic sampler needs the number of examples, at least one a group "
-                f"({participation.groups}), got {population}; give population="
-            )
-        return CyclicSampler(participation, population, key)
-    raise Unsupported(
-        f"{participation.kind} is not sampled: feed the data in the order that the plan promises"
-    )
+    kind = next((k for k in _SAMPLERS if isinstance(participation, k)), None)
+    if kind is None:
+        raise Unsupported(
+            f"{participation.kind} is not sampled: feed data in the order that the plan promises"
+        )
+    planned = getattr(participation, "population", population)
+    if population not in (None, planned):
+        raise InvalidInput(f"the plan samples from {planned} examples, got {population}")
+    groups = getattr(participation, "groups", 0)
+    if planned is None or (groups and planned < groups):
+        least = f", at least one a group ({groups})" if groups else ""
+        raise InvalidInput(
+            f"secret draws need the number of examples{least}, got {population}; give population="
+        )
+    return _SAMPLERS[kind](participation, planned, key)

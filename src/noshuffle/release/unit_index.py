@@ -6,14 +6,12 @@ Rows are handed out in blocks of sixteen. Integers from zero on, as rows of a da
 the block of their fifteen neighbours, with a bit for each that was added: units of a sorted batch
 lie in memory one behind the other, and 10⁷ of them touch one cache line each. Others, as names and
 negative numbers give, are numbered in order of arrival, and that number is in an open hash table
-(`native/units.c`), by a secret multiplier, at most two thirds full. Without a compiler they lie in
-two sorted runs, a large one and one of recent arrivals that is merged into it when it has an eighth
-of its size. Sorting is a radix sort in C.
+(`native/units.c`), by a secret multiplier, at most two thirds full. Sorting is a radix sort in C.
+Without a compiler a dictionary does all of it.
 
-State: blocks and bits of the near units; the far ones by number, their blocks, and the table or the
-runs.
+State: blocks and bits of the near units; the far ones by number, their blocks, and the table.
 
->>> index = UnitIndex()
+>>> index = new_index()
 >>> rows = index.place(np.array([7, -3, 8]))
 >>> index.add(np.array([7, -3, 8]))
 >>> index.units.tolist(), index.find(np.array([-3, 5, 7])).tolist() == [rows[1], -1, rows[0]]
@@ -41,8 +39,6 @@ _BLOCK = 4
 _PLACES, _PLACES_EACH = 2**24, 16
 #: Slots of an empty hash table, a power of two.
 _SLOTS = 1024
-#: Units in the run of recent arrivals, at least.
-_RECENT = 4096
 #: A buffer that sorting keeps, for each thread, and how many units of it.
 _scratch, _MOST_SCRATCH = threading.local(), 2**20
 #: Units below which numpy sorts faster than the radix sort.
@@ -71,16 +67,50 @@ class _Arrays:
         return _Arrays(self.mixer, self.sizes, **self.arrays | arrays)
 
 
-class UnitIndex:
-    """Rows of distinct units.
+class DictIndex:
+    """Rows of distinct units, by a dictionary.
 
-    Guarantees: the answers of a dictionary; a unit keeps its row. An `add` that was interrupted has
-    added nothing, or everything; a `place` that was gives away rows which nobody gets.
+    Guarantees: a unit keeps its row. An `add` that was interrupted has added nothing, or
+    everything; a `place` that was gives away rows which nobody gets.
     """
 
+    likely = 0  # rows that may come
+
     def __init__(self) -> None:
-        none = np.empty((2, 0), dtype=np.int64)
-        self._c = library()
+        self._rows: dict[int, int] = {}
+        self.rows = 0  # every row is below this
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def units(self) -> Units:
+        """In order."""
+        return np.array(sorted(self._rows), dtype=np.int64)
+
+    def find(self, units: Units) -> Units:
+        """The row of every unit, −1 where it has none."""
+        return np.array([self._rows.get(unit, -1) for unit in units.tolist()], dtype=np.int64)
+
+    def place(self, units: Units) -> Units:
+        """The rows that distinct units without one will have once they are added, in this order."""
+        self.rows += len(units)
+        return np.arange(self.rows - len(units), self.rows)
+
+    def add(self, units: Units) -> None:
+        """Distinct units that `place` was just asked about have their rows now."""
+        rows = range(self.rows - len(units), self.rows)
+        self._rows.update(zip(units.tolist(), rows))  # in one call
+
+
+class UnitIndex:
+    """Rows of distinct units, by loops in C.
+
+    Guarantees: those of `DictIndex`.
+    """
+
+    def __init__(self, built: ctypes.CDLL) -> None:
+        self._c = built
         #: Blocks given away (the first is nobody's), near units, far units.
         self._sizes = np.array([1, 0, 0])
         self._own = _Arrays(
@@ -92,8 +122,6 @@ class UnitIndex:
             known=np.empty(1, dtype=np.int64),
             far_blocks=np.empty(1, dtype=np.int32),
         )
-        self._runs = none, none  # far units and their numbers
-        self._unsure: tuple[Units, int] | None = None  # an `add` that may have been interrupted
 
     def __len__(self) -> int:
         return int(self._sizes[1] + self._sizes[2])
@@ -101,7 +129,6 @@ class UnitIndex:
     @property
     def units(self) -> Units:
         """In order."""
-        self._take_back()
         near = np.flatnonzero(np.unpackbits(self._own.marks, bitorder="little"))
         return np.sort(np.concatenate([near, self._own.known[: self._sizes[2]]]))
 
@@ -117,61 +144,26 @@ class UnitIndex:
 
     def find(self, units: Units) -> Units:
         """The row of every unit, −1 where it has none."""
-        self._take_back()
-        if self._c is not None:
-            units, rows = np.ascontiguousarray(units), np.empty(len(units), dtype=np.int64)
-            self._c.units_find(*self._own.told, address(units), len(units), address(rows))
-            return rows
-        is_near = (units >= 0) & (units < self._own.near)
-        near = np.where(is_near, units, 0)
-        is_near &= (self._own.marks[near >> 3] & _bits(near)) != 0
-        rows = np.where(is_near, _row(self._own.blocks, near), -1)
-        for known, numbers in self._runs:
-            if len(known):
-                at = np.minimum(np.searchsorted(known, units), len(known) - 1)
-                rows = np.where(known[at] == units, _row(self._own.far_blocks, numbers[at]), rows)
+        units, rows = np.ascontiguousarray(units), np.empty(len(units), dtype=np.int64)
+        self._c.units_find(*self._own.told, address(units), len(units), address(rows))
         return rows
 
     def place(self, units: Units) -> Units:
         """The rows that distinct units without one will have once they are added, in this order."""
-        self._take_back()
         count = len(self) + len(units)
         if count >= 1 << 31:
             raise Unsupported(f"the guard holds up to two thousand million units, got {count}")
         self._widen(int(units.max()) + 1 if len(units) else 0, most=_PLACES_EACH * count)
         units, is_near = np.ascontiguousarray(units), (units >= 0) & (units < self._own.near)
-        far = int(self._sizes[2])
-        self._make_room(far + len(units) - int(np.count_nonzero(is_near)))
+        self._make_room(int(self._sizes[2]) + len(units) - int(np.count_nonzero(is_near)))
         rows = np.empty(len(units), dtype=np.int64)
-        if self._c is not None:
-            self._c.units_place(*self._own.told, address(units), len(units), address(rows))
-            return rows
-        near, numbers = units[is_near], far + np.arange(len(units) - np.count_nonzero(is_near))
-        whose = near >> _BLOCK, numbers[numbers % (1 << _BLOCK) == 0] >> _BLOCK
-        for blocks, at in zip((self._own.blocks, self._own.far_blocks), whose):
-            new = np.unique(at[blocks[at] == 0] if blocks is self._own.blocks else at)
-            start = int(self._sizes[0])
-            self._sizes[0] += len(new)  # first of all: an interrupt loses blocks, and no more
-            blocks[new] = start + np.arange(len(new))
-        rows[is_near] = _row(self._own.blocks, near)
-        rows[~is_near] = _row(self._own.far_blocks, numbers)
+        self._c.units_place(*self._own.told, address(units), len(units), address(rows))
         return rows
 
     def add(self, units: Units) -> None:
         """Distinct units that `place` was just asked about have their rows now."""
-        if self._c is not None:
-            units = np.ascontiguousarray(units)
-            self._c.units_add(*self._own.told, address(units), len(units))
-            return
-        self._unsure = np.array(units), len(self)
-        is_near, start = (units >= 0) & (units < self._own.near), int(self._sizes[2])
-        near, far = units[is_near], units[~is_near]
-        np.bitwise_or.at(self._own.marks, near >> 3, _bits(near))
-        self._own.known[start : start + len(far)] = far
-        if len(far):
-            self._add_to_runs(np.stack([far, np.arange(start, start + len(far))]))
-        self._sizes += 0, len(near), len(far)
-        self._unsure = None
+        units = np.ascontiguousarray(units)
+        self._c.units_add(*self._own.told, address(units), len(units))
 
     def _widen(self, size: int, *, most: int) -> None:
         """Blocks for the units below `size`, if they are not too many. Who is far stays far."""
@@ -188,42 +180,15 @@ class UnitIndex:
         if far > len(own.known):
             blocks = with_room(own.far_blocks, (2 * far >> _BLOCK) + 1)
             own = self._own = own.but(known=with_room(own.known, far), far_blocks=blocks)
-        if self._c is not None and 3 * far > 2 * len(own.slots):
+        if 3 * far > 2 * len(own.slots):
             own = own.but(slots=_zeros(1 << (4 * far - 1).bit_length(), np.uint64))
             self._c.units_hash(*own.table, int(self._sizes[2]))
             self._own = own
-
-    def _add_to_runs(self, new: Units) -> None:
-        large, recent = self._runs[0], _merged(self._runs[1], new)
-        if recent.shape[1] > max(_RECENT, large.shape[1] // 8):
-            large, recent = _merged(large, recent), recent[:, :0]
-        self._runs = large, recent
-
-    def _take_back(self) -> None:
-        """Forget units of an `add` that was interrupted (without C: there, it is one call)."""
-        if self._unsure is None:
-            return
-        units, count = self._unsure
-        if len(self) == count:
-            near = units[(units >= 0) & (units < self._own.near)]
-            np.bitwise_and.at(self._own.marks, near >> 3, ~_bits(near))
-            large, recent = (run[:, run[1] < self._sizes[2]] for run in self._runs)
-            self._runs = large, recent
-        self._unsure = None
 
 
 def _row(blocks: NDArray[np.int32], at: Units) -> Units:
     rows: Units = blocks[at >> _BLOCK].astype(np.int64) << _BLOCK
     return rows + (at & ((1 << _BLOCK) - 1))
-
-
-def _bits(units: Units) -> NDArray[np.uint8]:
-    return np.left_shift(np.uint8(1), (units & 7).astype(np.uint8))
-
-
-def _merged(a: Units, b: Units) -> Units:
-    both = np.concatenate([a, b], axis=1)
-    return both[:, np.argsort(both[0], kind="stable")]
 
 
 def with_room(array: NDArray[Any], rows: int, *, likely: int = 0) -> NDArray[Any]:
@@ -272,6 +237,11 @@ def _radix_sorted(built: ctypes.CDLL, units: Units) -> Units:
         aside = _scratch.aside = np.empty_like(units)
     built.units_sort(address(units), address(out), address(aside), len(units))
     return out
+
+
+def new_index() -> UnitIndex | DictIndex:
+    built = library()
+    return DictIndex() if built is None else UnitIndex(built)
 
 
 @lru_cache(maxsize=1)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.release.unit_index import UnitIndex, address, library, with_room
+from noshuffle.release.unit_index import address, library, new_index, with_room
 
 Ids = NDArray[np.int64]
 #: first, last, count
@@ -162,7 +162,7 @@ class UnitTable:
     """
 
     def __init__(self) -> None:
-        self._index = UnitIndex()
+        self._index = new_index()
         self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row; there is room behind them
         # Rows of the units asked for last: a step looks the same ones up several times. Arrays that
         # nobody changes are known by themselves, others by their bytes.
