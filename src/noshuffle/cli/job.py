@@ -18,6 +18,7 @@ from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
 from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
+    clip_of,
     make_model,
     make_optimizer,
     make_plan,
@@ -67,7 +68,7 @@ def run_job(
         model,
         optimizer,
         plan,
-        clip_norm=settings.clip_norm,
+        **clip_of(settings),
         batch_size=settings.batch_size,
         source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
         run=folder,

@@ -118,6 +118,10 @@ class TrainSettings(RunSettings):
     model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, mlp or char_lstm")
     mechanism: str = privacy("blt_tapped", "blt_tapped, blt, tree, identity, … as in plan; or best")
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)
+    norm_share: float = privacy(
+        0.0, "share of the guarantee (say 0.01) for a private histogram of gradient norms",
+        check=non_negative,
+    )  # fmt: skip
     sampling: str = privacy(
         "none",
         "none; DP-SGD: poisson, truncated, fixed; banded noise: cyclic, separated; any: bins",
@@ -168,6 +172,8 @@ class TrainSettings(RunSettings):
             )
         if self.separation is not None and not is_banded:
             raise InvalidInput("separation belongs to sampling cyclic or separated")
+        if self.norm_share >= 1:
+            raise InvalidInput(f"norm_share must lie in [0, 1), got {self.norm_share}")
         if self.average >= 1:
             raise InvalidInput(f"average must lie in [0, 1), got {self.average}")
         if self.optimizer != "ftrl" and (self.constraint or self.composite):

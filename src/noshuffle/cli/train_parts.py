@@ -14,6 +14,7 @@ from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
+from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.optim import FTRL
@@ -133,6 +134,13 @@ def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None 
         unit=settings.unit,
         **options,
     )
+
+
+def clip_of(settings: TrainSettings) -> dict[str, Any]:
+    """A clip norm, with a histogram of the norms where a share of the guarantee pays for it."""
+    if not settings.norm_share:
+        return {"clip_norm": settings.clip_norm}
+    return {"clip": HistogramClip(norm=settings.clip_norm, share=settings.norm_share)}
 
 
 def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:

@@ -10,6 +10,7 @@ statefulness  what a model keeps                        stateless a call with ot
 products    half precision, wide sums                   gram      norms from inner products
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
+norm_histogram  norms counted in bins, with noise
 """
 
 from noshuffle.clipping.causal_lm import next_token

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.spending import Ancestor, spent
+from noshuffle.release.spending import COUNTS, Ancestor, spent
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
@@ -165,7 +165,7 @@ def leave(
         ids, seen = ledger.units()
         units = ids, seen.count
     said = spent(plan, released, ancestors=before)
-    if facts.get("adaptive_clip") == "yes" and released:  # its counts are paid for in one piece
+    if facts.get("adaptive_clip") in COUNTS and released:  # its counts are paid for in one piece
         said, released = spent(plan, plan.steps, ancestors=before), plan.steps
         units = None
     charge.settle(said, plan=None if before else plan, steps=released, units=units, rows=rows)

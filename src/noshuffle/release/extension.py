@@ -39,6 +39,7 @@ from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.spending import COUNTS
 from noshuffle.release.units import UnitTable
 from noshuffle.version import __version__
 
@@ -176,9 +177,9 @@ def _refuse(folder: RunFolder, ledger: Ledger, old: Plan, plan: Plan, *, is_seal
         own = ledger.identified_by == "fingerprints"
         for found in guard.violations(plan.guarded, UnitTable(), rows, by_content=own):
             raise InvalidInput(f"under this plan {found}; use a participation that has room for it")
-    if facts.get("adaptive_clip") == "yes" or any(name.startswith("table ") for name in facts):
+    if facts.get("adaptive_clip") in COUNTS or any(name.startswith("table ") for name in facts):
         raise Unsupported(
-            "a run with a sparse table, or whose clip norm follows a quantile, is not extended: "
+            "a run with a sparse table, or that counts gradient norms, is not extended: "
             "its noise was shared out for the planned steps; fork it"
         )
     if is_sealed:

@@ -42,7 +42,7 @@ from noshuffle.release.files import read_json, write_json
 from noshuffle.release.folder import FolderLock, RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.spending import Ancestor
+from noshuffle.release.spending import COUNTS, Ancestor
 from noshuffle.strategies.recipe import Recipe
 from noshuffle.version import __version__
 
@@ -216,7 +216,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
         ledger.let_go()
         raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
     released = ledger.end()
-    is_adaptive = ledger.meta("adaptive_clip") == "yes"
+    is_adaptive = ledger.meta("adaptive_clip") in COUNTS
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
     budget = ledger.meta("budget") or ""
     ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes, budget)]

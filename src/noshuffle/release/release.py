@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.by_steps import BySteps
+from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
 from noshuffle.noise import Source
 from noshuffle.noise.fused import is_captured
@@ -72,7 +72,7 @@ class Release(RunState):
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: float | Clip | QuantileClip | BySteps,
+        clip: float | Clip | CountingClip | BySteps,
         divisor: float | BySteps = 1,
         device: torch.device | str = "cpu",
         run: Run = None,
@@ -270,14 +270,14 @@ class Release(RunState):
             )
 
     def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
-        """What a moving clip norm learns of a step, for its digest."""
+        """What is counted of the norms of a step, for its digest."""
         if not self.threshold.is_adaptive:
             return []
         count = self.threshold.count(sums)
-        return [torch.tensor([count], dtype=torch.float64, device=self._device)]
+        return [torch.tensor(count, dtype=torch.float64, device=self._device)]
 
     def learn(self, sums: list[ClippedSum], *, step: int) -> None:
-        """Let a moving clip norm follow the noisy count of a step."""
+        """Take in the noisy counts of a step: a moving clip norm follows them."""
         if self.threshold.is_adaptive:
             self.threshold.learn(sums, step=step)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from noshuffle.clipping import Clip
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.by_steps import BySteps
+from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import LazyNoise, NoiseStream, lazy_noise
 from noshuffle.one_owner import OneOwner
@@ -45,7 +45,7 @@ class RunState(OneOwner):
         opened: Opened,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: Clip | QuantileClip | BySteps,
+        clip: Clip | CountingClip | BySteps,
         divisor: float | BySteps,
         device: torch.device,
         starts: Mapping[str, int] | None = None,

@@ -1,4 +1,5 @@
-"""The clip norm of a run: constant, by a schedule, or following a quantile where that is allowed.
+"""The clip norm of a run: constant (its norms counted, if asked for), by a schedule, or following a
+quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
 the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), so a schedule may be
@@ -12,7 +13,9 @@ that leaves the plan's μ as it is,
     S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
 
 so the statement is unchanged. Under sampling gradient and count are drawn by the same coin, and
-S = k = 1 for the joint release of a step. State: the threshold, the estimate, noise drawn ahead.
+S = k = 1 for the joint release of a step. A histogram of the norms beside a constant clip norm is
+paid in the same way, by a share of μ² (`clipping.norm_histogram`), under any mechanism that is not
+sampled. State: the threshold, the estimate, noise drawn ahead; the noisy counts of all steps.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
@@ -32,6 +37,7 @@ from noshuffle.clipping.adaptive import (
     update,
 )
 from noshuffle.clipping.by_steps import BySteps
+from noshuffle.clipping.norm_histogram import EDGES, CountingClip, HistogramClip, NormHistogram
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -59,9 +65,9 @@ class Threshold:
         """Standard deviation of one row of noise."""
         return plan.noise_multiplier * self.clip.bound(names)
 
-    def count(self, clipped: list[ClippedSum]) -> float:
-        """The raw number that a step is about to be learned from; zero for a constant."""
-        return 0.0
+    def count(self, clipped: list[ClippedSum]) -> list[float]:
+        """The raw numbers that a step is about to be learned from; zero for a constant."""
+        return [0.0]
 
     def prepare(self, step: int) -> None:
         """Do what `learn` of this step can do without its norms."""
@@ -69,7 +75,11 @@ class Threshold:
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
 
-    def state_dict(self) -> dict[str, float]:
+    def histogram(self) -> NormHistogram | None:
+        """The noisy histogram of the norms of all steps so far, if one is paid for."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,8 +127,7 @@ class AdaptiveThreshold(Threshold):
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see the module."""
-        if COUNT in names:
-            raise InvalidInput(f"{COUNT!r} is the name of the counts of QuantileClip; use another")
+        _check_names(names)
         if plan.noise_multiplier == 0:
             return 0.0
         if self.config.noise <= bit_noise_for(plan, share=1.0):
@@ -132,9 +141,9 @@ class AdaptiveThreshold(Threshold):
         ratio = _ratio(plan)
         return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
 
-    def count(self, clipped: list[ClippedSum]) -> float:
+    def count(self, clipped: list[ClippedSum]) -> list[float]:
         """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
-        return float(sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped))
+        return [sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)]
 
     def prepare(self, step: int) -> None:
         """Draw the noise of the count, which does not depend on it."""
@@ -153,15 +162,76 @@ class AdaptiveThreshold(Threshold):
         """
         self.prepare(step)
         assert self._drawn is not None
-        noisy = self._drawn[1](self.count(clipped))
+        noisy = self._drawn[1](*self.count(clipped))
         may_change = (step + 1) % self._every == 0
         self._set(update(self._state, noisy, config=self.config, may_change=may_change))
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
+
+
+class CountedThreshold(Threshold):
+    """A constant clip norm whose norms are counted in bins."""
+
+    is_adaptive = has_counts = True  # noise in units of the clip norm, as for one that moves
+
+    def __init__(self, config: HistogramClip, plan: Plan, ring: KeyRing) -> None:
+        if plan.participation.is_sampled and not isinstance(plan.strategy, Identity):
+            raise Unsupported(
+                "a histogram of norms beside correlated noise and secret sampling is not accounted "
+                "for; use clip_norm=, identity(), or batches that are not sampled"
+            )
+        self.config, self.clip = config, Flat(config.norm)
+        #: Deviation of the noise of one bin in one step.
+        self.noise = bit_noise_for(plan, share=config.share) / BIT_SENSITIVITY
+        self._ring = ring
+        self._adders: tuple[Source, list[Callable[[int], Callable[[float], float]]]] | None = None
+        self._counts, self._steps = [0.0] * (len(EDGES) + 1), 0
+
+    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
+        """z_Δ, in units of the clip norm; see `clipping.norm_histogram`."""
+        _check_names(names)
+        return plan.noise_multiplier / math.sqrt(1 - self.config.share)
+
+    def count(self, clipped: list[ClippedSum]) -> list[float]:
+        """How many units lie in each bin."""
+        every = (self.config.bins(c.norms, present=c.present) for c in clipped)
+        return [float(total) for total in sum(every, np.zeros(len(EDGES) + 1))]
+
+    def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
+        """Count, add noise, add up.
+
+        Guarantees: noise as that of `AdaptiveThreshold.learn`, a stream for every bin; what is kept
+        is made of noisy counts on the grid alone.
+        """
+        source = self._ring.source_of_step(step)
+        if self._adders is None or self._adders[0] != source:
+            names = (f"{COUNT} {index}" for index in range(len(self._counts)))
+            adders = [source.adders(name=name, scale=self.noise) for name in names]
+            self._adders = source, adders
+        pairs = zip(self._adders[1], self.count(clipped))
+        noisy = [adder(step)(count) for adder, count in pairs]
+        self._counts = [total + more for total, more in zip(self._counts, noisy)]
+        self._steps += 1
+
+    def histogram(self) -> NormHistogram:
+        deviation = self.noise * math.sqrt(self._steps)
+        return NormHistogram.of(self._counts, clip=self.config, deviation=deviation)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": list(self._counts), "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._counts = [float(count) for count in state["counts"]]
+        self._steps = int(state["steps"])
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    if any(name.startswith(COUNT) for name in names):
+        raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
 
 
 def changes_every(strategy: Strategy) -> int:
@@ -184,11 +254,13 @@ def _ratio(plan: Plan) -> float:
 
 
 def threshold_for(
-    clip: Clip | QuantileClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
+    clip: Clip | CountingClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
 ) -> Threshold:
-    """A constant clip, one by a schedule, or one that follows a quantile; `now`: the next step."""
+    """A constant clip, one by a schedule, or one that counts norms; `now`: the next step."""
     if isinstance(clip, BySteps):
         return ScheduledThreshold(clip, now)
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan, ring)
+    if isinstance(clip, HistogramClip):
+        return CountedThreshold(clip, plan, ring)
     return Threshold(clip)

@@ -1,7 +1,8 @@
 """A run while it lives: what its folder shows of it right now, in a few lines or as a page.
 
 Only what may be published is read: plan, statement, metrics.jsonl (functions of released values),
-and from the ledger the number of released steps and their times. No loss, no norm, no unit. A
+and from the ledger the number of released steps and their times. No loss, no unit, and norms as
+the noisy histogram that a run may pay for (`clipping.norm_histogram`). A
 reader takes no lock, so the run does not notice. Forked runs show the ε that they wrote last, which
 counts their parents. State: none; a snapshot is taken anew each time.
 
@@ -21,6 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.report.run import RunRecord, read_run
@@ -45,6 +47,7 @@ class RunSnapshot:
     steps_per_second: float | None
     seconds_since_step: float | None
     accuracy: tuple[tuple[int, float], ...] = ()
+    norm_histogram: NormHistogram | None = None
 
     @property
     def is_done(self) -> bool:
@@ -76,6 +79,7 @@ def snapshot(path: Path) -> RunSnapshot:
         steps_per_second=speed,
         seconds_since_step=since,
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
+        norm_histogram=run.norm_histogram,
     )
 
 
@@ -95,6 +99,8 @@ def _pace(folder: RunFolder, run: RunRecord) -> tuple[int, float | None, float |
 
 
 def _epsilon(run: RunRecord, step: int, *, is_forked: bool) -> float | None:
+    if run.has_counts and not is_forked:
+        return _finite(run.plan.epsilon()) if step else 0.0
     if not is_forked:
         return _finite(run.plan.epsilon_after(step)) if step else 0.0
     stated = [row.get("epsilon") for row in run.evaluations] + [run.statement.get("epsilon")]
@@ -147,18 +153,22 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
     if now.accuracy:
         curve = sparkline([value for _, value in now.accuracy[-20:]])
         lines.append(f"held-out {100 * now.accuracy[-1][1]:.1f} % {curve}")
+    if (norms := now.norm_histogram) is not None:
+        lines.append(f"norms {sparkline(list(norms.shares))} {100 * norms.above:.0f} % clipped")
     return [*lines, "finished"] if now.is_done else lines
 
 
 def live_page(path: Path, *, every: float) -> str:
     """The same as a page that loads itself again, with the pictures of the report."""
     from noshuffle.report.html import document
-    from noshuffle.report.plots import epsilon_curve, learning_curve
+    from noshuffle.report.plots import epsilon_curve, learning_curve, norm_bars
 
     now, run = snapshot(path), read_run(path)
     lines = "".join(f"<p>{escape(line)}</p>" for line in status_lines(now, width=28)[1:])
     pictures = [learning_curve(run.evaluations)] if now.accuracy else []
-    if now.step and now.is_private and now.planned_epsilon is not None:
+    if now.norm_histogram is not None:
+        pictures.append(norm_bars(now.norm_histogram))
+    if now.step and now.is_private and now.planned_epsilon is not None and not run.has_counts:
         pictures.append(epsilon_curve(run.plan, last=now.step))
     drawn = "".join(f"<figure>{svg}</figure>" for svg in pictures)
     again = "" if now.is_done else f"<meta http-equiv='refresh' content='{max(1, round(every))}'>"

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.spending import COUNTS
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
 SCORES = {"test_accuracy": "Accuracy", "test_error": "The error"}
@@ -27,6 +29,18 @@ class RunRecord:
     summary: dict[str, Any]
     #: What `noshuffle audit --save` left in the folder; empty where nobody asked.
     audit: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether counts of norms are paid for: then ε is that of the whole plan from step 1 on."""
+        said = self.statement.get("assumptions", ())
+        return any(sentence in said for sentence in COUNTS.values())
+
+    @property
+    def norm_histogram(self) -> NormHistogram | None:
+        """The newest noisy histogram of gradient norms, if the run pays for one."""
+        found = [row["norm_histogram"] for row in self.evaluations if row.get("norm_histogram")]
+        return NormHistogram.from_dict(found[-1]) if found else None
 
     @property
     def name(self) -> str:

@@ -37,11 +37,19 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
         caption = "Accuracy on held-out data, computed from the released model."
         yield plots.learning_curve(run.evaluations), caption
     last = _steps(run)
-    yield plots.epsilon_curve(run.plan, last=last), "Privacy spent so far."
+    if not run.has_counts:  # else all of it from the first step on
+        yield plots.epsilon_curve(run.plan, last=last), "Privacy spent so far."
     if run.plan.noise_multiplier:
         caption = "Errors of any test whether one unit took part in the whole run: never below."
         yield plots.tradeoff_curve(run.plan, last=last), caption
     yield from _signal(run)
+    if (norms := run.norm_histogram) is not None:
+        yield (
+            plots.norm_bars(norms),
+            "Gradient norms before clipping, counted with noise that is part of ε: about "
+            f"{100 * norms.above:.0f} % were above the clip norm {norms.clip_norm:g} and were cut "
+            f"to it. A bar is right to ± {100 * norms.error:.2g} % (two deviations of its noise).",
+        )
     if len({row.get("clip_norm") for row in run.evaluations}) > 1:
         follows = any("clip norm follows" in said for said in run.statement.get("assumptions", []))
         caption = "The clip norm, as it was scheduled."

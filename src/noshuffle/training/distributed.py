@@ -39,8 +39,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from noshuffle.clipping import Clip, Flat, auto
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
+from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -71,7 +71,7 @@ def privatize_distributed(
     *,
     batch_size: int,
     clip_norm: float | None = None,
-    clip: Clip | QuantileClip | None = None,
+    clip: Clip | CountingClip | None = None,
     group: Any = None,
     block: int | None = None,
     unit: str | None = None,

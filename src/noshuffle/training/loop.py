@@ -9,16 +9,17 @@ order and with the augmentations they had, and leave again only with the same su
 not released yet get noise under fresh keys (with a test source, the noise they would have had).
 
 `metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
-gradient, and what `evaluate` makes of the released model. ε protects the training data; for the
-people in the data that `evaluate` reads, its figures are covered only if that data is public. The
-loss of a batch is raw: it goes to the callbacks alone.
+gradient, a noisy histogram of norms where one is paid for, and what `evaluate` makes of the
+released model. ε protects the training data; for the people in the data that `evaluate` reads, its
+figures are covered only if that data is public. The loss of a batch is raw: it goes to the
+callbacks alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
         grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]
         norm = float(torch.stack([g.double().norm() for g in grads]).norm()) if grads else None
         epsilon = private.epsilon_after(private.steps_done)
-        released = {
+        released: dict[str, Any] = {
             "step": private.steps_done,
             "epoch": epoch,
             "epsilon": epsilon if math.isfinite(epsilon) else None,
@@ -190,5 +191,7 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
         }
         if private._parts.threshold.is_adaptive:  # learned from noisy counts: released
             released["clip_norm"] = private._parts.threshold.clip.bound(())
+        if private.norm_histogram is not None:
+            released["norm_histogram"] = asdict(private.norm_histogram)
         private.run.append_metrics({**released, **metrics})
     return metrics

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import UNCOMPILED, original
+from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import OneOwner
@@ -126,6 +127,12 @@ class Private(OneOwner):
         if isinstance(self._outcome, Pending):
             self._outcome = self._outcome.read()
         return self._outcome
+
+    @property
+    def norm_histogram(self) -> NormHistogram | None:
+        """The private histogram of the gradient norms, where `clip=HistogramClip(…)` pays for one;
+        released, unlike `outcome.norms`."""
+        return self._parts.threshold.histogram()
 
     @property
     def ledger(self) -> Ledger:

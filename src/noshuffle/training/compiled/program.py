@@ -242,7 +242,7 @@ class Program(BatchBuffers):
         losses, norms, bad = torch.from_numpy(self.report()[:, self.units].copy())
         bad = bad != 0
         self.seen = ClippedSum({}, 0.0, norms, losses, bad, torch.ones_like(bad))
-        self.moving.counted(self.parts.threshold.count([self.seen]))
+        self.moving.counted(*self.parts.threshold.count([self.seen]))
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""

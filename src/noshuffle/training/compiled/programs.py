@@ -29,7 +29,7 @@ from noshuffle.clipping.ghost import is_due
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.digest import Keys
-from noshuffle.release.threshold import ScheduledThreshold
+from noshuffle.release.threshold import CountedThreshold, ScheduledThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step import Parts
@@ -52,6 +52,8 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
         parts.release.divisor, BySteps
     ):
         return "clip norm or batch size change by a schedule"
+    if isinstance(parts.threshold, CountedThreshold):
+        return "the norms of every step are counted in a histogram"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
         return "the compiled step is written for float32, the parameters are float64"
     if not isinstance(parts.engine, Ghost | PerExample):
