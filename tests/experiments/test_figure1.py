@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ from noshuffle.experiments.figure import Request, shipped
 from noshuffle.experiments.lines import groups
 from noshuffle.experiments.runner import compute
 from noshuffle.experiments.store import Store
-from noshuffle.participation import CyclicPoisson
+from noshuffle.participation import BallsInBins, CyclicPoisson, Poisson
 from noshuffle.plan import Plan
+from noshuffle.strategies import identity
 
 SETTINGS: dict[str, Any] = {
     **{k: v for k, v in shipped("figure1").items() if k not in ("tasks", "groups", "factors")},
@@ -47,10 +50,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("results") / "r.json"
     store = Store(path, "figure1", settings)
     with pytest.MonkeyPatch.context() as patch:
-        true = fitted.noise
-        patch.setattr(
-            fitted, "noise", lambda name, **how: 1.0 if name == "amplified" else true(name, **how)
-        )
+        true = fitted.plan
+
+        def quick(name: str, **how: Any) -> Plan:
+            if name != "amplified":
+                return true(name, **how)
+            part = Poisson(how["epochs"] * how["per_epoch"], how["rate"])
+            return Plan(participation=part, strategy=identity(), noise_multiplier=1.0)
+
+        patch.setattr(fitted, "plan", quick)
         outcome = compute(accuracy.cells(Request(settings=settings)), store, say=None)
     assert outcome.is_whole
     return Store(path, "figure1", settings).results
@@ -61,8 +69,13 @@ def test_figures_of_every_run_are_kept(results: dict[str, Any]) -> None:
     assert (final["steps"], final["batch"], final["rows"], final["delta"]) == (112, 25, 1400, 1e-5)
     run = final["runs"][0]
     assert run["seed"] == 1000
-    expected = fitted.noise("tree", epochs=2, per_epoch=56, epsilon=2.0, delta=1e-5, rate=1 / 56)
-    assert run["noise_multiplier"] == expected
+    plan = fitted.plan("tree", epochs=2, per_epoch=56, epsilon=2.0, delta=1e-5, rate=1 / 56)
+    assert run["noise_multiplier"] == plan.noise_multiplier
+    assert run["noise_rms"] == fitted.predicted(plan)
+    assert final["together"] == ""
+    stated = results["mnist/amplified/final/0-0"]["together"]  # one run
+    one = Plan(participation=Poisson(112, 1 / 56), strategy=identity(), noise_multiplier=1.0)
+    assert stated == one.statement().headline()
     assert results["mnist/tree/search/0"]["rows"] == 1000
     points = accuracy.curve(results, "mnist", "tree")
     assert [len(point.values) for point in points.values()] == [2, 2]
@@ -93,61 +106,62 @@ def test_a_search_sees_no_test_rows() -> None:
     assert len(final.scored[0]) == 360
 
 
-def test_samples_are_poisson_and_padded_with_weight_zero() -> None:
+def test_secret_draws_are_padded_with_weight_zero() -> None:
     task = next(iter(groups(SETTINGS))).task
     rows = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
-    sizes = []
-    for x, _, weights in train_lines.sampled(rows, steps=200, batch=100, room=6.0):
-        assert weights is not None
-        assert len(x) == len(weights) == 160
-        sizes.append(int(weights.sum()))
-    mean = sum(sizes) / len(sizes)
-    deviation = torch.tensor(sizes).float().std().item()
-    assert abs(mean - 100) < 5 * (92.9 / 200) ** 0.5
-    assert 7 < deviation < 12.5  # √(100·(1 − 1/14)) = 9.6
+    draws = [np.array([3, 5, 900]), np.arange(10), np.arange(0)]
+    for size in (8, 0):
+        found = list(train_lines.drawn(rows, draws, size=size))
+        for own, (x, y, weights, ids) in zip(draws, found, strict=True):
+            assert weights is not None
+            assert ids is not None
+            assert len(x) == len(weights) == len(ids) == max(size, len(own))  # none is cut
+            assert ids[weights.numpy() > 0].tolist() == own.tolist()
+            assert torch.equal(x[: len(own)], rows.x[own])
+            assert torch.equal(y, rows.y[ids])
 
 
-def test_groups_take_turns_and_have_the_noise_of_their_plan() -> None:
-    task = next(iter(groups(SETTINGS))).task
-    rows = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
-    rows.y = torch.arange(len(rows.x))
-    sizes = []
-    for step, (_, y, weights) in enumerate(
-        train_lines.sampled(rows, steps=60, batch=100, room=6.0, groups=4)
-    ):
-        assert weights is not None
-        taken = y[weights > 0]
-        assert set((taken % 4).tolist()) == {step % 4}
-        assert len(set(taken.tolist())) == len(taken)
-        sizes.append(len(taken))
-    assert abs(sum(sizes) / 60 - 100) < 5 * (71.4 / 60) ** 0.5  # 350 units a turn, rate 2/7
+@pytest.mark.parametrize("kind", ["cyclic", "bins"])
+def test_sampled_lines_have_the_noise_of_their_participation(kind: str) -> None:
     how = {"epochs": 20, "per_epoch": 240}
-    made = fitted.strategy("cyclic@2", **how)
-    turns = fitted.groups(made)
-    z = fitted.noise("cyclic@2", **how, epsilon=2.0, delta=1e-5, rate=1 / 240)
-    part = CyclicPoisson(4800, turns, turns / 240)
-    assert Plan(participation=part, strategy=made, noise_multiplier=z).epsilon() <= 2.0
-    assert Plan(participation=part, strategy=made, noise_multiplier=0.99 * z).epsilon() > 2.0
+    plan = fitted.plan(f"{kind}@2", **how, epsilon=2.0, delta=1e-5, rate=1 / 240)
+    turns = fitted.groups(plan.strategy)
+    part = {"cyclic": CyclicPoisson(4800, turns, turns / 240), "bins": BallsInBins(20, 240)}[kind]
+    assert plan.participation == part
+    assert (
+        plan.epsilon()
+        <= 2.0
+        < replace(plan, noise_multiplier=0.99 * plan.noise_multiplier).epsilon()
+    )
 
 
-def test_never_below_allows_one_deviation() -> None:
-    def told(*own: float) -> str:
+def test_never_below_allows_one_deviation_to_the_line_with_the_least_noise() -> None:
+    def told(cyclic: tuple[float, ...], bins: tuple[float, ...] = (), noise: float = 9.0) -> str:
         runs = {
-            "cyclic": own,
-            "amplified": (0.80, 0.82),
-            "blt": (0.79, 0.79),
+            "cyclic": (cyclic, 8.0),
+            "bins": (bins, noise),
+            "amplified": ((0.80, 0.82), 5.0),
+            "blt": ((0.79, 0.79), 5.0),
         }
         results = {
             f"mnist/{line}/final/0-0": {
-                "runs": [{"epsilon": 1.0, "accuracy": a, "learning_rate": 0.1} for a in values]
+                "runs": [
+                    {"epsilon": 1.0, "accuracy": a, "learning_rate": 0.1, "noise_rms": z}
+                    for a in values
+                ]
             }
-            for line, values in runs.items()
+            for line, (values, z) in runs.items()
+            if values
         }
         return sampling.FIGURE.checked(results)[0].verdict
 
-    assert told(0.80, 0.80) == "HOLDS"  # 0.81 less a deviation of 0.014
-    assert told(0.795, 0.795) == "DIFFERS"
-    assert told(0.83, 0.83) == "HOLDS"
+    assert told((0.80, 0.80)) == "HOLDS"  # 0.81 less a deviation of 0.014
+    assert told((0.795, 0.795)) == "DIFFERS"
+    assert told((0.83, 0.83)) == "HOLDS"
+    assert told((0.83, 0.83), (0.7, 0.7)) == "HOLDS"  # the noise of bins is larger
+    assert told((0.83, 0.83), (0.7, 0.7), 7.0) == "DIFFERS"  # its noise decides, not its accuracy
+    assert told((0.70, 0.70), (0.83, 0.83), 7.0) == "HOLDS"
+    assert told((0.70, 0.70), (0.83, 0.83)) == "DIFFERS"
 
 
 def made(line: str, *accuracies: float) -> dict[str, Any]:

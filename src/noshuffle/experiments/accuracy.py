@@ -218,9 +218,10 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
                         "per_epoch": per_epoch,
                         "epsilon": epsilon,
                     }
-                    z = fitted.noise(
+                    plan = fitted.plan(
                         line.fit_at(epsilon), **how, delta=settings["delta"], rate=rate
                     )
+                    z = plan.noise_multiplier
                     yield f"{task.name}/{line.name} {epochs}x{per_epoch} ε={epsilon:g}: {z:.3f}"
 
 

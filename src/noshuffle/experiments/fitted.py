@@ -3,6 +3,7 @@
     strategies["blt/20x100"]          the strategy for 20 passes of 100 steps
     noise["blt/20x100/2/1e-05"]       its noise multiplier at ε = 2, δ = 1e-5
     strategies["cyclic@2/20x100"]     bands for groups that take turns, as many as are best at ε = 2
+    strategies["bins@2/20x100"]       bands for one secret position a unit, fitted at ε = 2
 
 Fitting and calibration take a CPU minutes that a GPU would wait for. What is not in the file is
 fitted when it is asked for; `python -m noshuffle.experiments.accuracy FIGURE …` adds what figures
@@ -17,11 +18,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from noshuffle.participation import CyclicPoisson, Epochs, Participation, Poisson
+from noshuffle.bins_fit import fit_bins
+from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json, write_json
 from noshuffle.sampled_fit import alternatives
-from noshuffle.strategies import Strategy, from_dict
+from noshuffle.strategies import Strategy, error, from_dict
 from noshuffle.strategies.fit import fit
 from noshuffle.strategies.toeplitz import Banded
 from noshuffle.strategies.workload import momentum as heavy_ball
@@ -44,8 +46,10 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "amplified": ("identity", {}, False),
 }
 BETA = 0.9
-#: δ at which the number of groups is chosen; the noise is that of the δ that is asked for.
-CYCLIC_DELTA = 1e-5
+#: Lines whose strategy is fitted to their own amplification, at an ε: "cyclic@2".
+AMPLIFIED = ("cyclic", "bins")
+#: δ at which they are fitted; the noise is that of the δ that is asked for.
+FITTED_DELTA = 1e-5
 
 
 @cache
@@ -61,11 +65,17 @@ def _key(name: str, epochs: int, per_epoch: int) -> str:
 def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
     """The strategy of a line for passes in one order."""
     key, kept = _key(name, epochs, per_epoch), _kept()["strategies"]
-    if key not in kept and name.startswith("cyclic@"):
-        at = {"epsilon": float(name.partition("@")[2]), "delta": CYCLIC_DELTA}
-        how: dict[str, Any] = {**at, "kinds": ("cyclic",), "workload": heavy_ball(BETA)}
-        rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how)
-        kept[key] = rows[0].plan.strategy.to_dict()
+    kind, _, at = name.partition("@")
+    if key not in kept and kind in AMPLIFIED:
+        how: dict[str, Any] = {"epsilon": float(at), "delta": FITTED_DELTA}
+        how["workload"] = heavy_ball(BETA)
+        if kind == "cyclic":
+            rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how, kinds=(kind,))
+            kept[key] = rows[0].plan.strategy.to_dict()
+        else:
+            own = fit_bins(BallsInBins(epochs, per_epoch), **how)
+            assert own is not None, "no study is so long"
+            kept[key] = own.to_dict()
     if key not in kept:
         mechanism, options, is_heavy = MECHANISMS[name]
         workload = heavy_ball(BETA) if is_heavy else None
@@ -76,29 +86,37 @@ def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
     return from_dict(kept[key])
 
 
-def noise(
+def plan(
     name: str, *, epochs: int, per_epoch: int, epsilon: float, delta: float, rate: float
-) -> float:
-    """The noise multiplier of a line at ε; `rate` is the share of the data in one batch."""
+) -> Plan:
+    """The plan of a line at ε; `rate` is the share of the data in one batch."""
     key, kept = f"{_key(name, epochs, per_epoch)}/{epsilon:g}/{delta:g}", _kept()["noise"]
-    is_sampled = name == "amplified" or name.startswith("cyclic@")
-    if is_sampled and abs(rate * per_epoch - 1) > 1e-9:  # some rows of a pass are left over
+    part: Participation = Epochs(epochs, per_epoch)
+    made, kind = strategy(name, epochs=epochs, per_epoch=per_epoch), name.partition("@")[0]
+    if kind == "amplified":
+        part = Poisson(part.steps, rate)
+    elif kind == "cyclic":
+        part = CyclicPoisson(part.steps, groups(made), groups(made) * rate)
+    elif kind == "bins":
+        part = BallsInBins(epochs, per_epoch)
+    if kind in ("amplified", "cyclic") and abs(rate * per_epoch - 1) > 1e-9:  # rows are left over
         key += f"/{rate:.9g}"
+    common: dict[str, Any] = {"mechanism": made, "delta": delta}
     if key not in kept:
-        part: Participation = Epochs(epochs, per_epoch)
-        if name == "amplified":
-            part = Poisson(part.steps, rate)
-        made = strategy(name, epochs=epochs, per_epoch=per_epoch)
-        if name.startswith("cyclic@"):
-            part = CyclicPoisson(part.steps, groups(made), groups(made) * rate)
-        kept[key] = Plan.fit(part, mechanism=made, epsilon=epsilon, delta=delta).noise_multiplier
-    return float(kept[key])
+        kept[key] = Plan.fit(part, epsilon=epsilon, **common).noise_multiplier
+    return Plan.fit(part, noise_multiplier=float(kept[key]), **common)
 
 
 def groups(strategy: Strategy) -> int:
     """Groups that take turns under a banded strategy: one for each band."""
     assert isinstance(strategy, Banded)
     return len(strategy.bands)
+
+
+def predicted(plan: Plan) -> float:
+    """Noise × rms error of what momentum makes of the sums, in clip norms."""
+    rms = error(plan.strategy, plan.steps, workload=heavy_ball(BETA)).rms
+    return plan.noise_multiplier * float(rms)
 
 
 def save() -> None:

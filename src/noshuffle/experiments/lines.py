@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from noshuffle.experiments.fitted import AMPLIFIED
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTask:
@@ -58,11 +60,11 @@ class StudyLine:
 
     @property
     def is_sampled(self) -> bool:
-        return self.fit in ("amplified", "cyclic")
+        return self.fit in ("amplified", *AMPLIFIED)
 
     def fit_at(self, epsilon: float) -> str:
-        """The name in `fitted`: groups that take turns have as many bands as are best at ε."""
-        return f"cyclic@{epsilon:g}" if self.fit == "cyclic" else self.fit
+        """The name in `fitted`: bands under a secret draw are those that are best at ε."""
+        return f"{self.fit}@{epsilon:g}" if self.fit in AMPLIFIED else self.fit
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
 """Train the runs of one cell side by side: one line of a task, several ε, rates or trials.
 
-    order    rows of the file, pass after pass, in one order; amplified lines: Poisson samples;
-             cyclic lines: Poisson samples of groups that take turns
+    order    rows of the file, pass after pass, in one order; sampled lines: the secret draws of the
+             study's release, which refuses any other batch
     noise    that of `fitted` for the line's participation at ε; none, and no clip, if not private
     scores   accuracy of the last iterate, and of the average of iterates (decay 0.99), on rows that
              were not trained on: held-out training rows in a search, test rows in the end
 
 Guarantees: each run by itself is private with its ε: the rows come as its participation says, by
-construction. What all runs of a study cost together, and choosing among them, is not counted
-(docs/studies.md). State: the data on the device.
+construction; sampled ones are checked, and the record says what the runs of one strategy cost
+`together`. What all cells cost, and choosing among them, is not counted (docs/studies.md).
+State: the data on the device.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,8 @@ from noshuffle.errors import DataUnavailable, InvalidInput
 from noshuffle.experiments import fitted
 from noshuffle.experiments.figure import Request
 from noshuffle.experiments.lines import StudyLine, StudyTask
-from noshuffle.strategies import Strategy, identity
+from noshuffle.release.units import Ids
+from noshuffle.strategies import identity
 from noshuffle.strategies.workload import cooldown
 from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.many import Setting, Study, accuracies
@@ -36,6 +38,8 @@ from noshuffle.training.models import build
 from noshuffle.training.scattering import mirrored, normalised, scattering
 
 DECAY = 0.99
+#: Inputs, targets, weights of rows (0: padding), and ids where they are checked.
+StudyBatch = tuple[Tensor, Tensor, Tensor | None, Ids | None]
 #: Clip norm of runs without privacy.
 UNCLIPPED = 1e6
 
@@ -89,26 +93,28 @@ def train(
         parts = [[run for run in runs if line.fit_at(run[0]) == name] for name in names]
         found = [train(task, line, part, asked, is_search=is_search) for part in parts]
         together = {"runs": [run for one in found for run in one["runs"]]}
-        together["strategy"] = [one["strategy"] for one in found]
+        for key in ("strategy", "together"):
+            together[key] = [one[key] for one in found]
         return {**found[0], **together, "seconds": round(time.perf_counter() - began, 2)}
     rows = StudyRows(task, asked, is_search=is_search)
     epochs, per_epoch = task.layout(len(rows.x), line.times)
     steps, batch = epochs * per_epoch, task.batch * line.times
     seed = settings["search_seed"] if is_search else settings["first_seed"]
     share = batch / len(rows.x)
-    levels = [_noise(line, e, epochs, per_epoch, settings["delta"], share) for e, *_ in runs]
-    strategy: Strategy = identity()
-    if line.fit:
-        strategy = fitted.strategy(names[0], epochs=epochs, per_epoch=per_epoch)
+    how = {"epochs": epochs, "per_epoch": per_epoch, "delta": settings["delta"], "rate": share}
+    plans = [fitted.plan(names[0], **how, epsilon=e) if line.fit else None for e, *_ in runs]
+    strategy = plans[0].strategy if plans[0] else identity()
+    levels = [plan.noise_multiplier if plan else 0.0 for plan in plans]
     made = [
         Setting(
-            noise_multiplier=z,
+            plan=plan if line.is_sampled else None,
+            noise_multiplier=None if line.is_sampled else z,
             learning_rate=rate,
             momentum=line.momentum,
             clip_norm=settings["clip_norm"] if line.fit else UNCLIPPED,
             seed=seed + trial,
         )
-        for z, (_, rate, trial) in zip(levels, runs)
+        for plan, z, (_, rate, trial) in zip(plans, levels, runs)
     ]
     is_fast = asked.device.startswith("cuda")
     if is_fast:
@@ -130,11 +136,11 @@ def train(
     )
     batches = in_order(rows, steps=steps, batch=batch)
     if line.is_sampled:
-        turns = fitted.groups(strategy) if line.fit == "cyclic" else 1
-        batches = sampled(rows, steps=steps, batch=batch, room=settings["room"], groups=turns)
+        size = int(batch + settings["room"] * batch**0.5) // 8 * 8 + 8 if is_fast else 0
+        batches = drawn(rows, chosen.sampler(len(rows.x)), size=size)
     average = {name: value.clone() for name, value in chosen.params.items()}
-    for place, (x, y, weights) in enumerate(batches):
-        chosen.step(x if augment is None else augment(x), y, weights=weights)
+    for place, (x, y, weights, ids) in enumerate(batches):
+        chosen.step(x if augment is None else augment(x), y, weights=weights, ids=ids)
         decay = min(DECAY, place / (place + 10))
         torch._foreach_lerp_(list(average.values()), list(chosen.params.values()), 1.0 - decay)
     network = chosen._chosen()
@@ -143,6 +149,7 @@ def train(
         for params in (chosen.params, average)
     )
     why, fallbacks = chosen.why, chosen.fallbacks
+    said = chosen.statement().headline() if line.is_sampled else ""
     del chosen, network, average
     gc.collect()  # a captured graph refers to itself, and its memory is large
     if is_fast:
@@ -155,10 +162,13 @@ def train(
                 "trial": trial,
                 "seed": seed + trial,
                 "noise_multiplier": z,
+                "noise_rms": fitted.predicted(plan) if plan else 0.0,
                 "accuracy": found,
                 "averaged": averaged,
             }
-            for (epsilon, rate, trial), z, found, averaged in zip(runs, levels, last, mean)
+            for (epsilon, rate, trial), plan, z, found, averaged in zip(
+                runs, plans, levels, last, mean
+            )
         ],
         "title": task.title,
         "data": rows.name,
@@ -168,46 +178,25 @@ def train(
         "epochs": epochs,
         "delta": settings["delta"],
         "strategy": strategy.words(),
+        "together": said,
         "form": why,
         "fallbacks": fallbacks,
         "seconds": round(time.perf_counter() - began, 2),
     }
 
 
-def _noise(
-    line: StudyLine, epsilon: float, epochs: int, per_epoch: int, delta: float, rate: float
-) -> float:
-    if not line.fit:
-        return 0.0
-    how = {"epochs": epochs, "per_epoch": per_epoch}
-    return fitted.noise(line.fit_at(epsilon), **how, epsilon=epsilon, delta=delta, rate=rate)
-
-
-def in_order(
-    rows: StudyRows, *, steps: int, batch: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def in_order(rows: StudyRows, *, steps: int, batch: int) -> Iterator[StudyBatch]:
     """Batches in the order of the file, pass after pass; a rest that fills none is left out."""
     usable = len(rows.x) // batch * batch
     for step in range(steps):
         begin = step * batch % usable
-        yield rows.x[begin : begin + batch], rows.y[begin : begin + batch], None
+        yield rows.x[begin : begin + batch], rows.y[begin : begin + batch], None, None
 
 
-def sampled(
-    rows: StudyRows, *, steps: int, batch: int, room: float, groups: int = 1
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Poisson samples, padded with rows of weight 0; samples above the room are cut.
-
-    Step t samples the rows i with i mod groups = t mod groups.
-    """
-    count, rate = len(rows.x), groups * batch / len(rows.x)
-    size = int(batch + room * np.sqrt(batch * (1 - rate))) // 8 * 8 + 8
-    rng = np.random.default_rng()  # entropy of the operating system
-    places = torch.arange(size, device=rows.x.device)
-    for step in range(steps):
-        turn = np.arange(step % groups, count, groups)
-        chosen = turn[rng.random(len(turn)) < rate][:size]
-        padded = np.zeros(size, dtype=np.int64)
-        padded[: len(chosen)] = chosen
+def drawn(rows: StudyRows, draws: Iterable[Ids], *, size: int) -> Iterator[StudyBatch]:
+    """Secret draws, padded to `size` with rows of weight 0: graphs have one size."""
+    for chosen in draws:
+        padded = np.pad(chosen, (0, max(0, size - len(chosen))))
         index = torch.from_numpy(padded).to(rows.x.device)
-        yield rows.x[index], rows.y[index], (places < len(chosen)).float()
+        weights = torch.arange(len(padded), device=rows.x.device) < len(chosen)
+        yield rows.x[index], rows.y[index], weights.float(), padded

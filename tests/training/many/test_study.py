@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -284,16 +285,39 @@ def test_a_study_checks_participation() -> None:
 
 
 @pytest.mark.parametrize("part", DRAWN, ids=lambda part: part.kind)
-def test_secret_draws_are_not_taken_from_outside(part: Participation) -> None:
-    """A study has no sampler: whatever batch it is given, nobody drew it, and nothing is stated."""
+def test_secret_draws_are_those_of_the_study_and_are_stated(part: Participation) -> None:
+    """Batches that nobody drew are refused; drawn ones are stated, for all runs together."""
     x, y = data()
-    secret = Plan(participation=part, strategy=identity(), noise_multiplier=1.0)
-    study = Study(stacked_net, [replace(SETTINGS[0], plan=secret)], steps=3, batch_size=4)
+    secret = Plan(participation=part, strategy=identity(), noise_multiplier=2.0)
+    settings = [replace(SETTINGS[0], plan=secret), replace(SETTINGS[1], plan=secret)]
+    study = Study(stacked_net, settings, steps=3, batch_size=4)
     with pytest.raises((ParticipationViolation, InvalidInput), match="sampler"):
         study.step(x[:4], y[:4], ids=range(4))
-    study.step(x[:4], y[:4])
+    for rows in study.sampler(12):
+        foreign = np.setdiff1d(np.arange(12), rows)
+        for other in (foreign, rows[1:], np.append(rows, foreign[:1])):
+            if not np.array_equal(other, rows):
+                with pytest.raises(ParticipationViolation, match="secret sampler"):
+                    study.step(x[other], y[other], ids=other)
+        study.step(x[rows], y[rows], ids=rows)
+    stated = study.statement()
+    assert stated.epsilon == pytest.approx(replace(secret, noise_multiplier=2**0.5).epsilon())
+    assert stated.epsilon > 1.1 * secret.epsilon()
+    assert any("showing 2 runs" in line for line in stated.assumptions)
+    free = Study(stacked_net, settings, steps=3, batch_size=4)
+    free.step(x[:4], y[:4])
     with pytest.raises(InvalidInput, match="ids="):
-        study.statement()
+        free.statement()
+
+
+def test_runs_that_share_no_draw_have_no_sampler() -> None:
+    parts = [Poisson(3, 0.5), Poisson(3, 0.25)]
+    plans = [Plan(participation=p, strategy=identity(), noise_multiplier=1.0) for p in parts]
+    mixed = [replace(SETTINGS[0], plan=each) for each in plans]
+    bare = [mixed[0], replace(SETTINGS[0], plan=replace(plans[0], noise_multiplier=0.0))]
+    for settings in (mixed, bare):
+        with pytest.raises(Unsupported, match="make a study for each"):
+            Study(stacked_net, settings, steps=3, batch_size=4).sampler(12)
 
 
 def test_what_has_no_statement() -> None:

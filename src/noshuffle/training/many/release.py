@@ -38,6 +38,7 @@ from noshuffle.release.facts import INITIAL
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.release import Release
+from noshuffle.release.sampler import Sampler
 from noshuffle.release.spending import gaussian_sum
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.many.setting import wide
@@ -131,6 +132,15 @@ class StudyRelease:
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can hold the noise."""
         return all(group.release.noise._fused is not None for group in self._groups)
+
+    def sampler(self, population: int | None = None) -> Sampler:
+        """The secret draws of runs that share a sampled plan: their one batch must be its draw."""
+        if len(self._groups) != 1 or self._without_noise:
+            raise Unsupported(
+                "runs share their batches, and secret draws are those of one participation and "
+                "strategy, with noise in every run; make a study for each"
+            )
+        return self._groups[0].release.sampler(population)
 
     def admit(self, ids: Any = None, *, keep: Mask | None = None) -> list[Admission]:
         """Leave to sum a batch of these units in every run, before anything is computed.

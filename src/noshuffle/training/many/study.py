@@ -53,6 +53,7 @@ from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.ledger import Admission
+from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import Strategy, identity
 from noshuffle.training.many.graph import StudyGraph, kind_of
@@ -215,6 +216,10 @@ class Study:
                 losses = graph.replay()
         self.done += 1
         return losses
+
+    def sampler(self, population: int | None = None) -> Sampler:
+        """The secret batches of a sampled plan, which all runs share; pass them on as `ids`."""
+        return self._release.sampler(population)
 
     def model(self, run: int) -> nn.Module:
         """A model of its own with the present parameters of one run."""
