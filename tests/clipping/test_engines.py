@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
+from noshuffle.clipping.ghost_forms import ghost_forms
+from noshuffle.clipping.isolation_check import probe
+from noshuffle.clipping.layers import find_layout, read
 
 ENGINES = {"per_example": PerExample, "ghost": Ghost}
 
@@ -58,6 +61,19 @@ class Tail(nn.Module):
         out = self.call(self.layer, x) if self.call else self.layer(x)
         out = out[0] if isinstance(out, tuple) else out
         return torch.tanh(out).reshape(x.shape[0], -1)
+
+
+class Patches(nn.Module):
+    """Patches of an image with a token in front and places added: parameters beside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut = nn.Conv2d(1, 3, 2, 2)
+        self.token, self.places = nn.Parameter(torch.ones(3)), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x):
+        h = self.cut(x).flatten(2).mT
+        return torch.cat([self.token.expand(len(x), 1, 3), h], 1) + self.places
 
 
 def double(*shape):
@@ -130,6 +146,12 @@ LAYERS = {
     ),
     "conv2d flattened": lambda: (Tail(nn.Conv2d(2, 3, 2), merged), double(5, 3, 2, 4, 4)),
     "conv2d uneven": lambda: (Tail(nn.Conv2d(1, 2, 3, stride=2)), double(5, 1, 6, 6)),
+    "conv2d patches": lambda: (Tail(nn.Conv2d(2, 3, 2, 2, padding=1)), double(5, 2, 6, 5)),
+    "conv2d flattened patches": lambda: (
+        Tail(nn.Conv2d(2, 3, 2, 2), merged),
+        double(5, 3, 2, 4, 4),
+    ),
+    "patches beside parameters (fallback)": lambda: (Tail(Patches()), double(5, 1, 4, 4)),
     "conv3d": lambda: (Tail(nn.Conv3d(2, 2, 2, stride=(1, 2, 1))), double(5, 2, 3, 4, 3)),
     "conv transposed (fallback)": lambda: (Tail(nn.ConvTranspose2d(2, 3, 2)), double(5, 2, 3, 3)),
     "embedding": lambda: (Tail(nn.Embedding(5, 3)), ids(6, 4)),
@@ -242,6 +264,22 @@ def test_layer_equals_the_loop(name, engine):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or "forward" in m.__dict__ for m in model.modules())
+
+
+def test_patches_are_a_linear_map_and_not_written_out():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Patches(), nn.Flatten(), nn.Linear(15, 3)), torch.randn(3, 1, 4, 4)
+    layers, loss_fn, batch = read(model), nn.CrossEntropyLoss(), (x, torch.tensor([0, 1, 2]))
+    layout = find_layout(model, layers, probe(model, loss_fn, batch))
+    forms, _ = ghost_forms(model, loss_fn, batch, layers=layers, layout=layout)
+    assert layers.split == {"0"}
+    assert list(layers.unruled("0")) == ["token", "places"]
+    kinds = {name: type(own).__name__ for name, (own,) in forms.items()}
+    assert (kinds["0.cut.weight"], kinds["0.places"]) == ("OuterGradient", "DenseGradient")
+    engine = Ghost()
+    engine.clipped_sum(model, loss_fn, batch, clip=Flat(1.0))
+    note = "layer '0' (Patches) has no rule: its token, places written out per example"
+    assert engine.fallbacks == [note]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

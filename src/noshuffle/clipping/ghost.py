@@ -296,21 +296,35 @@ class Ghost:
             raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
         if check.is_compiled(model):
             self._written_out.say(check.UNCOMPILED)
-        layers = read(model)
-        try:
-            layout, allowed = _tried(model, loss_fn, batch, layers)
-        except NotByLayer as reason:
-            is_guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
-            if not is_guessed or isinstance(reason, NotNow):
-                raise
-            layers = read(model, by_name=False)
-            layout, allowed = _tried(model, loss_fn, batch, layers)
+        layers, layout, allowed = _readings(model, loss_fn, batch)
         if allowed not in self._reason:
             self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
         for name, layer in layers.opaque.items():
-            kind = type(layer).__name__
-            self._written_out.say(f"layer {name!r} ({kind}) has no rule: written out per example")
+            which = f"layer {name!r} ({type(layer).__name__})"
+            if name in layers.split:
+                own = ", ".join(layers.unruled(name))
+                self._written_out.say(f"{which} has no rule: its {own} written out per example")
+            else:
+                self._written_out.say(f"{which} has no rule: written out per example")
         return _Known(layers, layout)
+
+
+def _readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, ExampleAxes, str]:
+    """The first reading of the layers that a trial finds right: with more rules, then with fewer.
+
+    Left out are rules inside a layer that has parameters of its own, then those by a layer's name.
+    """
+    layers = read(model)
+    is_guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
+    fewer = [{"splits": False}] if layers.split else []
+    fewer += [{"splits": not layers.split, "by_name": False}] if is_guessed else []
+    while True:
+        try:
+            return layers, *_tried(model, loss_fn, batch, layers)
+        except NotByLayer as reason:
+            if not fewer or isinstance(reason, NotNow):
+                raise
+            layers = read(model, **fewer.pop(0))
 
 
 def _tried(
@@ -340,9 +354,9 @@ def auto(
     count = sum(p.numel() for p in check.trainable(model).values())
     try:
         layers = read(model)
-        unruled = layers.opaque.values()
-        if sum(p.numel() for own in unruled for p in check.trainable(own).values()) > count // 2:
-            named = ", ".join(sorted({type(layer).__name__ for layer in unruled}))
+        unruled = [p for name in layers.opaque for p in layers.unruled(name).values()]
+        if sum(p.numel() for p in unruled) > count // 2:
+            named = ", ".join(sorted({type(layer).__name__ for layer in layers.opaque.values()}))
             raise NotByLayer(f"most parameters are in layers without a rule ({named})")
     except NotByLayer as reason:
         note = f"whole model written out per example: {reason}"

@@ -77,7 +77,7 @@ class _Recorder:
             seen = (first, first.detach(), version, call)
             tape.record(partial(self._build, name, layer, *seen), out)
         else:
-            self._record_unruled(layer, args, kwargs, call, tensors(out))
+            self._record_unruled(name, layer, args, kwargs, call, tensors(out))
 
     def _axes(self, name: str, number: int, first: Tensor, out: Any) -> CallAxes:
         """Example axes of a call that holds as many rows of every example as in the trial.
@@ -125,14 +125,20 @@ class _Recorder:
         return kept
 
     def _record_unruled(
-        self, layer: nn.Module, args: Any, kwargs: Any, call: CallAxes, outs: list[Tensor]
+        self,
+        name: str,
+        layer: nn.Module,
+        args: Any,
+        kwargs: Any,
+        call: CallAxes,
+        outs: list[Tensor],
     ) -> None:
         """Ask for the gradients at the outputs of a layer, and write its own out from them."""
         axes = [d or 0 for t, d in zip(outs, call.outputs) if t.is_floating_point()]
         outs = [t for t in outs if t.is_floating_point()]
         reached = [t.requires_grad for t in outs]
         blanks = [torch.zeros_like(t) for t in outs]
-        stamps = list(map(stamp, tensors((args, kwargs))))
+        stamps, own = list(map(stamp, tensors((args, kwargs)))), self.layers.unruled(name)
 
         def build(*grads: Tensor | None) -> Found:
             if stamps != list(map(stamp, tensors((args, kwargs)))):
@@ -140,9 +146,8 @@ class _Recorder:
             given = iter(grads)
             full = [next(given) if is_in else None for is_in in reached]
             filled = [blank if g is None else g for g, blank in zip(full, blanks)]
-            found = written_out(layer, args, kwargs, call.inputs, filled, axes)
-            own = dict(layer.named_parameters())
-            return [(own[name], DenseGradient(grad)) for name, grad in found.items()]
+            found = written_out(layer, args, kwargs, call.inputs, filled, axes, list(own))
+            return [(own[key], DenseGradient(grad)) for key, grad in found.items()]
 
         if any(reached):
             self.tape.record(build, *(t for t in outs if t.requires_grad))
@@ -161,15 +166,17 @@ def written_out(
     in_axes: Sequence[int | None],
     grads: Sequence[Tensor],
     out_axes: Sequence[int],
+    names: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Gradient of every trainable parameter of a layer without a rule, by name, [B, *shape].
+    """Gradient of some parameters of a layer without a rule for them, by name, [B, *shape].
 
     grad[b] = (∂ layer(x_b; θ)/∂θ)ᵀ g_b by vmap of the layer alone, which must be deterministic.
     """
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     values = [leaves[i].detach() for i in places]
-    params = {n: p.detach() for n, p in layer.named_parameters() if p.requires_grad}
+    held = {name: p.detach() for name, p in layer.named_parameters()}
+    params = {name: held[name] for name in names}
 
     def of_one(inputs: list[Tensor], own: list[Tensor]) -> dict[str, Tensor]:
         filled = list(leaves)
@@ -178,7 +185,7 @@ def written_out(
         one_args, one_kwargs = tree_unflatten(filled, spec)
 
         def outputs(theta: dict[str, Tensor]) -> list[Tensor]:
-            out = call_with(layer, theta, one_args, one_kwargs)
+            out = call_with(layer, {**held, **theta}, one_args, one_kwargs)
             return [t for t in tensors(out) if t.is_floating_point()]
 
         outs, pull = vjp(outputs, params)  # type: ignore[misc]

@@ -1,7 +1,9 @@
 """Which layers of a model to watch, and where their example axis is.
 
 `read(model)` sorts the modules that hold trainable parameters into ruled (a registered rule),
-rewritten (recurrent, attention) and opaque (neither: written out by vmap of the layer alone).
+rewritten (recurrent, attention) and opaque (neither: written out by vmap of the layer alone). A
+layer with parameters beside layers that have rules (the patches, positions and class token of a
+vision transformer) writes out those of its own alone (`split`).
 
 The example axis of each call is found by running two and then three examples: it is the axis whose
 length goes from 2 to 3 (or from 2k to 3k in front: a batch flattened with its positions). A call
@@ -54,6 +56,7 @@ class Layers:
     rules: dict[str, Rule] = field(default_factory=dict)
     rewritten: dict[str, nn.Module] = field(default_factory=dict)
     opaque: dict[str, nn.Module] = field(default_factory=dict)
+    split: set[str] = field(default_factory=set)  # opaque ones whose parts go by their own rules
     pools: list[nn.MaxPool2d] = field(default_factory=list)  # nothing to train, but slow as is
 
     @cached_property
@@ -61,13 +64,21 @@ class Layers:
         """All that are watched; to be asked for when nothing is added any more."""
         return {**self.ruled, **self.opaque}
 
+    def unruled(self, name: str) -> dict[str, nn.Parameter]:
+        """Parameters of an opaque layer that are written out, by their names in it."""
+        found = self.opaque[name].named_parameters(recurse=name not in self.split)
+        return {own: p for own, p in found if p.requires_grad}
+
 
 def _trains(module: nn.Module, *, recurse: bool = True) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=recurse))
 
 
-def read(model: nn.Module, *, by_name: bool = True) -> Layers:
-    """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name."""
+def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Layers:
+    """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name.
+
+    `splits=False` writes opaque layers out with all that is in them.
+    """
     layers = Layers(pools=pools(model))
     done: set[int] = set()
 
@@ -84,10 +95,17 @@ def read(model: nn.Module, *, by_name: bool = True) -> Layers:
             if not name:
                 raise NotByLayer("the model holds parameters of its own, outside any layer")
             layers.opaque[name] = module
-            done.update(id(child) for child in module.modules())
+            if not splits or parametrize.is_parametrized(module):
+                done.update(id(child) for child in module.modules())
+            elif any(map(_trains, module.children())):
+                layers.split.add(name)
+                walk_into(module, name)
         else:
-            for child_name, child in module.named_children():
-                walk(child, f"{name}.{child_name}" if name else child_name)
+            walk_into(module, name)
+
+    def walk_into(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            walk(child, f"{name}.{child_name}" if name else child_name)
 
     walk(model, "")
     for name, module in layers.opaque.items():

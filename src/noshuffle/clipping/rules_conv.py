@@ -7,8 +7,10 @@ With the input cut into windows, a convolution is a linear map applied at every 
 in each group. On a CPU compiled loops take the norms from there (`native_conv`), and on a GPU whose
 products are rounded (TF32, half precision) kernels take norms and sum, where windows would be large
 (`conv_kernels`). Elsewhere the windows are a strided view until a product needs them, and the
-weighted sum over examples is torch's own weight gradient, which needs none. State: which kernels
-agreed with that, by device and type.
+weighted sum over examples is torch's own weight gradient, which needs none. Windows that do not
+overlap (stride = kernel: the patches of a vision transformer) are no more numbers than the input,
+so these layers are linear maps, in half precision as they are. State: which kernels agreed with
+that, by device and type.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from noshuffle.clipping.conv_windows import padded, sides_of, windows
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
-from noshuffle.clipping.rules import rule
+from noshuffle.clipping.rules import affine, rule
 
 #: Windows of fewer numbers are quickly written down, and their gradients where they are small.
 FEWEST_WINDOWS, FEWEST_BY_WEIGHT, LEAST_WEIGHT = 2**24, 2**19, 2**13
@@ -255,6 +257,24 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> b
     return True
 
 
+def _cuts_patches(layer: Any) -> bool:
+    """Whether every number of the input meets the kernel once, and is not alone there."""
+    is_cut = tuple(layer.stride) == tuple(layer.kernel_size) and math.prod(layer.kernel_size) > 1
+    return is_cut and layer.groups == 1 and all(d == 1 for d in layer.dilation)
+
+
+def _by_patches(layer: Any, x: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
+    """Weight and bias as those of a linear map of patches; x has its border."""
+    axes = len(layer.kernel_size)
+    w = windows(x.to(g.dtype), layer.kernel_size, layer.stride, layer.dilation)
+    a = w.permute(0, *range(2, 2 + axes), 1, *range(2 + axes, 2 + 2 * axes))
+    a = a.reshape(len(x), g[0, 0].numel() if len(g) else 0, -1)
+    g = g.flatten(2).transpose(1, 2)
+    g = g.contiguous() if g.is_cuda else g  # kernels read rows as they lie
+    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
+    return {"weight": weight, "bias": bias}
+
+
 class Channels(DenseGradient):
     """The bias of a convolution, whose gradients come along with the norms of the weight's."""
 
@@ -278,6 +298,10 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
         if layer.bias is None:
             return {"weight": weight}
         return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}
+    if _cuts_patches(layer):
+        how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
+        if not is_fit(wide(a), wide(g), how):
+            return _by_patches(layer, padded(a, sides, mode="zeros"), g, size)
     a, g = wide(a), wide(g)
     if a.device.type != "cpu":
         a, sides = padded(a, sides, mode=mode), ()
