@@ -242,7 +242,8 @@ SOLVER_CASES: dict[str, SolverCase] = {
         solvers.phased_mirror_descent, times=2, steps=4, **_PATH
     ),
     "phased_mirror_descent, p = 1.5": _runs(
-        solvers.phased_mirror_descent, rows=2, d=3, p=1.5, steps=2, loss=losses.linear(order=3.0)
+        solvers.phased_mirror_descent, rows=2, d=3, p=1.5, steps=2, loss=losses.linear(order=3.0),
+        noise="generalized",
     ),
     "frank_wolfe_noisy": _coordinates(
         solvers.frank_wolfe_noisy, times=6, place=3, **_FW, **_WALK
@@ -258,7 +259,7 @@ SOLVER_CASES: dict[str, SolverCase] = {
     ),
     "frank_wolfe_noisy, p = 1.5": _runs(
         solvers.frank_wolfe_noisy, rows=4, d=8, steps=1, rate=0.5,
-        loss=losses.linear(order=3.0), domain=LpBall(1.0, 1.5),
+        loss=losses.linear(order=3.0), domain=LpBall(1.0, 1.5), noise="generalized",
         read=lambda run: _steps_of(run)[0, :1],
     ),
     "frank_wolfe_full": _runs(solvers.frank_wolfe_full, rows=1, steps=16, **_VERTICES),

@@ -27,12 +27,13 @@ from noshuffle.convex.solvers.accelerated_srgd import increment_bound
 from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.domains import Ball, L1Ball
 from noshuffle.convex.solvers.frank_wolfe_tree import phase_plan
-from noshuffle.convex.solvers.generalized_gaussian import Shape
+from noshuffle.convex.solvers.generalized_gaussian import shape_of
 from noshuffle.convex.solvers.noisy_max import noise_scale
 from noshuffle.convex.solvers.objective_perturbation import tilt
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.step_plan import StepPlans, grid_of
+from noshuffle.optim.norms import Norm
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -337,9 +338,10 @@ def test_generalized_gaussian_loss_by_sampling(p: float, d: int) -> None:
     """E e^{(α−1)·loss} at α = 2 for the worst shifts of norm one: at most e^{κα/(2σ²)·(α−1)}."""
     from noshuffle.convex.solvers.generalized_gaussian import sample
 
-    shape, sigma = Shape(p=p, d=d), 2.0 * math.sqrt(Shape(p=p, d=d).kappa)
+    shape = shape_of(Norm(p), d, noise="generalized")
+    sigma = 2.0 * math.sqrt(shape.kappa)
     z = sample(shape, sigma=sigma, count=40_000, draws=np.random.default_rng(5))
-    q = min(shape.q, 1e6)
+    q = min(Norm(p).q, 1e6)
     for u in (np.eye(d)[0], np.full(d, d ** (-1 / q))):
         energy = (
             np.linalg.norm(z - u, ord=shape.r, axis=1) ** 2

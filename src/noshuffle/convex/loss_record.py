@@ -3,9 +3,10 @@
     f(w; x, y) = φ(⟨x, w⟩, y) + (ridge/2)‖w‖²          ∇f = φ'(⟨x, w⟩, y)·x + ridge·w
 
 B (`feature_bound`) bounds every row in the norm of order `order` (2, or infinity for the l1
-geometry), Y (`label_bound`) the labels, R (`radius`) the weights in the dual norm where a bound
-on φ' needs one. Then the data part of a gradient is at most `lipschitz` = |φ'|·B in the norm of the
-rows, and it changes with w by at most `smoothness` = φ''·B² per unit. The ridge is no function of
+geometry) of its entries, or of other `parts` (groups, singular values: `optim.norms`), Y
+(`label_bound`) the labels, R (`radius`) the weights in the dual norm where a bound on φ' needs one.
+Then the data part of a gradient is at most `lipschitz` = |φ'|·B in the norm of the rows, and it
+changes with w by at most `smoothness` = φ''·B² per unit. The ridge is no function of
 the data: it cancels in every difference of neighbours and is left out of both numbers.
 
 `losses` has the ones that are built in; `require` is what solvers ask of them. No state.
@@ -27,6 +28,7 @@ import numpy as np
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.errors import InvalidInput, Unsupported, non_negative, positive
+from noshuffle.optim.norms import ENTRIES, Decomposition, Norm
 
 _Scalar = Callable[[Array, Array], Array]
 
@@ -51,6 +53,7 @@ class Loss:
     feature_bound: float = 1.0
     label_bound: float = 1.0
     order: float = 2.0
+    parts: Decomposition = ENTRIES
     radius: float = math.inf
     ridge: float = 0.0
     weak_curvature: float = 0.0
@@ -63,8 +66,12 @@ class Loss:
     def __post_init__(self) -> None:
         positive(feature_bound=self.feature_bound, label_bound=self.label_bound)
         non_negative(ridge=self.ridge)
-        if not self.order >= 1:
-            raise InvalidInput(f"order of the norm of rows must be at least 1, got {self.order!r}")
+        _ = self.row_norm  # refuses an order below 1
+
+    @property
+    def row_norm(self) -> Norm:
+        """The norm in which rows, and so the data part of gradients, are bounded."""
+        return Norm(self.order, self.parts)
 
     @property
     def lipschitz(self) -> float:
@@ -75,13 +82,6 @@ class Loss:
     def smoothness(self) -> float:
         """Bound on the Hessian of the data part; infinite where φ has a kink."""
         return self.curvature_bound * self.feature_bound**2
-
-    @property
-    def dual_order(self) -> float:
-        """Order of the norm of weights that is dual to that of the rows."""
-        if math.isinf(self.order):
-            return 1.0
-        return self.order / (self.order - 1) if self.order > 1 else math.inf
 
     @property
     def weak_convexity(self) -> float:
@@ -148,7 +148,7 @@ class Loss:
         if y.shape != (len(x),):
             raise InvalidInput(f"labels must be one per row ({len(x)}), got shape {y.shape}")
         distinct = x[:1] if x.strides[0] == 0 else x  # one row seen many times
-        worst = float(np.max(np.linalg.norm(distinct, ord=self.order, axis=1)))
+        worst = float(np.max(self.row_norm.rows(distinct)))
         if not worst <= self.feature_bound * (1 + SLACK):
             raise InvalidInput(
                 f"every row must have norm at most feature_bound = {self.feature_bound:g}, got "
@@ -167,13 +167,15 @@ def _scores(rows: Array, w: Array) -> Array:
     return np.asarray(rows @ w)
 
 
-def fit_into(rows: Array, *, bound: float, order: float = 2.0) -> Array:
+def fit_into(
+    rows: Array, *, bound: float, order: float = 2.0, parts: Decomposition = ENTRIES
+) -> Array:
     """Each row shrunk on its own to norm at most `bound`: costs no privacy, measures nothing.
 
     A row that is too long for a number becomes zero; one with a NaN keeps it.
     """
     positive(bound=bound)
-    norms = np.linalg.norm(rows, ord=order, axis=1, keepdims=True)
+    norms = Norm(order, parts).rows(rows)[:, None]
     with np.errstate(invalid="ignore"):
         short = rows * clip_factor(norms, bound, slack=0.0)
     return np.where(np.isinf(norms), 0.0, short)
@@ -187,7 +189,8 @@ def require(
     smooth: bool = False,
     radius: float = 0.0,
     everywhere: bool = False,
-    order: float | None = None,
+    norm: Norm | None = None,
+    d: int = 1,
 ) -> None:
     """Refuse a loss that misses a condition of a solver's proof."""
     if not math.isfinite(loss.lipschitz):
@@ -208,8 +211,9 @@ def require(
             f"the loss is Lipschitz within radius {loss.radius:g}, the domain has {radius:g}; "
             f"build {loss.name} with radius={radius:g}"
         )
-    if order is not None and loss.order > order * (1 + SLACK):  # norms fall as their order grows
+    if norm is not None and loss.row_norm.times(norm, d) > 1 + SLACK:
         raise InvalidInput(
-            f"{solver} needs rows bounded in the norm of order {order:g} or less, the loss bounds "
-            f"order {loss.order:g}; build it with order={order:g}"
+            f"{solver} needs rows bounded in the norm of order {norm.p:g} or less of "
+            f"{norm.parts!r}, the loss bounds order {loss.order:g} of {loss.parts!r}; build it "
+            f"with order={norm.p:g} and the same parts"
         )

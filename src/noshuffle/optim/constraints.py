@@ -11,6 +11,7 @@ values; privacy rests on the radius alone, where a bound of a loss depends on it
     Everywhere   identity           none (unbounded)                none
     L2Ball       rescale            −R g/‖g‖                        none
     LpBall       roots (`lp_ball`)  dual exponents                  none
+    NormBall     on sizes of parts  on sizes (`norm_ball`)          none
     Box          clamp              low or high by the sign of g    corners (not listed)
     L1Ball       sort-threshold     −R sign(g_i) e_i, i = argmax    ±R e_i, 2d of them
     Simplex      sort-threshold     R e_i, i = argmin               R e_i, d of them
@@ -42,6 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, positive
+from noshuffle.optim.norms import Norm
 
 Array = NDArray[np.float64]
 
@@ -49,20 +51,28 @@ Array = NDArray[np.float64]
 class Constraint:
     """A closed convex set; `nearest` is what a set of its own must have.
 
-    `size` is the largest norm of the set in its own order (`norm_order`), `reach(order, d)` the
-    largest norm of another order in d dimensions, `euclidean(d)` that of order 2.
+    `size` is the largest `norm` of the set, `reach(norm, d)` the largest other norm in d
+    dimensions (a number is the order of an l_p norm), `euclidean(d)` that of order 2. `inexact`
+    bounds the distance from the exact projection, relative to the point and the set, where one is
+    found by iteration.
     """
 
     norm_order: float = 2.0
     is_polytope: ClassVar[bool] = False
+    inexact: float = 0.0
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.norm_order)
 
     @property
     def size(self) -> float:
         return math.inf
 
-    def reach(self, order: float, d: int) -> float:
+    def reach(self, norm: Norm | float, d: int) -> float:
         """‖v‖_order ≤ d^{1/order − 1/p}·‖v‖_p for order < p, and ‖v‖_p beyond."""
-        return float(self.size * d ** max(0.0, 1 / order - 1 / self.norm_order))
+        other = norm if isinstance(norm, Norm) else Norm(norm)
+        return self.size * self.norm.times(other, d)
 
     def euclidean(self, d: int) -> float:
         return self.reach(2.0, d)

@@ -49,6 +49,9 @@ class LpBall(Sized):
                 f"p must lie in (1, ∞), got {self.p!r}; use L1Ball for p = 1 and Box for p = ∞"
             )
 
+    #: Tested; the gap of the docstring proves the root of it.
+    inexact = 1e-11
+
     @property
     def norm_order(self) -> float:  # type: ignore[override]
         return self.p

@@ -122,7 +122,7 @@ def test_a_leaf_is_in_as_many_nodes_as_are_paid_for(steps: int) -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_noise_formulas(aggregation: str) -> None:
     recursion = Recursion.plan(rows=1000, steps=20, rate=0.1)
-    shape, rho = Shape(p=2.0, d=4), 0.02
+    shape, rho = Shape(4), 0.02
     sigma0, sigma = noises(
         recursion, shape, first=0.01, step=0.03, rho=rho, aggregation=aggregation
     )
@@ -169,6 +169,7 @@ def test_noise_of_decayed_sums_by_explicit_matrices(steps: int, decay: float) ->
 def test_sums_of_other_noise_than_normal_are_released_values_only() -> None:
     loss, x = losses.logistic(order=3.0), np.zeros((64, 3))
     settings = {"epsilon": 1.0, "delta": 1e-6, "domain": LpBall(1.0, 1.5), "steps": 8}
+    settings["noise"] = "generalized"
     with pytest.raises(Unsupported, match="law"):
         frank_wolfe_noisy(loss, x, np.ones(64), aggregation="root", **settings)
     said = frank_wolfe_noisy(loss, x, np.ones(64), **settings).statement
@@ -205,7 +206,7 @@ def test_released_tree_noise_is_of_the_stated_scale() -> None:
     problem = Problem.of(
         losses.linear(), np.zeros((1, 4000)), None, epsilon=1.0, delta=1e-6, test_seed=3
     )
-    release = releaser(problem, Shape(p=2.0, d=4000), steps=14)
+    release = releaser(problem, Shape(4000), steps=14)
     tree = DecayedTree(partial(release, scale=2.0), decay=1.0)
     values = [tree.push(np.zeros(4000)) for _ in range(7)]
     for t, value in enumerate(values, start=1):

@@ -22,6 +22,7 @@ from noshuffle.convex.solvers.output_perturbation import (
     spherical,
 )
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.optim.norms import Entries, Groups, Norm
 
 
 def table(n: int, d: int, seed: int = 0):
@@ -275,7 +276,7 @@ def test_noisy_max_statement_and_refusals() -> None:
 
 @pytest.mark.parametrize(("p", "d"), [(2.0, 5), (1.5, 10), (1.2, 40), (1.05, 200)])
 def test_second_moment_is_exact(p: float, d: int) -> None:
-    shape = gg.Shape(p=p, d=d)
+    shape = gg.shape_of(Norm(p), d, noise="generalized")
     z = gg.sample(shape, sigma=1.7, count=8000, draws=np.random.default_rng(8))
     squares = np.linalg.norm(z, ord=shape.r, axis=1) ** 2
     error = 5 * squares.std() / math.sqrt(len(squares))
@@ -284,7 +285,7 @@ def test_second_moment_is_exact(p: float, d: int) -> None:
 
 
 def test_p_two_is_the_gaussian() -> None:
-    shape = gg.Shape(p=2.0, d=3)
+    shape = gg.shape_of(Norm(2.0), 3, noise="generalized")
     assert gg.deviation(shape, sensitivity=1.0, rho=0.5) == pytest.approx(1.0)
     z = gg.sample(shape, sigma=2.0, count=5000, draws=np.random.default_rng(9))
     assert kstest(z.ravel() / 2, "norm").pvalue > 1e-3
@@ -322,12 +323,29 @@ def test_renyi_bound_by_quadrature(r: float, order: float) -> None:
 
 
 def test_kappa_and_calibration() -> None:
-    assert gg.Shape(p=1.5, d=100).kappa == pytest.approx(2.0)
-    assert gg.Shape(p=1.2, d=1000).kappa == pytest.approx(5.0)
-    assert gg.Shape(p=1.01, d=1000).kappa == pytest.approx(30, rel=0.06)
-    shape = gg.Shape(p=1.3, d=30)
+    kappa = {(p, d): gg.shape_of(Norm(p), d, noise="generalized").kappa
+             for p, d in ((1.5, 100), (1.2, 1000), (1.01, 1000))}  # fmt: skip
+    assert kappa[1.5, 100] == pytest.approx(2.0)
+    assert kappa[1.2, 1000] == pytest.approx(5.0)
+    assert kappa[1.01, 1000] == pytest.approx(30, rel=0.06)
+    assert gg.shape_of(Norm(1.0), 64).kappa == pytest.approx(64)
+    assert gg.shape_of(Norm(1.0), 64, rows=Norm(2.0)).kappa == 1  # rows bounded in less
+    shape = gg.shape_of(Norm(1.3), 30, noise="generalized")
     rho_value = rho_budget(epsilon=1.0, delta=1e-6)
     sigma = gg.deviation(shape, sensitivity=2.0, rho=rho_value)
     assert 0.999 * rho_value <= shape.kappa * 4 / (2 * sigma**2) <= rho_value
-    with pytest.raises(InvalidInput):
-        gg.Shape(p=1.0, d=3)
+
+
+@pytest.mark.parametrize("parts", [Entries(), Groups(tuple("aabbbbccdd"))])
+@pytest.mark.parametrize("p", [1.7, 1.2, 1.01])
+def test_normal_noise_is_no_larger_in_the_dual_norm(p: float, parts) -> None:
+    """E‖z‖ in the norm in which gradients are measured, for the same ρ; `spread` bounds it."""
+    weights, found = Norm(p, parts), {}
+    for noise in gg.NOISES:
+        shape = gg.shape_of(weights, 10, noise=noise)
+        draws = np.random.default_rng(1)
+        z = gg.sample(shape, sigma=math.sqrt(shape.kappa), count=2000, draws=draws)
+        found[noise] = float(weights.dual.rows(z).mean())
+    assert found["normal"] < 0.95 * found["generalized"]
+    bound = math.sqrt(gg.shape_of(weights, 10).kappa) * weights.dual.spread(10)
+    assert found["normal"] < bound < 1.6 * found["normal"]

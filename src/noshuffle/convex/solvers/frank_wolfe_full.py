@@ -83,12 +83,9 @@ def frank_wolfe_full(
         )
     if corners is None:
         count = len(problem.domain.scores(np.zeros(d)))
-        size = problem.domain.reach(loss.dual_order, d)
+        size = problem.domain.reach(loss.row_norm.dual, d)
     else:
-        count, size = (
-            len(corners),
-            float(np.linalg.norm(corners, ord=loss.dual_order, axis=1).max()),
-        )
+        count, size = len(corners), float(loss.row_norm.dual.rows(corners).max())
     require(loss, "Frank–Wolfe by noisy choice", radius=size, convex=False, smooth=True)
     move = problem.c * loss.lipschitz * size / problem.n
     if steps is None:

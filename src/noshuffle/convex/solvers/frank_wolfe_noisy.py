@@ -4,12 +4,14 @@
 
 (Bassily, Guzmán, Nandi 2021, arXiv 2103.01278.) The estimate of `recursive` is a decayed prefix sum
 of w_s with first and step reach Δ₀, Δ₁: d_0 is released once and the rest by one of the ways of
-`decayed_sums`: a square root of the workload for p = 2 (excess n^{−1}), independent steps or a tree
-for p < 2, whichever has less noise; "naive" noise on every estimate has n^{−3/4}.
+`decayed_sums`: a square root of the workload (excess n^{−1}), for noise="generalized" independent
+steps or a tree, whichever has less noise; "naive" noise on every estimate has n^{−3/4}.
 
 Rows of the first batch and later rows are disjoint, so the guarantee is the larger of the two, not
-the sum (docs/proofs-convex.md). Noise is generalized Gaussian for the l_p ball; for p = 2 it is
-normal, and accounted for exactly. State: x, and that of the released sums.
+the sum (docs/proofs-convex.md). The domain is a ball of a norm of order p ≤ 2 that is no polytope:
+l_p, groups (p = 1: vertices are single groups), matrices (p = 1: the nuclear norm, vertices of rank
+one; Jain, Thakkar, Thakurta 2018). Gradients are measured in its dual norm (`generalized_gaussian`;
+normal noise is accounted for exactly). State: x, and that of the released sums.
 
 >>> from noshuffle.convex.losses import linear
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -29,7 +31,13 @@ import numpy as np
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers import decayed_sums
 from noshuffle.convex.solvers.base import ONE_PASS, Solution
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser, spending
+from noshuffle.convex.solvers.generalized_gaussian import (
+    Shape,
+    deviation,
+    releaser,
+    shape_of,
+    spending,
+)
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.recursive import Recursion
 from noshuffle.errors import Unsupported, one_of
@@ -60,6 +68,7 @@ def frank_wolfe_noisy(
     steps: int | None = None,
     rate: float | None = None,
     aggregation: str | None = None,
+    noise: str = "normal",
     convex: bool = True,
 ) -> Solution:
     """One pass; `steps` defaults to √n, as the rates above want. All iterates are released.
@@ -69,17 +78,18 @@ def frank_wolfe_noisy(
     bounded in the dual norm of the domain (order q for the l_p ball).
     """
     loss, domain = problem.loss, problem.domain
-    p = domain.norm_order
-    if not 1 < p <= 2:
+    norm = domain.norm
+    if norm.p > 2 or domain.is_polytope or not math.isfinite(domain.size):
         raise Unsupported(
-            f"noisy Frank–Wolfe needs a ball of order 1 < p <= 2, got {p:g}; "
+            f"noisy Frank–Wolfe needs a ball of order p <= 2 that is round, got {domain!r}; "
             "use frank_wolfe_poly for polytopes"
         )
-    problem.require("noisy Frank–Wolfe", order=p / (p - 1), convex=convex, smooth=True)
+    problem.require("noisy Frank–Wolfe", rows=norm.dual, convex=convex, smooth=True)
     n, d = problem.n, problem.d
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
     first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
-    shape, decay, steps = Shape(p=p, d=d), 1 - recursion.rate, recursion.steps
+    shape = shape_of(norm, d, rows=loss.row_norm, noise=noise)
+    decay, steps = 1 - recursion.rate, recursion.steps
     rho, currency = spending(problem, shape)
     if aggregation is None:
         aggregation = decayed_sums.smallest(steps=steps, decay=decay, is_normal=shape.is_normal)
@@ -115,10 +125,9 @@ def frank_wolfe_noisy(
             "rate": recursion.rate,
         },
         iterates=iterates,
-        sensitivity=max(first, step),
+        sensitivity=shape.measured(max(first, step)),
         noise=sigma,
-        mechanism=f"{aggregation} release of {steps + 1} recursive gradients, "
-        f"generalized Gaussian noise of order {shape.r:g}",
+        mechanism=f"{aggregation} release of {steps + 1} recursive gradients, {shape.words} noise",
         participation=ONE_PASS,
         **currency,
     )

@@ -67,7 +67,7 @@ def frank_wolfe_poly(
         raise Unsupported(
             f"polyhedral Frank–Wolfe needs L1Ball or Simplex, got {type(domain).__name__}"
         )
-    problem.require("polyhedral Frank–Wolfe", order=math.inf, convex=convex, smooth=True)
+    problem.require("polyhedral Frank–Wolfe", rows=math.inf, convex=convex, smooth=True)
     n, d = problem.n, problem.d
     recursion = Recursion.plan(rows=n, steps=steps or max(1, math.isqrt(n)), rate=rate)
     reach = max(recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours))

@@ -103,7 +103,7 @@ def frank_wolfe_tree(problem: Problem, *, phases: int | None = None) -> Solution
     loss, domain = problem.loss, problem.domain
     if not domain.is_polytope:
         raise Unsupported(f"this solver needs L1Ball or Simplex, got {type(domain).__name__}")
-    problem.require("tree Frank–Wolfe", order=math.inf, smooth=True)
+    problem.require("tree Frank–Wolfe", rows=math.inf, smooth=True)
     n, d, rho = problem.n, problem.d, problem.rho
     if phases is None:
         phases = max(1, n.bit_length() // 2 - 1)

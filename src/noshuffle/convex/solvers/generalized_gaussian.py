@@ -1,20 +1,27 @@
-"""The generalized Gaussian mechanism: noise shaped like the norm ‖·‖_q of l_p geometry, 1 < p ≤ 2.
+"""Noise for gradients bounded in the dual of any norm of `optim.norms`: normal, or shaped like it.
 
-Gradients live in the dual norm q = p/(p−1) ≥ 2. Noise in R^d with density ∝ exp(−‖z‖_r²/(2σ²)),
-r = min(q, max(2, 2 ln d)) (Bassily, Guzmán, Nandi 2021), is a length times the cone measure:
+Rows bound a gradient in the norm ‖·‖_q of k parts. Noise in R^d with density ∝ exp(−‖z‖_r²/(2σ²)),
+2 ≤ r ≤ q, of the same parts is a length times the cone measure,
 
-    z = ϱ·w/‖w‖_r,   ϱ = σ√(2·Gamma(d/2)),   w_i = ± Gamma(1/r)^{1/r},   so E‖z‖_r² = dσ² exactly.
+    z = ϱ·w/‖w‖_r,   ϱ = σ√(2·Gamma(d/2)),   w of density ∝ exp(−‖w‖_r^r),   E‖z‖_r² = dσ² exactly,
 
-A query of sensitivity Δ in ‖·‖_q has ρ-zCDP with (docs/proofs-convex.md)
+and a query of sensitivity Δ in ‖·‖_q has ρ-zCDP with (docs/proofs-convex.md)
 
-    ρ = κΔ²/(2σ²),   κ = (r−1)·d^{2(1/r−1/q)},      exact for p = 2, where this is the Gaussian.
+    ρ = κΔ²/(2σ²),   κ = (r−1)·k^{2(1/r−1/q)}.
 
-Not stable under sums: noise may be correlated only through released values. No state.
+    noise="normal"       r = 2: κ = k^{1−2/q}, ‖·‖₂ is the Euclidean norm: exactly μ-GDP, and sums
+                         of noise may be correlated
+    noise="generalized"  r = min(q, max(2, 2 ln k)) (Bassily, Guzmán, Nandi 2021); not stable
+                         under sums, no sampler for matrices
 
->>> shape = Shape(p=2.0, d=7)
->>> shape.r, shape.kappa
-(2.0, 1.0)
->>> round(deviation(shape, sensitivity=1.0, rho=0.5), 6)       # N(0, 1): ρ = 1/2
+**Normal noise is never worse**, which is why it is the default: it has E‖z‖_q ≤ σ(Σ E s^q)^{1/q},
+for entries σk^{1/q}m_q with m_q = (E|g|^q)^{1/q} ≤ √(q−1) (hypercontractivity), so E‖z‖_q ≤
+Δ√(d/(2ρ))·√(q−1): what the other law has in the mean of squares at r = q. The tests measure both.
+Where rows are bounded in a smaller norm than asked for, κ follows from that one. No state.
+
+>>> shape_of(Norm(1.5), 100)
+Shape(d=100, r=2.0, kappa=4.641588833612779, parts=Entries())
+>>> round(deviation(shape_of(Norm(2.0), 7), sensitivity=1.0, rho=0.5), 6)       # N(0, 1): ρ = 1/2
 1.0
 """
 
@@ -29,44 +36,48 @@ import numpy as np
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.problem import Problem
-from noshuffle.errors import InvalidInput, non_negative, positive, whole
+from noshuffle.errors import non_negative, one_of, positive, whole
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.optim.norms import ENTRIES, Decomposition, Norm
 
 #: release(value, scale=σ) → value plus noise, on the grid.
 Releaser = Callable[..., Array]
+NOISES = ("normal", "generalized")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Geometry of the noise: exponent p of the primal norm and the dimension."""
+    """The law of noise: dimension, order r of the norm in its density, κ."""
 
-    p: float
     d: int
-
-    def __post_init__(self) -> None:
-        whole(d=self.d)
-        if not 1 < self.p <= 2:
-            raise InvalidInput(f"p must lie in (1, 2], got {self.p!r}; p = 1 uses noisy_max")
-
-    @property
-    def q(self) -> float:
-        """Order of the dual norm, in which sensitivity is measured."""
-        return self.p / (self.p - 1)
-
-    @property
-    def r(self) -> float:
-        """Order of the norm in the density."""
-        return min(self.q, max(2.0, 2 * math.log(self.d)))
+    r: float = 2.0
+    kappa: float = 1.0
+    parts: Decomposition = ENTRIES
 
     @property
     def is_normal(self) -> bool:
         """Whether this is the Gaussian, whose releases compose exactly."""
         return self.r == 2
 
+    def measured(self, reach: float) -> float:
+        """A sensitivity in the norm of the rows, in the one in which a statement tells it."""
+        return math.sqrt(self.kappa) * reach if self.is_normal else reach
+
     @property
-    def kappa(self) -> float:
-        """Smoothness of ‖·‖_r², times the cost of measuring in ‖·‖_q."""
-        return (self.r - 1) * math.exp(2 * (1 / self.r - 1 / self.q) * math.log(self.d))
+    def words(self) -> str:
+        return "normal" if self.is_normal else f"generalized Gaussian of order {self.r:g}"
+
+
+def shape_of(norm: Norm, d: int, *, rows: Norm | None = None, noise: str = "normal") -> Shape:
+    """The law for weights measured by `norm`, rows being bounded in `rows` (its dual)."""
+    whole(d=d)
+    one_of(NOISES, noise=noise)
+    given = rows or norm.dual
+    r = 2.0
+    if noise == "generalized":
+        r = max(2.0, min(norm.q, 2 * math.log(norm.parts.count(d))))
+    kappa = (r - 1) * given.times(Norm(r, norm.parts), d) ** 2
+    return Shape(d, r, kappa, norm.parts)
 
 
 def spending(problem: Problem, shape: Shape) -> tuple[float, dict[str, Any]]:
@@ -93,26 +104,25 @@ def deviation(shape: Shape, *, sensitivity: float, rho: float) -> float:
 
 
 def sample(shape: Shape, *, sigma: float, count: int, draws: KeyedDraws) -> Array:
-    """`count` draws, count × d. For p = 2 they are Gaussian of standard deviation σ.
+    """`count` draws, count × d. For r = 2 they are Gaussian of standard deviation σ.
 
     Guarantees: exact in law but for floating point; σ = 0 gives zeros.
     """
     non_negative(sigma=sigma)
     whole(count=count)
-    d, r = shape.d, shape.r
+    d = shape.d
     if shape.is_normal:
         return sigma * draws.standard_normal((count, d))
-    sizes = draws.standard_gamma(1 / r, (count, d)) ** (1 / r)
-    signs = np.where(draws.random((count, d)) < 0.5, -1.0, 1.0)
-    norms = np.sum(sizes**r, axis=1) ** (1 / r)
+    drawn = shape.parts.cone(shape.r, count, d, draws)
+    norms = Norm(shape.r, shape.parts).rows(drawn)
     lengths = sigma * np.sqrt(2 * draws.standard_gamma(d / 2, count))
-    return np.asarray(signs * sizes * (lengths / norms)[:, None])
+    return np.asarray(drawn * (lengths / norms)[:, None])
 
 
 def releaser(problem: Problem, shape: Shape, *, steps: int) -> Releaser:
     """Releases of `steps` vectors, each with noise of this shape and a `scale` σ of its own.
 
-    Guarantees: every release lies on a public grid of 2⁻¹⁰σ. For p = 2 the noise is that of the
+    Guarantees: every release lies on a public grid of 2⁻¹⁰σ. Normal noise is that of the
     library's noise stream; a step beyond `steps` is refused there.
     """
     if shape.is_normal:

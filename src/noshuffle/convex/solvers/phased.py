@@ -7,16 +7,19 @@ Rows of different phases are disjoint: nothing composes across phases (docs/proo
 
 Phased SGD (smooth losses, η_i ≤ 2/(β + ridge), where a step is non-expansive): one row moves every
 iterate of its phase by at most η_i·2L/batch, and N(0, (2Lη_i/(batch·μ))² I) on their average makes
-the phase μ-GDP.
+the phase μ-GDP. The projection has to be the Euclidean one, which no convex set makes expansive;
+domains have that one, whatever norm they are balls of. Where it is found by iteration, two runs
+part by 2e more in each of m steps, e = `inexact`·(R + ‖point‖): that is added to the move.
 
-Phased mirror descent (any convex loss, 1 < p ≤ 2). Phase i minimises the regularised risk F_i(x)
-+ λ_iψ(x − x_{i−1}), ψ = ‖·‖_p²/(2(p−1)) (1-strongly convex in ‖·‖_p), λ_i = 1/(η_i n_i), by T_i
-steps of dual averaging on noisy full gradients of its n_i rows,
+Phased mirror descent (any convex loss, any norm of `optim.norms` of order 1 ≤ p ≤ 2: l_p, groups,
+Schatten). Phase i minimises the regularised risk F_i(x) + λ_iψ(x − x_{i−1}) over the domain K,
+ψ = ‖·‖_p²/(2(p−1)) (1-strongly convex in ‖·‖_p; p at least 1 + 1/ln k), λ_i = 1/(η_i n_i), by T_i
+steps of dual averaging on noisy full gradients of its n_i rows (`mirror_step`),
 
-    x ← x_{i−1} + ∇ψ*(−ḡ/λ_i),   ḡ = mean of all noisy gradients so far,   ψ* = ((p−1)/2)‖·‖_q²,
+    x ← argmin_{x∈K} ⟨ḡ, x⟩ + λ_iψ(x − x_{i−1}),   ḡ = mean of all noisy gradients so far,
 
-each gradient with generalized Gaussian noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q (p = 2: normal
-noise, ρ = μ²/2 exactly).
+each gradient with noise for ρ/T_i, sensitivity 2L/n_i in ‖·‖_q (`generalized_gaussian`; normal
+noise: ρ = μ²/2 exactly).
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -36,9 +39,11 @@ import numpy as np
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import Solution
 from noshuffle.convex.solvers.domains import Everywhere
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser, spending
+from noshuffle.convex.solvers.generalized_gaussian import deviation, releaser, shape_of, spending
+from noshuffle.convex.solvers.mirror_step import MirrorStep
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import InvalidInput, Unsupported, positive, whole
+from noshuffle.errors import InvalidInput, positive, whole
+from noshuffle.optim.norms import Norm
 
 _SINGLE = "each row is read in one of the phases only, in any order"
 
@@ -76,6 +81,13 @@ def phased_sgd(
             f"learning_rate/4 must be at most 2/(smoothness + ridge) = {limit:g}, got "
             f"{learning_rate / 4:g}; steps beyond it may expand"
         )
+
+    def move(eta: float, steps: int) -> float:
+        """How far one row can move the average of a phase."""
+        far = 2 * problem.radius * (1 + eta * loss.ridge) + eta * loss.lipschitz
+        inexact = domain.inexact and 2 * steps * domain.inexact * far
+        return problem.c * loss.lipschitz * eta / batch_size + inexact
+
     phases = phase_slices(n)
     release = problem.gaussians(steps=len(phases))
     w = problem.start()
@@ -89,10 +101,9 @@ def phased_sgd(
             g = problem.gradient(v, batch) / batch_size
             v = domain.project(v - eta * (g + loss.ridge * v))
             average, count = average + v, count + 1
-        noise = problem.c * loss.lipschitz * eta / (batch_size * mu)
-        w = domain.project(release(average / count, scale=noise))
+        w = domain.project(release(average / count, scale=move(eta, count) / mu))
         released.append(w)
-    first = problem.c * loss.lipschitz * learning_rate / (4 * batch_size)
+    first = move(learning_rate / 4, -(-len(range(*phases[0].indices(n))) // batch_size))
     return problem.solution(
         w,
         {"learning_rate": learning_rate, "first_noise": first / mu},
@@ -118,34 +129,34 @@ def phased_mirror_descent(
     problem: Problem,
     *,
     p: float = 2.0,
+    norm: Norm | None = None,
     radius: float | None = None,
     steps: int = 128,
+    noise: str = "normal",
     prox: Prox | None = None,
 ) -> Solution:
     """Phased noisy mirror descent; non-smooth losses welcome. `radius` bounds the solution.
 
-    Guarantees: μ-GDP (p = 2) or ρ-zCDP from the noisy gradients alone, convex or not; rows must
-    be bounded in the dual norm of order q = p/(p−1). A bounded domain goes with p = 2 only, where
-    dual averaging over it is a projection.
+    `norm` measures weights, l_p if it is not given.
+
+    Guarantees: μ-GDP (normal noise) or ρ-zCDP from the noisy gradients alone, convex or not; rows
+    must be bounded in the dual norm. Every iterate lies in the domain.
     """
-    q = p / (p - 1) if p > 1 else math.inf
-    loss, domain = problem.loss, problem.domain
-    bounded = not isinstance(domain, Everywhere)
-    if bounded and p != 2:
-        raise Unsupported(
-            "phased mirror descent has a bounded domain for p = 2 only; use Everywhere"
-        )
-    problem.require("phased mirror descent", order=q, convex=prox is None)
-    n, d = problem.n, problem.d
-    if prox is not None and (p != 2 or prox.convexify < loss.weak_convexity):
+    loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
+    given = mirror_norm("phased mirror descent", norm or Norm(p))
+    problem.require("phased mirror descent", rows=given.dual, convex=prox is None)
+    norm = given.regular(d)
+    if prox is not None and (norm.p != 2 or prox.convexify < loss.weak_convexity):
         raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
     if radius is None:
-        radius = domain.euclidean(d) if bounded else 1.0
+        radius = 1.0 if isinstance(domain, Everywhere) else domain.reach(norm, d)
     positive(radius=radius)
     whole(steps=steps)
-    shape = Shape(p=p, d=d)
+    shape = shape_of(given, d, rows=loss.row_norm, noise=noise)
     rho, currency = spending(problem, shape)
-    eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho / (shape.kappa * d)))
+    # E‖noise‖ in the dual norm is σ times this, at most.
+    spread = math.sqrt(shape.kappa) * (given.dual.spread(d) if shape.is_normal else math.sqrt(d))
+    eta = radius / loss.lipschitz * min(1 / math.sqrt(n), math.sqrt(2 * rho) / spread)
     eta *= 4  # the first phase then uses η itself
     phases = phase_slices(n)
     counts = [min(steps, max(part.stop - part.start, 8)) for part in phases]
@@ -158,6 +169,7 @@ def phased_mirror_descent(
         noises.append(deviation(shape, sensitivity=reach, rho=rho / count))
         strength = 4**i / (eta * size)
         centre, v = released[-1], released[-1]
+        step = MirrorStep(norm, domain)
         mean, average, weight = np.zeros(d), np.zeros(d), 0.0
         for t in range(count):
             g = problem.gradient(v, part) / size
@@ -165,41 +177,28 @@ def phased_mirror_descent(
             if prox is not None:
                 g = g + prox.convexify * (v - prox.centre)
             mean += (g - mean) / (t + 1)
-            v = _dual_step(mean, centre=centre, strength=strength, p=p, prox=prox)
-            v = domain.project(v)
+            if prox is None:
+                v = step(mean, centre=centre, strength=strength)
+            else:  # what is left of the prox term is kept exactly
+                rest = prox.strength - prox.convexify
+                v = (strength * centre + rest * prox.centre - mean) / (strength + rest)
+                v = domain.project(v)
             average, weight = average + (t + 1) * v, weight + t + 1
         released.append(average / weight)
     return problem.solution(
         released[-1],
         {"learning_rate": eta, "first_noise": noises[0]},
         iterates=np.array(released),
-        sensitivity=problem.c * loss.lipschitz / max(1, n // 2),
+        sensitivity=shape.measured(problem.c * loss.lipschitz / max(1, n // 2)),
         noise=noises[0],
-        mechanism=f"phased dual averaging, generalized Gaussian noise of order {shape.r:g} on "
-        "every full gradient of a phase",
+        mechanism=f"phased dual averaging, {shape.words} noise on every full gradient of a phase",
         participation=_SINGLE,
         **currency,
     )
 
 
-def _dual_step(
-    mean: Array, *, centre: Array, strength: float, p: float, prox: Prox | None
-) -> Array:
-    """argmin ⟨mean, x⟩ + strength·ψ(x − centre) (+ what is left of the prox term)."""
-    if prox is not None:
-        rest = prox.strength - prox.convexify
-        return np.asarray((strength * centre + rest * prox.centre - mean) / (strength + rest))
-    return centre + dual_map(-mean / strength, p=p)
-
-
-def dual_map(y: Array, *, p: float) -> Array:
-    """∇ψ*(y) for ψ = ‖·‖_p²/(2(p−1)): (p−1)‖y‖_q^{2−q} sign(y)|y|^{q−1}."""
-    if p == 2:
-        return y
-    q = p / (p - 1)
-    largest = float(np.max(np.abs(y)))
-    if largest == 0:
-        return np.zeros_like(y)
-    scaled = np.abs(y) / largest  # degree one overall, so the largest entry factors out
-    norm = float(np.sum(scaled**q)) ** (1 / q)
-    return np.asarray((p - 1) * largest * norm ** (2 - q) * np.sign(y) * scaled ** (q - 1))
+def mirror_norm(solver: str, norm: Norm) -> Norm:
+    """A norm whose square makes a strongly convex ψ."""
+    if not 1 <= norm.p <= 2:
+        raise InvalidInput(f"{solver} needs a norm of order 1 <= p <= 2, got {norm.p!r}; take 2")
+    return norm

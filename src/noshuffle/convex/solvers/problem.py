@@ -53,6 +53,7 @@ from noshuffle.convex.solvers.domains import Domain, Everywhere
 from noshuffle.errors import open_unit, positive
 from noshuffle.noise import Source, new_key, test_source
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.optim.norms import Norm
 from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account, Charge
@@ -111,12 +112,16 @@ class Problem:
         place, draws = domain or Everywhere(), KeyedDraws(source, name="draws")
         return cls(loss, x, y, place, epsilon, delta, neighbours, source, draws)
 
-    def require(self, solver: str, *, order: float = 2.0, **conditions: bool) -> None:
-        """Refuse a loss that the solver's proof does not cover (`loss_record.require`)."""
-        radius = self.domain.reach(self.loss.dual_order, self.d)
+    def require(self, solver: str, *, rows: Norm | float = 2.0, **conditions: bool) -> None:
+        """Refuse a loss that the solver's proof does not cover (`loss_record.require`).
+
+        `rows` is the norm in which it wants them bounded (a number: the order of an l_p norm).
+        """
+        norm = rows if isinstance(rows, Norm) else Norm(rows)
+        radius = self.domain.reach(self.loss.row_norm.dual, self.d)
         if conditions.get("everywhere"):  # then the domain comes after the release
             radius = 0.0
-        require(self.loss, solver, radius=radius, order=order, **conditions)
+        require(self.loss, solver, radius=radius, norm=norm, d=self.d, **conditions)
 
     def part(self, rows: slice) -> Problem:
         """Some of the rows, under the same key."""

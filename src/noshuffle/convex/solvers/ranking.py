@@ -116,7 +116,7 @@ def _candidates(
 def _table(loss: Loss, n: int, d: int, domain: Domain) -> tuple[Array, Array]:
     draws = np.random.default_rng((n, d))
     x = draws.choice([-1.0, 1.0], (n, d)) if loss.order == math.inf else draws.normal(size=(n, d))
-    x = fit_into(1e3 * x, bound=loss.feature_bound, order=loss.order)
+    x = fit_into(1e3 * x, bound=loss.feature_bound, order=loss.order, parts=loss.parts)
     planted = draws.normal(size=d) if loss.order != math.inf else 0.5 ** np.arange(d, dtype=float)
     if math.isfinite(domain.size):
         planted = 0.65 * domain.project(1e3 * planted)

@@ -31,7 +31,7 @@ def gradient_norm(loss: Loss, w: Array, rows: Array, labels: Array) -> float:
     """‖∇F(w)‖ in the norm in which the loss bounds its rows."""
     if not loss.is_smooth:
         raise Unsupported(f"{loss.name} has kinks; use moreau_gradient")
-    return float(np.linalg.norm(loss.gradient(w, rows, labels), ord=loss.order))
+    return loss.row_norm(loss.gradient(w, rows, labels))
 
 
 def frank_wolfe_gap(loss: Loss, w: Array, rows: Array, labels: Array, *, domain: Domain) -> float:

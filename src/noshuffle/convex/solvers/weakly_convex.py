@@ -9,14 +9,14 @@ solver is ∇f + ϱ(x − x_j), the rest (β−ϱ)/2·‖x − x_j‖² is kept 
 J ~ min(√n, (εn/√d)^{2/3}) a uniformly drawn x_j has E‖∇F_β‖ of order n^{−1/4} + (√d/(εn))^{1/3}
 (docs/proofs-convex.md).
 
-For 1 ≤ p < 2 and rows bounded in the dual norm, f is ϱ-weakly convex in ‖·‖_p, and ψ =
-‖·‖_r²/(2(r−1)), r = max(p, 1 + 1/ln d), takes the place of ½‖·‖²: F + ϱψ(· − x_j) is convex and ϱψ
-is ϱ-strongly convex on top, so that dual averaging needs no phases (and has no bounded domain),
+In other norms of `optim.norms` of order 1 ≤ p < 2 (l_p, groups, Schatten) and rows bounded in the
+dual norm, f is ϱ-weakly convex in ‖·‖, and ψ = ‖·‖_r²/(2(r−1)), r = max(p, 1 + 1/ln k), takes the
+place of ½‖·‖²: F + ϱψ(· − x_j) is convex and ϱψ is ϱ-strongly convex on top, so that dual averaging
+over the domain K (`mirror_step`) needs no phases,
 
-    x ← x_j + ∇ψ*(−ḡ/ϱ),   ḡ = mean of [noisy ∇F(x) + ϱ∇ψ(x − x_j)].
+    x ← argmin_{x∈K} ⟨ḡ, x⟩ + ϱψ(x − x_j),   ḡ = mean of [noisy ∇F(x) + ϱ∇ψ(x − x_j)].
 
-Gradients are measured in order s = r/(r−1); a row bounded in order q > s grows by d^{1/s−1/q} ≤ e,
-and ϱ by its square. State: x_j.
+A row bounded in order q > s = r/(r−1) grows by k^{1/s−1/q} ≤ e, and ϱ by its square. State: x_j.
 
 >>> from noshuffle.convex.losses import phase
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -29,17 +29,16 @@ and ϱ by its square. State: x_j.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.convex.solvers.base import ONE_PASS, Solution, split
-from noshuffle.convex.solvers.domains import Everywhere
-from noshuffle.convex.solvers.generalized_gaussian import Shape, deviation, releaser, spending
-from noshuffle.convex.solvers.phased import Prox, dual_map, phased_mirror_descent
+from noshuffle.convex.solvers.generalized_gaussian import deviation, releaser, shape_of, spending
+from noshuffle.convex.solvers.mirror_step import MirrorStep
+from noshuffle.convex.solvers.phased import Prox, mirror_norm, phased_mirror_descent
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
+from noshuffle.errors import Unsupported, one_of, whole
+from noshuffle.optim.norms import Norm
 
 
 def rounds_for(*, rows: int, dimension: int, mu: float) -> int:
@@ -56,20 +55,21 @@ def weakly_convex(
     start: Array | None = None,
     output: str = "random",
     p: float = 2.0,
+    norm: Norm | None = None,
+    noise: str = "normal",
 ) -> Solution:
     """J proximal rounds; returns a uniformly drawn x_j (or the last), with all in `iterates`.
 
-    Guarantees: each round is μ-GDP (p = 2) or ρ-zCDP on rows of its own, so the whole pass is.
-    `start` must be chosen without the data (or by another private release, to be added up).
+    `norm` measures weights, l_p if it is not given.
+
+    Guarantees: each round is μ-GDP (normal noise) or ρ-zCDP on rows of its own, so the whole pass
+    is. Every iterate lies in the domain. `start` must be chosen without the
+    data (or by another private release, to be added up).
     """
     one_of(("random", "last"), output=output)
-    if not 1 <= p <= 2:
-        raise InvalidInput(f"p must lie in [1, 2], got {p!r}; beyond 2 take p = 2")
-    order = p / (p - 1) if p > 1 else math.inf
-    problem.require("the proximal scheme", convex=False, order=order)
+    given = mirror_norm("the proximal scheme", norm or Norm(p))
+    problem.require("the proximal scheme", convex=False, rows=given.dual)
     loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
-    if p < 2 and not isinstance(domain, Everywhere):
-        raise Unsupported("the proximal scheme has a bounded domain for p = 2 only; use Everywhere")
     if loss.is_convex:
         raise Unsupported(f"{loss.name} is convex; use phased_sgd or phased_mirror_descent")
     if rounds is None:
@@ -88,8 +88,8 @@ def weakly_convex(
             phased_mirror_descent.on(
                 problem.part(part), radius=reach, prox=Prox(w, strength, loss.weak_convexity)
             )
-            if p == 2
-            else _proximal_round(problem.part(part), w, p=p)
+            if given.p == 2
+            else _proximal_round(problem.part(part), w, norm=given, noise=noise)
         )
         w = run.weights
         points.append(w)
@@ -102,45 +102,43 @@ def weakly_convex(
         weights=points[picked],
         statement=statement,
         iterates=np.array(points),
-        details={"rounds": float(rounds), "strength": strength, "picked": float(picked)},
+        details={
+            "rounds": float(rounds),
+            "strength": strength,
+            "picked": float(picked),
+            "noise": run.details["first_noise" if given.p == 2 else "noise"],
+        },
     )
 
 
-def _proximal_round(problem: Problem, centre: Array, *, p: float, steps: int = 128) -> Solution:
+def _proximal_round(
+    problem: Problem, centre: Array, *, norm: Norm, noise: str, steps: int = 128
+) -> Solution:
     """One round for p < 2: T noisy full gradients of its rows, dual averaging around the centre."""
     loss, n, d = problem.loss, problem.n, problem.d
-    r = max(p, 1 + 1 / max(math.log(d), 1.0))
-    q = r / (r - 1)
-    stretch = d ** max(0.0, 1 / q - 1 / loss.order)  # of a row, from its norm to that of order q
+    smooth = norm.regular(d)
+    stretch = loss.row_norm.times(smooth.dual, d)  # of a row, from its norm to that of ψ
     # Without the ridge, which is strongly convex in the Euclidean norm only.
     convexity = loss.weak_curvature * (loss.feature_bound * stretch) ** 2
-    shape = Shape(p=r, d=d)
+    shape = shape_of(norm, d, rows=loss.row_norm, noise=noise)
     rho, currency = spending(problem, shape)
     steps = min(steps, max(n, 8))
-    reach = problem.c * loss.lipschitz * stretch / n
+    reach = problem.c * loss.lipschitz / n
     sigma = deviation(shape, sensitivity=reach, rho=rho / steps)
     release = releaser(problem, shape, steps=steps)
+    step = MirrorStep(smooth, problem.domain)
     v, mean, average = centre, np.zeros(d), np.zeros(d)
     for t in range(1, steps + 1):
         g = release(problem.gradient(v) / n, scale=sigma) + loss.ridge * v
-        mean += (g + convexity * norm_gradient(v - centre, p=r) - mean) / t
-        v = centre + dual_map(-mean / convexity, p=r)
+        mean += (g + convexity * smooth.gradient(v - centre) - mean) / t
+        v = step(mean, centre=centre, strength=convexity)
         average += 2 * t * v / (steps * (steps + 1))
     return problem.solution(
         average,
         {"noise": sigma},
-        sensitivity=reach,
+        sensitivity=shape.measured(reach),
         noise=sigma,
-        mechanism=f"proximal rounds of {steps} full gradients, generalized Gaussian noise of order "
-        f"{shape.r:g}",
+        mechanism=f"proximal rounds of {steps} full gradients, {shape.words} noise",
         participation=ONE_PASS,
         **currency,
     )
-
-
-def norm_gradient(y: Array, *, p: float) -> Array:
-    """∇ψ(y) = ‖y‖_p^{2−p} sign(y)|y|^{p−1}/(p−1), the inverse of `dual_map`."""
-    norm = float(np.linalg.norm(y, p))
-    if norm == 0:
-        return np.zeros_like(y)
-    return np.asarray(norm * np.sign(y) * (np.abs(y) / norm) ** (p - 1) / (p - 1))
