@@ -43,7 +43,7 @@ from noshuffle.federated.clients import cross_entropy
 from noshuffle.federated.simulate import evaluate, in_random_order
 from noshuffle.federated.tasks import FederatedTask, load_task, without_validation
 from noshuffle.federated.telemetry import be_quiet, need_flower
-from noshuffle.federated.vectorised import local_train_many, pack
+from noshuffle.federated.vectorised import pack, trained_many
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
@@ -171,13 +171,13 @@ def grid_of(task: FederatedTask, model: torch.nn.Module) -> Any:
             start = asked[0].content["arrays"].to_torch_state_dict()
             rows, weights = pack(task.starts[places], task.starts[places + 1], local=LOCAL)
             batches = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
-            deltas = local_train_many(
+            now = trained_many(
                 model, start, batches, clients=len(asked), local=LOCAL, loss_fn=cross_entropy
             )
             replies = []
             for i, message in enumerate(asked):
                 message.metadata.__dict__["_message_id"] = str(uuid4())
-                own = {name: value + deltas[name][i] for name, value in start.items()}
+                own = {name: now[name][i] for name in start}
                 metrics = MetricRecord({"num-examples": 1})
                 content = RecordDict({"arrays": ArrayRecord(own), "metrics": metrics})
                 replies.append(Message(content, reply_to=message))

@@ -17,9 +17,10 @@ from noshuffle.federated.clients import (
     clip_delta,
     cross_entropy,
     local_train,
+    trained,
 )
 from noshuffle.federated.recurrent import unrolled
-from noshuffle.federated.vectorised import can_vectorise, is_worth_it, local_train_many, pack
+from noshuffle.federated.vectorised import can_vectorise, is_worth_it, pack, trained_many
 from noshuffle.training.models import CharLSTM
 
 
@@ -150,9 +151,9 @@ def test_all_at_once_is_one_by_one(
     rows, weights = pack(starts, stops, local=local)
     batches = [(x[rows[:, s]], y[rows[:, s]], weights[:, s]) for s in range(rows.shape[1])]
     parameters = dict(model.named_parameters())
-    stacked = local_train_many(model, parameters, batches, clients=len(sizes), local=local)
+    stacked = trained_many(model, parameters, batches, clients=len(sizes), local=local)
     for u, (start, stop) in enumerate(zip(starts, stops)):
-        one = local_train(model, parameters, x[start:stop], y[start:stop], local=local)
+        one = trained(model, parameters, x[start:stop], y[start:stop], local=local)
         for name, value in one.items():
             torch.testing.assert_close(stacked[name][u], value, rtol=1e-4, atol=1e-6)
 
@@ -166,7 +167,7 @@ def test_a_nan_stays_with_its_owner() -> None:
     rows, weights = pack(starts, stops, local=local)
     batches = [(x[rows[:, s]], y[rows[:, s]], weights[:, s]) for s in range(rows.shape[1])]
     parameters = dict(model.named_parameters())
-    stacked = local_train_many(model, parameters, batches, clients=2, local=local)
+    stacked = trained_many(model, parameters, batches, clients=2, local=local)
     assert all(torch.isfinite(v[1]).all() for v in stacked.values())
     assert not all(torch.isfinite(v[0]).all() for v in stacked.values())
 
@@ -192,10 +193,10 @@ def test_unrolled_lstm_is_the_lstm_of_torch(layers: int, bias: bool) -> None:
     local = LocalTraining(learning_rate=0.5, steps=2)
     parameters = dict(model.named_parameters())
     batches = [(x[:, :1], y[:, :1], torch.ones(6, 1)), (x[:, 1:], y[:, 1:], torch.ones(6, 1))]
-    stacked = local_train_many(twin, parameters, batches, clients=6, local=local)
+    stacked = trained_many(twin, parameters, batches, clients=6, local=local)
     local = LocalTraining(learning_rate=0.5, steps=2, batch_size=1)
     for u in range(6):
-        one = local_train(model, parameters, x[u], y[u], local=local)
+        one = trained(model, parameters, x[u], y[u], local=local)
         for name, value in one.items():
             torch.testing.assert_close(stacked[name][u], value, rtol=1e-9, atol=1e-11)
 
@@ -241,4 +242,4 @@ def test_a_model_that_counts_is_not_trained_with_others() -> None:
     batch = (torch.randn(3, 4, 3), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
     local = LocalTraining(learning_rate=0.1)
     with pytest.raises(Unsupported, match=r"changes its own buffers.*vectorise=False"):
-        local_train_many(model, dict(model.named_parameters()), [batch], clients=3, local=local)
+        trained_many(model, dict(model.named_parameters()), [batch], clients=3, local=local)

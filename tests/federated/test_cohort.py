@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle import MinSeparation, Plan
+from noshuffle import Budget, MinSeparation, Plan
 from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.federated import ServerOptimizer, participation_from_times, read_log
 from noshuffle.federated.cohort import (
-    Roster,
     account_afterwards,
     draw_cohort,
     observed_participation,
@@ -144,13 +144,38 @@ def test_the_log_of_a_run_folder(tmp_path: Path) -> None:
 
 
 def test_users_have_one_kind_of_name() -> None:
-    roster = Roster(secret=b"s" * 16)
-    units = roster.units(["ada", "bob", "ada"])
+    def server(**more: Any) -> ServerOptimizer:
+        plan = Plan.fit(SinglePass(2), mechanism="blt", noise_multiplier=3.0, unit="user")
+        return ServerOptimizer(
+            {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2,
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0), **more,
+        )  # fmt: skip
+
+    first = server()
+    units = first.units(["ada", "bob", "ada"])
     assert units[0] == units[2] != units[1]
-    assert Roster(secret=b"t" * 16).units(["ada"])[0] != units[0]
-    with pytest.raises(InvalidInput, match="names users by str"):
-        roster.units([5])
+    assert server().units(["ada"])[0] != units[0]
+    with pytest.raises(InvalidInput, match="told its units apart by names, and now integers"):
+        first.units([5])
     for wrong in ([""], [None], [1.5], [True], [2**70]):
-        with pytest.raises(InvalidInput, match="user id"):
-            Roster().units(wrong)  # type: ignore[arg-type]
-    assert Roster().units(np.array([3, 4], dtype=np.int32)).tolist() == [3, 4]
+        with pytest.raises(InvalidInput, match=r"user id must|ids must"):
+            server().units(wrong)  # type: ignore[arg-type]
+    assert server().units(np.array([3, 4], dtype=np.int32)).tolist() == [3, 4]
+    with pytest.raises(InvalidInput, match="by integers and by strings"):
+        observed_participation([["5"], [5]])
+
+
+def test_runs_on_one_budget_name_users_alike(tmp_path: Path) -> None:
+    """Or a user would be two, and might spend twice what the budget gives to one."""
+    plan = Plan.fit(SinglePass(2), mechanism="blt", noise_multiplier=9.0, unit="user")
+    budget = Budget(tmp_path, epsilon=8.0, delta=1e-5, unit="user", individual=True)
+    servers = [
+        ServerOptimizer(
+            {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2, budget=budget,
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    servers[0].open(["ada", "bob"])
+    with pytest.raises(InvalidInput, match="names"):
+        servers[1].open([5, 6])

@@ -571,7 +571,7 @@ def test_public_keys_name_users_and_nobody_is_asked(lines: list[str]) -> None:
     strategy = PrivateStrategy(rounds, identities=PublicKeys(pem), wait=0.0)
     strategy.start(grid, num_rounds=3)
     assert {m.metadata.message_type for m in grid.sent} == {"train"}
-    assert rounds.server.roster.kind == "str"
+    assert rounds.server.ledger.meta("ids") == "names"
     assert rounds.server.round == 1  # both have taken part, and nobody else is there
 
 

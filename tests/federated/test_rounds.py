@@ -205,7 +205,7 @@ def test_a_crash_skips_the_row_and_keeps_the_charge(tmp_path: Path, crash: str, 
     assert same(resumed.server.parameters(), before)
     assert resumed.server.round == resumed.server.ledger.released == at + 1
     charged = resumed.server.ledger.row(at).units
-    assert set(charged) == set(resumed.server.roster.units(work.users))
+    assert set(charged) == set(resumed.server.units(work.users))
     again = rounds_in(tmp_path / "b")  # a second crash right after resuming changes nothing
     again.resume()
     for _ in range(at + 1, 8):
@@ -233,7 +233,7 @@ def test_another_setting_or_kind_of_id_is_refused(tmp_path: Path) -> None:
         )  # fmt: skip
     resumed = rounds_in(tmp_path / "a")
     resumed.resume()
-    with pytest.raises(InvalidInput, match="names users by str"):
+    with pytest.raises(InvalidInput, match="told its units apart by names"):
         resumed.begin([1, 2, 3])
 
 

@@ -134,7 +134,7 @@ def test_a_round_is_released_once_by_its_own_cohort() -> None:
         server.open(["bob", "ada"])
     with pytest.raises(ParticipationViolation, match="named twice"):
         server.open(["bob", "bob"])
-    with pytest.raises(InvalidInput, match="one kind"):
+    with pytest.raises(InvalidInput, match="same kind"):
         server.open([7])
     assert server.ledger.released == 1
 

@@ -32,7 +32,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.units import Ids, name_to_id
+from noshuffle.release.units import Ids, as_ids, kind_of_ids
 from noshuffle.statement import PrivacyStatement
 
 UserId = str | int
@@ -90,51 +90,10 @@ def checked_users(users: Users) -> Users:
     is_list = isinstance(users, Collection) and not isinstance(users, str | bytes | Mapping)
     if not is_list or (isinstance(users, np.ndarray) and users.ndim != 1):
         raise InvalidInput(f"users must be a list of ids, got {reprlib.repr(users)}")
+    for user in () if isinstance(users, np.ndarray) else users:
+        if not isinstance(user, str | int | np.integer) or isinstance(user, bool) or user == "":
+            raise InvalidInput(f"a user id must be a non-empty string or an integer, got {user!r}")
     return users
-
-
-class Roster:
-    """The 64-bit units of users' names. One run names all users by strings, or all by integers.
-
-    Strings are hashed under a secret of the run, so that a ledger does not give away who took
-    part; integers stand for themselves. 5 and "5" would be two users, hence one kind per run.
-    """
-
-    def __init__(self, *, secret: bytes = b"", kind: str = "") -> None:
-        self._secret = secret
-        self.kind = kind
-        self._known: dict[str, int] = {}
-
-    def units(self, users: Users) -> Ids:
-        """One unit per user named, repeats included."""
-        users = checked_users(users)
-        if isinstance(users, np.ndarray) and users.dtype.kind in "iu":
-            self._settle("int")
-            return users.astype(np.int64)
-        names = users.tolist() if isinstance(users, np.ndarray) else users
-        return np.fromiter((self._unit(name) for name in names), np.int64, count=len(names))
-
-    def _unit(self, user: object) -> int:
-        if isinstance(user, str) and user:
-            self._settle("str")
-            unit = self._known.get(user)
-            if unit is None:
-                unit = self._known[user] = name_to_id(user, secret=self._secret)
-            return unit
-        if isinstance(user, int | np.integer) and not isinstance(user, bool):
-            self._settle("int")
-            if not -(2**63) <= int(user) < 2**63:
-                raise InvalidInput(f"a user id must fit into 64 bits, got {user}; use a string")
-            return int(user)
-        raise InvalidInput(f"a user id must be a non-empty string or an integer, got {user!r}")
-
-    def _settle(self, kind: str) -> None:
-        if self.kind not in ("", kind):
-            raise InvalidInput(
-                f"this run names users by {self.kind}, got {kind}; use one kind, since 5 and '5' "
-                "would count as two users"
-            )
-        self.kind = kind
 
 
 def draw_cohort(ledger: Ledger, checked_in: Ids, *, size: int) -> NDArray[np.intp]:
@@ -155,9 +114,7 @@ def draw_cohort(ledger: Ledger, checked_in: Ids, *, size: int) -> NDArray[np.int
     return places[:size] if admission.keep is None else places[admission.keep][:size]
 
 
-def observed_participation(
-    history: Iterable[Users], *, steps: int | None = None, roster: Roster | None = None
-) -> MinSeparation:
+def observed_participation(history: Iterable[Users], *, steps: int | None = None) -> MinSeparation:
     """The limits that held in a log of rounds: entry t lists the users who were sent work then.
 
     `steps` is the number of rounds that noise was released for, if the log is shorter.
@@ -165,10 +122,14 @@ def observed_participation(
     Guarantees: every user's steps are a pattern of the result. A user who stands twice in one
     round is refused, since no separation covers two contributions to one step.
     """
-    roster = roster or Roster()
     if not isinstance(history, Iterable) or isinstance(history, str | bytes | Mapping):
         raise InvalidInput(f"give one list of users for every round, got {reprlib.repr(history)}")
-    rounds = [roster.units(users) for users in history]
+    listed = [checked_users(users) for users in history]
+    if len({kind_of_ids(users) for users in listed} - {""}) > 1:
+        raise InvalidInput(
+            "the log names users by integers and by strings; 5 and '5' are two users"
+        )
+    rounds = [as_ids(users) for users in listed]
     horizon = len(rounds) if steps is None else steps
     whole(at_least=max(1, len(rounds)), steps=horizon)
     units = np.concatenate([np.empty(0, np.int64), *rounds])

@@ -83,7 +83,7 @@ def _own(server: ServerOptimizer, count: int) -> float:
 
 def participations_of(server: ServerOptimizer, user: UserId) -> int:
     ids, seen = server.ledger.units()
-    return int(seen.count[ids == server.roster.units([user])].sum())
+    return int(seen.count[ids == server.units([user])].sum())
 
 
 def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:

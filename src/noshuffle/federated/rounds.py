@@ -118,7 +118,7 @@ class Rounds:
         if server.plan.participation.is_sampled:
             users = self._sampled(checked_in)
         else:
-            units = server.roster.units(checked_in)
+            units = server.units(checked_in)
             places = draw_cohort(server.ledger, units, size=server.cohort_size)
             if len(places) < self._at_least:
                 return None

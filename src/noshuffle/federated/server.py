@@ -46,7 +46,7 @@ from noshuffle.clipping import ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, instance_of
 from noshuffle.federated import server_checks as checks
-from noshuffle.federated.cohort import Cohort, Roster, Users, checked_users, plain
+from noshuffle.federated.cohort import Cohort, Users, checked_users, plain
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
@@ -63,6 +63,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
+from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -117,8 +118,6 @@ class ServerOptimizer(OneOwner):
             budget=budget,
         )
         self.run = self._release.folder
-        kind = self.ledger.meta("user_ids") or ""
-        self.roster = Roster(secret=self._release.id_secret, kind=kind)
         self._open: tuple[Cohort, Admission] | None = None
         self._is_torn = False
         #: How users are told apart, a fact of the ledger from round 0 on; drivers set it.
@@ -158,6 +157,14 @@ class ServerOptimizer(OneOwner):
         """The secret draws of a sampled plan (users are 0 … population − 1)."""
         return self._release.sampler(population)
 
+    def units(self, users: Users) -> Ids:
+        """The numbers by which the ledger knows users; a run names all by strings, or by integers.
+
+        Strings are hashed under a secret of the run, so that a ledger does not give away who took
+        part.
+        """
+        return self._release.identify(checked_users(users))
+
     def open(self, users: Users) -> Cohort:
         """Charge a cohort for the next round; send work only after this has returned.
 
@@ -166,7 +173,7 @@ class ServerOptimizer(OneOwner):
         returns, step and users are on the disk (with a run folder).
         """
         self._check_ready()
-        units = self.roster.units(users)
+        units = self.units(users)
         names = [plain(user) for user in users]
         if len(np.unique(units)) < len(units):
             raise ParticipationViolation(
@@ -207,8 +214,6 @@ class ServerOptimizer(OneOwner):
             raise ParticipationViolation(
                 f"user {user!r} has used up the budget of this data; leave the user out"
             )
-        if self.roster.kind:
-            self.ledger.bind("user_ids", self.roster.kind)
         self.ledger.bind(USER_IDENTITY, self.user_identity)
         release.open(admission)
         return admission

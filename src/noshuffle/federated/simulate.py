@@ -42,7 +42,7 @@ from noshuffle.federated.per_user import Spending, spending
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.rounds import RoundReport, Rounds
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.federated.vectorised import groups, local_train_many, pack, takes_together
+from noshuffle.federated.vectorised import groups, pack, takes_together, trained_many
 from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
 
@@ -213,11 +213,11 @@ def _together(
         rows, weights = pack(first[some], end[some], local=local)
         steps = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
         batches = [(x.to(device), y.to(device), w.to(device)) for x, y, w in steps]
-        stacked = local_train_many(
+        now = trained_many(
             model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
         )
         for i, place in enumerate(some):
-            yield users[place], {name: value[i] for name, value in stacked.items()}
+            yield users[place], {name: own[i] - parameters[name] for name, own in now.items()}
 
 
 @torch.no_grad()

@@ -28,12 +28,13 @@ from torch.func import grad, vmap
 
 from noshuffle.clipping.factor import COARSE_SLACK, SLACK, clip_factor
 from noshuffle.clipping.products import exactly, rounds_products
-from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
 from noshuffle.federated import stacked_lstm
-from noshuffle.federated.clients import LocalTraining, cross_entropy
+from noshuffle.federated.clients import LocalTraining
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.tasks import FederatedTask
+from noshuffle.federated.vectorised import weighted_loss
+from noshuffle.training.compiled.graphs import Captured, warmed
 
 #: Stacked parameters, x, y, weights of rows → stacked gradients, one a slot. With fewer sets of
 #: parameters than slots, neighbouring slots share one.
@@ -102,14 +103,7 @@ def gradient_fn(model: nn.Module) -> GradientFn:
     """Gradients of stacked copies of this model, each on rows of its own."""
     if stacked_lstm.fits(model):
         return stacked_lstm.gradients
-    twin = unrolled(model)
-
-    def loss(now: Mapping[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        losses = cross_entropy(call_with(twin, dict(now), (x,)), y)
-        total: Tensor = (losses * weights).sum() / weights.sum().clamp_min(1)
-        return total
-
-    each = vmap(vmap(grad(loss), in_dims=(None, 0, 0, 0)))
+    each = vmap(vmap(grad(weighted_loss(unrolled(model))), in_dims=(None, 0, 0, 0)))
 
     def gradients(
         params: Mapping[str, Tensor], x: Tensor, y: Tensor, weights: Tensor
@@ -157,7 +151,7 @@ class Stack:
         self._total = torch.zeros_like(theta)
         # Run, user and weight of every slot: what a captured graph reads.
         self._slots = torch.zeros(3, self._size, dtype=torch.int64, device=self._device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Captured | None = None
         # Few characters a call make LSTMs wait for launches; other models are wide enough.
         is_lstm = gradients is stacked_lstm.gradients
         self._is_captured = self._device.type == "cuda" and is_lstm
@@ -178,23 +172,14 @@ class Stack:
             self._slots.copy_(given[:, at : at + self._size])
             if self._is_captured and self._graph is None:
                 self._graph = self._capture()
-            work = self._work if self._graph is None else self._graph.replay
-            work()
+            (self._graph or self._work)()
         return self._total
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """Warm up on a side stream, as capturing asks, and undo what that added to the sums."""
+    def _capture(self) -> Captured:
+        """The work of a stack as a graph; what warming up added to the sums is taken back."""
         before = self._total.clone()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._work()
+        warmed(self._work, self._device)
+        graph = Captured(self._work, captures=True)
         self._total.copy_(before)
         return graph
 

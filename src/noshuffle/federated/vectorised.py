@@ -25,7 +25,7 @@ models with batch statistics change themselves: both are left to the loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -106,6 +106,17 @@ def pack(starts: Rows, stops: Rows, *, local: LocalTraining) -> tuple[Tensor, Te
     return torch.from_numpy(rows), torch.from_numpy(weights)
 
 
+def weighted_loss(model: nn.Module, loss_fn: LossFn = cross_entropy) -> Callable[..., Tensor]:
+    """The loss of one client: of its parameters, x, y and the weights of its rows."""
+
+    def loss(now: Mapping[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        losses = loss_fn(call_with(model, now, (x,)), y)
+        total: Tensor = (losses * weights.to(losses.dtype)).sum() / weights.sum().clamp_min(1)
+        return total
+
+    return loss
+
+
 def trained_many(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
@@ -120,13 +131,7 @@ def trained_many(
     Entry s of `batches` is (x, y, weights) of step s; `model` has no LSTM of torch's own.
     """
     start = {name: value.detach() for name, value in parameters.items()}
-
-    def loss(now: dict[str, Tensor], x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-        losses = loss_fn(call_with(model, now, (x,)), y)
-        total: Tensor = (losses * weights.to(losses.dtype)).sum() / weights.sum().clamp_min(1)
-        return total
-
-    gradient = vmap(grad(loss), randomness="different")
+    gradient = vmap(grad(weighted_loss(model, loss_fn)), randomness="different")
     rows = max(2, clients)
     now = {name: value.expand(rows, *value.shape) for name, value in start.items()}
     for s, batch in enumerate(batches):
@@ -154,20 +159,6 @@ def trained_many(
             step = value.add_ if s else value.add
             now[name] = step(pull, alpha=-local.learning_rate)
     return {name: value[:clients] for name, value in now.items()}
-
-
-def local_train_many(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    batches: Sequence[tuple[Tensor, Tensor, Tensor]],
-    *,
-    clients: int,
-    local: LocalTraining,
-    loss_fn: LossFn = cross_entropy,
-) -> dict[str, Tensor]:
-    """Stacked deltas, one row per client; see `trained_many`."""
-    now = trained_many(model, parameters, batches, clients=clients, local=local, loss_fn=loss_fn)
-    return {name: value - parameters[name].detach() for name, value in now.items()}
 
 
 def trained_alone(

@@ -25,6 +25,7 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ class Spread(NamedTuple):
         return self.low[:3] == self.high[:3]
 
 
+@lru_cache(maxsize=2**19)
 def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
     """64 bits of BLAKE2b of a unit's name, as a signed integer.
 
