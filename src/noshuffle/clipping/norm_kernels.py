@@ -147,70 +147,52 @@ def layer_sums(x: Tensor, g: Tensor, *, size: int, eps: float) -> tuple[Tensor, 
     return weight, bias
 
 
-def fits_rows(x: Tensor, g: Tensor, width: int) -> bool:
-    """The same of layer norms over a last axis of this width."""
-    if not (HAS_TRITON and x.is_cuda) or x.numel() < FEWEST or width > MOST_HELD:
-        return False
-    if torch.float64 in (x.dtype, g.dtype) or x.shape != g.shape or len(x) > MOST_EXAMPLES:
-        return False
-    if not (x.is_contiguous() and g.is_contiguous()):
-        return False
-    if torch.cuda.is_current_stream_capturing() and not _rows_agree.cache_info().currsize:
-        return False
-    return _rows_agree(x.device, x.dtype, g.dtype)
-
-
-@lru_cache(maxsize=16)
-def _rows_agree(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
-    """Whether the kernel runs here and gives what torch gives."""
-    draw = torch.Generator(device=device).manual_seed(7)
-    for steps, width in ((5, 40), (77, 700)):
-        x = (torch.randn(3, steps, width, device=device, generator=draw) * 3.0 + 5.0).to(x_type)
-        g = torch.randn(3, steps, width, device=device, generator=draw).to(g_type)
-        unit = F.layer_norm(x.double(), (width,), eps=1e-5)
-        try:
-            found = layer_sums(x, g, size=3, eps=1e-5)
-        except Exception:  # a compiler may fail in any way; torch can always do it
-            return False
-        wanted = (unit * g.double()).sum(1), g.double().sum(1)
-        if not all(
-            torch.allclose(f.double(), w, rtol=1e-3, atol=1e-2) for f, w in zip(found, wanted)
-        ):
-            return False
-    return True
-
-
 def _is_last(t: Tensor) -> bool:
     return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
 def fits(x: Tensor, g: Tensor) -> bool:
-    """Whether these are work for the kernel, and it is good here."""
-    if not (HAS_TRITON and x.is_cuda) or x.dim() < 3 or x.numel() < FEWEST:
+    """Whether these are work for the kernel of group norms, and it is good here."""
+    return x.dim() >= 3 and _fits(x, g, by_rows=False)
+
+
+def fits_rows(x: Tensor, g: Tensor, width: int) -> bool:
+    """The same of layer norms over a last axis of this width."""
+    is_laid_out = x.is_contiguous() and g.is_contiguous()
+    return is_laid_out and width <= MOST_HELD and _fits(x, g, by_rows=True)
+
+
+def _fits(x: Tensor, g: Tensor, *, by_rows: bool) -> bool:
+    if not (HAS_TRITON and x.is_cuda) or x.numel() < FEWEST or x.shape != g.shape:
         return False
-    if torch.float64 in (x.dtype, g.dtype) or x.shape != g.shape or len(x) > MOST_EXAMPLES:
+    if torch.float64 in (x.dtype, g.dtype) or len(x) > MOST_EXAMPLES:
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
-    return _agrees(x.device, x.dtype, g.dtype)
+    return _agrees(x.device, x.dtype, g.dtype, by_rows)
 
 
-@lru_cache(maxsize=16)
-def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
-    """Whether the kernel runs here and gives what torch gives."""
+@lru_cache(maxsize=32)
+def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, by_rows: bool) -> bool:
+    """Whether a kernel runs here and gives what torch gives."""
     draw = torch.Generator(device=device).manual_seed(7)
-    for places in (9, 101):
-        shape = (3, 6, places, places)
+    shapes: tuple[tuple[int, ...], ...] = ((3, 6, 9, 9), (3, 6, 101, 101))
+    if by_rows:
+        shapes = ((3, 5, 40), (3, 77, 700))
+    for shape in shapes:
         x = (torch.randn(shape, device=device, generator=draw) * 3.0 + 5.0).to(x_type)
         g = torch.randn(shape, device=device, generator=draw).to(g_type)
-        unit = F.group_norm(x.double(), 2, eps=1e-5)
         try:
-            found = channel_sums(x, g, groups=2, eps=1e-5)
+            if by_rows:
+                found = layer_sums(x, g, size=3, eps=1e-5)
+                unit = F.layer_norm(x.double(), shape[-1:], eps=1e-5)
+            else:
+                found = channel_sums(x, g, groups=2, eps=1e-5)
+                unit = F.group_norm(x.double(), 2, eps=1e-5)
         except Exception:  # a compiler may fail in any way; torch can always do it
             return False
-        wanted = (unit * g.double()).sum((2, 3)), g.double().sum((2, 3))
-        if not all(
-            torch.allclose(f.double(), w, rtol=1e-3, atol=1e-2) for f, w in zip(found, wanted)
-        ):
-            return False
+        for own, wanted in zip(found, (unit * g.double(), g.double())):
+            total = wanted.sum(1 if by_rows else (2, 3))
+            if not torch.allclose(own.double(), total, rtol=1e-3, atol=1e-2):
+                return False
     return True
