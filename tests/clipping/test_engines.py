@@ -6,41 +6,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.clipping.twin import flat, loop
 from torch import nn
 from torch.nn import functional as F
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
+from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.isolation_check import probe
 from noshuffle.clipping.layers import find_layout, read
 
 ENGINES = {"per_example": PerExample, "ghost": Ghost}
-
-
-def loop(model, loss_fn, batch, norm):
-    """The obvious twin: plain autograd, one example after the other, clip, add."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    total = {n: torch.zeros_like(p) for n, p in params.items()}
-    norms = []
-    for i in range(len(batch[0])):
-        one = tuple(t[i : i + 1] for t in batch)
-        loss = (
-            loss_fn.fn(model, *one)
-            if isinstance(loss_fn, ModelLoss)
-            else loss_fn(model(one[0]), *one[1:])
-        )
-        grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads)]
-        size = torch.sqrt(sum(g.double().square().sum() for g in grads))
-        norms.append(size)
-        factor = torch.clamp(norm / size, max=1.0) if size > 0 else 1.0
-        for name, grad in zip(params, grads):
-            total[name] += (grad * factor).to(grad.dtype)
-    return total, torch.stack(norms)
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
 
 
 def assert_same(got, truth, norms, tolerance):
@@ -249,9 +224,7 @@ def build(name):
 def test_layer_equals_the_loop(name, engine):
     model, batch = build(name)
     before = copy.deepcopy(model.state_dict())
-    norms = loop(model, nn.CrossEntropyLoss(), batch, 1.0)[1]
-    clip = float(norms.median())
-    truth, norms = loop(model, nn.CrossEntropyLoss(), batch, clip)
+    truth, norms, clip = loop(model, nn.CrossEntropyLoss(), batch)
     eng = ENGINES[engine]()
     got = eng.clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=Flat(clip))
     assert_same(got, truth, norms, 1e-6)
@@ -288,7 +261,7 @@ def test_single_precision_and_float64_norm_check(name, engine):
     model, (x, y) = build(name)
     model = model.float()
     x = x.float() if x.is_floating_point() else x
-    truth, norms = loop(model, F.cross_entropy, (x, y), 0.05)
+    truth, norms, _ = loop(model, F.cross_entropy, (x, y), 0.05)
     eng = ENGINES[engine]()
     got = eng.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(0.05))
     assert_same(got, truth, norms, 1e-5)
@@ -374,9 +347,7 @@ def test_random_networks(blocks, tie, reuse, size, seed, frozen, layerwise):
         for p in model.blocks[0].parameters():
             p.requires_grad_(False)
     batch = (torch.randint(6, (size, 3)), torch.randint(6, (size, 3)))
-    norms = loop(model, token_loss, batch, 1.0)[1]
-    clip = float(norms.median())
-    truth, norms = loop(model, token_loss, batch, clip)
+    truth, norms, clip = loop(model, token_loss, batch)
     ghost = Ghost()
     for engine in (PerExample(), ghost):
         got = engine.clipped_sum(model, token_loss, batch, clip=Flat(clip))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.clipping.twin import flat, loop
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, next_token
@@ -64,30 +65,6 @@ LMS = {
 }
 
 
-def loop(model, loss, batch, norm):
-    """The obvious twin: plain autograd, one example after the other, clip, add."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    total = {n: torch.zeros(p.shape) for n, p in params.items()}
-    norms = []
-    for i in range(3):
-        one = tuple(
-            {k: v[i : i + 1] for k, v in t.items()} if isinstance(t, dict) else t[i : i + 1]
-            for t in batch
-        )
-        value = loss.fn(model, *one).sum()
-        grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params.values(), grads)]
-        size = torch.sqrt(sum(g.double().square().sum() for g in grads))
-        norms.append(size)
-        for name, grad in zip(params, grads):
-            total[name] += grad.float() * min(1.0, norm / float(size))
-    return total, torch.stack(norms)
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
-
-
 def gap(got, truth):
     assert list(got.values) == list(truth)
     return float((flat(got.values) - flat(truth)).norm() / flat(truth).norm())
@@ -100,8 +77,7 @@ def tokens():
 
 def assert_like_the_loop(model, loss=next_token, batch=None, tolerance=1e-5, engine=None):
     batch = batch or tokens()
-    norm = 0.7 * float(loop(model, loss, batch, 1.0)[1].median())
-    truth, norms = loop(model, loss, batch, norm)
+    truth, norms, norm = loop(model, loss, batch, share=0.7)
     engine = engine or Ghost()
     got = engine.clipped_sum(model, loss, batch, clip=Flat(norm))
     assert gap(got, truth) <= tolerance

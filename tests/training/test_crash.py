@@ -149,7 +149,7 @@ def crash(tmp_path, *, instants, seed):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_a_few_instants(tmp_path):
-    assert sum(r["kills"] for r in crash(tmp_path, instants=3, seed=1)) >= 3
+    assert sum(r["kills"] for r in crash(tmp_path, instants=2, seed=1)) >= 2
 
 
 @pytest.mark.slow
