@@ -10,6 +10,7 @@ from typing import Any
 from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.promise import Output, Promise, check_picture, print_json
+from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, one_of, whole
 from noshuffle.participation import Epochs, Participation
 
@@ -64,16 +65,21 @@ def plan(asked: PlanSettings, output: Output) -> None:
         fit_fn=None if ":" in asked.mechanism else kept_fit,
     )
     found = _sampled(participation, asked, rows[0]) if asked.sampling else []
+    least = _least_rms(participation, asked, rows[0]) if asked.bound else None
     if output.json:
-        print_json([row.to_dict() for row in rows] + [row.to_dict() for row in found])
+        more = {} if least is None else {"rms_error_lower_bound": least}
+        print_json([{**row.to_dict(), **more} for row in rows] + [row.to_dict() for row in found])
     else:
         _print_table(rows, participation.words())
     if found and not output.json:
         print("If positions can be drawn in secret (against the best of the table without):")
         for row in found:
             print(f"  {row.words} ({100 * (row.rms / rows[0].rms - 1):+.1f} %)")
-    if asked.bound and not output.json:
-        _print_bound(participation, asked, rows[0])
+    if least is not None and not output.json:
+        say(
+            f"No mechanism has an rms below {least:.3f} there (certified): {rows[0].name} is "
+            f"within {100 * (rows[0].rms / least - 1):.1f} % of the best there can be."
+        )
     if asked.plot is not None:
         from noshuffle.report.tradeoff import draw_plan
 
@@ -101,7 +107,8 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
     )
 
 
-def _print_bound(participation: Participation, asked: PlanSettings, first: Any) -> None:
+def _least_rms(participation: Participation, asked: PlanSettings, first: Any) -> float:
+    """What no mechanism can be below, certified."""
     from noshuffle.strategies.long_bound import long_bound
 
     if asked.momentum or participation.is_sampled:
@@ -109,10 +116,7 @@ def _print_bound(participation: Participation, asked: PlanSettings, first: Any) 
     _say("a lower bound")
     least = long_bound(participation).bound * first.noise_multiplier / first.sensitivity
     _say("")
-    print(
-        f"No mechanism has an rms below {least:.3f} there (certified): {first.name} is within "
-        f"{100 * (first.rms / least - 1):.1f} % of the best there can be."
-    )
+    return float(least)
 
 
 def _say(name: str) -> None:

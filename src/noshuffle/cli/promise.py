@@ -113,6 +113,15 @@ def check_picture(path: Path, option: str) -> None:
 
 
 def print_json(record: object) -> None:
+    """Strict JSON: an infinite ε or a score that is no number is null."""
     import json
 
-    print(json.dumps(record, indent=2, ensure_ascii=False))
+    print(json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ from pathlib import Path
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.settings import check_device
+from noshuffle.cli.words import say as tell
 from noshuffle.errors import one_of, positive
 from noshuffle.experiments import FIGURES
 
@@ -70,5 +71,6 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
         record = {**store.record, "claims": [asdict(claim) for claim in claims]}
         print_json({**record, "seconds": store.seconds, "pictures": [str(p) for p in pictures]})
         return
-    print(f"{text}\n\n{lines}\n")
+    print(f"{text}\n")
+    tell(f"{lines}\n")
     print(f"{store.seconds:.0f} s of work in {folder}" + (f"; {stopped}" if stopped else ""))
