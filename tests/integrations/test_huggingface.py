@@ -15,11 +15,11 @@ import peft
 import pytest
 import torch
 import transformers
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import noshuffle as ns
 from noshuffle.clipping import next_token
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
 from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
 from noshuffle.noise import test_source
@@ -353,3 +353,35 @@ def test_half_precision_trains(tmp_path, kind):
     assert made.private.steps_released == 6
     assert bool(torch.isfinite(weights(made.model)).all())
     assert not torch.equal(before, weights(made.model))
+
+
+class Stream(IterableDataset):
+    """A stream that has a length, and another order in every pass if it shuffles."""
+
+    def __init__(self, *, shuffles):
+        self.rows, self.shuffles, self.passes = Sentences(), shuffles, 0
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        order = list(range(ROWS))
+        if self.shuffles and self.passes:
+            order = order[1:] + order[:1]
+        self.passes += 1
+        return (self.rows[i] for i in order)
+
+
+def test_a_stream_with_a_length_has_no_places(tmp_path):
+    """Its batches are told apart by content: by places, a shuffled one would pass unseen."""
+    made = trainer(tmp_path / "a", data=Stream(shuffles=False))
+    made.train()
+    rows = trainer(tmp_path / "b")
+    rows.train()
+    assert torch.equal(weights(made.model), weights(rows.model))
+    found = [own.private.ledger.facts()["identified_by"] for own in (made, rows)]
+    assert found == ["fingerprints", "ids"]
+    with pytest.raises(NoshuffleError, match="order"):
+        trainer(tmp_path / "c", data=Stream(shuffles=True)).train()
+    with pytest.raises(InvalidInput, match="units= needs a data set with a length and rows"):
+        trainer(tmp_path / "d", data=Stream(shuffles=False), units=list(range(ROWS))).train()
