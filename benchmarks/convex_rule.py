@@ -1,13 +1,14 @@
 """The simulation behind the steps of `solver="auto"`: synthetic tables, every solver and schedule.
 
-    python benchmarks/convex_rule.py [--quick] [--task classify regress]
+    python benchmarks/convex_rule.py [--quick] [--task classify regress wide]
 
 For each family, number of rows n, columns p and ε: test accuracy (R² of regressions, at least −1)
 of "gd" at several numbers of readings and step sizes, of the rule's own choice ("auto") and of
 the other solvers, δ = 1e-6. Printed by R = nμ/√(p + 1): how far each setting lies behind the best
 of its cell, mean over cells. No table of convex_table.py takes part. Families: uniform
 columns, skewed and correlated ones, indicators of five values each with a rare class, columns of
-very different spread; of classes also clusters of five.
+very different spread; of classes also clusters of five. "wide" has thousands of columns, of which
+3, 30 or all matter, and "gd" beside "frank_wolfe" at several radii, printed cell by cell.
 """
 
 from __future__ import annotations
@@ -110,13 +111,40 @@ def simulate(task: str, *, quick: bool) -> None:
         print(line + "".join(f"{100 * np.nanmean(row[name]):>14.1f}" for name in names), flush=True)
 
 
+def simulate_wide(*, quick: bool) -> None:
+    """Accuracy of "gd" and of chosen vertices where columns are many, and few matter or all."""
+    radii = (0.5, 1.0, 2.0)
+    tried = ("gd", *(f"radius {r:g}" for r in radii))
+    print("wide: accuracy\n" + f"{'n':>6}{'p':>6}{'matter':>8}{'ε':>5}{'R':>7}{'nμ/ln 2p':>10}"
+          + "".join(f"{name:>12}" for name in tried))  # fmt: skip
+    for n, p in ((1000, 1000),) if quick else ((1000, 1000), (1000, 4000), (4000, 4000)):
+        for support in (3, 30, p):
+            kind = "spreads" if support == 30 else "uniform"
+            rng = np.random.default_rng((n, p, support))
+            x = columns(kind, n + HELD, p, rng).astype(np.float32)
+            w = rng.normal(size=p) * (np.arange(p) < support)
+            margin = 3 * ((x - x.mean(0)) / x.std(0)) @ w / np.sqrt(support)
+            y = (rng.random(n + HELD) < expit(margin)).astype(int)
+            for epsilon in (1.0,) if quick else (0.5, 1.0, 2.0, 8.0):
+                asked: list[dict[str, Any]] = [{"solver": "gd"}]
+                asked += [{"solver": "frank_wolfe", "radius": r} for r in radii]
+                found = [score("classify", kind, x, y, epsilon=epsilon, **own) for own in asked]
+                reach = n * gaussian.mu(epsilon=epsilon, delta=DELTA)
+                print(f"{n:>6}{p:>6}{support:>8}{epsilon:>5g}{reach / np.sqrt(p + 1):>7.1f}"
+                      f"{reach / np.log(2 * p):>10.1f}"
+                      + "".join(f"{v:>12.3f}" for v in found), flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--task", nargs="+", default=("classify", "regress"))
+    parser.add_argument("--task", nargs="+", default=("classify", "regress", "wide"))
     given = parser.parse_args()
     for task in given.task:
-        simulate(task, quick=given.quick)
+        if task == "wide":
+            simulate_wide(quick=given.quick)
+        else:
+            simulate(task, quick=given.quick)
 
 
 if __name__ == "__main__":

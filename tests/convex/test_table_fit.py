@@ -55,6 +55,30 @@ def test_auto_takes_gd_and_says_so() -> None:
     assert quick(solver="gd", passes=5, test_seed=0).fit(x, y).n_steps_ == 5
 
 
+def test_auto_chooses_vertices_where_columns_are_many(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    x = rng.choice([-1.0, 1.0], size=(1000, 1200)).astype(np.float32)
+    y = (x[:, 3] > 0).astype(int)
+    wide = {"bounds": (-1, 1), "epsilon": 2.0, "test_seed": 0}
+    model = quick(**wide).fit(x, y)
+    assert (model.solver_, model.n_features_in_) == ("frank_wolfe", 1200)
+    assert np.abs(model.coef_).sum() <= 1.0
+    assert model.score(x, y) > 0.9  # "gd" has 0.6 there
+    assert (
+        "Solver frank_wolfe was taken, from public settings alone: 1200" in model.privacy_.words()
+    )
+    weight = np.ones(1000)
+    for more, fitted in (
+        ({"penalty": "l2"}, {}),
+        ({"bounds": None, "feature_bound": 40.0}, {}),
+        ({"epsilon": 0.1}, {}),  # the noise hides all: the intercept
+        ({"class_weight": "balanced"}, {}),
+        ({}, {"sample_weight": weight}),
+        ({}, {"run": tmp_path / "run"}),
+    ):
+        assert quick(**{**wide, **more}).fit(x, y, **fitted).solver_ == "gd"
+
+
 def rules() -> list[GradientRule]:
     common = {"features": 3, "clip_norm": 0.7, "rate": 1.0}
     kinds = ((PerMargin(logistic()), 1), (Softmax(), 4), (PerMargin(squared(radius=np.inf)), 1))

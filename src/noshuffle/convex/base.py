@@ -227,7 +227,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             own = unit_weights(ids, self.rows_per_unit, rows=len(targets))
             weight = own if weight is None else weight * own
             self._most_weight *= self.rows_per_unit
-        why = self._choose(X, run=run)
+        why = self._choose(X, run=run, is_weighted=weight is not None)
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
             warn_if_fitted_before(X)
             self._warn_without_bounds()

@@ -96,6 +96,7 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     """Logistic (two classes) or softmax regression, with probabilities."""
 
     _RATE: ClassVar[float | None] = 4.0
+    _VERTICES: ClassVar[bool] = True
 
     def _record(self, **bounds: Any) -> Loss:
         return logistic(**bounds)

@@ -2,8 +2,10 @@
 
 "auto" is decided by public settings alone: a setting that only the stream has (a horizon, passes,
 batches, a mechanism, averaging, a learning rate, a released score, a penalty or set of its own)
-takes "ftrl", everything else "gd", which is ahead of the others on most tables
-(benchmarks/RESULTS.md). Evidence for a run folder is kept by solvers that read rows in steps.
+takes "ftrl"; two classes with bounds and so many columns that noise of √p would hide them take
+"frank_wolfe" (`schedule.takes_vertices`), unless a setting is given that it has not; everything
+else takes "gd", which is ahead of the others on most tables (benchmarks/RESULTS.md). Evidence for a
+run folder is kept by solvers that read rows in steps.
 State: none of its own; it writes the attributes of the estimator.
 """
 
@@ -27,7 +29,14 @@ from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
 from noshuffle.convex.ranges import FOUND, is_private
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.schedule import LENGTH, Schedule, stable_rate, steps_for
+from noshuffle.convex.schedule import (
+    LENGTH,
+    WIDE_RADIUS,
+    Schedule,
+    stable_rate,
+    steps_for,
+    takes_vertices,
+)
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
 from noshuffle.release.units import as_ids
@@ -43,6 +52,8 @@ MANY_ROWS = (
 )
 SETTINGS = "All other settings are taken to have been chosen without the data, too."
 GIVEN_BOUNDS = "{} were given, not measured, and are taken to have been chosen without the data."
+#: Numbers of a table that "auto" puts into memory at once, if need be from sparse rows.
+_MOST_NUMBERS = 100_000_000
 _UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
 
 
@@ -61,6 +72,8 @@ class TableFit:
     #: For models of log y (`GradientRule.level_power`).
     _LEVEL_POWER: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ()
+    #: Whether "auto" may take "frank_wolfe".
+    _VERTICES: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # of the estimator
         solver: str
@@ -111,7 +124,30 @@ class TableFit:
         }
         return tuple(name for name, is_given in given.items() if is_given)
 
-    def _choose(self, X: Any, *, run: str | Path | None) -> str:
+    def _takes_vertices(self, X: Any, *, run: str | Path | None) -> bool:
+        """Whether "auto" takes "frank_wolfe": from settings and the shape of the table."""
+        is_possible = (
+            self._VERTICES
+            and len(getattr(self, "classes_", ())) == 2
+            and self.bounds is not None
+            and not is_private(self.bounds)
+            and self.epsilon != math.inf
+            and X.shape[0] * X.shape[1] <= _MOST_NUMBERS
+        )
+        is_plain = (
+            run is None
+            and self.penalty is None
+            and not self.inference
+            and self.rows_per_unit is None
+            and self._most_weight == 1.0
+            and not self._is_balanced()
+        )
+        if not (is_possible and is_plain):
+            return False
+        mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
+        return takes_vertices(rows=X.shape[0], columns=X.shape[1], mu=mu)
+
+    def _choose(self, X: Any, *, run: str | Path | None, is_weighted: bool = False) -> str:
         """Set `solver_` and how often it reads the table; says why where it was chosen here."""
         one_of(self._SOLVERS, solver=self.solver)
         given, why = self._stream_settings(), ""
@@ -119,6 +155,8 @@ class TableFit:
         if self.solver == "auto":
             self.solver_ = "ftrl" if given else "gd"
             reason = f"{', '.join(given)} given" if given else "the table is there as a whole"
+            if not given and not is_weighted and self._takes_vertices(X, run=run):
+                self.solver_, reason = "frank_wolfe", f"{X.shape[1]} columns"
             why = f"Solver {self.solver_} was taken, from public settings alone: {reason}."
         if self.solver_ in ("gd", *ONE_SHOT):
             odd = [n for n in given if n not in ("passes", "learning_rate", "constraint")]
@@ -271,7 +309,7 @@ class TableFit:
             self._weights, found = tilted(record, rows, labels, **settings)
         else:
             record = self._weighted(self._record(order=math.inf))
-            settings["radius"] = self.radius
+            settings["radius"] = WIDE_RADIUS if self.solver == "auto" else self.radius
             self._weights, found = chosen_vertices(record, rows, labels, **settings)
         self.__dict__.pop("_stream", None)
         self.n_steps_, self.n_rows_ = int(found.details.get("steps", 1)), X.shape[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 from noshuffle.accounting import gaussian, renyi
@@ -64,6 +65,11 @@ def rho_budget(*, epsilon: float, delta: float) -> float:
     """The largest ρ whose zCDP conversion is within (ε, δ); found by bisection, safe side."""
     positive(epsilon=epsilon)
     open_unit(delta=delta)
+    return _largest_rho(float(epsilon), float(delta))
+
+
+@lru_cache(maxsize=64)  # it takes longer than a small run
+def _largest_rho(epsilon: float, delta: float) -> float:
     low, high = 0.0, 1.0
 
     def meets(rho: float) -> bool:
