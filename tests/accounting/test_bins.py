@@ -47,6 +47,16 @@ def test_two_positions_in_the_plane(m: list[tuple[float, float]]) -> None:
     assert found.epsilon(noise_multiplier=least, delta=delta) <= 1.0 + 2e-6
 
 
+@pytest.mark.parametrize("second", [0.0, 0.6])
+def test_a_plan_states_what_quadrature_finds(second: float) -> None:
+    strategy, part = banded((1.0, second)), BallsInBins(1, 2)
+    plan = Plan(participation=part, strategy=strategy, noise_multiplier=1.3, delta=0.05)
+    true = both_ways(shifts(strategy, part, 2).T, 1.3, plan.epsilon())
+    assert 0.8 * plan.delta < true <= plan.delta * (1 + 1e-4)
+    less = both_ways(shifts(strategy, part, 2).T, 1.3, 0.9 * plan.epsilon())
+    assert less > plan.delta
+
+
 def test_signs_cannot_do_worse_than_absolute_values() -> None:
     """Position j shifts by any vector with entries up to |C|: quadrature over signs."""
     shift = np.array([(1.0, -0.7), (0.0, 1.0)])

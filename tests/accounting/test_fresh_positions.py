@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.accounting.test_bins import both_ways
 
 from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.accounting.monte_carlo import SecretPositions
@@ -33,6 +34,18 @@ def test_the_bound_lies_above_monte_carlo() -> None:
     apart = FreshPositions(((1, 0.0, 1.0), (8, 0.0, 1.0)), epochs=2)  # identity: exact
     exact = SecretPositions(np.eye(8), apart, periods=2).delta(**given, samples=15_000, seed=4)
     assert exact.lower < exact.sampling_free < exact.upper
+
+
+def test_two_positions_that_overlap_beside_quadrature() -> None:
+    part, strategy = SeparatedBins(1, 3, 2), banded((1.0, 0.6))
+    classes = separated_classes(strategy, part, part.steps)
+    plane = np.linalg.cholesky(separated_gram(strategy, part, part.steps))
+    given = {"noise_multiplier": 1.3, "epsilon": 1.0}
+    true = both_ways(plane, 1.3, 1.0)
+    assert true * (1 - 1e-4) <= FreshPositions(classes, epochs=1).delta(**given) <= 1.15 * true
+    top = classes[0][2]
+    careless = FreshPositions((classes[0], (2, 0.0, top)), epochs=1)  # no overlap counted
+    assert careless.delta(**given) < 0.99 * true
 
 
 def test_plans() -> None:

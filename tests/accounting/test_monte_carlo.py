@@ -29,6 +29,25 @@ def test_quadrature_lies_between_the_bounds(epsilon: float) -> None:
     assert "at most" in found.words()
 
 
+def test_epsilon_at_the_delta_of_quadrature() -> None:
+    """Of both directions: where one alone has δ already, ε is too small."""
+    shift = np.diag((1.2, 1.2))
+    secret = SecretPositions(shift @ shift, Overlaps(((1, 0.0, 1.44),)))
+    delta = both_ways(shift, 1.0, 1.2)
+    given = {"noise_multiplier": 1.0, "samples": 60_000, "seed": 3}
+    found = secret.epsilon(**given, delta=delta)
+    assert 1.05 < found.lower < 1.2 < found.upper < 1.32
+    assert secret.delta(**given, epsilon=1.2, direction="add").upper < 0.9 * delta
+
+
+def test_losses_that_are_cut_off_are_charged() -> None:
+    pilot = _Draws(np.zeros(10), np.ones(10))
+    test = SecretPositions(GRAM, BOUND)._test("remove", 2.0, 1e-3, 5.0, pilot)
+    assert test.charge == pytest.approx(1e-5)
+    nothing = _Draws(np.full(1000, -9.0), np.ones(1000))
+    assert not test.is_below(nothing, 1e-5, 0.5)
+
+
 @pytest.mark.parametrize("side", ["remove", "add"])
 @pytest.mark.parametrize("count", [1, 6])
 def test_draws_from_the_moved_density_alone_are_bounded(side: str, count: int) -> None:

@@ -35,13 +35,19 @@ def plan_of(part: Participation, unit: str = "user") -> Plan:
     return Plan.fit(part, mechanism="identity", noise_multiplier=1.0, unit=unit)
 
 
+def rounds_in(folder: Path, part: Participation) -> Rounds:
+    return Rounds(
+        ServerOptimizer(
+            {"w": torch.zeros(2)}, plan_of(part), clip=1.0, cohort_size=8, run=folder,
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("part", KINDS, ids=lambda part: part.kind)
 def test_cohorts_are_the_secret_draw_and_nothing_else(part: Participation, tmp_path: Path) -> None:
-    server = ServerOptimizer(
-        {"w": torch.zeros(2)}, plan_of(part), clip=1.0, cohort_size=8, run=tmp_path / "run",
-        optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
-    )  # fmt: skip
-    rounds, everybody = Rounds(server), np.arange(PEOPLE)
+    rounds, everybody = rounds_in(tmp_path / "run", part), np.arange(PEOPLE)
+    server = rounds.server
     with pytest.raises(InvalidInput, match=r"server.sampler"):
         rounds.begin(everybody)
     sampler = server.sampler(PEOPLE)
@@ -62,6 +68,40 @@ def test_cohorts_are_the_secret_draw_and_nothing_else(part: Participation, tmp_p
         rounds.finish()
     assert server.statement().epsilon == server.plan.epsilon()
     rounds.close()
+
+
+@pytest.mark.parametrize("part", KINDS[1:3] + KINDS[4:], ids=lambda part: part.kind)
+def test_a_killed_server_draws_no_round_anew(part: Participation, tmp_path: Path) -> None:
+    """What was asked stays asked; positions stay; the rest is drawn afresh; then no key is left."""
+    folder, everybody = tmp_path / "run", np.arange(PEOPLE)
+    killed = rounds_in(folder, part)
+    before = [killed.server.sampler(PEOPLE).draw(step).tolist() for step in range(part.steps)]
+    for is_last in (False, False, True):
+        work = killed.begin(everybody)
+        assert work is not None
+        assert list(work.users) == before[work.step]
+        if not is_last:
+            killed.finish()
+    rounds = rounds_in(folder, part)
+    with pytest.raises(InvalidInput, match="population"):
+        rounds.server.sampler(PEOPLE + 1)
+    assert rounds.resume() == (2,)  # which was asked, and whose noise is not used again
+    sampler = rounds.server.sampler(PEOPLE)
+    after = [sampler.draw(step).tolist() for step in range(part.steps)]
+    assert after[:3] == before[:3]
+    is_fresh = isinstance(part, CyclicPoisson)  # coins of steps that nobody has seen
+    assert (after[3:] == before[3:]) != is_fresh
+    if is_fresh:
+        with pytest.raises(ParticipationViolation, match="secret sampler"):
+            rounds.server.open(before[3])
+    for _ in range(3):
+        assert rounds.begin(everybody) is not None
+        rounds.finish()
+    assert rounds.server.statement().epsilon == rounds.server.plan.epsilon()
+    key_file = rounds.server.run.key_file  # type: ignore[union-attr]
+    assert key_file.exists()
+    rounds.close()
+    assert not key_file.exists()
 
 
 @pytest.mark.parametrize("part", KINDS, ids=lambda part: part.kind)
