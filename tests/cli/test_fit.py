@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import typer
 
+from noshuffle.accounting import gaussian
+from noshuffle.accounting.sparse_histogram import SparseHistogram
 from noshuffle.cli.fit import fit
 from noshuffle.cli.predict import predict
 from noshuffle.cli.table_file import read_table
@@ -128,6 +130,43 @@ def test_counts_and_quantiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert told[0] > 1.5 * told[1]
 
 
+def test_text_columns_become_indicators_of_categories(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found within ε, or given; the model knows them, and so do its statement and `predict`."""
+    lines = table.read_text().splitlines()
+    lines[5] = lines[5].replace("Rome", "Atlantis").replace("Oslo", "Atlantis")
+    table.write_text("\n".join(lines) + "\n")
+    line = [str(table), "--target", "sold", "--ids", "who", "--test-seed", "t", "--json"]
+    line += ["--bounds", "0,10", "--bounds", "price=-10,10", "--classes", "no,yes"]
+    asked = {"private": ["private"], "given": ["city=Bonn, Oslo"]}
+    for name, given in asked.items():
+        out = tmp_path / name
+        options = [part for one in given for part in ("--categories", one)]
+        command([*line, *options, "--out", str(out)])
+        told = json.loads(capsys.readouterr().out)["statement"]
+        model = json.loads((out / "model.json").read_text())
+        cities = {"private": ["Oslo", "Rome"], "given": ["Bonn", "Oslo"]}[name]
+        assert model["categories"] == {"city": cities}
+        assert [c for c in model["columns"] if "=" in c] == [f"city={c}" for c in cities]
+        assert verify(out).refuted == ()
+        said = [s for s in told["assumptions"] if s.startswith("Before this run")]
+        assert len(said) == (name == "private")
+        command([str(out), str(table), "--json"], predict)
+        assert len(json.loads(capsys.readouterr().out)) == 600
+        if not said:
+            assert told["epsilon"] == pytest.approx(1.0)
+            continue
+        # μ of the model and of the choice, and the chance that it fails, are (1, 1e-6) together.
+        share = float(re.search(r"ε = ([0-9.]+)", said[0]).group(1))
+        law = SparseHistogram.fit(epsilon=share, delta=0.25e-6, columns=1)
+        mu = np.hypot(law.mu, told["mu"])
+        spent = law.slack + (1 - law.slack) * gaussian.delta(mu=float(mu), epsilon=1.0)
+        assert spent == pytest.approx(1e-6, rel=1e-2)
+        assert 0.8 < told["epsilon"] < 0.99
+        assert "Before this run" in verify(out).words()
+
+
 def test_refusals(table: Path, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "x")]
     for line, match in (
@@ -138,6 +177,8 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
         (["--target", "sold", "--hash-text", "4", "--bounds", "zero"], "low,high"),
         (["--target", "sold", "--hash-text", "4", "--bounds", "q=0,1"], "no feature"),
         (["--target", "sold", "--task", "magic"], "task"),
+        (["--target", "sold", "--categories", "town=a,b"], "no feature"),
+        (["--target", "sold", "--categories", "town"], "COLUMN=a,b,c"),
         (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
         (["--target", "sold", "--solver", "magic"], "solver"),
         (["--target", "sold", "--alpha", "-1"], "alpha"),

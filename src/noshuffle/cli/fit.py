@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.cli.budget import BUDGET_HELP, opened
+from noshuffle.cli.categories import CategoryChoice
 from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
@@ -83,6 +84,9 @@ class FitSettings:
         check=partial(one_of, ("zero", "skip")),
     )
     hash_text: int | None = setting(None, "text columns become so many hashed indicators")
+    categories: list[str] | None = setting(
+        None, "text columns: COLUMN=a,b,c, known beforehand, or private to have them found within ε"
+    )
     score: bool = setting(
         False,
         "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
@@ -112,8 +116,9 @@ def fit(asked: FitSettings, output: Output) -> None:
     path = asked.out or dated(asked.file.stem)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidInput(f"{path} is not an empty folder; use another --out")
-    table = _table(asked)
-    if not asked.bounds and any("#" not in name for name in table.columns):
+    choice = CategoryChoice(asked)
+    table = _table(asked, choice)
+    if not asked.bounds and not table.indicators.issuperset(table.columns):
         print(
             "noshuffle: warning: without --bounds numbers are learned from as they are, so that "
             "columns far from [-1, 1] drown the others and are clipped away; the model may be no "
@@ -121,7 +126,7 @@ def fit(asked: FitSettings, output: Output) -> None:
             "0,100 or --bounds age=0,120, or --bounds private to have them found within ε",
             file=sys.stderr,
         )
-    settings = _estimator_settings(asked, table)
+    settings = _estimator_settings(asked, table) | {"epsilon": choice.epsilon_left}
     kept = {name: value for name, value in settings.items() if value is not None}
     model = getattr(convex, _ESTIMATORS[asked.task])(
         **kept, budget=opened(asked.budget), verbose=sys.stderr.isatty()
@@ -138,7 +143,7 @@ def fit(asked: FitSettings, output: Output) -> None:
         "rows": len(table.y),
         "score": _scored(model),
     }
-    statement = _write_results(RunFolder(path), model, table.columns, how)
+    statement = _write_results(RunFolder(path), model, table, how, choice.words())
     write_report(path)
     note_files(path)
     _print(model, statement, path, as_json=output.json)
@@ -149,7 +154,7 @@ def _scored(model: Any) -> str:
     return "accuracy" if hasattr(model, "classes_") else "mean absolute error"
 
 
-def _table(asked: FitSettings) -> Any:
+def _table(asked: FitSettings, choice: CategoryChoice) -> Any:
     from noshuffle.cli.table_file import read_table
 
     try:
@@ -160,6 +165,7 @@ def _table(asked: FitSettings) -> Any:
             weights=asked.weights,
             hash_text=asked.hash_text,
             missing=asked.missing,
+            categories=choice if asked.categories else None,
         )
     except NoshuffleError:
         raise
@@ -174,7 +180,7 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         **{name: getattr(asked, name) for name in _PASSED_ON},
         "mechanism": mechanism_named(asked.mechanism),
-        "bounds": _bounds(asked.bounds or [], table.columns),
+        "bounds": _bounds(asked.bounds or [], table),
         "missing": "skip" if asked.missing == "skip" else None,
         "release_score": asked.score,
         "test_seed": asked.test_seed,
@@ -207,7 +213,9 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     return settings
 
 
-def _write_results(run: Any, model: Any, columns: tuple[str, ...], how: dict[str, Any]) -> Any:
+def _write_results(
+    run: Any, model: Any, table: Any, how: dict[str, Any], before: tuple[str, ...]
+) -> Any:
     """Metrics, the model as JSON, and what the statement rests on beyond the ledger's facts."""
     import numpy as np
 
@@ -217,12 +225,15 @@ def _write_results(run: Any, model: Any, columns: tuple[str, ...], how: dict[str
     weights = {"coef": model.coef_.tolist(), "intercept": np.asarray(model.intercept_).tolist()}
     if hasattr(model, "classes_"):
         weights["classes"] = model.classes_.tolist()
-    record = {"kind": type(model).__name__, "columns": list(columns), **weights}
+    record = {"kind": type(model).__name__, "columns": list(table.columns), **weights}
+    if table.categories is not None:
+        record["categories"] = {name: list(listed) for name, listed in table.categories.items()}
     write_json(run.path / "model.json", record)
     known = read_json(run.statement_file)["assumptions"]
-    further = [*(s for s in model.privacy_.assumptions if s not in known), _SCHEMA]
-    run.write_config({**how, "batch_size": model.batch_size_, "further_assumptions": further})
-    return model.privacy_.with_assumptions(*known, _SCHEMA)
+    further = [*(s for s in model.privacy_.assumptions if s not in known), _SCHEMA, *before]
+    how |= {"batch_size": model.batch_size_, "further_assumptions": further}
+    run.write_config(how | ({"before": list(before)} if before else {}))
+    return model.privacy_.with_assumptions(*known, _SCHEMA, *before)
 
 
 def _write_metrics(run: Any, model: Any) -> None:
@@ -250,13 +261,14 @@ def _pair(text: str, option: str) -> tuple[float, float]:
     return low, high
 
 
-def _bounds(given: list[str], columns: tuple[str, ...]) -> list[tuple[float, float]] | str | None:
-    """One pair per column: its own, else the common one; hashed indicators lie in [0, 1]."""
+def _bounds(given: list[str], table: Any) -> list[tuple[float, float]] | str | None:
+    """One pair per column: its own, else the common one; indicators lie in [0, 1]."""
+    columns = table.columns
     if not given or given == ["private"]:
         return given[0] if given else None
     own = dict(text.rsplit("=", 1) for text in given if "=" in text)
     common = [_pair(text, "--bounds") for text in given if "=" not in text]
-    pairs = {name: (0.0, 1.0) for name in columns if "#" in name}
+    pairs = dict.fromkeys(table.indicators, (0.0, 1.0))
     pairs |= {name: _pair(text, "--bounds") for name, text in own.items()}
     unknown = sorted(set(pairs) - set(columns))
     if unknown:

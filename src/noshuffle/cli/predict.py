@@ -1,6 +1,7 @@
 """`noshuffle predict`: what a model of `noshuffle fit` says of the rows of another table.
 
-Numbers are clamped to the bounds that the model was fitted with, text is hashed as it was then; the
+Numbers are clamped to the bounds that the model was fitted with, text is hashed as it was then, or
+made indicators of the model's categories; the
 target and other columns of the table are not read. Predictions are for whoever holds the rows: the
 model is released and covered by its statement, the rows that it is asked about are not.
 """
@@ -65,12 +66,16 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     from noshuffle.cli.table_file import read_table
 
     columns: list[str] = model["columns"]
-    indicators = [int(name.rpartition("#")[2]) for name in columns if "#" in name]
+    listed = {name: values for name, values in model.get("categories", {}).items() if values}
+    made = {f"{name}={value}" for name, values in listed.items() for value in values}
+    read = [name for name in columns if name not in made]
+    indicators = [int(name.rpartition("#")[2]) for name in read if "#" in name]
     table = read_table(
         file,
         target=None,
         hash_text=max(indicators) + 1 if indicators else None,
-        only={name.rpartition("#")[0] or name for name in columns},
+        only={name.rpartition("#")[0] or name for name in read} | set(listed),
+        categories=listed or None,
     )
     missing = [name for name in columns if name not in table.columns]
     if missing:

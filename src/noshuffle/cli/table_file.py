@@ -2,7 +2,8 @@
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
-name and value, which depends on no other row; otherwise text is refused. Empty
+name and value, which depends on no other row; with `categories` those of its values that are listed
+(or that a function of all text columns lists) become indicators; otherwise text is refused. Empty
 cells of features count as zero, or as NaN (`missing="skip"`); an empty target is refused.
 
 >>> import pathlib, tempfile
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +32,8 @@ from noshuffle.cli.number_rows import CellRows, open_text
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 Array = NDArray[np.float64]
+#: Of columns that become indicators, the values that have one.
+Categories = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,15 @@ class Table:
     columns: tuple[str, ...]
     ids: tuple[str, ...] | None
     weights: Array | None = None
+    categories: Categories | None = None
+
+    @property
+    def indicators(self) -> set[str]:
+        """Columns that were made from text, within [0, 1]."""
+        listed = [
+            f"{n}={value}" for n, values in (self.categories or {}).items() for value in values
+        ]
+        return {name for name in self.columns if "#" in name} | set(listed)
 
 
 def read_table(
@@ -52,10 +65,12 @@ def read_table(
     hash_text: int | None = None,
     missing: str = "zero",
     only: set[str] | None = None,
+    categories: Categories | Callable[[dict[str, list[str]]], Categories] | None = None,
 ) -> Table:
     """Read a .csv or .parquet file; the first line of a CSV names the columns.
 
-    Without a target y is empty; `only` names the columns that are read as features.
+    Without a target y is empty; `only` names the columns that are read as features. A function
+    in place of `categories` is given all columns of text.
     """
     if hash_text is not None:
         whole(at_least=2, hash_text=hash_text)
@@ -66,27 +81,40 @@ def read_table(
     for name in (target, ids, weights):
         if name is not None and name not in cells:
             raise InvalidInput(f"{path} has no column {name!r}; its columns: {', '.join(cells)}")
+    features = {
+        name: column
+        for name, column in cells.items()
+        if name not in (target, ids, weights) and (only is None or name in only)
+    }
+    as_numbers = {name: _numbers(column, empty=empty) for name, column in features.items()}
+    if callable(categories):
+        categories = categories({n: c for n, c in features.items() if as_numbers[n] is None})
+    unknown = [name for name in categories or () if name not in features]
+    if unknown:
+        raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")
     blocks, names = [], []
-    for name, column in cells.items():
-        if name in (target, ids, weights) or (only is not None and name not in only):
-            continue
-        numbers = _numbers(column, empty=empty)
-        if numbers is not None:
+    for name, column in features.items():
+        numbers = as_numbers[name]
+        if categories is not None and name in categories:
+            listed = {value: i for i, value in enumerate(categories[name])}
+            blocks.append(_one_hot([listed.get(cell, -1) for cell in column], len(listed)))
+            names += [f"{name}={value}" for value in listed]
+        elif numbers is not None:
             blocks.append(numbers[:, None])
             names.append(name)
         elif hash_text is None:
             raise InvalidInput(
-                f"column {name!r} holds text; encode it with a public list of values, or use "
-                "hash_text=16"
+                f"column {name!r} holds text; give its categories (a public list, or private to "
+                "have them found within ε), or use hash_text=16"
             )
         else:
             blocks.append(_indicators(name, column, hash_text))
             names += [f"{name}#{i}" for i in range(hash_text)]
-    if not blocks or not len(blocks[0]):
+    if not names or not len(blocks[0]):
         beside = "that is read" if target is None else f"beside {target!r}"
         raise InvalidInput(f"{path} needs at least one row and one column {beside}")
     if target is None:
-        return Table(np.hstack(blocks), np.empty(0), tuple(names), None)
+        return Table(np.hstack(blocks), np.empty(0), tuple(names), None, None, categories)
     if "" in cells[target]:
         raise InvalidInput(
             f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "
@@ -101,7 +129,7 @@ def read_table(
     if weights is not None and given is None:
         raise InvalidInput(f"column {weights!r} holds text; weights are numbers >= 0")
     units = None if ids is None else tuple(cells[ids])
-    return Table(np.hstack(blocks), y, tuple(names), units, given)
+    return Table(np.hstack(blocks), y, tuple(names), units, given, categories)
 
 
 def _csv(path: Path) -> dict[str, list[str]]:
@@ -145,6 +173,12 @@ def _indicators(name: str, column: list[str], buckets: int) -> Array:
         return int.from_bytes(digest, "little") % buckets
 
     found = {value: bucket(value) for value in set(column)}
-    out = np.zeros((len(column), buckets))
-    out[np.arange(len(column)), [found[value] for value in column]] = 1.0
+    return _one_hot([found[value] for value in column], buckets)
+
+
+def _one_hot(places: list[int], columns: int) -> Array:
+    """A one in the given place of each row; none where it is −1."""
+    out, at = np.zeros((len(places), columns)), np.array(places, dtype=np.int64)
+    rows = np.flatnonzero(at >= 0)
+    out[rows, at[rows]] = 1.0
     return out

@@ -5,7 +5,7 @@
     PrivateQuantileRegressor, PrivatePoissonRegressor, PrivateGammaRegressor
 
     PrivateTreesClassifier, PrivateTreesRegressor              boosted trees, of whole tables
-    PrivatePCA, PrivateScaler                                  components; quantiles and scales
+    PrivatePCA, PrivateScaler, PrivateOneHot                   components; scales; categories
 
 follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
 pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
@@ -19,6 +19,7 @@ from noshuffle.convex.generalized import (
     PrivatePoissonRegressor,
     PrivateQuantileRegressor,
 )
+from noshuffle.convex.one_hot import PrivateOneHot
 from noshuffle.convex.pca import PrivatePCA
 from noshuffle.convex.regress import PrivateLinearRegression
 from noshuffle.convex.scaler import PrivateScaler
@@ -29,6 +30,7 @@ __all__ = [
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
+    "PrivateOneHot",
     "PrivatePCA",
     "PrivatePoissonRegressor",
     "PrivateQuantileRegressor",

@@ -132,6 +132,8 @@ def _published(found: Found) -> Iterator[str]:
     for name in (*run.published(), *run.unknown()):
         if name not in told and name != run.plan_file.name:
             found.unchecked.append(f"{name}, which the ledger does not know of")
+    if run.config_file.exists():  # another release from the same rows is not in this ledger
+        found.unchecked += read_json(run.config_file).get("before", [])
 
 
 def _head(found: Found) -> Iterator[str]:

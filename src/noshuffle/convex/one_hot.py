@@ -1,0 +1,185 @@
+"""PrivateOneHot: indicators of the categories of text columns, which it finds in private.
+
+The categories that rows happen to have are no public knowledge: a rare one names its row. Those of
+every column are counted, normal noise is added, and the ones above a threshold are kept
+(`accounting.sparse_histogram` has the proof and the exact δ); a cell of any other category, or an
+empty one, has no indicator. Categories that are known beforehand are given and cost nothing.
+Indicators lie in [0, 1], so bounds=(0, 1) is public for the model after it. One release, of
+everything kept and its noisy count; a budget is charged (μ, s), a Gaussian that fails with
+probability s.
+
+>>> rng = np.random.default_rng(0)
+>>> x = rng.choice(["Oslo", "Rome"], size=(2000, 1)).astype(object); x[0, 0] = "Ys"
+>>> found = PrivateOneHot(test_seed=0).fit(x)
+>>> found.get_feature_names_out().tolist(), found.transform(x[:2]).sum(axis=1).tolist()
+(['x0=Oslo', 'x0=Rome'], [0.0, 1.0])
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from noshuffle.accounting.sparse_histogram import SparseHistogram
+from noshuffle.convex.arrays import Array
+from noshuffle.convex.solvers.base import guarantee
+from noshuffle.convex.solvers.problem import source_of
+from noshuffle.errors import InvalidInput
+from noshuffle.noise.grid import grid_step
+from noshuffle.noise.laws import KeyedDraws
+from noshuffle.release.facts import OTHER_RUNS
+from noshuffle.release.repeated import warn_if_fitted_before
+from noshuffle.statement import PrivacyStatement
+
+PRIVATE = "private"
+_GIVEN = "The categories that were given are public knowledge, known without looking at the data."
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """Indicators of categories.
+
+    Parameters
+    ----------
+    epsilon, delta : the guarantee of the choice of categories.
+    categories : "private" finds them; or public ones, a list for each column, or {column: list}
+        for some of them (by name or place), the others being found.
+    neighbours : "zero-out" or "replace-one".
+    budget : a `noshuffle.Budget` that all fits on the same rows draw on.
+    test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
+
+    After `fit`: `categories_` (of every column, sorted), `counts_` (noisy, beside them; of given
+    categories None), `privacy_`, and `law_`, the noise and threshold.
+    """
+
+    epsilon: float = 0.5
+    delta: float = 1e-6
+    categories: Any = PRIVATE
+    neighbours: str = "zero-out"
+    budget: Any = None
+    test_seed: int | str | None = None
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Release the categories of a table.
+
+        Guarantees: (ε, δ) of everything that is kept, as `law_` has it; cells that are empty (None,
+        NaN, "") add nothing.
+        """
+        x = self._cells(X, reset=True)
+        given = self._given(x.shape[1])
+        open_columns = [i for i, listed in enumerate(given) if listed is None]
+        self.law_: SparseHistogram | None = None
+        self.privacy_: PrivacyStatement | None = None
+        self.categories_: list[list[Hashable]] = [list(listed or ()) for listed in given]
+        self.counts_: list[Array | None] = [None] * len(given)
+        if open_columns:
+            self._find(x, open_columns)
+        return self
+
+    def _find(self, x: NDArray[Any], columns: list[int]) -> None:
+        law = SparseHistogram.fit(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            columns=len(columns),
+            neighbours=self.neighbours,
+        )
+        if self.budget is None and self.test_seed is None:
+            codes = [[hash(cell) % 2**50 for cell in row] for row in x[:, columns]]
+            warn_if_fitted_before(np.array(codes, dtype=np.float64))
+        source = source_of(self.test_seed)
+        said: dict[str, Any] = {
+            "sensitivity": law.squared_sensitivity**0.5,
+            "noise": law.sigma,
+            "rows": len(x),
+            "neighbours": self.neighbours,
+            "is_test": source.is_test,
+            "mechanism": f"counts of the categories of {len(columns)} columns, normal noise of "
+            f"deviation {law.sigma:.6g}, shown above {law.threshold:.6g}",
+        }
+        statement = guarantee(epsilon=self.epsilon, delta=self.delta, **said)
+        # What a budget adds up: a Gaussian mechanism, and the chance that it fails.
+        parts = (
+            guarantee(mu=law.mu, delta=self.delta, **said),
+            guarantee(epsilon=0.0, delta=law.slack, **said),
+        )
+        charges = [] if self.budget is None else [self.budget.open("one-hot", p) for p in parts]
+        draws = KeyedDraws(source, name="categories")
+        step = grid_step(law.sigma)
+        for i in columns:
+            counted = Counter(cell for cell in x[:, i].tolist() if not _is_empty(cell))
+            names = sorted(counted, key=lambda cell: (type(cell).__name__, str(cell)))
+            raw = np.array([counted[name] for name in names], dtype=np.float64)
+            noise = law.sigma * draws.standard_normal(len(names))
+            noisy = draws.release(raw, noise, scale=law.sigma)
+            kept = noisy > law.threshold + step  # rounding moves a count by one step at most
+            self.categories_[i] = [name for name, is_kept in zip(names, kept) if is_kept]
+            self.counts_[i] = noisy[kept]
+        for charge, part in zip(charges, parts):
+            charge.settle(part)
+        if charges:
+            statement = statement.counted_in(charges[0].words(), OTHER_RUNS)
+        if len(columns) < x.shape[1]:
+            statement = statement.with_assumptions(_GIVEN)
+        self.law_, self.privacy_ = law, statement
+
+    def transform(self, X: Any) -> Array:
+        """One column of 0 and 1 for every category."""
+        check_is_fitted(self, "categories_")
+        x = self._cells(X, reset=False)
+        out, start = np.zeros((len(x), sum(map(len, self.categories_)))), 0
+        for i, names in enumerate(self.categories_):
+            places = {name: start + k for k, name in enumerate(names)}
+            found = np.array([places.get(cell, -1) for cell in x[:, i].tolist()])
+            rows = np.flatnonzero(found >= 0)
+            out[rows, found[rows]] = 1.0
+            start += len(names)
+        return out
+
+    def get_feature_names_out(self, input_features: Any = None) -> NDArray[Any]:
+        """column=category for every indicator."""
+        check_is_fitted(self, "categories_")
+        names = getattr(self, "feature_names_in_", input_features)
+        if names is None:
+            names = [f"x{i}" for i in range(self.n_features_in_)]
+        told = [f"{n}={value}" for n, values in zip(names, self.categories_) for value in values]
+        return np.array(told, dtype=object)
+
+    def _cells(self, X: Any, *, reset: bool) -> NDArray[Any]:
+        found = validate_data(self, X, dtype=None, ensure_all_finite=False, reset=reset)
+        if found.dtype.kind == "c":
+            raise InvalidInput("X must hold categories, got complex numbers")
+        return np.asarray(found)
+
+    def _given(self, columns: int) -> list[Sequence[Hashable] | None]:
+        """Of every column the categories that are public; None: to be found."""
+        told = self.categories
+        if isinstance(told, str):
+            if told != PRIVATE:
+                raise InvalidInput(f"categories must be lists or 'private', got {told!r}")
+            return [None] * columns
+        if not isinstance(told, Mapping):
+            if len(told) != columns:
+                raise InvalidInput(f"categories need a list for each of {columns} columns")
+            return [list(listed) for listed in told]
+        names = list(getattr(self, "feature_names_in_", range(columns)))
+        unknown = [name for name in told if name not in names]
+        if unknown:
+            raise InvalidInput(f"categories name {unknown[0]!r}, which is no column: {names}")
+        return [list(told[name]) if name in told else None for name in names]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = self.test_seed is None
+        tags.input_tags.string = tags.input_tags.categorical = tags.input_tags.allow_nan = True
+        return tags
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or cell == "" or cell != cell
