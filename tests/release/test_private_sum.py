@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle import Epochs, Plan, PrivateSum, SinglePass, verify
+from noshuffle import Budget, Epochs, Plan, PrivateSum, SinglePass, verify
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, ReplayRefused
 from noshuffle.noise import test_source
 from noshuffle.noise.grid import grid_step
@@ -189,3 +190,16 @@ def test_the_statement_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
     assert before.epsilon == plan.epsilon_after(1)
     with pytest.raises(InvalidInput, match="was closed"):
         sums.add([0.5], ids=[2])
+
+
+def test_the_statement_of_a_closed_stream_says_what_was_charged(tmp_path: Path) -> None:
+    """A stream that ended early costs less than was reserved for it, here as in its folder."""
+    plan = Plan.fit(SinglePass(steps=8), mechanism="tree", noise_multiplier=2.0)
+    budget = Budget(tmp_path / "books", epsilon=9.0, delta=1e-5)
+    sums = PrivateSum(plan, clip=1.0, run=tmp_path / "r", budget=budget)
+    sums.add([0.5], ids=[1])
+    reserved = sums.statement().assumptions
+    sums.close()
+    told = json.loads((tmp_path / "r" / "statement.json").read_text())
+    assert list(sums.statement().assumptions) == told["assumptions"]
+    assert sums.statement().assumptions != reserved

@@ -264,9 +264,9 @@ class PrivateSum(OneOwner):
             return
         if self.release.folder is not None:
             self.save()
-        said = self.release.statement()
+        self.release.settle_budget()
+        self._statement = self.release.statement()
         self.release.close_run(keep_keys=keep_keys)
-        self._statement = said
 
 
 def clipped_rows(rows: Tensor, clip: float) -> Tensor:

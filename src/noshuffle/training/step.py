@@ -185,7 +185,7 @@ class Step:
         self._settle()  # the part before was not the last one, whatever it said
         parts, admission = self.parts, None
         if parts.first_rows is not None:
-            _compare_rows(parts, batch if data is None else data)
+            compare_rows(parts, batch if data is None else data)
         is_whole = is_last and data is None and own is None and not self._ids
         is_fresh = self.index >= parts.ledger.released
         self._ids.append(own)
@@ -334,7 +334,7 @@ class Step:
         return Outcome(losses, norms, bad, self._dropped)
 
 
-def _compare_rows(parts: Parts, batch: tuple[Any, ...]) -> None:
+def compare_rows(parts: Parts, batch: tuple[Any, ...]) -> None:
     """Warn if the rows that `private.check` saw were mixed with each other since."""
     rows, parts.first_rows = parts.first_rows, None
     inputs = first_rows(batch)

@@ -19,6 +19,7 @@ from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
     ParticipationViolation,
+    ProbablyNotMeant,
     ReplayRefused,
 )
 from noshuffle.noise import test_source
@@ -262,6 +263,14 @@ def test_horizon_and_steps_that_failed_half_way():
 
 def batches():
     return TensorBatches(data(), in_order(32, SIZE))
+
+
+def test_rows_that_were_mixed_since_the_check_are_warned_of():
+    private, (x, y) = make(compiled=True), data()
+    private.check(batches())
+    mixed = 0.7 * x[:SIZE] + 0.3 * x[:SIZE].flip(0)
+    with pytest.warns(ProbablyNotMeant, match="mixed with each other"):
+        private.step(LOSS, mixed, y[:SIZE], ids=range(SIZE))
 
 
 def test_resume_is_bit_for_bit_and_replays_need_the_same_data(tmp_path):

@@ -39,7 +39,14 @@ from noshuffle.release.units import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.step import Outcome, Parts, check_in_step, rows_kept, seeded
+from noshuffle.training.step import (
+    Outcome,
+    Parts,
+    check_in_step,
+    compare_rows,
+    rows_kept,
+    seeded,
+)
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4
@@ -86,6 +93,8 @@ class Compiled(Programs):
         """One step, or None where it has to be an eager one."""
         parts, release = self.parts, self.parts.release
         check_in_step(parts, index)
+        if parts.first_rows is not None:
+            compare_rows(parts, batch)
         leaves, spec = flat(batch)
         program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
         own = None if ids is None else release.identify(ids)
