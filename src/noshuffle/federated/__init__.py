@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.federated.telemetry import be_quiet
 
 if TYPE_CHECKING:
-    from noshuffle.federated.clients import LocalTraining, clip_delta, local_train
-    from noshuffle.federated.cohort import account_afterwards, observed_participation, read_log
-    from noshuffle.federated.per_user import statement_for
-    from noshuffle.federated.rounds import Rounds
-    from noshuffle.federated.server import ServerOptimizer
-    from noshuffle.federated.simulate import simulate
-    from noshuffle.federated.timer import participation_from_times
+    from noshuffle.federated.clients import LocalTraining as LocalTraining
+    from noshuffle.federated.clients import clip_delta as clip_delta
+    from noshuffle.federated.clients import local_train as local_train
+    from noshuffle.federated.cohort import account_afterwards as account_afterwards
+    from noshuffle.federated.cohort import observed_participation as observed_participation
+    from noshuffle.federated.cohort import read_log as read_log
+    from noshuffle.federated.per_user import statement_for as statement_for
+    from noshuffle.federated.rounds import Rounds as Rounds
+    from noshuffle.federated.server import ServerOptimizer as ServerOptimizer
+    from noshuffle.federated.simulate import simulate as simulate
+    from noshuffle.federated.timer import participation_from_times as participation_from_times
 
 _HOMES = {
     "LocalTraining": "clients",
@@ -45,19 +49,7 @@ _HOMES = {
     "statement_for": "per_user",
 }
 
-__all__ = [
-    "LocalTraining",
-    "Rounds",
-    "ServerOptimizer",
-    "account_afterwards",
-    "clip_delta",
-    "local_train",
-    "observed_participation",
-    "participation_from_times",
-    "read_log",
-    "simulate",
-    "statement_for",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
