@@ -42,7 +42,6 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
-from noshuffle.plan import Plan
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
@@ -76,13 +75,8 @@ class Trial:
         what: str,
         statement: PrivacyStatement,
         *,
-        plan: Plan | None = None,
-        steps: int = 0,
         run: Path | None = None,
-        origin: str | None = None,
-        lives: Sequence[str] = (),
-        released: int = 0,
-        keeps_draws: bool = False,
+        **more: Any,
     ) -> Trial:
         """Let a run in if the runs of this trial stay within its share."""
         if run is not None:

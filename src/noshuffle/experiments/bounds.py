@@ -28,12 +28,7 @@ from noshuffle.convex import losses, solvers
 from noshuffle.convex.solvers import experiments
 from noshuffle.convex.solvers.domains import Ball
 from noshuffle.experiments.bounds_view import AXES, CLAIMS, L_P, STREAM, draw, table
-from noshuffle.experiments.figure import (
-    Cell,
-    Figure,
-    Request,
-    Results,
-)
+from noshuffle.experiments.figure import Cell, Figure, Request, Results
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import error

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.convex.rates import fitted_slope
-from noshuffle.experiments.figure import (
-    Claim,
-    ClaimVerdict,
-    Results,
-    verdict,
-)
-from noshuffle.experiments.panels import COLOURS, panels, plain_ticks
+from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, verdict
+from noshuffle.experiments.panels import COLOURS, line, markdown, panels, plain_ticks
 
 STREAM = ("DP-FTRL, BLT", "DP-FTRL, tree", "DP-SGD, row by row", "DP-SGD, batches")
 AXES = {"n": "lengths", "d": "dimensions", "epsilon": "epsilons"}
@@ -23,45 +18,28 @@ PRIVATE = 0.8
 L_P = ("Frank–Wolfe, naive", "Frank–Wolfe, tree", "l1 Frank–Wolfe")
 
 
-def _line(results: Results, head: str, field: str = "mean") -> tuple[list[float], list[float]]:
-    found = sorted(
-        (float(key.rpartition("/")[2]), value[field])
-        for key, value in results.items()
-        if key.rpartition("/")[0] == head
-    )
-    return [x for x, _ in found], [y for _, y in found]
-
-
 def _both(results: Results, head: str) -> tuple[list[float], list[float], list[float]]:
-    x, measured = _line(results, head)
-    if len(x) < 2:
-        raise KeyError(head)
-    return x, measured, _line(results, head, "bound")[1]
+    x, measured = line(results, head, "mean", least=2)
+    return x, measured, line(results, head, "bound")[1]
 
 
 def table(results: Results) -> str:
-    lines = ["| | at | measured | ± | proved bound |", "|---|---|---|---|---|"]
-    keys = [key for key in results if key != "statements"]
-    for key in sorted(keys, key=lambda k: (k.rpartition("/")[0], float(k.rpartition("/")[2]))):
-        found = results[key]
-        head, _, value = key.rpartition("/")
-        spread = "–" if found["deviation"] is None else f"{found['deviation']:.4f}"
-        bound = "–" if found["bound"] is None else f"{found['bound']:.4f}"
+    keys = [key.rpartition("/") for key in results if key != "statements"]
+    rows = []
+    for head, _, value in sorted(keys, key=lambda key: (key[0], float(key[2]))):
+        found = results[f"{head}/{value}"]
         at = f"{head.partition('/')[0] if '/' in head else 'n'} = {value}"
-        title = head.partition("/")[2] or head
-        lines.append(f"| {title} | {at} | {found['mean']:.4f} | {spread} | {bound} |")
-    lines += [
-        "",
-        "| statement | quantity | number | conditions | source |",
-        "|---|---|---|---|---|",
-    ]
+        told = ("–" if (v := found[k]) is None else f"{v:.4f}" for k in ("deviation", "bound"))
+        rows.append((head.partition("/")[2] or head, at, f"{found['mean']:.4f}", *told))
+    lines = [*markdown(("", "at", "measured", "±", "proved bound"), rows), ""]
+    statements = []
     for s in results.get("statements", []):
         number = f"O({s['order']:.3g})" if s["value"] is None else f"≤ {s['value']:.3g}"
         if s["name"].endswith("lower bound"):
             number = number.replace("O(", "Ω(")
-        cells = (s["name"], s["quantity"], number, s["conditions"], s["source"])
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        statements.append((s["name"], s["quantity"], number, s["conditions"], s["source"]))
+    heads = ("statement", "quantity", "number", "conditions", "source")
+    return "\n".join(lines + markdown(heads, statements))
 
 
 STYLES = {
@@ -86,19 +64,19 @@ def draw(results: Results, path: Path) -> None:
     with panels(path, 2, 3, size=(4.2, 3.4)) as axes:
         for axis, name in zip(axes, AXES):
             for title in STREAM:
-                x, y = _line(results, f"{name}/{title}")
+                x, y = line(results, f"{name}/{title}", "mean")
                 axis.loglog(x, y, "o-", color=STYLES[title], ms=3, lw=1, label=title)
-                bound = _line(results, f"{name}/{title}", "bound")
+                bound = line(results, f"{name}/{title}", "bound")
                 axis.loglog(*bound, "--", color=STYLES[title], lw=0.8)
-            x, y = _line(results, f"{name}/DP-FTRL, BLT")
+            x, y = line(results, f"{name}/DP-FTRL, BLT", "mean")
             if x:
                 _slope_line(axis, x, y, SLOPES[name], f"slope of Theorem 4.1: {SLOPES[name]:+g}")
             axis.set(title=f"regret over {name}", xlabel=name, ylabel="regret per row")
             plain_ticks(axis, x)
         axes[0].legend(fontsize=6, frameon=False, title="dashed: proved bound", title_fontsize=6)
-        x, y = _line(results, "risk")
+        x, y = line(results, "risk", "mean")
         axes[3].loglog(x, y, "o-", color=COLOURS["blt"], ms=3, label="DP-FTRL, average iterate")
-        axes[3].loglog(*_line(results, "risk", "bound"), "--", color=COLOURS["blt"],
+        axes[3].loglog(*line(results, "risk", "bound"), "--", color=COLOURS["blt"],
                        label="proved, probability 0.95")  # fmt: skip
         if x:
             _slope_line(axes[3], x, y, -0.5, "slope of Corollary 4.2: −0.5")
@@ -107,20 +85,20 @@ def draw(results: Results, path: Path) -> None:
             ("squares", COLOURS["blt"], -1.0, "Theorem 4.3 (privacy)"),
             ("n/DP-FTRL, BLT", "0.5", -0.5, "Theorem 4.1"),
         ):
-            x, y = _line(results, head)
+            x, y = line(results, head, "mean")
             title = "least squares" if head == "squares" else "general convex"
             axes[4].loglog(x, y, "o-", color=colour, ms=3, label=title)
             if x:
                 _slope_line(axes[4], x, y, slope, f"slope of {text}: {slope:+g}")
         axes[4].set(title="least squares against general convex", xlabel="n", ylabel="regret")
         for title, slope in zip(L_P, (-0.75, -1.0, -2 / 3)):
-            x, y = _line(results, f"l_p/{title}")
+            x, y = line(results, f"l_p/{title}", "mean")
             axes[5].loglog(x, y, "o-", color=STYLES[title], ms=3, label=title)
             if x:
                 _slope_line(axes[5], x, y, slope, f"{slope:+.2f}")
         axes[5].set(title="l_p: excess at the hardest problem", xlabel="n")
         for axis, head in zip(axes[3:], ("risk", "squares", f"l_p/{L_P[0]}")):
-            plain_ticks(axis, _line(results, head)[0])
+            plain_ticks(axis, line(results, head)[0])
             axis.legend(fontsize=6, frameon=False)
 
 
@@ -140,7 +118,7 @@ def _below(heads: Sequence[str], results: Results) -> ClaimVerdict:
 def _private(results: Results, head: str) -> tuple[list[float], list[float]]:
     """Sizes and means at which the private term decides."""
     x, y, _ = _both(results, head)
-    kept = [s >= PRIVATE for s in _line(results, head, "private")[1]]
+    kept = [s >= PRIVATE for s in line(results, head, "private")[1]]
     if sum(kept) < 2:
         raise KeyError(f"{head} where privacy decides")
     return [v for v, k in zip(x, kept) if k], [v for v, k in zip(y, kept) if k]
@@ -160,21 +138,13 @@ def _against_sgd(name: str, results: Results) -> ClaimVerdict:
 
 
 def _squares_faster(results: Results) -> ClaimVerdict:
-    n, squares = _line(results, "squares")
-    if len(n) < 2:
-        raise KeyError("squares")
-    found = fitted_slope(n, squares)
+    found = fitted_slope(*line(results, "squares", "mean", least=2))
     general = fitted_slope(*_both(results, "n/DP-FTRL, BLT")[:2])
     return verdict(found < general - 0.2, f"slopes {found:+.2f} and {general:+.2f}")
 
 
 def _tree_faster(results: Results) -> ClaimVerdict:
-    slopes = {}
-    for name in L_P[:2]:
-        n, y = _line(results, f"l_p/{name}")
-        if len(n) < 2:
-            raise KeyError(f"l_p/{name}")
-        slopes[name] = fitted_slope(n, y)
+    slopes = {n: fitted_slope(*line(results, f"l_p/{n}", "mean", least=2)) for n in L_P[:2]}
     told = ", ".join(f"{name}: {slope:+.2f}" for name, slope in slopes.items())
     return verdict(slopes[L_P[1]] < slopes[L_P[0]], told)
 

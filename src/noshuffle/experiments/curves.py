@@ -11,7 +11,7 @@ from typing import Any
 
 from noshuffle.experiments.accuracy import Point, curve
 from noshuffle.experiments.figure import ClaimVerdict, Results, not_tested, shipped, verdict
-from noshuffle.experiments.panels import COLOURS, panels
+from noshuffle.experiments.panels import COLOURS, markdown, panels
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -38,9 +38,7 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
         epsilons = sorted({e for points in curves.values() for e in points if e > 0})
         made = _made(results, task)
         title = _title(task, settings, made)
-        heads = " | ".join(f"ε = {e:g}" for e in epsilons)
-        block = [f"**{title}**: test accuracy in %, mean ± deviation (learning rate)", ""]
-        block += [f"| line | trials | {heads} |", "|---" * (len(epsilons) + 2) + "|"]
+        block, rows = [f"**{title}**: test accuracy in %, mean ± deviation (learning rate)", ""], []
         names = {line: settings["lines"][line]["title"] for line in lines}
         for line in (line for line in averaged if line in lines):
             curves[f"{line}, averaged"] = curve(results, task, line, of="averaged")
@@ -50,8 +48,9 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
             shown = [str(points[e]) if e in points else "–" for e in epsilons]
             if 0.0 in points:
                 shown = [str(points[0.0]), *["" for _ in epsilons[1:]]]
-            block.append(f"| {names[line]} | {trials} | {' | '.join(shown)} |")
-        blocks.append("\n".join(block))
+            rows.append((names[line], trials, *shown))
+        heads = ("line", "trials", *(f"ε = {e:g}" for e in epsilons))
+        blocks.append("\n".join(block + markdown(heads, rows)))
     return "\n\n".join(blocks)
 
 

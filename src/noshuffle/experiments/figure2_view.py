@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, not_tested, verdict
-from noshuffle.experiments.panels import COLOURS, panels
+from noshuffle.experiments.panels import COLOURS, markdown, panels
 
 TITLES = {
     "blt": "DP-FTRL, BLT",
@@ -65,34 +65,29 @@ def table(results: Results) -> str:
     for head in heads(results):
         lines += [f"**{head}**: accuracy in % at ε (between trained points)", ""]
         grid = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-        lines.append("| mechanism | " + " | ".join(f"ε = {e:g}" for e in grid) + " |")
-        lines.append("|---" * (len(grid) + 1) + "|")
+        rows: list[tuple[str, ...]] = []
         for name, title in TITLES.items():
-            try:
+            with suppress(KeyError):
                 points = curve(results, head, name)[0]
-            except KeyError:
-                continue
-            found = [at_epsilon(points, e) for e in grid]
-            shown = " | ".join("–" if a is None else f"{a:.2f}" for a in found)
-            lines.append(f"| {title} | {shown} |")
+                found = (at_epsilon(points, e) for e in grid)
+                rows.append((title, *("–" if a is None else f"{a:.2f}" for a in found)))
+        lines += markdown(("mechanism", *(f"ε = {e:g}" for e in grid)), rows)
         with suppress(KeyError):
             lines += ["", f"without noise {without_noise(results, head):.2f} %"]
-        lines += ["", "| target | mechanism | ε at clients a round |", "|---|---|---|"]
+        rows = []
         for line in results.get(f"{head}/computation", []):
             told = ", ".join(
                 f"{p['clients']}: {'∞' if p['epsilon'] is None else format(p['epsilon'], '.2f')}"
                 for p in line["points"]
             )
             target = f"{line['target']} ({line['accuracy']:.2f} %)"
-            lines.append(f"| {target} | {TITLES[line['mechanism']]} | {told or 'not reached'} |")
-        for key, found in results.items():
-            if key.startswith(f"{head}/cohort/") and found:
+            rows.append((target, TITLES[line["mechanism"]], told or "not reached"))
+        for key, one in results.items():
+            if key.startswith(f"{head}/cohort/") and one:
+                told = f"{one['clients']}: {one['accuracy']:.2f} % at ε = {one['epsilon']:.2f}"
                 title = TITLES[key.split("/")[2]]
-                lines.append(
-                    f"| trained for {found['wanted']:.2f} % | {title} | {found['clients']}: "
-                    f"{found['accuracy']:.2f} % at ε = {found['epsilon']:.2f} |"
-                )
-        lines.append("")
+                rows.append((f"trained for {one['wanted']:.2f} %", title, told))
+        lines += ["", *markdown(("target", "mechanism", "ε at clients a round"), rows), ""]
     return "\n".join(lines) or "nothing is trained yet"
 
 
@@ -171,26 +166,30 @@ def _tolerates(results: Results) -> ClaimVerdict:
     return verdict(all(wins), "; ".join(told))
 
 
-def _large_epsilon(results: Results) -> ClaimVerdict:
+def _above(
+    name: str, other: str, epsilons: Sequence[float], results: Results
+) -> tuple[list[bool], str]:
+    """At which of these ε a line is above another, as far as both were trained there."""
     head = _last(results)
-    tree, sampled = (curve(results, head, name)[0] for name in ("tree", "sampled"))
-    pairs = [(e, at_epsilon(tree, e), at_epsilon(sampled, e)) for e in (2.0, 4.0, 8.0, 16.0, 19.0)]
+    own, beside = (curve(results, head, n)[0] for n in (name, other))
+    pairs = [(e, at_epsilon(own, e), at_epsilon(beside, e)) for e in epsilons]
     known = [(e, a, b) for e, a, b in pairs if a is not None and b is not None]
-    if not known:
-        return not_tested("no ε was trained for both")
-    told = ", ".join(f"ε {e:g}: {a:.2f} / {b:.2f}" for e, a, b in known)
-    return verdict(known[-1][1] > known[-1][2], f"tree / sampled: {told}")
+    return [a > b for _, a, b in known], ", ".join(
+        f"ε {e:g}: {a:.2f} / {b:.2f}" for e, a, b in known
+    )
+
+
+def _large_epsilon(results: Results) -> ClaimVerdict:
+    found, told = _above("tree", "sampled", (2.0, 4.0, 8.0, 16.0, 19.0), results)
+    return verdict(found[-1], f"tree / sampled: {told}") if found else _NOWHERE
 
 
 def _unamplified(name: str, results: Results) -> ClaimVerdict:
-    head = _last(results)
-    own, other = (curve(results, head, n)[0] for n in (name, "identity"))
-    pairs = [(e, at_epsilon(own, e), at_epsilon(other, e)) for e in (1.0, 2.0, 4.0, 8.0, 16.0)]
-    known = [(e, a, b) for e, a, b in pairs if a is not None and b is not None]
-    if not known:
-        return not_tested("no ε was trained for both")
-    told = ", ".join(f"ε {e:g}: {a:.2f} / {b:.2f}" for e, a, b in known)
-    return verdict(all(a > b for _, a, b in known), f"{name} / not amplified: {told}")
+    found, told = _above(name, "identity", (1.0, 2.0, 4.0, 8.0, 16.0), results)
+    return verdict(all(found), f"{name} / not amplified: {told}") if found else _NOWHERE
+
+
+_NOWHERE = not_tested("no ε was trained for both")
 
 
 def _cheaper(results: Results) -> ClaimVerdict:

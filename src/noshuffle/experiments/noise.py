@@ -23,12 +23,7 @@ import numpy as np
 
 from noshuffle.accounting import gaussian
 from noshuffle.errors import Unsupported
-from noshuffle.experiments.figure import (
-    Cell,
-    Figure,
-    Request,
-    Results,
-)
+from noshuffle.experiments.figure import Cell, Figure, Request, Results
 from noshuffle.experiments.noise_view import CLAIMS, OVER_EPSILON, POINTS, SHOWN, draw, table
 from noshuffle.participation import Epochs, Participation, Poisson, SinglePass
 from noshuffle.plan import Plan

@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from noshuffle.experiments.figure import (
-    Claim,
-    ClaimVerdict,
-    Results,
-    verdict,
-)
-from noshuffle.experiments.panels import COLOURS, panels, plain_ticks
+from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, verdict
+from noshuffle.experiments.panels import COLOURS, line, markdown, panels, plain_ticks
 
 #: Points of a curve over steps that are kept.
 POINTS = 200
@@ -24,37 +18,26 @@ SHOWN = ("independent noise", "tree, plain", "tree, Honaker", "square root", "BL
 OVER_EPSILON = ("sampled", "independent noise", "tree, Honaker", "BLT", "BLT, taps")
 
 
-def _line(results: Results, head: str) -> tuple[list[float], list[Any]]:
-    """Sizes and values of all cells `head/size`, in order of size, refusals left out."""
-    found = sorted(
-        (float(key.rpartition("/")[2]), value)
-        for key, value in results.items()
-        if key.rpartition("/")[0] == head and value is not None
-    )
-    return [size for size, _ in found], [value for _, value in found]
-
-
 def table(results: Results) -> str:
-    lines = [
-        "| mechanism | one pass: max | rms | buffers | k passes: max | rms | buffers |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    names = [key.partition("/")[2] for key in results if key.startswith("one pass/")]
-    for name in names:
-        row = f"| {name} "
+    rows = []
+    for name in (key.partition("/")[2] for key in results if key.startswith("one pass/")):
+        cells = [name]
         for where in ("one pass", "epochs"):
             found = results.get(f"{where}/{name}", {})
-            if "max" in found:
-                row += f"| {found['max']:.2f} | {found['rms']:.2f} | {found['buffers']} "
-            else:
-                row += "| – | – | – "
-        lines.append(row + "|")
-    lines += ["", "| n | " + " | ".join([*SHOWN, "lower bound"]) + " |", "|---" * 7 + "|"]
-    for n, bound in zip(*_line(results, "length/bound")):
-        found = [results.get(f"length/{name}/{n:.0f}") for name in SHOWN]
-        shown = " | ".join("–" if f is None else f"{f['rms']:.2f}" for f in found)
-        lines.append(f"| {n:,.0f} | {shown} | {bound:.2f} |")
-    return "\n".join(lines)
+            told = [f"{found[k]:.2f}" for k in ("max", "rms")] if "max" in found else ["–", "–"]
+            cells += [*told, str(found.get("buffers", "–"))]
+        rows.append(cells)
+    heads = (
+        "mechanism",
+        *("one pass: max", "rms", "buffers"),
+        *("k passes: max", "rms", "buffers"),
+    )
+    lines, rows = [*markdown(heads, rows), ""], []
+    for n, bound in zip(*line(results, "length/bound")):
+        each = [results.get(f"length/{name}/{n:.0f}") for name in SHOWN]
+        shown = ["–" if f is None else f"{f['rms']:.2f}" for f in each]
+        rows.append([f"{n:,.0f}", *shown, f"{bound:.2f}"])
+    return "\n".join(lines + markdown(("n", *SHOWN, "lower bound"), rows))
 
 
 STYLES = {
@@ -97,16 +80,16 @@ def draw(results: Results, path: Path) -> None:
         axes[2].set(title="single runs, one pass", xlabel="step", ylabel="noise in the running sum")
         axes[2].legend(fontsize=7, frameon=False)
         for name in SHOWN:
-            n, found = _line(results, f"length/{name}")
+            n, found = line(results, f"length/{name}")
             colour, style = STYLES[name]
             label = "BLT, five buffers" if name == "BLT" else name
             axes[3].loglog(n, [f["rms"] for f in found], style, color=colour, lw=1.2, label=label)
-        axes[3].loglog(*_line(results, "length/bound"), "--", color=COLOURS["bound"], lw=1,
+        axes[3].loglog(*line(results, "length/bound"), "--", color=COLOURS["bound"], lw=1,
                        label="lower bound")  # fmt: skip
         axes[3].set(title="one pass", xlabel="steps n", ylabel="rms error × sensitivity")
         axes[3].legend(fontsize=7, frameon=False)
         for mechanism, (style, label) in BUFFERED.items():
-            _, found = _line(results, f"memory/{mechanism}")
+            _, found = line(results, f"memory/{mechanism}")
             sizes, values = [f["buffers"] for f in found], [f["rms"] for f in found]
             axes[4].loglog(sizes, values, "o-", color=STYLES[style][0], ms=3, lw=1, label=label)
         tree = results.get("epochs/tree, Honaker", {})
@@ -119,8 +102,8 @@ def draw(results: Results, path: Path) -> None:
         for name in OVER_EPSILON:
             colour, style = STYLES[name]
             label = "DP-SGD, sampled" if name == "sampled" else name
-            axes[5].loglog(*_line(results, f"epsilon/{name}"), style, color=colour, label=label)
-        plain_ticks(axes[5], _line(results, "epsilon/sampled")[0])
+            axes[5].loglog(*line(results, f"epsilon/{name}"), style, color=colour, label=label)
+        plain_ticks(axes[5], line(results, "epsilon/sampled")[0])
         axes[5].set(title="k passes at equal ε", xlabel="ε", ylabel="rms deviation")
         axes[5].legend(fontsize=7, frameon=False)
 
@@ -128,9 +111,7 @@ def draw(results: Results, path: Path) -> None:
 def _polylog(results: Results) -> ClaimVerdict:
     grown = {}
     for name in ("independent noise", "tree, plain"):
-        n, found = _line(results, f"length/{name}")
-        if len(n) < 2:
-            raise KeyError(f"length/{name}")
+        n, found = line(results, f"length/{name}", least=2)
         grown[name] = found[-1]["max"] / found[0]["max"]
     allowed, root = (math.log(n[-1]) / math.log(n[0])) ** 1.5, math.sqrt(n[-1] / n[0])
     return verdict(
@@ -151,8 +132,8 @@ def _honaker(results: Results) -> ClaimVerdict:
 
 
 def _crossing(name: str, results: Results) -> ClaimVerdict:
-    sizes, own = _line(results, f"epsilon/{name}")
-    _, sampled = _line(results, "epsilon/sampled")
+    sizes, own = line(results, f"epsilon/{name}")
+    _, sampled = line(results, "epsilon/sampled")
     if len(sizes) < 2 or len(own) != len(sampled):
         raise KeyError(f"epsilon/{name}")
     wins = [e for e, a, b in zip(sizes, own, sampled) if a < b]
@@ -162,8 +143,8 @@ def _crossing(name: str, results: Results) -> ClaimVerdict:
 
 
 def _near_bound(results: Results) -> ClaimVerdict:
-    n, found = _line(results, "length/BLT")
-    _, bounds = _line(results, "length/bound")
+    n, found = line(results, "length/BLT")
+    _, bounds = line(results, "length/bound")
     if not n or len(n) != len(bounds):
         raise KeyError("length/BLT")
     above = [f["rms"] / b - 1 for f, b in zip(found, bounds)]

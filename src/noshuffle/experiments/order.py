@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from noshuffle.experiments.figure import (
-    Cell,
-    Figure,
-    Request,
-    Results,
-)
+from noshuffle.experiments.figure import Cell, Figure, Request, Results
 from noshuffle.experiments.order_view import CLAIMS, draw, table
 from noshuffle.participation import Epochs, Participation, Poisson
 from noshuffle.plan import Plan

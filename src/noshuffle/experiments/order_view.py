@@ -8,13 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.experiments.figure import (
-    Claim,
-    ClaimVerdict,
-    Results,
-    verdict,
-)
-from noshuffle.experiments.panels import COLOURS, panels
+from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, verdict
+from noshuffle.experiments.panels import COLOURS, markdown, panels
 
 ORDERS = ("file", "shuffled once", "by writer", "by class", "adversarial", "sampled")
 TITLES = {
@@ -52,12 +47,13 @@ def table(results: Results) -> str:
         finals = _finals(results)
     except KeyError:
         return "no order is trained yet"
-    lines = ["| order | " + " | ".join(TITLES.values()) + " |", "|---" * (len(TITLES) + 1) + "|"]
-    for order, found in finals.items():
-        title = "drawn by secret coin flips" if order == "sampled" else order
-        row = " | ".join(_entry(found.get(name)) for name in TITLES)
-        lines.append(f"| {title} | {row} |")
-    return "\n".join([*lines, "", "test accuracy in %, mean ± deviation over seeds (rate)"])
+    names = {"sampled": "drawn by secret coin flips"}
+    rows = [
+        (names.get(order, order), *(_entry(found.get(name)) for name in TITLES))
+        for order, found in finals.items()
+    ]
+    lines = [*markdown(("order", *TITLES.values()), rows), ""]
+    return "\n".join([*lines, "test accuracy in %, mean ± deviation over seeds (rate)"])
 
 
 def draw(results: Results, path: Path) -> None:

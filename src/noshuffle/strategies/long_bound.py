@@ -39,7 +39,7 @@ import numpy as np
 from noshuffle.errors import Unsupported, whole
 from noshuffle.participation import Participation
 from noshuffle.strategies.fit_forms import layout
-from noshuffle.strategies.lower_bound import POWER, SIGNS, several_weights, solve_single
+from noshuffle.strategies.lower_bound import POWER, several_weights, sign_correlations, solve_single
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.workload import prefix
 
@@ -66,13 +66,8 @@ class Certificate:
 
     def block(self, place: int) -> Array:
         """U_j of one place: what a check by other means is made from."""
-        signs = _signs(self.turns)[: len(self.weights)]
+        signs = sign_correlations(self.turns)[: len(self.weights)]
         return np.asarray(np.einsum("r,rlm->lm", self.weights[:, place], signs))
-
-
-def _signs(turns: int) -> Array:
-    gap = np.abs(np.subtract.outer(np.arange(turns), np.arange(turns)))
-    return np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
 
 
 def long_bound(participation: Participation, *, rounds: int = 3) -> Certificate:
@@ -97,7 +92,7 @@ def long_bound(participation: Participation, *, rounds: int = 3) -> Certificate:
         if bound > best.bound:
             best = Certificate(n, k, weights, bound)
         if X is not None:
-            gain = np.einsum("jlm,rlm->rj", X, _signs(k)[: len(weights)])
+            gain = np.einsum("jlm,rlm->rj", X, sign_correlations(k)[: len(weights)])
             weights = weights * (gain / np.sum(weights * gain)) ** POWER
             weights /= weights.sum()
     return best
@@ -126,7 +121,7 @@ def traces(weights: Array, *, turns: int, is_last: bool) -> tuple[float, Array |
     s = np.arange(low, high, STEP)
     t2, measure = np.exp(2 * s), (2 * STEP / math.pi) * np.exp(s)
     measure[[0, -1]] *= 1 + 1 / math.expm1(STEP)
-    U = np.einsum("rj,rlm->jlm", weights, _signs(turns)[: len(weights)])
+    U = np.einsum("rj,rlm->jlm", weights, sign_correlations(turns)[: len(weights)])
     if turns == 1:
         diagonal, slack = _line(sizes, t2)[:, :, None, None], np.full(len(t2), 8 * n * _UNIT)
     else:
@@ -136,10 +131,6 @@ def traces(weights: Array, *, turns: int, is_last: bool) -> tuple[float, Array |
     total = float(measure @ each) / (1 + eta)
     X = None if is_last else np.einsum("s,sjlm->jlm", measure, diagonal)
     return total, X
-
-
-def _least(U: Array) -> float:
-    return max(0.0, float(np.linalg.eigvalsh(U)[:, 0].min()) - 1e-14 * float(np.abs(U).max()))
 
 
 def _line(sizes: Array, t2: Array) -> Array:

@@ -149,6 +149,12 @@ def rms_lower_bound(
     )[0]
 
 
+def sign_correlations(turns: int) -> Array:
+    """M_r of so many participations, for every r."""
+    gap = np.abs(np.subtract.outer(np.arange(turns), np.arange(turns)))
+    return np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
+
+
 def several_weights(places: int, *, turns: int, tolerance: float = 2e-3) -> Array:
     """Weights by sign correlation and place that a run of `turns` epochs ends with."""
     steps = np.arange(places)[:, None] + places * np.arange(turns)
@@ -161,8 +167,7 @@ def _several(
 ) -> tuple[float, Array]:
     """The best bound met while weights of sign correlations and patterns rise, and the weights."""
     n, k = len(A), steps.shape[1]
-    gap = np.abs(np.subtract.outer(np.arange(k), np.arange(k)))
-    signs = np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
+    signs = sign_correlations(k)
     place = (steps[:, :, None] * (n + 1) + steps[:, None, :]).ravel()
     weights = np.ones((len(SIGNS), len(steps)))
     best = 0.0
