@@ -100,6 +100,7 @@ def test_the_folder_holds_the_evidence(run: Path, capsys: pytest.CaptureFixture[
     (run / "statement.json").write_text(honest)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_report_can_be_drawn_again(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert page.count("<svg") == 5

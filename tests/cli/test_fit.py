@@ -46,6 +46,7 @@ def table(tmp_path: Path) -> Path:
 COMMON = ["--mechanism", "tree", "--test-seed", "t", "--bounds", "0,10", "--hash-text", "4"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     command([str(table), "--target", "sold", "--ids", "who", "--epsilon", "4", "--batch-size", "8",
@@ -84,6 +85,7 @@ def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert write_report(out).is_file()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_no_score_and_several_classes(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command([str(table), "--target", "city", "--no-score", "--task", "svc", "--out", str(out),

@@ -55,6 +55,7 @@ def test_the_folder_holds_the_evidence(run: Path) -> None:
     assert not list((run / "checkpoints").glob("key*"))  # a finished run is sealed
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_report_is_one_self_contained_page(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert page.count("<svg") == 5

@@ -82,7 +82,7 @@ def test_all_ones_restarts_leave_the_finished_trees_behind(completion: bool) -> 
 
 
 @no_grid
-@pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_long_tree_does_not_drift(steps: int) -> None:
     """The float64 sum of what was released equals the tree's own prefix."""
     size = 4
@@ -103,7 +103,7 @@ def test_a_long_tree_does_not_drift(steps: int) -> None:
             leaf = end - 1
             source.normal_(out, row=2 * leaf - leaf.bit_count() + h, name="w")
             expected += out.double().numpy()
-    np.testing.assert_allclose(total, expected, atol=2e-4)
+    np.testing.assert_allclose(total, expected, atol=6.4e-7 * steps**0.5)  # rounding of each
     assert stream.state_dict()["step"] == steps
 
 

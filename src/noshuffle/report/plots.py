@@ -40,24 +40,29 @@ def as_svg(draw: Callable[Concatenate[Axes, Given], None]) -> Callable[Given, st
 
     @wraps(draw)
     def drawn(*given: Given.args, **more: Given.kwargs) -> str:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
-        with matplotlib.rc_context(settings):
-            figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25)
-            draw(axes, *given, **more)
-            out = io.StringIO()
-            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-            pyplot.close(figure)
-        text = out.getvalue()
-        return text[text.index("<svg") :]
+        return rendered(lambda axes: draw(axes, *given, **more))
 
     return drawn
+
+
+def rendered(draw: Callable[[Axes], None]) -> str:
+    """What is put on fresh axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
+    with matplotlib.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        draw(axes)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
 
 
 def spread(last: int, *, most: int) -> list[int]:
