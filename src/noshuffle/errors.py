@@ -23,6 +23,7 @@ noshuffle.errors.InvalidInput: clip_norm must be a finite number > 0, got -1.0
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
 import reprlib
@@ -121,6 +122,16 @@ def callables(**values: object) -> None:
     for name, value in values.items():
         if not callable(value):
             raise InvalidInput(f"{name} must be a function, got {reprlib.repr(value)}")
+
+
+def imported(**values: str) -> Any:
+    """What the one `module:name` that is given stands for."""
+    ((what, text),) = values.items()
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(f"{what} {text!r} could not be imported: {error}") from None
 
 
 def number_tuple(**values: object) -> tuple[float, ...]:

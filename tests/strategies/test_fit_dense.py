@@ -143,11 +143,12 @@ def test_workloads():
     workload = momentum(0.9)
     found = fit_dense(SinglePass(n), workload=workload, tolerance=1e-4)
     assert found.objective * 0.1 == pytest.approx(1.600, abs=2e-3)  # scaled by 1 − β
-    for other in (Workload(0.9, cooldown(48)), Workload(0.0, tuple(np.linspace(1, 1 / 48, 48)))):
-        for participation in (SinglePass(48), Epochs(4, 12), MinSeparation(48, 12, 3)):
+    others = (Workload(0.9, cooldown(48)), Workload(0.0, tuple(np.linspace(1, 1 / 48, 48))))
+    for participation in (SinglePass(48), Epochs(4, 12), MinSeparation(48, 12, 3)):
+        plain = fit_dense(participation).strategy
+        for other in others:
             aware = fit_dense(participation, workload=other)
             assert aware.converged
-            plain = fit_dense(participation).strategy
             assert aware.objective < cost(plain, participation, workload=other, objective="rms")
             assert rms_lower_bound(participation, workload=other) <= aware.objective
 

@@ -14,7 +14,6 @@ this is fixed before the first step; a random order is drawn from the public see
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.datasets import DataSet
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, imported
 from noshuffle.optim.composite import Composite, ElasticNet, GroupLasso, lasso
 from noshuffle.optim.constraints import Box, Constraint, L1Ball, L2Ball
 from noshuffle.release.sampler import in_order
@@ -85,16 +84,11 @@ def rows_in_order(
 
 def _own_order(name: str, data: DataSet) -> NDArray[np.int64]:
     """The order of `module:function`, which is given the data set."""
-    module, _, function = name.partition(":")
-    if not function:
+    if ":" not in name:
         raise InvalidInput(
             f"order must be file, sorted, {PER_RESTART} or module:function, got {name!r}"
         )
-    try:
-        found = getattr(importlib.import_module(module), function)(data)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"order {name!r} could not be imported: {error}") from None
-    rows = np.asarray(found)
+    rows = np.asarray(imported(order=name)(data))
     if not np.array_equal(np.sort(rows), np.arange(len(data))):
         raise InvalidInput(f"{name} must return every row of the data once, {len(data)} of them")
     return rows.astype(np.int64)

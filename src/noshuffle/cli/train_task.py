@@ -15,17 +15,15 @@ own. The clip norm bounds what one row can do, whatever its target is. No state.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noshuffle.cli.train_parts import accuracy_of
 from noshuffle.datasets import DataSet
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, imported
 
 #: Held-out rows that are scored together.
 CHUNK = 1000
@@ -63,7 +61,7 @@ def task_of(name: str, data: DataSet) -> tuple[TrainTask, DataSet]:
     if name == "auto":
         name = "regression" if is_float else "classification"
     if ":" in name:
-        return TrainTask(name, _own_loss(name)), data
+        return TrainTask(name, imported(task=name)), data
     if name == "classification":
         if is_float:
             raise InvalidInput(
@@ -80,11 +78,3 @@ def task_of(name: str, data: DataSet) -> tuple[TrainTask, DataSet]:
         raise InvalidInput(f"the targets of {data.name} must be finite; leave such rows out")
     made = replace(data, y_train=train, y_test=test, classes=train.shape[1])
     return TrainTask(name, nn.MSELoss()), made
-
-
-def _own_loss(name: str) -> Any:
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidInput(f"task {name!r} could not be imported: {error}") from None

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from noshuffle.datasets.images import cifar10, digits, emnist_bymerge, fashion_m
 from noshuffle.datasets.record import DataSet
 from noshuffle.datasets.tables import adult, bank_marketing
 from noshuffle.datasets.text import shakespeare
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, imported
 
 __all__ = ["NAMES", "DataSet", "load"]
 
@@ -44,12 +43,7 @@ def load(name: str) -> DataSet:
 
 
 def _own(name: str) -> DataSet:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInput(f"data {name!r} could not be imported: {error}") from None
-    data = function()
+    data = imported(data=name)()
     if not isinstance(data, DataSet):
         raise InvalidInput(
             f"{name} must return a noshuffle.datasets.DataSet, got {type(data).__name__}"

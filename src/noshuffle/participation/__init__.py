@@ -5,6 +5,7 @@ maximum over every pattern of steps that it allows:
 
     SinglePass      one step, any
     Epochs          steps {j, j+b, j+2b, …}: the same order in every epoch
+    AnyOrderEpochs  one step in every epoch, any; what Epochs means to independent noise
     MinSeparation   at most k steps, any two at least b apart (index difference)
     Restarted       the base pattern inside every block of `every` steps, and a new order, chosen
                     freely, in the next block (trees that restart)

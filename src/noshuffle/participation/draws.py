@@ -1,9 +1,5 @@
 """Participations that a secret draw decides: their guarantee rests on its randomness.
 
-    Poisson, TruncatedPoisson, FixedSize    a fresh draw in every step
-    CyclicPoisson                           the same, of the group whose turn it is
-    BallsInBins, SeparatedBins              positions in epochs
-
 Only `release/sampler` may draw them, and the guard refuses batches that it did not draw. No state.
 
 >>> TruncatedPoisson.of(steps=10, batch=100, population=1000).largest_draw

@@ -1,12 +1,5 @@
 """Participations that any order of the data keeps, however it was chosen: nothing is drawn.
 
-    SinglePass      one step, any
-    Epochs          steps {j, j+b, j+2b, …}
-    AnyOrderEpochs  one step in every epoch, any; what Epochs means to independent noise
-    MinSeparation   at most k steps, any two at least b apart
-    Restarted       one of them inside every block of steps
-    Stages          epochs, then epochs of another length (a changed batch size), and so on
-
 The guard compares every batch with them (`release/guard`). No state.
 
 >>> narrowed(Epochs(epochs=5, steps_per_epoch=10), 2)
