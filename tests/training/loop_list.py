@@ -424,6 +424,94 @@ losses(
 )
 
 
+# Examples that meet, seen in the graph or by other rows, and twins in which they do not.
+
+
+def terms(o: Any, y: Any) -> Any:
+    return F.cross_entropy(o, y, reduction="none")
+
+
+def without_gradient(o: Any, y: Any) -> Any:
+    with torch.no_grad():
+        weights = 8 * terms(o, y).softmax(0)
+    return (weights * terms(o, y)).mean()
+
+
+def share(y: Any) -> Any:
+    return F.one_hot(y, 4).float().mean(0)
+
+
+def hardest(o: Any, y: Any) -> Any:
+    own = terms(o, y)
+    return (own * (own.detach() >= own.detach().median())).sum() / 8
+
+
+def together(name: str, loss_fn: Any, **more: Any) -> None:
+    losses("losses", name, loss_fn, expected="with each other", **more)
+
+
+together("rows against the first one", lambda o, y: CE(o, y) + (o - o[:1]).square().mean())
+together("rows against the first one, detached", lambda o, y: (o - o[0].detach()).abs().mean())
+together("one half of a batch against the other", lambda o, y: (o[:4] - o[4:]).square().mean())
+together("outputs less their mean, detached", lambda o, y: CE(o - o.detach().mean(0), y))
+together(
+    "ranks: rows against others, detached", lambda o, y: (o - o.detach().flip(0)).relu().mean()
+)
+together("softmax weights of a batch, under no_grad", without_gradient)
+together("hard examples by a mask", hardest)
+together("sorted weights", lambda o, y: (terms(o, y) * terms(o, y).detach().argsort()).mean())
+together("weights by counts of labels", lambda o, y: (terms(o, y) / y.bincount()[y]).mean())
+together(
+    "labels smoothed by their shares", lambda o, y: CE(o, 0.9 * F.one_hot(y, 4) + 0.1 * share(y))
+)
+together("logits adjusted by shares of labels", lambda o, y: CE(o + (0.1 + share(y)).log(), y))
+together("two labels, one of another row", lambda o, y: 0.5 * CE(o, y) + 0.5 * CE(o, y.flip(0)))
+together("a factor of the batch by .item()", lambda o, y: CE(o * o.detach().std().item(), y))
+losses(
+    "losses",
+    "loss / loss.detach()",
+    lambda o, y: CE(o, y) / CE(o, y).detach(),
+    expected="changes with the batch",
+)
+losses("losses", "rows by their own norms", lambda o, y: CE(o / o.detach().norm(dim=1)[:, None], y))
+losses(
+    "losses",
+    "a factor that is a number by .item()",
+    lambda o, y: CE(o * torch.tensor(0.7).item(), y),
+)
+losses(
+    "losses",
+    "outputs picked by label",
+    lambda o, y: -o.log_softmax(1)[torch.arange(len(o)), y].mean(),
+)
+losses(
+    "losses",
+    "weights looked up by label",
+    lambda o, y: (torch.tensor([0.5, 1.0, 1.5, 1.0])[y] * terms(o, y)).mean(),
+)
+losses("losses", "noise on logits", lambda o, y: CE(o + torch.zeros_like(o).normal_() * 0, y))
+losses("losses", "triplets of one's own", lambda o, z: F.triplet_margin_loss(o, z, -z), y=Z)
+losses("losses", "cosine similarity", lambda o, z: (1 - F.cosine_similarity(o, z)).mean(), y=Z)
+
+
+@loop("losses", "a factor of the inputs: x.std(0)", expected="with each other")
+def _(on: Any) -> None:
+    for x, y in rows():
+        CE(on.model(x) * x.std(0)[:4], y).backward()
+        on.optimizer.step()
+
+
+@loop("losses", "a teacher with BatchNorm that was left in training", expected="with each other")
+def _(on: Any) -> None:
+    teacher = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    for x, y in rows():
+        out = on.model(x)
+        with torch.no_grad():
+            wanted = teacher(x).softmax(1)
+        (0.5 * CE(out, y) + 0.5 * CE(out, wanted)).backward()
+        on.optimizer.step()
+
+
 @loop("losses", "a penalty on weights", expected="penalty on weights")
 def _(on: Any) -> None:
     for x, y in rows():
@@ -1018,14 +1106,21 @@ def _(on: Any) -> None:
         on.optimizer.step()
 
 
-@loop("data", "mixup, after private.check(loader)", expected="different, warned")
+@loop("data", "mixup", expected="with each other")
+def _(on: Any) -> None:
+    for x, y in rows():
+        order = torch.randperm(len(x))
+        out = on.model(0.7 * x + 0.3 * x[order])
+        (0.7 * CE(out, y) + 0.3 * CE(out, y[order])).backward()
+        on.optimizer.step()
+
+
+@loop("data", "mixup of inputs, after private.check(loader)", expected="different, warned")
 def _(on: Any) -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=8)
     on.private.check(loader)
     for x, y in loader:
-        order = torch.randperm(len(x))
-        out = on.model(0.7 * x + 0.3 * x[order])
-        (0.7 * CE(out, y) + 0.3 * CE(out, y[order])).backward()
+        CE(on.model(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y).backward()
         on.optimizer.step()
 
 

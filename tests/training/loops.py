@@ -47,9 +47,11 @@ refusal, or a warning. None may be different and silent. This page is written by
 to change. **warned**: by Python's `warnings`; those that are different train something else than
 their author may think, or have another guarantee.
 
-What no run can see is in [sharp edges](sharp-edges.md): weights of single terms that were computed
-from the batch as numbers (`.item()`), rows that were mixed before the loop had them, learning rates
-that follow the raw loss (`ReduceLROnPlateau` on it), steps left out because of the data.
+Losses whose examples meet are found in the graph, and by trying the loss of steps 1, 2, 4, 8, …
+with other rows. What no run can see is in [sharp edges](sharp-edges.md) (22 to 24): factors of the
+batch that were computed before the model was called, or with numbers of Python, rows that were
+mixed before the loop had them, learning rates that follow the raw loss (`ReduceLROnPlateau` on it),
+steps left out because of the data.
 """
 KINDS = ("equal", "equal, warned", "refused", "different, warned", "different and silent")
 PLAN = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=0.5)

@@ -15,6 +15,9 @@ QUICK = (
     "TransformerEncoderLayer",
     "mixup",
     "second step",
+    "rows against the first one",
+    "x.std(0)",
+    "outputs picked",
 )
 
 

@@ -42,6 +42,8 @@ class Listening(Protocol):
 
     def forget(self) -> None: ...
 
+    def leave(self) -> None: ...
+
 
 class ModelHook:
     """A hook that keeps nothing alive, and is inert in copies and pickles of the model."""
@@ -144,6 +146,7 @@ def at_work(
     before = own.get(_MARK, False), listener is not None and listener.is_paused
     own[_MARK] = True
     if listener is not None:
+        listener.leave()
         listener.is_paused = True
     try:
         yield

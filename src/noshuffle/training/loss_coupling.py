@@ -3,7 +3,8 @@
 A loss Σ_i ℓ_i has one term an example, and clipping bounds what one term adds. A softmax along the
 batch, a product of outputs with outputs, a selection of tokens under a mean or a factor below the
 reduction join examples: one of them then moves the gradients of all. `coupled` looks at one node of
-torch's graph (2.11 to 2.13). What was computed without gradients leaves no node, and is not seen.
+torch's graph (2.11 to 2.13). What was computed without gradients leaves no node, and is not seen
+here: `loss_replay` tries the loss with other rows.
 
 State: none.
 
@@ -30,6 +31,8 @@ ALONG = (
 JOINING = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "Cdist", "Pdist")
 #: Nodes that pick rows or tokens: which belongs to whom cannot be seen behind them.
 PICKING = ("Index", "IndexSelect", "MaskedSelect", "Take", "Gather", "TakeAlongDim", "Repeat")
+#: Nodes that take a part of an axis: of the rows, some are then compared with others, or left out.
+CUTTING = ("Slice", "Select", "Split", "SplitWithSizes", "Unbind")
 #: Products of outputs with outputs.
 PRODUCTS = ("Mm", "Bmm", "Baddbmm", "Dot")
 #: A whole number up to this is a constant of the loss; a larger one may be a count of the batch.
@@ -62,10 +65,11 @@ def goes_along(node: Any) -> bool:
     return False
 
 
-def coupled(node: Any, *, kind: str, is_uniform: bool) -> str:
+def coupled(node: Any, *, kind: str, is_uniform: bool, size: int = 0) -> str:
     """Why a loss is refused in which the examples of a batch meet at this node.
 
-    `kind` is that of its reduction; `is_uniform`: all labels have the same weight.
+    `kind` is that of its reduction; `is_uniform`: all labels have the same weight; `size`: that of
+    the batch.
     """
     name = node.name().rstrip("0123456789").removesuffix("Backward")
     used = [after for after, _ in node.next_functions if after is not None]
@@ -73,6 +77,8 @@ def coupled(node: Any, *, kind: str, is_uniform: bool) -> str:
         return COUPLED.format(name="a product of outputs with outputs")
     if name in JOINING or (name in ALONG and goes_along(node)):
         return COUPLED.format(name=f"{name.lower()} along the batch")
+    if name in CUTTING and _is_part_of_rows(node, size):
+        return COUPLED.format(name="some of the rows of a batch by themselves")
     if name in ("Mul", "Div") and _is_count(node):
         return COUPLED.format(name="a factor on every term that may be of the whole batch")
     if name.endswith("Loss") and not name.startswith("Nll") and _is_broadcast(node):
@@ -87,6 +93,17 @@ def coupled(node: Any, *, kind: str, is_uniform: bool) -> str:
 def _is_broadcast(node: Any) -> bool:
     held, wanted = (getattr(node, name, None) for name in ("_saved_self", "_saved_target"))
     return held is not None and wanted is not None and held.shape != wanted.shape
+
+
+def _is_part_of_rows(node: Any, size: int) -> bool:
+    """Whether less than all rows of a batch of this size are taken."""
+    shape = getattr(node, "_saved_self_sym_sizes", None)
+    if shape is None:  # unbind has none, and every part is without that axis
+        shape = (len(node._input_metadata), *node._input_metadata[0].shape)
+    if _axis(node._saved_dim) not in (0, -len(shape)) or shape[0] != size or size == 1:
+        return False
+    is_whole = getattr(node, "_saved_start", 1) == 0 and node._saved_end >= size
+    return not is_whole or node._saved_step != 1
 
 
 def _moves_rows(name: str, node: Any) -> bool:

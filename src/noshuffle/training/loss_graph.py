@@ -122,6 +122,14 @@ class LossReading:
             return torch.where(own > 0, own.sum() / own, 0.0) / self.factor
         return (size if self.kind == "mean" else 1) / self.factor
 
+    def by_row(self, grad: Tensor) -> Tensor:
+        """∂ℓ_i/∂output_i for every row, of ∂L/∂output."""
+        by, wide = self.multiplier(len(grad)), grad.detach()
+        wide = wide.float() if wide.dtype in (torch.float16, torch.bfloat16) else wide
+        if isinstance(by, Tensor):
+            by = by.to(wide).reshape(-1, *[1] * (wide.dim() - 1))
+        return wide * by
+
     def refused(self, size: int) -> str:
         """Why the loss of a batch of this size is refused, if it is."""
         return self.refusal or (SELECTED if self.numbers % size else "")
@@ -134,17 +142,20 @@ def read_loss(
 
     `gradient` is what `loss.backward` was given.
     """
-    ends, reached, sizes = set[Any](), set[int](), list[int]()
+    ends, reached = set[Any](), set[int]()
+    shapes = list[tuple[int, ...]]()
     reading = LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
     if loss.numel() == 1 and loss.grad_fn is not None:
         reading = _read(loss.grad_fn, ends)
         if gradient is not None:  # `loss.backward(gradient)`: one more factor on the whole loss
             reading = reading.scaled(float(gradient))
-    nodes = list(_nodes(loss.grad_fn, starts, reached, sizes))
+    nodes = list(_nodes(loss.grad_fn, starts, reached, shapes))
     below = [node for node in nodes if node not in ends]
-    found = [coupled(node, kind=reading.kind, is_uniform=reading.is_uniform) for node in below]
+    rows = [shape[0] for shape in shapes if shape]
+    known: Any = {"kind": reading.kind, "is_uniform": reading.is_uniform}
+    found = [coupled(node, **known, size=rows[0] if rows else 0) for node in below]
     leading = _leading(nodes, starts)
-    if any(_numbers(node) > sum(sizes) for node in below if node in leading):
+    if any(_numbers(node) > sum(map(math.prod, shapes)) for node in below if node in leading):
         found.append(COUPLED.format(name="there are more terms than outputs"))
     refusal = reading.refusal or next(filter(None, found), "")
     return replace(reading, refusal=refusal, reached=frozenset(reached))
@@ -275,9 +286,14 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _shape(node: Any) -> tuple[int, ...]:
+    """The shape of what an operation gave, of the largest if it gave several."""
+    return max((tuple(one.shape) for one in node._input_metadata), key=math.prod, default=(0,))
+
+
 def _numbers(node: Any) -> int:
     """How many numbers an operation gave."""
-    return max((math.prod(one.shape) for one in node._input_metadata), default=0)
+    return math.prod(_shape(node))
 
 
 def _leading(nodes: list[Any], starts: Collection[int]) -> set[Any]:
@@ -291,18 +307,18 @@ def _leading(nodes: list[Any], starts: Collection[int]) -> set[Any]:
 
 
 def _nodes(
-    root: Any, starts: Collection[int], reached: set[int], sizes: list[int]
+    root: Any, starts: Collection[int], reached: set[int], shapes: list[tuple[int, ...]]
 ) -> Iterator[Any]:
     """The nodes of a loss down to the outputs that it is made of, which are added to `reached`.
 
-    `sizes` then has how many numbers each of them holds.
+    `shapes` then has theirs.
     """
     lowest, stack, seen = min(starts, default=0), [root], set[Any]()
     while stack and starts and len(seen) < MOST_NODES:
         node = stack.pop()
         number = -1 if node is None or node in seen else node._sequence_nr()
         if number in starts:
-            sizes += [] if number in reached else [_numbers(node)]
+            shapes += [] if number in reached else [_shape(node)]
             reached.add(number)
         elif number > lowest and node.next_functions:
             seen.add(node)

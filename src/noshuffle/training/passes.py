@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from noshuffle.clipping.objective import batch_size, cuttable
 from noshuffle.errors import InvalidInput
 from noshuffle.training.hooks import ModelHook
 from noshuffle.training.loss_graph import LossReading, listen, read_loss
+from noshuffle.training.loss_replay import LossTrace
 from noshuffle.training.step import generators
 
 #: What a Trainer tells a model about the whole batch: it would divide by what all examples have.
@@ -82,18 +84,11 @@ class Pass:
             return refusal
         if before is not None and before.factor != reading.factor:
             return "two losses on one output with different factors; add them up before backward()"
-        c = _by_row(grad.detach(), reading.multiplier(len(grad)))
+        c = reading.by_row(grad)
         self.sent_back[key] = self.sent_back[key] + c if key in self.sent_back else c
         inner = (out * c).reshape(len(c), -1).sum(1)
         self.inner = inner if self.inner is None else self.inner + inner
         return ""
-
-
-def _by_row(grad: Tensor, by: float | Tensor) -> Tensor:
-    wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    if isinstance(by, Tensor):
-        by = by.to(wide).reshape(-1, *[1] * (wide.dim() - 1))
-    return wide * by
 
 
 class Listener:
@@ -107,6 +102,9 @@ class Listener:
         self.passes: list[Pass] = []
         self.refusal = ""
         self.count = 0  # passes since the last step
+        self.is_due = True  # whether the next loss is tried with other rows (`loss_replay`)
+        self._traces: list[LossTrace] = []  # the newest pass's, if it is looked at
+        weakref.finalize(self, _leave, self._traces)
         self._seed = seed
         self._reading: LossReading | None = None
         self._heard: Pass | None = None  # the pass that the current loss came from
@@ -130,6 +128,7 @@ class Listener:
         """The same after a step, or the attempt at one."""
         self.clear()
         self.count = 0
+        self.leave()
 
     def stop(self) -> None:
         """Stop listening to the model."""
@@ -137,10 +136,16 @@ class Listener:
             handle.remove()
         listen(self, is_on=False)
         self.clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """Stop noting the calls of a loss."""
+        _leave(self._traces)
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward pass begins: its random layers draw what the second one will draw."""
         if module.training and torch.is_grad_enabled() and not self._before:
+            self.leave()
             device = next(module.parameters()).device
             self._before = [(g, g.get_state()) for g in generators(device)]
             for generator, _ in self._before:
@@ -159,7 +164,9 @@ class Listener:
         for generator, state in before:
             generator.set_state(state)
         self.count += 1
-        for number, out in enumerate(tensors_of(output)):
+        outputs = tensors_of(output)
+        ends = [out for out in outputs if out.requires_grad and out.grad_fn is not None]
+        for number, out in enumerate(outputs):
             if not out.requires_grad or out.grad_fn is None:
                 continue
             kind = out.device.type
@@ -169,6 +176,9 @@ class Listener:
             self._starts.append(start)
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
             out.register_hook(hook)  # type: ignore[no-untyped-call]
+        if self.is_due and ends:
+            self._traces.append(LossTrace(ends, (args, kwargs)))
+            self._traces[-1].enter()
 
     def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
         """A gradient came back to an output: from the loss itself, or on its way."""
@@ -192,12 +202,20 @@ class Listener:
         own = gradient if is_plain else next(iter(gradient))
         if len(given) == 1 and isinstance(given[0], Tensor):
             self._reading = read_loss(given[0], self._starts, gradient=own)
+            trace, found = next(iter(self._traces), None), self._reading
+            if trace is not None and trace.starts & found.reached and not found.refusal:
+                self._reading = replace(found, refusal=trace.coupling(given[0], own))
             return
         refusal = "several losses in one backward(); add them up"
         self._reading = LossReading(refusal=refusal, reached=frozenset(self._starts))
 
     def end_backward(self) -> None:
         self._reading = None
+
+
+def _leave(traces: list[LossTrace]) -> None:
+    while traces:
+        traces.pop().leave()
 
 
 def _arrived(listener: Callable[[], Listener | None], *what: Any) -> None:

@@ -136,6 +136,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         passes, refusal = self._listener.passes, self._listener.refusal
+        self._listener.leave()
         self._listener.clear()
         if refusal:
             raise Unsupported(refusal)
@@ -170,6 +171,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
             self._steps, self._factor, self._is_zeroed = self._steps + 1, factor, False
+            self._listener.is_due = not self._steps & (self._steps + 1)
         return loss
 
 
