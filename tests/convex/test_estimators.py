@@ -372,6 +372,8 @@ def test_noise_is_fresh_by_default_and_a_strategy_may_be_given() -> None:
         ({"clip_norm": None}, "feature_bound"),
         ({"bounds": [(0, 1)]}, "bounds"),
         ({"bounds": (2, 1)}, "low < high"),
+        ({"bounds": (-1.7e308, 1.7e308)}, "other units"),
+        ({"bounds": (0, 1e-320)}, "other units"),
         ({"penalty": "l3"}, "penalty"),
         ({"constraint": "cube"}, "constraint"),
         ({"averaging": "mean"}, "averaging"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -246,3 +248,34 @@ def test_tables_of_a_private_number_of_rows_are_refused() -> None:
     for model in (PrivateScaler(), PrivatePCA(), PrivateTreesClassifier(classes=["same", "other"])):
         with pytest.raises(Unsupported, match="number of rows"):
             model.set_params(neighbours="add-remove").fit(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_and_trees_in_frames_pickles_clones_and_searches() -> None:
+    rng = np.random.default_rng(3)
+    x = rng.uniform(0, 10, size=(600, 3))
+    y = np.where(x[:, 0] > x[:, 1], "yes", "no")
+    x[0], x[1] = 1.7e308, -1.7e308  # one row more or less, whatever it holds
+    kinds: list[Any] = [
+        PrivateScaler(test_seed=0),
+        PrivatePCA(n_components=2, test_seed=0),
+        PrivateTreesClassifier(classes=["no", "yes"], test_seed=0),
+    ]
+    for library in ("pandas", "polars"):
+        try:
+            frame = __import__(library).DataFrame(dict(zip("abc", x.T)))
+        except ImportError:
+            continue
+        for kind in kinds:
+            model = clone(kind).fit(frame, y)
+            assert list(model.feature_names_in_) == list("abc")
+            apply = "predict_proba" if hasattr(model, "predict_proba") else "transform"
+            found = getattr(pickle.loads(pickle.dumps(model)), apply)(frame)
+            np.testing.assert_array_equal(found, getattr(model, apply)(frame))
+            assert np.isfinite(np.asarray(found)).all()
+            assert clone(model).get_params() == model.get_params()
+    last = PrivateTreesClassifier(classes=["no", "yes"], test_seed=0)
+    line = make_pipeline(*(clone(kind) for kind in kinds[:2]), last)
+    search = GridSearchCV(line, {"privatepca__n_components": [1, 2]}, cv=2).fit(x, y)
+    assert search.predict(x).shape == (600,)

@@ -15,6 +15,7 @@ supported
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput
 
+#: Bounds of columns and targets beyond this are refused.
+WIDEST = 1e150
 #: Clipped norms stay this far below their bound, more than float64 can lose.
 CLIP_SLACK = 2.0**-40
 
@@ -45,6 +48,22 @@ def real_array(**values: Any) -> Array:
     if found.ndim and len(found) and found.strides[0] == 0 and found.dtype != np.float64:
         return np.broadcast_to(found[0].astype(np.float64), found.shape)
     return found.astype(np.float64, copy=False)
+
+
+def check_ranges(**values: Any) -> None:
+    """Refuse ranges, pairs (low, high) in rows, that are empty or that float64 cannot scale.
+
+    Coefficients are quotients of widths of two of them, so that 1e±150 is as far as it goes.
+    """
+    ((name, value),) = values.items()
+    for low, high in np.asarray(value, dtype=np.float64).tolist():
+        if not -math.inf < low < high < math.inf:
+            raise InvalidInput(f"{name} must be finite with low < high, got {(low, high)}")
+        if max(-low, high) > WIDEST or high - low < 1 / WIDEST:
+            raise InvalidInput(
+                f"{name} must lie within ±{WIDEST:g} and be {1 / WIDEST:g} apart at least, got "
+                f"{(low, high)}; use other units"
+            )
 
 
 def refuse_complex(**values: Any) -> None:

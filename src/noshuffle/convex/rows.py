@@ -25,7 +25,7 @@ import numpy as np
 from scipy import sparse
 
 from noshuffle.clipping.factor import clip_factor
-from noshuffle.convex.arrays import Array
+from noshuffle.convex.arrays import Array, check_ranges
 from noshuffle.errors import InvalidInput, Unsupported, positive
 
 
@@ -73,9 +73,8 @@ class RowMap:
                 f"bounds must be one pair (low, high) or {features} pairs, one per column; got "
                 f"an array of shape {pairs.shape}"
             )
+        check_ranges(bounds=pairs)
         low, high = pairs[:, 0].copy(), pairs[:, 1].copy()
-        if not (np.isfinite(pairs).all() and (low < high).all()):
-            raise InvalidInput("bounds must be finite with low < high in every column")
         keeps_zero = (low <= 0) & (high >= 0)
         shift = np.where(keeps_zero, 0.0, low)
         scale = 1.0 / np.where(keeps_zero, np.maximum(-low, high), high - low)

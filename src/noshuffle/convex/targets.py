@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils.validation import column_or_1d
 
-from noshuffle.convex.arrays import Array
+from noshuffle.convex.arrays import Array, check_ranges
 from noshuffle.errors import InvalidInput
 
 READ_CLASSES = (
@@ -63,12 +63,10 @@ class NumberTargets:
         try:
             low, high = (float(v) for v in self.target_bounds)
         except (TypeError, ValueError):
-            low, high = 0.0, 0.0
-        if not (np.isfinite([low, high]).all() and low < high):
             raise InvalidInput(
-                f"target_bounds must be finite (low, high) with low < high, got "
-                f"{self.target_bounds!r}"
-            )
+                f"target_bounds must be a pair (low, high), got {self.target_bounds!r}"
+            ) from None
+        check_ranges(target_bounds=[(low, high)])
         return low, high
 
     def _told(self, margins: Array) -> Array:
