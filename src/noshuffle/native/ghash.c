@@ -34,6 +34,8 @@ static inline Block turned(const uint8_t *at) {
 }
 static inline void put(uint8_t *at, Block x) { vst1q_u8(at, vrbitq_u8(vreinterpretq_u8_u64(x))); }
 static inline Block swapped(Block x) { return vextq_u64(x, x, 1); }
+static inline Block lows(Block a, Block b) { return vtrn1q_u64(a, b); }
+static inline Block highs(Block a, Block b) { return vtrn2q_u64(a, b); }
 static inline Block make(uint64_t low, uint64_t high) {
     return vcombine_u64(vcreate_u64(low), vcreate_u64(high));
 }
@@ -62,6 +64,8 @@ static inline Block rbit(Block x) {
 static inline Block turned(const uint8_t *at) { return rbit(_mm_loadu_si128((const Block *)at)); }
 static inline void put(uint8_t *at, Block x) { _mm_storeu_si128((Block *)at, rbit(x)); }
 static inline Block swapped(Block x) { return _mm_shuffle_epi32(x, 0x4e); }
+static inline Block lows(Block a, Block b) { return _mm_unpacklo_epi64(a, b); }
+static inline Block highs(Block a, Block b) { return _mm_unpackhi_epi64(a, b); }
 static inline Block make(uint64_t low, uint64_t high) {
     return _mm_set_epi64x((long long)high, (long long)low);
 }
@@ -87,12 +91,17 @@ static inline Block reduced(Block lower, Block middle, Block upper) {
     return lower ^ low(upper, poly);
 }
 
-/* three multiplications for four: (a0 + a1)(b0 + b1) holds the two in the middle */
-#define TAKE(BLOCK, I) do { \
-    Block b = (BLOCK), c = b ^ swapped(b); \
+/* three multiplications for four: (a0 + a1)(b0 + b1) holds the two in the middle; the sums of
+   halves of two blocks, or of two powers of the key, lie in one */
+static inline Block folds(Block a, Block b) { return lows(a, b) ^ highs(a, b); }
+#define TAKE(BLOCK, NEXT, I) do { \
+    Block b = (BLOCK), d = (NEXT), c = folds(b, d); \
     lower ^= low(b, power[I]); \
     upper ^= high(b, power[I]); \
-    middle ^= low(c, folded[I]); \
+    lower ^= low(d, power[(I) + 1]); \
+    upper ^= high(d, power[(I) + 1]); \
+    middle ^= low(c, folded[(I) / 2]); \
+    other ^= high(c, folded[(I) / 2]); \
 } while (0)
 
 static inline Block times(Block a, Block b) {
@@ -101,17 +110,18 @@ static inline Block times(Block a, Block b) {
 }
 
 static Block absorbed(Block sum, const uint8_t *key, const uint8_t *data, int64_t blocks) {
-    Block power[EACH], folded[EACH]; /* power[i] = H^(EACH - i) */
-    for (int i = EACH - 1; i >= 0; i--) {
+    Block power[EACH], folded[EACH / 2]; /* power[i] = H^(EACH - i) */
+    for (int i = EACH - 1; i >= 0; i--)
         power[i] = i == EACH - 1 ? turned(key) : times(power[i + 1], power[EACH - 1]);
-        folded[i] = power[i] ^ swapped(power[i]);
-    }
+    for (int i = 0; i < EACH; i += 2) folded[i / 2] = folds(power[i], power[i + 1]);
     for (; blocks >= EACH; blocks -= EACH, data += 16 * EACH) {
-        Block lower = make(0, 0), middle = lower, upper = lower;
-#pragma GCC unroll 16
-        for (int i = 1; i < EACH; i++) TAKE(turned(data + 16 * i), i);
-        TAKE(sum ^ turned(data), 0); /* the last: what comes before need not wait for the sum */
-        sum = reduced(lower, middle, upper);
+        Block lower = make(0, 0), middle = lower, other = lower, upper = lower;
+#pragma GCC unroll 8
+        for (int i = 2; i < EACH; i += 2)
+            TAKE(turned(data + 16 * i), turned(data + 16 * (i + 1)), i);
+        /* the last: what comes before need not wait for the sum */
+        TAKE(sum ^ turned(data), turned(data + 16), 0);
+        sum = reduced(lower, middle ^ other, upper);
     }
     for (; blocks > 0; blocks--, data += 16) sum = times(sum ^ turned(data), power[EACH - 1]);
     return sum;
