@@ -588,3 +588,17 @@ def test_fallbacks_tell_of_a_compiled_wrapper():
     x, y = data()
     private.step(LOSS, x[:6], y[:6])
     assert private.fallbacks == [UNCOMPILED]
+
+
+def test_noise_buffers_on_the_host_train_the_same_model():
+    found, plan = [], plan_of(SinglePass(steps=3), z=1.0, strategy=tree())
+    for where in ("device", "host"):
+        model, (x, y) = network(), data()
+        private = make(model, plan, noise_memory=where)
+        for i in range(3):
+            private.step(LOSS, x[6 * i : 6 * i + 6], y[6 * i : 6 * i + 6])
+        assert private._parts.noise.is_hosted == (where == "host")
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    with pytest.raises(InvalidInput, match="noise_memory"):
+        make(network(), plan, noise_memory="disk")

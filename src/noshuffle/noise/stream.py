@@ -8,7 +8,8 @@ C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.083
 one flat tensor (none for independent noise, banded inverses and dense matrices, whose past draws
 are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
 everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
-a CPU with a compiler and AES (`whole_step`).
+a CPU with a compiler and AES (`whole_step`). Buffers that would fill the device may lie on the host
+(`hosted`), with the same bits.
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -26,6 +27,7 @@ a CPU with a compiler and AES (`whole_step`).
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,7 @@ from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
+from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
 from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
@@ -55,7 +58,10 @@ from noshuffle.strategies.recipe import Recipe
 
 #: Raised whenever the numbers of a stream change, so that none is continued with other numbers.
 VERSION = 2
-_NOT_FUSED = "only fused noise can be captured: install triton and use philox"
+_NOT_FUSED = (
+    "only fused noise whose buffers lie on the device can be captured: install triton, use philox, "
+    "and leave noise_memory at 'auto' or 'device'"
+)
 
 
 class NoiseStream(OneOwner):
@@ -80,6 +86,7 @@ class NoiseStream(OneOwner):
         steps: int,
         device: torch.device | str = "cpu",
         starts: Mapping[str, int] | None = None,
+        memory: str = "auto",
     ) -> None:
         non_negative(scale=scale)
         whole(steps=steps)
@@ -112,18 +119,38 @@ class NoiseStream(OneOwner):
         self._is_broken = False
         self._lock = threading.Lock()
         shape = (self.buffers, self._layout.tiles, TILE)
-        self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
         # One compiled loop, where there is one for this device and source; else chunk by chunk.
         kind = self._source.kind if isinstance(self._source, Source) else ""
+        is_fused = kind == "philox" and fused.is_ready(self._device)
+        self._fused, self._whole, self._chunks, self._hosted = None, None, None, None
+        self._kernels: list[Fused] = []
+        if is_hosted(memory, size=4 * math.prod(shape), device=self._device):
+            self._state = host_buffers(shape, device=self._device)
+
+            def make(layout: Layout, state: Tensor) -> AddFn:
+                if is_fused:
+                    return self._kernel(layout, state).add_
+                chunks = ChunkStep(layout, source=self._source, state=state, workers=workers)
+                return lambda targets, step: chunks.add_(
+                    targets, plan=self._plans.at(step), scale=self.scale
+                )
+
+            own: dict[str, Any] = {"state": self._state, "device": self._device}
+            self._hosted = HostedStep(self._layout, **own, make=make, chunk_tiles=chunk)
+            return
+        self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
         parts: dict[str, Any] = {"source": self._source, "state": self._state}
-        self._fused, self._whole, self._chunks = None, None, None
-        if kind == "philox" and fused.is_ready(self._device):
-            more: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
-            self._fused = Fused(self._plans, layout=self._layout, **parts, **more)
+        if is_fused:
+            self._fused = self._kernel(self._layout, self._state)
         else:
             self._chunks = ChunkStep(self._layout, workers=workers, **parts)
         if kind == "aes" and on_cpu and whole_step.is_ready():
             self._whole = WholeStep(self._layout, workers=workers, **parts)
+
+    def _kernel(self, layout: Layout, state: Tensor) -> Fused:
+        more: dict[str, Any] = {"source": self._source, "scale": self.scale, "steps": self.horizon}
+        self._kernels.append(Fused(self._plans, layout=layout, state=state, **more))
+        return self._kernels[-1]
 
     @property
     def step(self) -> int:
@@ -139,6 +166,11 @@ class NoiseStream(OneOwner):
     def buffers(self) -> int:
         """Model-sized float32 tensors kept between steps."""
         return self._plans.buffers
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether they lie in the memory of the host while values are elsewhere."""
+        return self._hosted is not None
 
     def rows_used(self, step: int) -> int:
         """How many rows steps 0 … step−1 have drawn from: the first row for a fresh key."""
@@ -179,7 +211,9 @@ class NoiseStream(OneOwner):
         # Views where that is possible; a tensor with other strides is copied there and back.
         plain = {name: value.contiguous() for name, value in values.items()}
         targets = {name: value.view(-1) for name, value in plain.items()}
-        if self._fused is not None:
+        if self._hosted is not None:
+            self._hosted.add_(targets, step=self._step)
+        elif self._fused is not None:
             self._fused.add_(targets, step=self._step)
         else:
             assert self._chunks is not None
@@ -250,6 +284,7 @@ class NoiseStream(OneOwner):
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
         self.check_owner()
         self._check_unbroken()
+        self._wait()
         buffers = {}
         if self.buffers:
             for name, pieces in self._layout.views(self._state).items():
@@ -265,10 +300,16 @@ class NoiseStream(OneOwner):
                 f"the noise state of step {step} is gone (a finished run was sealed) and its noise "
                 "needs it; extend the run by a phase of its own (Plan.extended), or fork it"
             )
+        self._wait()
         self._state.zero_()
         self._step, self._is_broken = step, False
-        if self._fused is not None:
-            self._fused.forget()
+        for kernel in self._kernels:
+            kernel.forget()
+
+    def _wait(self) -> None:
+        """Until buffers on the host are those of the last step."""
+        if self._hosted is not None:
+            self._hosted.wait()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stopped; refuses another stream's.
@@ -296,6 +337,7 @@ class NoiseStream(OneOwner):
                     f"got {saved.dtype} of {tuple(saved.shape)}"
                 )
         # The padding of a tile is never read by anyone, so it need not be restored.
+        self._wait()
         self._state.zero_()
         for name, pieces in views.items():
             flat = state["buffers"][name].reshape(self.buffers, -1)
@@ -303,8 +345,8 @@ class NoiseStream(OneOwner):
                 piece.copy_(part)
         self._step = int(state["step"])
         self._is_broken = False
-        if self._fused is not None:
-            self._fused.forget()
+        for kernel in self._kernels:
+            kernel.forget()
 
 
 def _times_(values: Sequence[Tensor], factor: float) -> None:

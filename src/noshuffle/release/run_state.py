@@ -50,6 +50,7 @@ class RunState(OneOwner):
         device: torch.device,
         starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
+        noise_memory: str = "auto",
     ) -> None:
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
         self.ledger, self.ancestors = opened.ledger, opened.ancestors
@@ -76,6 +77,7 @@ class RunState(OneOwner):
             steps=plan.steps,
             device=device,
             starts=starts,
+            memory=noise_memory,
         )
         self._tables: dict[str, LazyNoise] = {}
         self._leave = -1  # the step whose row is written and whose noise is not used yet

@@ -31,6 +31,7 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.clipping.norm_histogram import CountingClip, HistogramClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
+from noshuffle.noise.hosted import PLACES
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
@@ -64,6 +65,7 @@ def privatize(
     budget: Account | None = None,
     augment: int | Augment | None = None,
     average: float | None = None,
+    noise_memory: str = "auto",
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -96,7 +98,11 @@ def privatize(
         augment: how many augmented copies of every row a step sees (images; or an `Augment`). They
             are one contribution of one row, so ε is the same; `private.step` then needs ids.
         average: decay of an average of iterates, `private.average`: post-processing, free.
+        noise_memory: where noise buffers lie, "device" or "host" (streamed to the GPU in every
+            step, the same noise, no CUDA graph); "auto" takes the host where they would fill more
+            than half of the GPU's free memory.
     """
+    one_of(PLACES, noise_memory=noise_memory)
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
@@ -123,6 +129,7 @@ def privatize(
         source=source,
         facts={"initial": initial, "isolation": "tried"},
         budget=budget,
+        noise_memory=noise_memory,
     )
     parts = Parts(
         model=inner,
