@@ -137,5 +137,8 @@ def _minimum(loss: Loss, x: Array, y: Array, domain: Domain) -> Array:
     w = ahead = domain.project(domain.start(x.shape[1]))
     for t in range(_STEPS):
         new = domain.project(ahead - rate * loss.gradient(ahead, x, y))
+        moved = float(np.abs(new - w).max())
         ahead, w = new + t / (t + 3) * (new - w), new
+        if moved < 1e-10:
+            break
     return w
