@@ -214,6 +214,27 @@ def test_an_extension_that_was_killed_is_brought_to_its_end(tmp_path, monkeypatc
     assert verify(tmp_path).answer == "PROVED"
 
 
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors"])
+def test_a_checkpoint_exchanged_after_the_kill_is_not_taken_over(tmp_path, monkeypatch, name):
+    finished(tmp_path / "run")
+    finished(tmp_path / "other", scale=2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "_apply", lambda *_: None)
+        extend(tmp_path / "run", MORE)
+    theirs, ours = (
+        extension.checkpoint.saved(tmp_path / run / "checkpoints")[-1] / name
+        for run in ("other", "run")
+    )
+    kept = ours.read_bytes()
+    ours.write_bytes(theirs.read_bytes())
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="not what this run saved"):
+            extension.finish(extension.RunFolder(tmp_path / "run"))
+    ours.write_bytes(kept)
+    private = start(MORE, tmp_path / "run")
+    assert private.resume() == 8
+
+
 def test_a_fact_that_changed_otherwise_is_refuted(tmp_path):
     """Whoever rewrites the chain cannot put a cheaper plan under rows of another noise."""
     finished(tmp_path, keep_keys=True)
@@ -290,7 +311,13 @@ def test_a_clip_norm_and_a_divisor_by_step(tmp_path):
     assert "BySteps(pieces=((0, 1.0), (2, 0.5), (5, 4.0)))" in told
 
 
-@pytest.mark.parametrize("bad", [[], [1.0, 1.0], [(1, 1.0)], [(0, 1.0), (0, 2.0)], [(0, -1.0)]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *([], [1.0, 1.0], [(1, 1.0)], [(0, 1.0), (0, 2.0)], [(0, -1.0)]),
+        *([(0, 1.0), (2.5, 0.5)], [(0, 1.0), (2.0, 0.5)], [(0, 1.0, 3)], [(0, "1")], [("0", 1.0)]),
+    ],
+)
 def test_schedules_that_are_none(bad):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

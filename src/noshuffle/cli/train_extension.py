@@ -79,7 +79,8 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
         clip_norm=clip,
         stages=(*_cut(before, done), (new.steps - done, batch)),
     )
-    extend(home, new, batch_size=batch, clip_norm=clip, config=settings.to_dict())
+    norm = clip if "clip_norm" in stated else None  # another clip than a flat one stays
+    extend(home, new, batch_size=batch, clip_norm=norm, config=settings.to_dict())
     return settings, run.extend
 
 

@@ -36,14 +36,16 @@ class BySteps:
     pieces: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        firsts = [first for first, _ in self.pieces]
+        for first, value in self.pieces:
+            whole(at_least=0, **{"first step": first})
+            positive(**{"scheduled value": value})
+        plain = tuple((int(first), float(value)) for first, value in self.pieces)
+        object.__setattr__(self, "pieces", plain)
+        firsts = [first for first, _ in plain]
         if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
             raise InvalidInput(
                 f"a schedule is pairs (first step, value) in order, the first of step 0; got {self}"
             )
-        for first, value in self.pieces:
-            whole(at_least=0, **{"first step": first})
-            positive(**{"scheduled value": value})
 
     @staticmethod
     def of(given: Scheduled, *, steps: int) -> BySteps:
@@ -59,7 +61,9 @@ class BySteps:
         else:
             listed = list(given)
             if listed and all(isinstance(item, tuple | list) for item in listed):
-                return BySteps(tuple((int(first), float(value)) for first, value in listed))
+                if any(len(item) != 2 for item in listed):
+                    raise InvalidInput(f"a schedule is pairs (first step, value), got {listed}")
+                return BySteps(tuple((first, value) for first, value in listed))
             if len(listed) != steps:
                 raise InvalidInput(
                     f"give one value for each of {steps} steps, or pairs (first step, value); got "

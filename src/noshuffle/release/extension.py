@@ -58,8 +58,8 @@ def extend(
 ) -> RunFolder:
     """Let the run in a folder go on under `plan` (made by `Plan.extended`); then open it as ever.
 
-    `batch_size` and `clip_norm` are those of the coming steps, where they change; `config` takes
-    the place of config.json.
+    `batch_size` and `clip_norm` (a flat clip, whatever was before) are those of the coming steps,
+    where they change; `config` takes the place of config.json.
 
     Guarantees: raises, and changes nothing, where the released rows are not the first of the new
     plan, where units could not be told apart any more, or where the state of the last released step
@@ -127,12 +127,23 @@ def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
     """plan.json and the newest checkpoint as the ledger has them; does nothing twice."""
     if folder.plan() != plan:
         write_bytes(folder.plan_file, plan.to_json().encode())
-    if (config := ledger.notes(KIND)[-1]["config"]) is not None:
-        folder.write_config(config)
-    path = checkpoint.saved(folder.checkpoints)[-1]
+    note, found = ledger.notes(KIND)[-1], checkpoint.saved(folder.checkpoints)
+    if not found:
+        raise InvalidInput(f"{folder.checkpoints} has no checkpoint any more; bring it back")
+    path = found[-1]
+    if note["config"] is not None:
+        folder.write_config(note["config"])
+    own = [one for one in ledger.notes("checkpoint") if one["step"] == checkpoint.step_of(path)]
+    wrong = [checkpoint.changed(path, one["files"]) for one in own[-2:]]  # before or after a kill
+    if not own or all(wrong):
+        raise InvalidInput(
+            f"{path / (wrong or ['.'])[-1]} is not what this run saved; bring it back"
+        )
     state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     if state["plan"] == plan.hash:
         return
+    if state["plan"] != note["before"]["plan"]:
+        raise InvalidInput(f"{path} is of an earlier plan than this extension's; bring it back")
     facts, noise = ledger.bound(), state.get("noise")
     recipe = plan.strategy.recipe(plan.steps)
     if noise is not None and ledger.released in StepPlans.of(recipe).anew:
