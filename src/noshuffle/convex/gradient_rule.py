@@ -41,8 +41,8 @@ from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
+from noshuffle.convex.rule import Rule, Watch
 from noshuffle.convex.schedule import LENGTH
-from noshuffle.convex.stream import Rule, Watch
 from noshuffle.errors import non_negative, positive
 
 #: Momentum, clipping of (x, x²) in units of √p.

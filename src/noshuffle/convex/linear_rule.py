@@ -39,7 +39,7 @@ from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
-from noshuffle.convex.stream import Rule, Watch
+from noshuffle.convex.rule import Rule, Watch
 from noshuffle.errors import one_of, positive
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint

@@ -34,7 +34,7 @@ from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.readings import PrivateTable
 from noshuffle.convex.rows import squared_norms
-from noshuffle.convex.stream import Rule
+from noshuffle.convex.rule import Rule
 from noshuffle.errors import InvalidInput, whole
 
 

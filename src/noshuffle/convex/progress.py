@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Phase
-from noshuffle.convex.stream import Rule
+from noshuffle.convex.rule import Rule
 
 #: Weight of the score beside the gradient, in clip norms.
 SHARE = 0.25

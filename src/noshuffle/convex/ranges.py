@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.stream import Rule
+from noshuffle.convex.rule import Rule
 from noshuffle.errors import Unsupported, open_unit
 
 PRIVATE = "private"

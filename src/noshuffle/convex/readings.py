@@ -25,7 +25,8 @@ from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.phases import PhaseBudget, statement_of
 from noshuffle.convex.ranges import FOUND, RangeRule, is_private
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.convex.rule import Rule
+from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.table_fit import GIVEN_BOUNDS, IDS, NO_IDS, SETTINGS
 from noshuffle.errors import InvalidInput, Unsupported, open_unit, positive
 from noshuffle.noise import test_source

@@ -30,8 +30,8 @@ from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import Loss, huber, squared
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import Accuracy, RSquared
+from noshuffle.convex.rule import Rule
 from noshuffle.convex.shape import constraint_of
-from noshuffle.convex.stream import Rule
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.convex.targets import NumberTargets
 from noshuffle.errors import InvalidInput, Unsupported

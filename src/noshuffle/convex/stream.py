@@ -10,7 +10,7 @@ Every phase (see `phases`) is a run of its own with a plan, keys and a ledger, i
 folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`).
 
 State kept: the unfinished sum, single rows that wait to be summed (`waiting`), the release of the
-current phase, counts, and the numbers of the units that were seen (if ids are given). Rows and sum
+current phase, counts, and the units that were seen (`stream_units`). Rows and sum
 are secrets: the sum leaves here only by `state`, which goes into a file for the owner alone (see
 `saved`).
 """
@@ -28,74 +28,15 @@ import torch
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.phases import Phase, PhaseBudget, make_phase, next_phase
+from noshuffle.convex.rule import Rule, Watch
+from noshuffle.convex.stream_units import StreamUnits
 from noshuffle.convex.waiting import WaitingRows
-from noshuffle.errors import (
-    HorizonExceeded,
-    InvalidInput,
-    ParticipationViolation,
-    Unsupported,
-    instance_of,
-)
+from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.release.account import Account, Charge
 from noshuffle.release.release import Release
-from noshuffle.release.units import Ids, UnitTable, as_ids, kind_of_ids
-
-#: Is shown the margins and targets of rows before they are learned from.
-Watch = Callable[[Array, Targets], None]
-
-
-class Rule:
-    """What is summed about a row (`size` numbers), and what a noisy mean does to the iterate."""
-
-    size: int
-    clip_norm: float
-    learning_rate: float
-    watch: Watch | None = None
-
-    #: Attributes that change as rows come: arrays and plain values.
-    _STATE: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def weights(self) -> Array:
-        """The released answer, outputs × (features + 1), the intercept last."""
-        raise NotImplementedError
-
-    def start(self, phase: Phase) -> None:
-        """A phase begins: set the learning rate."""
-        raise NotImplementedError
-
-    def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
-        """Predict these rows, then the sum of contributions, each of norm ≤ clip_norm.
-
-        Weights lie within [0, most_weight]; a row's own part is clipped to clip_norm/most_weight.
-        """
-        raise NotImplementedError
-
-    def _show(self, margins: Array, y: Targets, weight: Array | None) -> None:
-        """Margins and targets before they are learned from, but for rows of weight 0."""
-        if self.watch is not None:
-            there = slice(None) if weight is None else weight > 0
-            self.watch(margins[there], y[there])
-
-    def update(self, mean: Array, *, step: int) -> None:
-        """Take in the released mean of a step of the current phase."""
-        raise NotImplementedError
-
-    def state(self) -> dict[str, Any]:
-        """Everything that changes as rows come, as tensors and plain values."""
-        values = {name: getattr(self, name) for name in self._STATE}
-        return {
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in values.items()
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        for name in self._STATE:
-            value = state[name]
-            setattr(self, name, value.numpy().copy() if torch.is_tensor(value) else value)
+from noshuffle.release.units import Ids
 
 
 class LearningStream(OneOwner):
@@ -141,10 +82,7 @@ class LearningStream(OneOwner):
         self.row_map_fn: Callable[[Any], Any] | None = None
         #: Is told the number of steps that were released.
         self.show_fn: Callable[[int], None] | None = None
-        self._units, self._pending = UnitTable(), np.empty(0, dtype=np.int64)
-        self._secret = ""  # by which names of units become numbers, in every phase alike
-        self.kind_of_ids = ""
-        self.has_ids: bool | None = None
+        self.units = StreamUnits(may_repeat=budget.unit == "user")
         self._is_broken = False
         self._begin()
 
@@ -155,6 +93,11 @@ class LearningStream(OneOwner):
     @property
     def is_test(self) -> bool:
         return self.release.is_test
+
+    @property
+    def has_ids(self) -> bool | None:
+        """Whether rows come with ids; None before the first."""
+        return self.units.are_named
 
     @property
     def is_observed(self) -> bool:
@@ -197,9 +140,9 @@ class LearningStream(OneOwner):
         )
         self.charge = self.charge or self.release.charge  # no unit lies in two phases
         self._has_ended = False
-        self._secret = self._secret or self.release.id_secret.hex()
-        if self.kind_of_ids:
-            self._bind_kind(self.kind_of_ids)
+        self.units.secret = self.units.secret or self.release.id_secret.hex()
+        if self.units.kind:
+            self._bind_kind(self.units.kind)
 
     def _bind_kind(self, kind: str) -> None:
         if self.charge is not None:
@@ -220,45 +163,7 @@ class LearningStream(OneOwner):
                 f"{self.rows} rows of a horizon of {self.horizon} were learned, {rows} more came; "
                 "plan a longer horizon for a new model, or horizon=None"
             )
-        if self.has_ids not in (None, ids is not None):
-            raise InvalidInput("rows came with ids in one call and without in another; do the same")
-        if ids is not None:
-            self._admit_ids(rows, ids)
-        self.has_ids = ids is not None
-
-    def _admit_ids(self, rows: int, ids: Iterable[Hashable]) -> None:
-        """No unit twice, in this call and in all before it, in whichever phase that was."""
-        instance_of(Iterable, ids=ids)
-        given = ids if isinstance(ids, np.ndarray) else list(ids)
-        if len(given) != rows:
-            raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
-        if not rows:
-            return
-        kind, units = kind_of_ids(given), as_ids(given, secret=bytes.fromhex(self._secret))
-        if self.kind_of_ids not in ("", kind):
-            raise InvalidInput(
-                f"this stream told its rows apart by {self.kind_of_ids}, and now {kind} came; 5 "
-                "and '5' would count as two units, so give the same kind in every call"
-            )
-        twice = self._units.look_up(units).count > 0
-        _, firsts = np.unique(units, return_index=True)
-        if self.budget.unit != "user":
-            twice[np.setdiff1d(np.arange(rows), firsts)] = True
-        if twice.any():
-            one = given[int(np.flatnonzero(twice)[0])]
-            raise ParticipationViolation(
-                f"id {one!r} came twice and the plan allows one row each; drop the second one"
-            )
-        if np.isin(units, self.release.ledger.barred).any():
-            raise ParticipationViolation(
-                "some ids have used up the budget of this data; leave their rows out "
-                "(budget.used_up says which)"
-            )
-        if not self.kind_of_ids:
-            self.kind_of_ids = kind
-            self._bind_kind(kind)
-        self._units.update(np.unique(units), step=0)
-        self._pending = np.concatenate([self._pending, units])
+        self.units.admit(rows, ids, barred=self.release.ledger.barred, bind_fn=self._bind_kind)
 
     def feed(self, x: Any, y: Targets, weight: Array | None = None) -> None:
         """Learn from rows that were admitted, in order."""
@@ -360,13 +265,10 @@ class LearningStream(OneOwner):
         """Who the rows of the batch are: their ids, in a run folder else their places."""
         if not self.has_ids:
             return np.arange(first, first + self._held) if self.is_observed else None
-        if self.passes > 1:  # they come again, in the same order
-            return self._pending[first : first + self._held]
-        units, self._pending = self._pending[: self._held], self._pending[self._held :]
-        return units
+        return self.units.of_batch(first, self._held, come_again=self.passes > 1)
 
     _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "rows", "steps")
-    _COUNTS += ("has_ids", "kind_of_ids", "_in_phase", "_phase_steps", "_held", "_secret")
+    _COUNTS += ("_in_phase", "_phase_steps", "_held")
 
     def state(self) -> dict[str, Any]:
         """All but the keys, as tensors and plain values; for the owner's eyes only."""
@@ -377,8 +279,7 @@ class LearningStream(OneOwner):
             **{name: getattr(self, name) for name in self._COUNTS},
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
             "sum": self._sum.clone(),
-            "units": torch.from_numpy(self._units.all()[0].copy()),
-            "pending": torch.from_numpy(self._pending.copy()),
+            **self.units.state(),
             "release": self.release.state_dict(),
             "test_key": self._source.key.hex() if self.is_test and self._source else "",
             "rule": self.rule.state(),
@@ -413,11 +314,9 @@ class LearningStream(OneOwner):
         for name in self._COUNTS:
             setattr(self, name, state[name])
         self.folder = folder
+        self.units.load(state)
         self._open(self._phase_folder())
         self._sum, self._waiting = state["sum"].clone(), WaitingRows()
-        self._pending = state["pending"].numpy().copy()
-        self._units = UnitTable()
-        self._units.update(np.sort(state["units"].numpy()), step=0)
         self.release.load_state_dict(state["release"])
         self.rule.load(state["rule"])
 

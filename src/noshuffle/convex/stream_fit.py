@@ -21,9 +21,10 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.ranges import RangeRule
+from noshuffle.convex.rule import Rule
 from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
 from noshuffle.convex.step_line import StepLine
-from noshuffle.convex.stream import LearningStream, Rule
+from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive

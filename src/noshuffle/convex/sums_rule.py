@@ -30,7 +30,7 @@ from noshuffle.convex.inference import CLEAR, Law, hidden_words
 from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
-from noshuffle.convex.stream import Rule, Watch
+from noshuffle.convex.rule import Rule, Watch
 from noshuffle.errors import non_negative, positive
 
 

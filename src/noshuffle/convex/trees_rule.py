@@ -31,7 +31,7 @@ from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
-from noshuffle.convex.stream import Rule
+from noshuffle.convex.rule import Rule
 
 BINS = 64
 #: Quantiles of a column that may become edges.
