@@ -179,12 +179,8 @@ class PrivateSum(OneOwner):
                 "unit"
             )
         size = len(next(iter(rows.values())))
-        own = None
-        if ids is not None:
-            own = release.identify(ids)
-            if len(own) != size:
-                raise InvalidInput(f"ids must name each of the {size} rows, got {len(own)}")
-        elif self.plan.unit == "user":
+        own = None if ids is None else release.identify(ids, rows=size)
+        if own is None and self.plan.unit == "user":
             raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
         name = b""
         if own is None:

@@ -128,8 +128,11 @@ class Release(RunState):
         """
         return self._ring.sampling_key(step) if self._rng_seed == "secret" else b""
 
-    def identify(self, ids: Any) -> Ids:
-        """Unit ids as numbers; a run takes integers in every step, or names in every step."""
+    def identify(self, ids: Any, *, rows: int | None = None) -> Ids:
+        """Unit ids as numbers, one for each of `rows`, where that is given.
+
+        A run takes integers in every step, or names in every step.
+        """
         kind = kind_of_ids(ids)
         if kind and kind != self._kind_of_ids:
             if self._kind_of_ids:
@@ -141,7 +144,10 @@ class Release(RunState):
                 self.charge.identify(kind)
             self.ledger.bind("ids", kind)
             self._kind_of_ids = kind
-        return as_ids(ids, secret=self.id_secret)
+        found = as_ids(ids, secret=self.id_secret)
+        if rows not in (None, len(found)):
+            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
+        return found
 
     def admit(
         self,

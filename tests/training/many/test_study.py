@@ -270,7 +270,7 @@ def test_a_study_checks_participation() -> None:
     before = {name: value.clone() for name, value in study.params.items()}
     with pytest.raises(ParticipationViolation, match="unit 3"):
         study.step(x[3:7], y[3:7], ids=[3, 4, 5, 6])
-    with pytest.raises(InvalidInput, match="one for each of 4 rows, 3 came"):
+    with pytest.raises(InvalidInput, match="each of the 4 examples, got 3 ids"):
         study.step(x[4:8], y[4:8], ids=[4, 5, 6])
     with pytest.raises(InvalidInput, match="names came"):
         study.step(x[4:8], y[4:8], ids=["4", "5", "6", "7"])

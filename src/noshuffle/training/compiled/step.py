@@ -31,7 +31,6 @@ from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
-from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
@@ -44,6 +43,7 @@ from noshuffle.training.step import (
     Parts,
     check_in_step,
     compare_rows,
+    mean_of_finite,
     rows_kept,
     seeded,
 )
@@ -97,9 +97,7 @@ class Compiled(Programs):
             compare_rows(parts, batch)
         leaves, spec = flat(batch)
         program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
-        own = None if ids is None else release.identify(ids)
-        if own is not None and len(own) != size:
-            raise InvalidInput(f"ids must name each of the {size} examples, got {len(own)} ids")
+        own = None if ids is None else release.identify(ids, rows=size)
         is_fresh = index >= release.released
         admission = None if own is None else release.admit(index, own, drop=parts.drop)
         if program is None:
@@ -232,12 +230,7 @@ class Pending:
     @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none); waits for it."""
-        losses = self.program.losses()[self.rows]
-        mean = float(losses.sum(dtype=np.float64)) / len(losses) if len(losses) else math.nan
-        if math.isfinite(mean):
-            return mean
-        losses = losses[np.isfinite(losses)]
-        return float(losses.mean(dtype=np.float64)) if len(losses) else math.nan
+        return mean_of_finite(self.program.losses()[self.rows])
 
 
 def _size(batch: tuple[Any, ...], leaves: Sequence[Any]) -> int:

@@ -156,11 +156,7 @@ class StudyRelease:
         found: list[Admission] = []
         for group in self._groups if has_ids else ():
             release = group.release
-            units = release.identify(ids)
-            if keep is not None and len(units) != len(keep):
-                raise InvalidInput(
-                    f"ids must be one for each of {len(keep)} rows, {len(units)} came"
-                )
+            units = release.identify(ids, rows=None if keep is None else len(keep))
             admission = release.admit(release.step, units if keep is None else units[keep])
             if admission.keep is not None:
                 raise ParticipationViolation(
