@@ -42,7 +42,7 @@ def adversarial(step: int, rng: np.random.Generator, population: int) -> np.ndar
 @pytest.mark.parametrize(
     "rule",
     [
-        MinSeparation(steps=10_000, separation=37, max_participations=150),
+        MinSeparation(steps=3_000, separation=37, max_participations=45),
         MinSeparation(steps=2_000, separation=1, max_participations=9),
     ],
 )
