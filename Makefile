@@ -10,6 +10,7 @@ DOCS := $(VENV)/.ready-docs
 
 train: $(READY)
 	$(BIN)/noshuffle train
+	@echo "for noshuffle in this shell: . $(BIN)/activate"
 
 # Three at a time on two cores: some tests wait for processes of their own most of the time.
 test: $(DEV)

@@ -1,6 +1,7 @@
 """The matrix: Pythons 3.11 to 3.14, torch from the oldest that is promised to the newest.
 
     nox                     every Python that is present, with the oldest and the newest torch
+    nox -- tests            the same with the whole suite instead of the core
     nox -s mathematics      strategies and accounting alone, which need no torch
     nox -s wheel            builds a wheel, installs it without a compiler, and trains with it
 
@@ -15,8 +16,14 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 TORCH = {"oldest": "torch==2.6.*", "newest": "torch"}
 #: The first torch that has wheels for a Python, where that is a later one.
 FIRST = {"3.14": "torch==2.9.*"}
-#: The suite in an hour's machine; `make test` runs all of it on one Python.
-QUICK = ("tests/test_plan.py", "tests/training", "tests/release", "tests/clipping", "tests/convex")
+#: The core: plans, noise, clipping, evidence, training. A few minutes of one core for each cell.
+CORE = (
+    "tests/test_plan.py",
+    *(f"tests/noise/test_{name}.py" for name in ("source", "stream", "grid")),
+    *(f"tests/clipping/test_{name}.py" for name in ("engines", "factors", "edges")),
+    *(f"tests/release/test_{name}.py" for name in ("ledger", "verify", "threshold")),
+    *(f"tests/training/test_{name}.py" for name in ("private", "loop", "unchanged_loop")),
+)
 
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["tests"]
@@ -28,7 +35,7 @@ def tests(session: nox.Session, torch: str) -> None:
     wanted = TORCH[torch]
     session.install(FIRST.get(str(session.python), wanted) if torch == "oldest" else wanted)
     session.install("-e", ".[dev,federated]")
-    session.run("python", "-m", "pytest", *(session.posargs or QUICK))
+    session.run("python", "-m", "pytest", *(session.posargs or CORE))
 
 
 @nox.session(python=PYTHONS)

@@ -130,6 +130,7 @@ def norm_bars(axes: Axes, found: NormHistogram) -> None:
     middles = np.sqrt(np.multiply(edges[:-1], edges[1:]))
     axes.errorbar(middles, shares, 100 * found.error, fmt="none", ecolor=MUTED, lw=1)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.axvline(found.clip_norm, color=MUTED, lw=1, ls="--")
     axes.set(xlabel="gradient norm before clipping", ylabel="share of gradients, %")
     axes.set_ylim(0, 1.1 * float(shares.max() + 100 * found.error))

@@ -85,6 +85,7 @@ def _signal(run: RunRecord) -> Iterator[plots.Figure]:
     except NoshuffleError:  # too long to compute
         return
     scale = run.plan.noise_multiplier * clip / batch
+    scale /= math.sqrt(1 - (run.config.get("norm_share") or 0.0))  # gradients pay for a histogram
     noise = [
         scale * per_step[row["step"] - 1] * math.sqrt(row["trained_parameters"]) for row in rows
     ]
