@@ -90,9 +90,11 @@ def checked_users(users: Users) -> Users:
     is_list = isinstance(users, Collection) and not isinstance(users, str | bytes | Mapping)
     if not is_list or (isinstance(users, np.ndarray) and users.ndim != 1):
         raise InvalidInput(f"users must be a list of ids, got {reprlib.repr(users)}")
-    for user in () if isinstance(users, np.ndarray) else users:
-        if not isinstance(user, str | int | np.integer) or isinstance(user, bool) or user == "":
-            raise InvalidInput(f"a user id must be a non-empty string or an integer, got {user!r}")
+    kinds: set[type] = set() if isinstance(users, np.ndarray) else set(map(type, users))
+    odd = {kind for kind in kinds if kind is bool or not issubclass(kind, str | int | np.integer)}
+    if odd or (kinds and "" in users):
+        wrong = next(user for user in users if type(user) in odd or user == "")
+        raise InvalidInput(f"a user id must be a non-empty string or an integer, got {wrong!r}")
     return users
 
 

@@ -70,12 +70,16 @@ class Spread(NamedTuple):
         return self.low[:3] == self.high[:3]
 
 
-@lru_cache(maxsize=2**19)
 def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
     """64 bits of BLAKE2b of a unit's name, as a signed integer.
 
     With a secret, nobody who reads the ledger can try out names.
     """
+    return _hashed(name, secret)
+
+
+@lru_cache(maxsize=2**18)  # federated users check in again in every round
+def _hashed(name: str | bytes, secret: bytes) -> int:
     data = name.encode() if isinstance(name, str) else name
     digest = hashlib.blake2b(data, digest_size=8, key=secret).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -97,8 +101,8 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
         ids = ids.detach().cpu().numpy()
     if not isinstance(ids, np.ndarray):
         items = list(ids) if isinstance(ids, Iterable) else [ids]
-        if items and all(isinstance(i, str | bytes) for i in items):
-            return np.array([name_to_id(i, secret=secret) for i in items], dtype=np.int64)
+        if items and all(issubclass(kind, str | bytes) for kind in set(map(type, items))):
+            return np.array([_hashed(i, secret) for i in items], dtype=np.int64)
         ids = np.array(items, dtype=np.int64) if not items else np.asarray(items)
         if ids.dtype.kind in "US":  # NumPy made names of the numbers among them
             raise InvalidInput(
