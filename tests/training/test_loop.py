@@ -317,3 +317,15 @@ def test_unknown_length_over_epochs_needs_steps_per_epoch_to_resume(tmp_path):
     reference = make(rule=rule)
     fit_model(reference, batches(), LOSS)
     assert np.array_equal(weights(two), weights(reference))
+
+
+def test_evaluation_leaves_every_layer_in_its_own_mode():
+    """A BatchNorm with public statistics stays in eval mode; in training mode it is refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2))
+    plan = Plan(participation=RULE, strategy=tree(), noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=5)
+    fit_model(private, batches(), LOSS, evaluate=lambda _: {"score": 0.5}, evaluate_every=1)
+    assert private.steps_done == 12
+    assert [module.training for module in model] == [True, False, True]

@@ -57,6 +57,18 @@ def as_written(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """With the model in eval mode; then every module as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name; a tied one appears once, under its first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, instance_of, whole
 from noshuffle.participation import Epochs, Restarted
@@ -171,11 +172,8 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
     """Evaluate the model, and add a line to the metrics of the run."""
     metrics: dict[str, float] = {}
     if evaluate is not None:
-        was_training = private.model.training
-        private.model.eval()
-        with torch.no_grad():
+        with evaluated(private.model), torch.no_grad():
             metrics = {name: float(value) for name, value in evaluate(private.model).items()}
-        private.model.train(was_training)
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     if private.run is not None:
         grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
+from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.ghost import AGAIN
 from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
@@ -29,7 +30,6 @@ from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
-from noshuffle.training.many.vmapped import evaluated
 
 
 class InTurn:

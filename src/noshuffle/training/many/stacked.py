@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.conv_windows import padded, sides_of, windows
 from noshuffle.clipping.gram import smallest
 from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.clipping.products import HALF, wide
@@ -225,16 +226,9 @@ def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
     As `f.unfold`, which takes one launch an example on a GPU; this takes one for all.
     """
-    assert not isinstance(layer.padding, str)
-    (ph, pw), (kh, kw) = layer.padding, layer.kernel_size
-    (dh, dw), (sh, sw) = layer.dilation, layer.stride
-    x = f.pad(x, (pw, pw, ph, ph)).contiguous()
-    b, c, h, w = x.shape
-    high, wide = (h - dh * (kh - 1) - 1) // sh + 1, (w - dw * (kw - 1) - 1) // sw + 1
-    steps = x.stride()
-    strides = (*steps[:2], dh * steps[2], dw * steps[3], sh * steps[2], sw * steps[3])
-    seen = x.as_strided((b, c, kh, kw, high, wide), strides)
-    return seen.reshape(b, c * kh * kw, high * wide)
+    x = padded(x, sides_of(layer), mode="zeros").contiguous()
+    seen = windows(x, layer.kernel_size, layer.stride, layer.dilation)
+    return seen.permute(0, 1, 4, 5, 2, 3).flatten(1, 3).flatten(2)
 
 
 def _split(x: Tensor, groups: int) -> Tensor:

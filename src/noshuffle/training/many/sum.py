@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from noshuffle.clipping import Flat, ModelLoss, auto, validate
-from noshuffle.clipping.check import trainable
+from noshuffle.clipping.check import evaluated, trainable
 from noshuffle.clipping.factor import SLACK, clip_factor, slack
 from noshuffle.clipping.objective import Criterion, batch_size, single_loss, take
 from noshuffle.clipping.products import exactly
@@ -31,7 +31,7 @@ from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import Unsupported
 from noshuffle.training.many.in_turn import InTurn
 from noshuffle.training.many.stacked import Gradients, Stacked
-from noshuffle.training.many.vmapped import Vmapped, evaluated
+from noshuffle.training.many.vmapped import Vmapped
 
 #: Numbers of gradients that are written out together: by the cache of a CPU, by memory on a GPU.
 MOST_NUMBERS = {"cpu": 2**25, "cuda": 2**29}

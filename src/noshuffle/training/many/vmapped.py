@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import ModelLoss, validate
-from noshuffle.clipping.check import trainable
+from noshuffle.clipping.check import evaluated, trainable
 from noshuffle.clipping.objective import Criterion, _is_vmap_limit, batch_axes, one, take
 from noshuffle.clipping.per_example import PerExample, _Bound
 from noshuffle.clipping.stateless import call_with
@@ -195,15 +195,3 @@ def _forwards(
     finally:
         for layer in layers.values():
             layer.__dict__.pop("forward", None)
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """With the model in eval mode; then every module as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
