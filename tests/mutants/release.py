@@ -250,8 +250,8 @@ RELEASE = (
     Mutant(
         "noise of the counts left out of the moving clip",
         "release/threshold.py",
-        "noisy = self._drawn[1](*self.count(clipped))",
-        "(noisy,) = self.count(clipped)",
+        "noisy = self._drawn[1](*counts)",
+        "noisy = counts[0]",
         ("tests/release/test_threshold.py", "tests/clipping/test_adaptive.py"),
         "P8",
     ),

@@ -75,6 +75,10 @@ class Threshold:
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
 
+    def learn_later(self, see: Callable[[], list[ClippedSum]], *, step: int) -> None:
+        """The same with norms that are still on their way from a device."""
+        self.learn(see(), step=step)
+
     def histogram(self) -> NormHistogram | None:
         """The noisy histogram of the norms of all steps so far, if one is paid for."""
         return None
@@ -120,10 +124,38 @@ class AdaptiveThreshold(Threshold):
         self._ring = ring
         self._adders: tuple[Source, Callable[[int], Callable[[float], float]]] | None = None
         self._drawn: tuple[int, Callable[[float], float]] | None = None
+        self._later: tuple[Callable[[], list[ClippedSum]], int] | None = None
         self._set(start(config))
 
     def _set(self, state: QuantileState) -> None:
-        self._state, self.clip = state, Flat(state.threshold)
+        self._now, self._clip = state, Flat(state.threshold)
+
+    @property
+    def clip(self) -> Clip:  # type: ignore[override]
+        _ = self._state
+        return self._clip
+
+    @property
+    def estimate(self) -> float:
+        """What the norms of the coming step are compared with."""
+        return self._state.estimate
+
+    @property
+    def _state(self) -> QuantileState:
+        """With all that was to be learned: whoever asks waits for it."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            try:
+                self.learn(later[0](), step=later[1])
+            except BaseException:  # nobody may go on with an older clip norm
+                self._later = later
+                raise
+        return self._now
+
+    def learn_later(self, see: Callable[[], list[ClippedSum]], *, step: int) -> None:
+        """Take the norms in when the clip norm is next asked for."""
+        _ = self._state
+        self._later = see, step
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see the module."""
@@ -160,9 +192,10 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
+        counts = self.count(clipped)
         self.prepare(step)
         assert self._drawn is not None
-        noisy = self._drawn[1](*self.count(clipped))
+        noisy = self._drawn[1](*counts)
         may_change = (step + 1) % self._every == 0
         self._set(update(self._state, noisy, config=self.config, may_change=may_change))
 
@@ -170,6 +203,7 @@ class AdaptiveThreshold(Threshold):
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._later = None
         self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
 
 

@@ -27,6 +27,7 @@ from noshuffle.errors import Unsupported
 from noshuffle.release import tags
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
+from noshuffle.release.threshold import AdaptiveThreshold
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, repeatable, warmed
@@ -154,6 +155,9 @@ class Program(BatchBuffers):
             report = sums.report
             if report is None:
                 report = torch.stack([t.float() for t in (sums.losses, sums.norms, sums.bad)])
+            if self.is_counted:
+                assert self.moving is not None
+                self.moving.count_(report[1], self.keep)
             self._report.copy_(report, non_blocking=True)
             self._summed.raise_()
             self.sums = sums
@@ -226,23 +230,37 @@ class Program(BatchBuffers):
 
     def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
         """Say whose the rows are, where users are clipped, and to what norm, where it moves."""
+        # First of all: it may still have to be learned from the norms of the step before.
+        clip = self.parts.threshold.clip
         self.units, self.seen = slice(size) if keep is None else np.flatnonzero(keep), None
         if self.users is not None:
             assert ids is not None
             self.users.stage(ids, keep)
             self.units = slice(self.users.count)
         if self.moving is not None:
-            ((_, norm),) = self.parts.threshold.clip.groups(tuple(self.parts.parameters))
-            self.moving.stage(norm)
+            ((_, norm),) = clip.groups(tuple(self.parts.parameters))
+            assert isinstance(self.parts.threshold, AdaptiveThreshold)
+            self.moving.stage(norm, self.parts.threshold.estimate)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the device counts what a moving clip norm learns from (of users, the host)."""
+        return self.moving is not None and self.users is None
+
+    def see(self) -> list[ClippedSum]:
+        """What a moving clip norm learns from, until the next step; waits for the norms."""
+        self._see()
+        assert self.seen is not None
+        return [self.seen]
 
     def _see(self) -> None:
-        """Count what a moving clip norm learns from; waits for the norms."""
         if self.moving is None or self.seen is not None:
             return
         losses, norms, bad = torch.from_numpy(self.report()[:, self.units].copy())
         bad = bad != 0
         self.seen = ClippedSum({}, 0.0, norms, losses, bad, torch.ones_like(bad))
-        self.moving.counted(*self.parts.threshold.count([self.seen]))
+        if not self.is_counted:
+            self.moving.counted(*self.parts.threshold.count([self.seen]))
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""
@@ -281,7 +299,11 @@ class Program(BatchBuffers):
         Somebody may have been interrupted before a graph was started that would have told.
         """
         self.forget()
-        self._reset()
+        try:
+            if self.moving is not None:
+                _ = self.parts.threshold.clip  # what it still waits for is lost after this
+        finally:
+            self._reset()
 
     def _reset(self) -> None:
         """Expect nothing that is on its way."""
@@ -293,7 +315,8 @@ class Program(BatchBuffers):
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""
         assert self.update is not None
-        self._see()
+        if not self.is_counted:
+            self._see()
         self.update.before()
         if self.captures:
             self.parts.noise.announce(counts_itself=True)

@@ -3,7 +3,7 @@
     StagedUsers  which rows belong to which user; the gradients of a user are added up
                      G_u = Σ_{b of u} g_b   (their mean with reduce="mean")
     StagedClip   a clip norm ζ that moves: the sum leaves as ζ·(sum/ζ + noise), its digest covers
-                 ζ and the count that the next ζ is learned from
+                 ζ and the count that the next ζ is learned from, which the device takes itself
 
 The rows of a user are read in the order of the batch, by index and by nothing else: what another
 user holds, NaN included, is never touched. State: what was staged last.
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.adaptive import BIT_SENSITIVITY
 from noshuffle.release.guard import Mask
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled import kernels
@@ -95,6 +96,7 @@ class StagedClip:
         self._count, self._norm = (
             torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2)
         )
+        self._estimate = torch.zeros(1, dtype=torch.float32, device=device)
         #: Told of every clip norm: what aims at it.
         self.aims: list[Callable[[float], None]] = []
 
@@ -103,13 +105,19 @@ class StagedClip:
         """What the digest of a sum covers besides the sum."""
         return [self._count, self._norm]
 
-    def stage(self, norm: float) -> None:
-        """Clip the coming step to this norm."""
+    def stage(self, norm: float, estimate: float) -> None:
+        """Clip the coming step to this norm, and count the norms up to an estimate."""
         for aim in self.aims:
             aim(norm)
         self.before.fill_(1.0 / norm)
         self.after.fill_(norm / self._divisor)
         self._norm.fill_(norm)
+        self._estimate.fill_(estimate)
+
+    def count_(self, norms: Tensor, keep: Tensor) -> None:
+        """Count the norms of the rows that are kept, where they lie: `adaptive.shifted_count`."""
+        below = (norms.float() <= self._estimate) & keep
+        self._count.copy_(below.sum() - BIT_SENSITIVITY * keep.sum(dtype=torch.float64))
 
     def counted(self, count: float) -> None:
         """The count of this step is known."""

@@ -7,6 +7,9 @@ The host writes the ledger while the device computes, and waits for nothing of t
 in `Step`, units are admitted before their gradient is computed, the row is durable before noise and
 update run, and a replay needs the same sum to the bit.
 
+A clip norm that moves is learned from the norms of a step when the next one is staged: the device
+counts by itself for the digest, and nothing of the release waits for the host.
+
 Two differences. The digest of a sum is read when the next one is under way, and reaches the disk
 with its row: after a crash the last step is passed over, not repeated. And the sum of a batch
 without ids is begun while its fingerprint is on its way; if the ledger then refuses, it is made
@@ -134,8 +137,8 @@ class Compiled(Programs):
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
-                    if program.seen is not None:
-                        release.learn([program.seen], step=index)
+                    if program.moving is not None:
+                        release.learn_later(program.see, step=index)
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
