@@ -29,6 +29,7 @@ from noshuffle.auditing.curve import MuEstimate, epsilon_of
 from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.membership import attack
 from noshuffle.auditing.one_run import Guesses, best_guesses
+from noshuffle.clipping.check import evaluated
 from noshuffle.plan import Plan
 from noshuffle.training import privatize
 
@@ -176,10 +177,10 @@ def _values(model: CanaryModel) -> Array:
 
 @torch.no_grad()
 def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Array:
-    """Cross-entropy of every row under the model as it is."""
-    model.eval()
-    parts = [
-        F.cross_entropy(model(x[i : i + 512]), y[i : i + 512], reduction="none")
-        for i in range(0, len(x), 512)
-    ]
+    """Cross-entropy of every row under the model in eval mode."""
+    with evaluated(model):
+        parts = [
+            F.cross_entropy(model(x[i : i + 512]), y[i : i + 512], reduction="none")
+            for i in range(0, len(x), 512)
+        ]
     return np.asarray(torch.cat(parts).double().numpy())
