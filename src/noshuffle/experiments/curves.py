@@ -133,6 +133,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "two_sided": {"color": "#7a5195", "marker": "P"},
     "banded": {"color": "#b8860b", "marker": "d"},
     "cyclic": {"color": "#b8860b", "marker": "d"},
+    "bins": {"color": "#8c2d5a", "marker": "*"},
 }
 
 
