@@ -11,7 +11,7 @@ from noshuffle.budget import Budget
 from noshuffle.budget.cost import total
 from noshuffle.budget.entries import Entry
 from noshuffle.release.files import write_bytes
-from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
+from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,13 +51,5 @@ def draw_budget(budget: Budget, file: Path) -> None:
     """Write the picture as SVG, or in the format that the file is named by (PNG, PDF)."""
     if file.suffix == ".svg":
         write_bytes(file, spending_picture(budget).encode())
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-    _spending(axes, budget)
-    figure.savefig(file, dpi=200)
-    pyplot.close(figure)
+    else:
+        save_picture(lambda axes: _spending(axes, budget), file, dpi=200)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -46,7 +47,15 @@ def as_svg(draw: Callable[Concatenate[Axes, Given], None]) -> Callable[Given, st
 
 
 def rendered(draw: Callable[[Axes], None]) -> str:
-    """What is put on fresh axes."""
+    """What is put on fresh axes, as SVG text."""
+    out = io.StringIO()
+    save_picture(draw, out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form: Any) -> None:
+    """What is put on fresh axes, into a file as `savefig` does; its suffix decides, or `form`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,11 +67,8 @@ def rendered(draw: Callable[[Axes], None]) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         draw(axes)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(file, **form)
         pyplot.close(figure)
-    text = out.getvalue()
-    return text[text.index("<svg") :]
 
 
 def spread(last: int, *, most: int) -> list[int]:
