@@ -200,12 +200,12 @@ def _steps_of(run: Any) -> Array:
 
 
 def _along(v: Array) -> Array:
-    """How far the gradient of a step of Frank–Wolfe on the ball of p = 1.5 leans towards `_ODD`.
+    """How far the gradient of a step of Frank–Wolfe on the ball of p = 1.5 leans towards `_EQUAL`.
 
-    The vertex is sign(g)|g|² up to a factor, which the other rows, all `_EVEN`, fix.
+    The vertex is sign(g)|g|² up to a factor, which the other rows, all `_ASIDE`, fix.
     """
     g = np.sign(v) * np.sqrt(np.abs(v))
-    return np.array([(g @ _ODD) / (g @ _EVEN)])
+    return np.array([(g @ _EQUAL) / (g @ _ASIDE)])
 
 
 def _least_squares(m: int, draws: np.random.Generator) -> Traces:
@@ -231,8 +231,8 @@ _PATH: dict[str, Any] = {"read": lambda run: run.iterates[1:]}
 _WALK: dict[str, Any] = {"read": _steps_of}
 _VERTICES: dict[str, Any] = {"loss": losses.linear(order=math.inf), "domain": L1Ball(1.0)}
 _BENT = replace(losses.linear(), weak_curvature=1e-9)
-#: Rows of l_3 norm one with equal entries, at right angles.
-_EVEN, _ODD = (np.array(signs) / 4 ** (1 / 3) for signs in ([1.0] * 4, [1.0, 1.0, -1.0, -1.0]))
+#: A row of l_3 norm one with equal entries, and another at right angles to it.
+_EQUAL, _ASIDE = np.full(3, 3 ** (-1 / 3)), np.array([1.0, -1.0, 0.0]) / 2 ** (1 / 3)
 _FW: dict[str, Any] = {"steps": 3, "rate": 0.3, "domain": Ball(1.0)}
 #: Of every solver at least one; names with a comma are variants.
 SOLVER_CASES: dict[str, SolverCase] = {
@@ -257,7 +257,7 @@ SOLVER_CASES: dict[str, SolverCase] = {
         solvers.phased_mirror_descent, times=2, steps=4, **_PATH
     ),
     "phased_mirror_descent, p = 1.5": _runs(
-        solvers.phased_mirror_descent, rows=2, row=np.full(3, 3 ** (-1 / 3)), p=1.5, steps=1,
+        solvers.phased_mirror_descent, rows=2, row=_EQUAL, p=1.5, steps=1,
         loss=losses.linear(order=3.0), noise="generalized",
         read=lambda run: Norm(1.5).gradient(run.weights),
     ),
@@ -274,7 +274,7 @@ SOLVER_CASES: dict[str, SolverCase] = {
         solvers.frank_wolfe_noisy, times=6, place=3, aggregation="naive", **_FW, **_WALK
     ),
     "frank_wolfe_noisy, p = 1.5": _runs(
-        solvers.frank_wolfe_noisy, rows=64, row=_ODD, others=_EVEN, steps=1, rate=0.5,
+        solvers.frank_wolfe_noisy, rows=64, row=_EQUAL, others=_ASIDE, steps=1, rate=0.5,
         loss=losses.linear(order=3.0), domain=LpBall(1.0, 1.5), noise="generalized",
         read=lambda run: _along(_steps_of(run)[0]),
     ),
