@@ -2,6 +2,7 @@
 
     python benchmarks/transformer_gpu.py --shape gpt2-small --dtype bf16 tf32 --peers
     python benchmarks/transformer_gpu.py --shape 1.3b --dtype bf16 --optimizer adamw
+    python benchmarks/transformer_gpu.py --shape 1.3b --only fast --noise-memory host
 
 One process, same shapes and tokens; wall time with the device waited for, rounds of all rows in
 turn (`gpu_rows`; one row after the other for the 1.3 B shape), memory is torch's peak of allocated
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss
+from noshuffle.noise.hosted import PLACES
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt
@@ -73,6 +75,8 @@ class Saved(nn.Module):
 
 class Case:
     """A model shape in a precision, on a device."""
+
+    noise_memory = "auto"
 
     def __init__(
         self, shape: Shape, dtype: str, optimizer: str, device: str, is_saved: bool = False
@@ -131,7 +135,13 @@ class Case:
         plan = Plan(participation=Epochs(1000, 1), strategy=BLT_4, noise_multiplier=1.0)
         optimizer = self.updates(model)
         private = privatize(
-            model, optimizer, plan, clip_norm=1.0, batch_size=self.shape.batch, engine=engine
+            model,
+            optimizer,
+            plan,
+            clip_norm=1.0,
+            batch_size=self.shape.batch,
+            engine=engine,
+            noise_memory=self.noise_memory,
         )
         return lambda: private.step(self.loss, self.x, self.y)
 
@@ -209,7 +219,9 @@ def main() -> None:
     parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
     parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
+    parser.add_argument("--noise-memory", choices=PLACES, default="auto")
     chosen = parser.parse_args()
+    Case.noise_memory = chosen.noise_memory
     warnings.filterwarnings("ignore")
     peers.look_in_folder()
     torch.set_float32_matmul_precision("high")
