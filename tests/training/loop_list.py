@@ -490,6 +490,13 @@ losses(
     lambda o, y: (torch.tensor([0.5, 1.0, 1.5, 1.0])[y] * terms(o, y)).mean(),
 )
 losses("losses", "noise on logits", lambda o, y: CE(o + torch.zeros_like(o).normal_() * 0, y))
+losses(
+    "losses",
+    "losses of single rows, added up",
+    lambda o, y: sum(
+        F.cross_entropy(o[i : i + 1], y[i : i + 1], reduction="sum") for i in range(len(y))
+    ),
+)
 losses("losses", "triplets of one's own", lambda o, z: F.triplet_margin_loss(o, z, -z), y=Z)
 losses("losses", "cosine similarity", lambda o, z: (1 - F.cosine_similarity(o, z)).mean(), y=Z)
 

@@ -18,6 +18,7 @@ QUICK = (
     "rows against the first one",
     "x.std(0)",
     "outputs picked",
+    "single rows",
 )
 
 

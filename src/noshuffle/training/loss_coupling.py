@@ -69,7 +69,7 @@ def coupled(node: Any, *, kind: str, is_uniform: bool, size: int = 0) -> str:
     """Why a loss is refused in which the examples of a batch meet at this node.
 
     `kind` is that of its reduction; `is_uniform`: all labels have the same weight; `size`: that of
-    the batch.
+    the batch, of which no part may be taken (0: it may).
     """
     name = node.name().rstrip("0123456789").removesuffix("Backward")
     used = [after for after, _ in node.next_functions if after is not None]

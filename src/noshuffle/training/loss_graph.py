@@ -136,11 +136,15 @@ class LossReading:
 
 
 def read_loss(
-    loss: Tensor, starts: Collection[int] = (), *, gradient: Tensor | None = None
+    loss: Tensor,
+    starts: Collection[int] = (),
+    *,
+    gradient: Tensor | None = None,
+    may_cut: bool = False,
 ) -> LossReading:
     """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of.
 
-    `gradient` is what `loss.backward` was given.
+    `gradient` is what `loss.backward` was given; `may_cut`: rows may be taken by themselves.
     """
     ends, reached = set[Any](), set[int]()
     shapes = list[tuple[int, ...]]()
@@ -153,7 +157,7 @@ def read_loss(
     below = [node for node in nodes if node not in ends]
     rows = [shape[0] for shape in shapes if shape]
     known: Any = {"kind": reading.kind, "is_uniform": reading.is_uniform}
-    found = [coupled(node, **known, size=rows[0] if rows else 0) for node in below]
+    found = [coupled(node, **known, size=rows[0] if rows and not may_cut else 0) for node in below]
     leading = _leading(nodes, starts)
     if any(_numbers(node) > sum(map(math.prod, shapes)) for node in below if node in leading):
         found.append(COUPLED.format(name="there are more terms than outputs"))

@@ -47,8 +47,10 @@ MOST_CALLS, MOST_BYTES = 2_000, 1 << 30
 #: Functions whose arguments after the first are constants: of layers, and lengths of sequences.
 LAYERS = (
     "linear", "bilinear", "conv1d", "conv2d", "conv3d", "batch_norm", "instance_norm", "group_norm",
-    "layer_norm", "rms_norm", "embedding", "prelu", "ctc_loss",
+    "layer_norm", "rms_norm", "embedding", "prelu", "ctc_loss", "matmul", "__matmul__", "mm", "mv",
 )  # fmt: skip
+#: Functions that look numbers up in their first argument, by their last.
+TABLES = ("__getitem__", "index_select", "gather", "take")
 #: Arguments that are constants of the classes.
 CONSTANTS = ("weight", "pos_weight", "bias", "running_mean", "running_var")
 IS_CONSTANT = (
@@ -129,30 +131,32 @@ class LossTrace(TorchFunctionMode):
             for one in reversed(above):
                 torch._C._push_on_torch_function_stack(one)
 
-    def coupling(self, loss: Tensor, gradient: Tensor | None) -> str:
-        """Why a loss is refused whose examples meet, or "" if none was seen to."""
+    def coupling(self, loss: Tensor, gradient: Tensor | None) -> str | None:
+        """Why a loss is refused whose examples meet, "" if none did, None if nothing was tried."""
         size = len(self._outputs[0]) if self.is_on and self._outputs[0].dim() else 0
         if size < 2 or any(not one.dim() or len(one) != size for one in self._outputs):
-            return ""
+            return None
         self.is_on = False
         try:
             found = self._is_coupled(loss, gradient, size, is_all=True)
             only = found and not self._is_coupled(loss, gradient, size, is_all=False)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            return ""  # no repetition: nothing was seen
+            return None  # no repetition
         finally:
             self.is_on = True
+        if not found:
+            return None if found is None else ""
         text = COUPLED.format(name="one changed row changes what the loss sends back to others")
-        return (IS_CONSTANT.format(found=text, size=size) if only else text) if found else ""
+        return IS_CONSTANT.format(found=text, size=size) if only else text
 
     def _is_coupled(
         self, loss: Tensor, gradient: Tensor | None, size: int, *, is_all: bool
-    ) -> bool:
+    ) -> bool | None:
         rows = torch.arange(size)
         fixed = self._constants(rows, is_all=is_all)
         base = self._sent_back(loss, gradient, rows, fixed)
         if not base or not all(bool(c.isfinite().all()) for c in base):
-            return False
+            return None
         is_low = base[0].dtype not in (torch.float32, torch.float64)
         is_low = is_low or any(call.cast for call in self._calls)
         share, bits = 2e-2 if is_low else 1e-5, rows[:, None] >> torch.arange(size.bit_length())
@@ -179,7 +183,7 @@ class LossTrace(TorchFunctionMode):
         if again is None or again.grad_fn is None:
             return []
         starts = [end.grad_fn._sequence_nr() for end in ends if end.grad_fn is not None]
-        reading = read_loss(again, starts, gradient=gradient).settled(len(rows))
+        reading = read_loss(again, starts, gradient=gradient, may_cut=True).settled(len(rows))
         if reading.refused(len(rows)):
             return []
         found = torch.autograd.grad(again, ends, gradient, allow_unused=True)
@@ -189,20 +193,22 @@ class LossTrace(TorchFunctionMode):
 
     def _constants(self, rows: Tensor, *, is_all: bool) -> set[int]:
         """Tensors from outside that keep their rows, by id."""
-        fixed = set[int]()
+        fixed, roots = set[int](), dict[int, int]()
         for call in self._calls:
-            is_layer = getattr(call.func, "__name__", "") in LAYERS
-            named = [v for k, v in call.kwargs.items() if is_layer or k in CONSTANTS]
-            fixed |= {id(one) for one in tree_leaves([call.args[1:] if is_layer else [], named])}
-            if getattr(call.func, "__name__", "") == "__getitem__":
-                table, index = call.args
-                if _is_table(table, index) and not _are_places(index, rows):
-                    fixed |= {id(table)} if _memory(table) not in self._given else set()
-            for one in tree_leaves([call.args, call.kwargs]):
-                if isinstance(one, Tensor) and (
-                    (not is_all and _memory(one) not in self._given) or _are_places(one, rows)
-                ):
-                    fixed.add(id(one))
+            name = getattr(call.func, "__name__", "")
+            named = [v for k, v in call.kwargs.items() if name in LAYERS or k in CONSTANTS]
+            after = call.args[1:] if name in LAYERS else ()
+            fixed |= {id(one) for one in tree_leaves([after, named])}
+            own = [one for one in tree_leaves([call.args, call.kwargs]) if isinstance(one, Tensor)]
+            is_table = name in TABLES and _is_table(call.args[0], call.args[-1], rows)
+            for one in own:
+                is_given = _memory(one) in self._given
+                is_constant = (is_table and one is call.args[0]) or _is_along_columns(one, own)
+                if (not is_given and (is_constant or not is_all)) or _are_places(one, rows):
+                    fixed.add(roots.get(id(one), id(one)))
+            made = call.result
+            if len(own) == 1 and isinstance(made, Tensor) and made.shape == own[0].shape:
+                roots[id(made)] = roots.get(id(own[0]), id(own[0]))  # its logarithm, say
         return fixed
 
     @contextmanager
@@ -270,7 +276,15 @@ def _are_places(one: Tensor, rows: Tensor) -> bool:
     return is_whole and torch.equal(one.detach().sort()[0].cpu().long(), rows)
 
 
-def _is_table(table: Any, index: Any) -> bool:
+def _is_table(table: Any, index: Any, rows: Tensor) -> bool:
     """Whether numbers of a table are looked up, as weights by their labels."""
     is_float = isinstance(table, Tensor) and table.is_floating_point()
-    return is_float and isinstance(index, Tensor) and not index.is_floating_point()
+    is_index = isinstance(index, Tensor) and not index.is_floating_point()
+    is_by_chance = len(rows) < 16  # as labels of a small batch are
+    return is_float and is_index and (is_by_chance or not _are_places(index, rows))
+
+
+def _is_along_columns(one: Tensor, beside: list[Tensor]) -> bool:
+    """Whether a tensor has a number for every column of another, not for its rows."""
+    is_row = one.dim() == 1 and one.is_floating_point()
+    return is_row and any(o.dim() > 1 and o.shape[-1] == len(one) for o in beside)

@@ -103,6 +103,7 @@ class Listener:
         self.refusal = ""
         self.count = 0  # passes since the last step
         self.is_due = True  # whether the next loss is tried with other rows (`loss_replay`)
+        self._is_tried = False
         self._traces: list[LossTrace] = []  # the newest pass's, if it is looked at
         weakref.finalize(self, _leave, self._traces)
         self._seed = seed
@@ -201,13 +202,24 @@ class Listener:
         is_plain = gradient is None or isinstance(gradient, Tensor)
         own = gradient if is_plain else next(iter(gradient))
         if len(given) == 1 and isinstance(given[0], Tensor):
-            self._reading = read_loss(given[0], self._starts, gradient=own)
-            trace, found = next(iter(self._traces), None), self._reading
-            if trace is not None and trace.starts & found.reached and not found.refusal:
-                self._reading = replace(found, refusal=trace.coupling(given[0], own))
+            self._reading = self._read(given[0], own)
             return
         refusal = "several losses in one backward(); add them up"
         self._reading = LossReading(refusal=refusal, reached=frozenset(self._starts))
+
+    def _read(self, loss: Tensor, gradient: Tensor | None) -> LossReading:
+        """Factor and reduction of a loss; refused where its examples meet, if it is its turn.
+
+        Where nothing was tried so far, no part of the rows may be taken by itself.
+        """
+        read, found = partial(read_loss, loss, self._starts, gradient=gradient), None
+        reading = read(may_cut=True)
+        trace = next(iter(self._traces), None)
+        if trace is not None and trace.starts & reading.reached and not reading.refusal:
+            found = trace.coupling(loss, gradient)
+            self._is_tried = self._is_tried or found is not None
+        reading = reading if self._is_tried or reading.refusal else read(may_cut=False)
+        return replace(reading, refusal=reading.refusal or found or "")
 
     def end_backward(self) -> None:
         self._reading = None

@@ -14,8 +14,9 @@ backward pass is thrown away. Dropout masks of the second pass are those of the 
 second pass; `private.step` is faster, and checks participation before any gradient.
 
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
-on one example; the statement says so. Gradients that do not come through the model's output (a
-penalty on weights) are not in c: the first step (and the 2nd, 4th, 8th, … after a `zero_grad`)
+on one example; the statement says so, and steps 1, 2, 4, 8, … try it (`loss_replay`). Gradients
+that do not come through the model's output (a penalty on weights) are not in c: the first step (and
+the 2nd, 4th, 8th, … after a `zero_grad`)
 compares the raw gradient with that of the passes, refuses a loop in which something is missing, and
 warns where it was scaled or clipped before the step, which has no effect. State: the factor of the
 last step, and the number of steps.
