@@ -59,7 +59,7 @@ def test_norm_dual_and_minimiser_by_sampling(p: float, parts) -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS[1:], ids=lambda parts: type(parts).__name__)
-@pytest.mark.parametrize("p", [1.0, 1.4, 3.0, math.inf])
+@pytest.mark.parametrize("p", [1.0, 1.4, math.inf])
 def test_projection_beside_a_generic_solver(p: float, parts) -> None:
     """Inside, and no feasible point that is found otherwise is nearer."""
     draws, norm, inside = np.random.default_rng(1), Norm(p, parts), ball(0.9, p, parts)
@@ -83,7 +83,7 @@ def test_projection_beside_a_generic_solver(p: float, parts) -> None:
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=lambda parts: type(parts).__name__)
-@pytest.mark.parametrize("p", [1.2, 1.6])
+@pytest.mark.parametrize("p", [1.3])
 def test_mirror_maps_and_the_step_over_a_ball(p: float, parts) -> None:
     draws, norm = np.random.default_rng(2), Norm(p, parts)
     y = draws.standard_normal(6)
@@ -173,7 +173,7 @@ def test_solvers_in_groups_and_matrices(p: float, parts) -> None:
     """Stated exactly, inside their domain, better than their start; noise by the row norm."""
     draws, norm, mu = np.random.default_rng(6), Norm(p, parts), gaussian.mu(epsilon=4.0, delta=1e-6)
     bounds = {"order": norm.q, "parts": parts}
-    x = losses.fit_into(9 * draws.standard_normal((2000, 6)), bound=1.0, **bounds)
+    x = losses.fit_into(9 * draws.standard_normal((1500, 6)), bound=1.0, **bounds)
     planted = ball(0.9, p, parts).project(9 * np.eye(6)[0])
     y = np.clip(x @ planted, -1, 1)
     domain = ball(1.0, p, parts)
@@ -189,7 +189,7 @@ def test_solvers_in_groups_and_matrices(p: float, parts) -> None:
     k = parts.count(6)
     stretch = k ** (1 / 2 - 1 / norm.q)
     assert run.details["first_noise"] == pytest.approx(
-        2 * stretch / 1000 * math.sqrt(32) / mu, rel=1e-9
+        2 * stretch / 750 * math.sqrt(32) / mu, rel=1e-9
     )
     sign = np.where(x @ planted > 0, 1.0, -1.0)
     rough = losses.sigmoid(**bounds)

@@ -103,7 +103,7 @@ def _candidates(
         (objective_perturbation, {"ridge": ridge}),
         (output_perturbation, {"ridge": far}),
         (phased_sgd, {"batch_size": batch}),
-        (phased_mirror_descent, {}),
+        (phased_mirror_descent, {"norm": domain.norm} if domain.norm.p < 2 else {}),
         (ftrl, {"batch_size": batch}),
         (accelerated_srgd, {}),
         (frank_wolfe_full, {}),
