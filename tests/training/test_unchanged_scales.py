@@ -421,3 +421,20 @@ def test_a_mean_over_tokens_that_is_written_out_is_a_sum(is_padded):
     loop.optimizer.step()
     plain.step(lambda o, t: F.cross_entropy(o.mT, t, reduction="sum"), tokens, labels)
     agree(ours, theirs)
+
+
+def test_a_loss_is_tried_with_other_rows_and_nothing_of_the_loop_changes():
+    """What a loss writes to is written once, generators go on, and no mode stays behind."""
+    model, seen = Plain(), torch.zeros(4)
+    loop = make(model)
+    torch.manual_seed(7)
+    out = model(X)
+    seen += out.detach().sum(0)
+    CE(out + 0.1 * torch.rand_like(out), Y).backward()
+    after = torch.rand(2)
+    loop.optimizer.step()
+    torch.testing.assert_close(seen, out.detach().sum(0))
+    torch.manual_seed(7)
+    assert torch.equal(after, (torch.rand_like(out), torch.rand(2))[1])
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert loop.steps_released == 1
