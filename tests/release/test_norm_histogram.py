@@ -13,7 +13,14 @@ from noshuffle.clipping.norm_histogram import EDGES, HistogramClip, NormHistogra
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.noise.grid import grid_step
-from noshuffle.participation import CyclicPoisson, Epochs, MinSeparation, Poisson, SinglePass
+from noshuffle.participation import (
+    BallsInBins,
+    CyclicPoisson,
+    Epochs,
+    MinSeparation,
+    Poisson,
+    SinglePass,
+)
 from noshuffle.plan import Plan
 from noshuffle.release.evidence_checks import _scale
 from noshuffle.release.keys import KeyRing
@@ -70,10 +77,13 @@ def test_sampled_steps_share_their_coin_and_correlated_ones_are_refused():
     plan = Plan(participation=Poisson(steps=9, rate=0.1), strategy=identity(), noise_multiplier=1.5)
     own = CountedThreshold(CLIP, plan, KeyRing.new(test_source(seed=1)))
     assert own.noise_scale(plan, ("w",)) ** -2 + own.noise**-2 == pytest.approx(1.5**-2)
-    rule = CyclicPoisson(steps=8, groups=4, rate=0.1)
-    cyclic = Plan(participation=rule, strategy=banded([1.0, 0.5]), noise_multiplier=1.5)
-    with pytest.raises(Unsupported, match="not accounted for"):
-        CountedThreshold(CLIP, cyclic, KeyRing.new(test_source(seed=1)))
+    cyclic = CyclicPoisson(steps=8, groups=4, rate=0.1)
+    bins = BallsInBins(epochs=2, steps_per_epoch=4)
+    halves = identity(gains=(0.5,) * 8)  # half the gradients' μ, but all of a count's
+    for rule, strategy in ((cyclic, banded([1.0, 0.5])), (cyclic, halves), (bins, halves)):
+        plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.5)
+        with pytest.raises(Unsupported, match="not accounted for"):
+            CountedThreshold(CLIP, plan, KeyRing.new(test_source(seed=1)))
 
 
 def test_noise_of_the_bins_has_the_deviation_that_is_charged():

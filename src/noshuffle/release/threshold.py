@@ -213,10 +213,12 @@ class CountedThreshold(Threshold):
     is_adaptive = has_counts = True  # noise in units of the clip norm, as for one that moves
 
     def __init__(self, config: HistogramClip, plan: Plan, ring: KeyRing) -> None:
-        if plan.participation.is_sampled and not isinstance(plan.strategy, Identity):
+        # A step that is sampled is one release only if its noise is its own, and of one size.
+        if plan.participation.is_sampled and changes_every(plan.strategy) != 1:
             raise Unsupported(
-                "a histogram of norms beside correlated noise and secret sampling is not accounted "
-                "for; use clip_norm=, identity(), or batches that are not sampled"
+                "a histogram of norms beside secret sampling and noise that is correlated, or has "
+                "gains, is not accounted for; use clip_norm=, identity(), or batches that are not "
+                "sampled"
             )
         self.config, self.clip = config, Flat(config.norm)
         #: Deviation of the noise of one bin in one step.
