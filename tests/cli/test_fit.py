@@ -181,6 +181,10 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
         (["--target", "sold", "--task", "magic"], "task"),
         (["--target", "sold", "--categories", "town=a,b"], "no feature"),
         (["--target", "sold", "--categories", "town"], "COLUMN=a,b,c"),
+        (
+            ["--target", "sold", "--ids", "who", "--rows-per-unit", "3", "--categories", "private"],
+            "counts rows",
+        ),
         (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
         (["--target", "sold", "--solver", "magic"], "solver"),
         (["--target", "sold", "--alpha", "-1"], "alpha"),

@@ -130,3 +130,31 @@ def test_tables_of_every_kind() -> None:
         PrivateOneHot(categories=[["a"]]).fit(frame)
     with pytest.raises(InvalidInput, match="'private'"):
         PrivateOneHot(categories="auto").fit(frame)
+
+
+def test_equal_cells_have_one_form_whoever_comes_first() -> None:
+    """The form that is shown must not be that of one row, nor its type that of the column."""
+    import pandas as pd
+
+    usual = [1, 2] * 150
+    for other in (True, 1.0, np.int8(1), np.float32(1), np.True_):
+        shown = [
+            PrivateOneHot(test_seed=0).fit(np.array([*cells, None], dtype=object)[:, None])
+            for cells in ([1, *usual], [other, *usual])
+        ]
+        names = [made.get_feature_names_out().tolist() for made in shown]
+        assert names[0] == names[1] == ["x0=1", "x0=2"]
+        assert [type(name) for name in shown[1].categories_[0]] == [int, int]
+    rows = [[0.0], [0.5]] * 150
+    for first in (-0.0, "rare", 10**30, None):  # one text among numbers leaves them numbers
+        made = PrivateOneHot(test_seed=0).fit([[first], *rows])
+        assert repr(made.categories_) == "[[0, 0.5]]"
+    when = pd.Timestamp("2020-01-01", tz="UTC")
+    cells = [when.tz_convert("Asia/Tokyo"), pd.NA, pd.NaT, float("nan"), "", *[when] * 300]
+    made = PrivateOneHot(test_seed=0).fit(pd.DataFrame({"when": pd.Series(cells, dtype=object)}))
+    assert made.categories_ == [["2020-01-01 00:00:00+00:00"]]
+    assert made.transform(pd.DataFrame({"when": [when]})).tolist() == [[1.0]]
+    given = PrivateOneHot(categories=[[b"a", True]]).fit(np.array([[b"a"], [1]], dtype=object))
+    np.testing.assert_array_equal(
+        given.transform(np.array([[b"a"], [1.0]], dtype=object)), np.eye(2)
+    )

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from noshuffle.cli.budget import opened
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported
 
 #: Share of μ² for the choice, and of δ for what it may cost to fail.
 SHARE, SLACK = 0.1, 0.25
@@ -55,6 +55,11 @@ class CategoryChoice:
         from noshuffle.accounting import gaussian
         from noshuffle.convex import PrivateOneHot
 
+        if self._asked.rows_per_unit is not None:
+            raise Unsupported(
+                "--categories private counts rows, and a unit of --rows-per-unit has several; list "
+                "the categories, as in city=Rome,Oslo, or use --hash-text"
+            )
         epsilon, delta = self._asked.epsilon, self._asked.delta
         most = gaussian.mu(epsilon=epsilon, delta=delta * (1 - SLACK))
         share = gaussian.epsilon(mu=math.sqrt(SHARE) * most, delta=delta * SLACK)

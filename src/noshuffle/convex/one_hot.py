@@ -3,7 +3,9 @@
 The categories that rows happen to have are no public knowledge: a rare one names its row. Those of
 every column are counted, normal noise is added, and the ones above a threshold are kept
 (`accounting.sparse_histogram` has the proof and the exact δ); a cell of any other category, or an
-empty one, has no indicator. Categories that are known beforehand are given and cost nothing.
+empty one, has no indicator. Categories that are known beforehand are given and cost nothing. Cells
+that are equal are one value in one form, made of each cell alone (`_value`): of 1, True and 1.0, or
+0.0 and −0.0, the one to be shown would else be the form of the first row that has it.
 Indicators lie in [0, 1], so bounds=(0, 1) is public for the model after it. One release, of
 everything kept and its noisy count; a budget is charged (μ, s), a Gaussian that fails with
 probability s.
@@ -17,6 +19,7 @@ probability s.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +42,8 @@ from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.statement import PrivacyStatement
 
 PRIVATE = "private"
+#: How pandas writes cells that are empty.
+_MISSING = ("<NA>", "NaT", "")
 _GIVEN = "The categories that were given are public knowledge, known without looking at the data."
 
 
@@ -48,7 +53,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     Parameters
     ----------
-    epsilon, delta : the guarantee of the choice of categories.
+    epsilon, delta : the guarantee of the choice of categories; a unit has one row.
     categories : "private" finds them; or public ones, a list for each column, or {column: list}
         for some of them (by name or place), the others being found.
     neighbours : "zero-out" or "replace-one".
@@ -91,7 +96,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             neighbours=self.neighbours,
         )
         if self.budget is None and self.test_seed is None:
-            codes = [[hash(cell) % 2**50 for cell in row] for row in x[:, columns]]
+            codes = [[hash(cell) % 2**50 for cell in row] for row in x[:, columns].tolist()]
             warn_if_fitted_before(np.array(codes, dtype=np.float64))
         source = source_of(self.test_seed)
         said: dict[str, Any] = {
@@ -113,8 +118,11 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         draws = KeyedDraws(source, name="categories")
         step = grid_step(law.sigma)
         for i in columns:
-            counted = Counter(cell for cell in x[:, i].tolist() if not _is_empty(cell))
-            names = sorted(counted, key=lambda cell: (type(cell).__name__, str(cell)))
+            counted = Counter(cell for cell in x[:, i].tolist() if cell is not None)
+            texts, numbers = (
+                sorted(v for v in counted if isinstance(v, str) == is_text) for is_text in (1, 0)
+            )
+            names = [*numbers, *texts]
             raw = np.array([counted[name] for name in names], dtype=np.float64)
             noise = law.sigma * draws.standard_normal(len(names))
             noisy = draws.release(raw, noise, scale=law.sigma)
@@ -135,7 +143,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         x = self._cells(X, reset=False)
         out, start = np.zeros((len(x), sum(map(len, self.categories_)))), 0
         for i, names in enumerate(self.categories_):
-            places = {name: start + k for k, name in enumerate(names)}
+            places = {_value(name): start + k for k, name in enumerate(names)}
             found = np.array([places.get(cell, -1) for cell in x[:, i].tolist()])
             rows = np.flatnonzero(found >= 0)
             out[rows, found[rows]] = 1.0
@@ -152,10 +160,13 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return np.array(told, dtype=object)
 
     def _cells(self, X: Any, *, reset: bool) -> NDArray[Any]:
-        found = validate_data(self, X, dtype=None, ensure_all_finite=False, reset=reset)
-        if found.dtype.kind == "c":
+        """The value of every cell; as objects, or one cell would decide on the type of others."""
+        if getattr(getattr(X, "dtype", None), "kind", "") == "c":
             raise InvalidInput("X must hold categories, got complex numbers")
-        return np.asarray(found)
+        found = validate_data(self, X, dtype=object, ensure_all_finite=False, reset=reset)
+        out = np.empty(found.shape, dtype=object)
+        out.ravel()[:] = [_value(cell) for cell in found.ravel().tolist()]
+        return out
 
     def _given(self, columns: int) -> list[Sequence[Hashable] | None]:
         """Of every column the categories that are public; None: to be found."""
@@ -181,5 +192,15 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _is_empty(cell: Any) -> bool:
-    return cell is None or cell == "" or cell != cell
+def _value(cell: Any) -> str | int | float | None:
+    """What a cell counts as: text, a number, or None where it is empty.
+
+    Guarantees: values that are equal look alike, to the last bit.
+    """
+    if isinstance(cell, str):
+        return str.__str__(cell) or None
+    if isinstance(cell, bool | int | float | np.bool_ | np.integer | np.floating):
+        if cell != cell:
+            return None
+        return int(cell) if math.isfinite(cell) and cell == int(cell) else float(cell)
+    return None if cell is None or str(cell) in _MISSING else str(cell)

@@ -133,6 +133,9 @@ class Release(RunState):
 
         A run takes integers in every step, or names in every step.
         """
+        found = as_ids(ids, secret=self.id_secret)  # what is refused leaves nothing on record
+        if rows not in (None, len(found)):
+            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
         kind = kind_of_ids(ids)
         if kind and kind != self._kind_of_ids:
             if self._kind_of_ids:
@@ -144,9 +147,6 @@ class Release(RunState):
                 self.charge.identify(kind)
             self.ledger.bind("ids", kind)
             self._kind_of_ids = kind
-        found = as_ids(ids, secret=self.id_secret)
-        if rows not in (None, len(found)):
-            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
         return found
 
     def admit(
