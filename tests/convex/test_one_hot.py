@@ -96,6 +96,10 @@ def test_statement_and_budget(tmp_path) -> None:
     assert 0.3 < budget.total().epsilon(1e-6) < 0.5  # μ and s, not (ε, δ) as it is
     with pytest.raises(BudgetExceeded):
         PrivateOneHot(epsilon=1.5, delta=1e-7, budget=budget).fit(x)
+    tight = Budget(tmp_path / "tight", epsilon=1.0, delta=1.01e-7)
+    with pytest.raises(BudgetExceeded):  # μ would fit; s beside it does not
+        PrivateOneHot(epsilon=0.9, delta=1e-7, budget=tight).fit(x)
+    assert tight.total().mu == tight.total().slack == 0
     free = PrivateOneHot(categories=[["a"], ["b", "c"]], budget=budget).fit(x)
     assert free.privacy_ is None
     assert budget.total().mu == cost.mu

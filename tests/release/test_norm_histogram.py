@@ -141,6 +141,9 @@ def test_a_run_shows_its_norms_by_the_histogram_alone(tmp_path):
 
 def test_verify_knows_what_the_noise_must_be():
     scale = repr(1.5 / math.sqrt(0.9))
+    assert (
+        repr(HistogramClip(norm=1, share=np.float64(0.1))) == "HistogramClip(norm=1.0, share=0.1)"
+    )
     meta = {"clip": repr(CLIP), "adaptive_clip": "histogram", "noise_scale": scale}
     assert not list(_scale(meta, PLAN))
     assert list(_scale({**meta, "noise_scale": "1.5"}, PLAN))

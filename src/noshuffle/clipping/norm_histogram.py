@@ -48,6 +48,8 @@ class HistogramClip:
     def __post_init__(self) -> None:
         positive(norm=self.norm)
         open_unit(share=self.share)
+        for name in ("norm", "share"):  # one way to write a number, which a ledger holds
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def bins(self, norms: Tensor, *, present: Tensor | None = None) -> NDArray[np.float64]:
         """How many of the present units lie in each bin, before noise.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -34,7 +34,7 @@ from noshuffle.accounting.sparse_histogram import SparseHistogram
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
@@ -114,7 +114,14 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             guarantee(mu=law.mu, delta=self.delta, **said),
             guarantee(epsilon=0.0, delta=law.slack, **said),
         )
-        charges = [] if self.budget is None else [self.budget.open("one-hot", p) for p in parts]
+        charges: list[Any] = []
+        try:
+            for part in () if self.budget is None else parts:
+                charges.append(self.budget.open("one-hot", part))
+        except NoshuffleError:
+            for charge in charges:  # what was reserved before the refusal is not spent
+                charge.settle(replace(parts[0], epsilon=0.0, mu=0.0, rho=0.0))
+            raise
         draws = KeyedDraws(source, name="categories")
         step = grid_step(law.sigma)
         for i in columns:
