@@ -62,7 +62,13 @@ def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
     Guarantees: a function of the secret, the number of bytes of each tensor and the bytes
     themselves.
     """
-    held = [value if _lies_plain(value) else _laid_plain(value) for value in values]
+    held = [
+        # Mostly its bytes are its numbers, in order: nothing to be copied.
+        value
+        if value.is_contiguous() and not (value.is_conj() or value.is_neg())
+        else value.detach().resolve_conj().resolve_neg().contiguous()
+        for value in values
+    ]
     sizes = [value.numel() * value.element_size() for value in held]
     # The sizes go in too, or bytes could move between tensors.
     end = struct.pack(f"<{len(sizes)}q", *sizes)
@@ -72,15 +78,6 @@ def of_group(values: Iterable[Tensor], secret: bytes) -> bytes:
         return tag_by_library([*views, end], key)
     places = [value.data_ptr() for value in held]
     return tag_in_c(loops, [*zip(places, sizes), (end, len(end))], key)
-
-
-def _lies_plain(value: Tensor) -> bool:
-    """Whether the bytes of a tensor are its numbers, in order: nothing to be copied, as mostly."""
-    return value.is_contiguous() and not (value.is_conj() or value.is_neg())
-
-
-def _laid_plain(value: Tensor) -> Tensor:
-    return value.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def tag_by_library(parts: Sequence[bytes | memoryview], key: bytes) -> bytes:

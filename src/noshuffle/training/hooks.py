@@ -39,6 +39,7 @@ class Listening(Protocol):
 
     is_paused: bool
     count: int  # passes since the last step
+    traces: list[Any]  # those whose losses are looked at
 
     def forget(self) -> None: ...
 
@@ -146,7 +147,8 @@ def at_work(
     before = own.get(_MARK, False), listener is not None and listener.is_paused
     own[_MARK] = True
     if listener is not None:
-        listener.leave()
+        if listener.traces:
+            listener.leave()
         listener.is_paused = True
     try:
         yield

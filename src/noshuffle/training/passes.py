@@ -104,8 +104,8 @@ class Listener:
         self.count = 0  # passes since the last step
         self.is_due = True  # whether the next loss is tried with other rows (`loss_replay`)
         self._is_tried = False
-        self._traces: list[LossTrace] = []  # the newest pass's, if it is looked at
-        weakref.finalize(self, _leave, self._traces)
+        self.traces: list[LossTrace] = []  # the newest pass's, if it is looked at
+        weakref.finalize(self, _leave, self.traces)
         self._seed = seed
         self._reading: LossReading | None = None
         self._heard: Pass | None = None  # the pass that the current loss came from
@@ -141,7 +141,7 @@ class Listener:
 
     def leave(self) -> None:
         """Stop noting the calls of a loss."""
-        _leave(self._traces)
+        _leave(self.traces)
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward pass begins: its random layers draw what the second one will draw."""
@@ -178,8 +178,8 @@ class Listener:
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
             out.register_hook(hook)  # type: ignore[no-untyped-call]
         if self.is_due and ends:
-            self._traces.append(LossTrace(ends, (args, kwargs)))
-            self._traces[-1].enter()
+            self.traces.append(LossTrace(ends, (args, kwargs)))
+            self.traces[-1].enter()
 
     def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
         """A gradient came back to an output: from the loss itself, or on its way."""
@@ -214,7 +214,7 @@ class Listener:
         """
         read, found = partial(read_loss, loss, self._starts, gradient=gradient), None
         reading = read(may_cut=True)
-        trace = next(iter(self._traces), None)
+        trace = next(iter(self.traces), None)
         if trace is not None and trace.starts & reading.reached and not reading.refusal:
             found = trace.coupling(loss, gradient)
             self._is_tried = self._is_tried or found is not None
