@@ -310,4 +310,28 @@ PROMISES = (
         ("tests/training/many/test_study.py",),
         "accounting",
     ),
+    Mutant(
+        "losses are not tried with other rows",
+        "training/passes.py",
+        "found = trace.coupling(loss, gradient)",
+        'found = ""',
+        ("tests/training/test_loops.py",),
+        "P3",
+    ),
+    Mutant(
+        "a histogram of norms costs nothing",
+        "release/threshold.py",
+        "return plan.noise_multiplier / math.sqrt(1 - self.config.share)",
+        "return plan.noise_multiplier",
+        ("tests/release/test_norm_histogram.py",),
+        "accounting",
+    ),
+    Mutant(
+        "a category that one row has counts as nobody's",
+        "accounting/sparse_histogram.py",
+        "return float(log_ndtr((self.threshold - 1) / self.sigma))",
+        "return float(log_ndtr(self.threshold / self.sigma))",
+        ("tests/convex/test_one_hot.py",),
+        "accounting",
+    ),
 )
