@@ -76,7 +76,7 @@ class Saved(nn.Module):
 class Case:
     """A model shape in a precision, on a device."""
 
-    noise_memory = "auto"
+    noise_memory = "device"
 
     def __init__(
         self, shape: Shape, dtype: str, optimizer: str, device: str, is_saved: bool = False
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
     parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
-    parser.add_argument("--noise-memory", choices=PLACES, default="auto")
+    parser.add_argument("--noise-memory", choices=PLACES, default="device")
     chosen = parser.parse_args()
     Case.noise_memory = chosen.noise_memory
     warnings.filterwarnings("ignore")

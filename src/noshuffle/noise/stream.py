@@ -60,7 +60,7 @@ from noshuffle.strategies.recipe import Recipe
 VERSION = 2
 _NOT_FUSED = (
     "only fused noise whose buffers lie on the device can be captured: install triton, use philox, "
-    "and leave noise_memory at 'auto' or 'device'"
+    "and leave noise_memory at 'device'"
 )
 
 
@@ -86,7 +86,7 @@ class NoiseStream(OneOwner):
         steps: int,
         device: torch.device | str = "cpu",
         starts: Mapping[str, int] | None = None,
-        memory: str = "auto",
+        memory: str = "device",
     ) -> None:
         non_negative(scale=scale)
         whole(steps=steps)

@@ -79,7 +79,7 @@ class Release(RunState):
         source: Source | None = None,
         facts: Mapping[str, str] | None = None,
         budget: account.Account | None = None,
-        noise_memory: str = "auto",
+        noise_memory: str = "device",
     ) -> Release:
         """Begin a run, or come back to the one in the folder `run`.
 

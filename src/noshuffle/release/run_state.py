@@ -50,7 +50,7 @@ class RunState(OneOwner):
         device: torch.device,
         starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
-        noise_memory: str = "auto",
+        noise_memory: str = "device",
     ) -> None:
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
         self.ledger, self.ancestors = opened.ledger, opened.ancestors

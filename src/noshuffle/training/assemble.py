@@ -65,7 +65,7 @@ def privatize(
     budget: Account | None = None,
     augment: int | Augment | None = None,
     average: float | None = None,
-    noise_memory: str = "auto",
+    noise_memory: str = "device",
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
