@@ -141,19 +141,23 @@ def test_text_columns_become_indicators_of_categories(
     table.write_text("\n".join(lines) + "\n")
     line = [str(table), "--target", "sold", "--ids", "who", "--test-seed", "t", "--json"]
     line += ["--bounds", "0,10", "--bounds", "price=-10,10", "--classes", "no,yes"]
-    asked = {"private": ["private"], "given": ["city=Bonn, Oslo"]}
-    for name, given in asked.items():
+    many = ["--rows-per-unit", "2"]
+    for name, options in (
+        ("private", ["--categories", "private"]),
+        ("users", ["--categories", "private", *many]),
+        ("given", ["--categories", "city=Bonn, Oslo"]),
+    ):
         out = tmp_path / name
-        options = [part for one in given for part in ("--categories", one)]
         command([*line, *options, "--out", str(out)])
         told = json.loads(capsys.readouterr().out)["statement"]
         model = json.loads((out / "model.json").read_text())
-        cities = {"private": ["Oslo", "Rome"], "given": ["Bonn", "Oslo"]}[name]
+        cities = ["Bonn", "Oslo"] if name == "given" else ["Oslo", "Rome"]
         assert model["categories"] == {"city": cities}
         assert [c for c in model["columns"] if "=" in c] == [f"city={c}" for c in cities]
         assert verify(out).refuted == ()
         said = [s for s in told["assumptions"] if s.startswith("Before this run")]
-        assert len(said) == (name == "private")
+        assert len(said) == (name != "given")
+        assert told["unit"] == ("user" if name == "users" else "example")
         command([str(out), str(table), "--json"], predict)
         assert len(json.loads(capsys.readouterr().out)) == 600
         if not said:
@@ -181,10 +185,6 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
         (["--target", "sold", "--task", "magic"], "task"),
         (["--target", "sold", "--categories", "town=a,b"], "no feature"),
         (["--target", "sold", "--categories", "town"], "COLUMN=a,b,c"),
-        (
-            ["--target", "sold", "--ids", "who", "--rows-per-unit", "3", "--categories", "private"],
-            "counts rows",
-        ),
         (["--target", "sold", "--hash-text", "4", "--classes", "yes,maybe"], "none of the 2"),
         (["--target", "sold", "--solver", "magic"], "solver"),
         (["--target", "sold", "--alpha", "-1"], "alpha"),

@@ -106,6 +106,50 @@ def test_statement_and_budget(tmp_path) -> None:
     np.testing.assert_array_equal(free.transform(x[:1]), [[1, 1, 0]])
 
 
+def test_units_of_several_rows() -> None:
+    """A unit adds k values of a column, once each, and noise and threshold are those of k·m."""
+    k, epsilon, delta = 4, 8.0, 0.02
+    asked = {"epsilon": epsilon, "delta": delta, "rows_per_unit": k}
+    law = SparseHistogram.fit(epsilon=epsilon, delta=delta, columns=2 * k)
+    # 300 units with every value of both columns; the last one has some of them more often.
+    values = np.array([["a", 1], ["b", 2], ["c", 3], ["d", 4]] * 300, dtype=object)
+    own = [["f", 6], ["e", 6], ["e", 5], ["d", 4], ["c", 3], ["c", 2], ["b", 2], ["a", 1]]
+    x = np.vstack([values, np.array([["e", 5]] * 300 + [["f", 6]] * 300 + own, dtype=object)])
+    ids = np.concatenate([np.repeat(np.arange(300), 4), np.arange(1000, 1600), [7000] * 8])
+    gone = np.where((ids == 7000)[:, None], None, x)
+    with_it, without = (
+        PrivateOneHot(**asked, test_seed=0).fit(table, ids=ids) for table in (x, gone)
+    )
+    assert with_it.law_ == law
+    assert with_it.categories_ == without.categories_ == [list("abcdef"), [1, 2, 3, 4, 5, 6]]
+    apart = [a - b for a, b in zip(with_it.counts_, without.counts_)]
+    np.testing.assert_allclose(apart, [[1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1]], atol=0.01)
+    assert np.sum(np.square(apart)) == pytest.approx(law.squared_sensitivity, rel=0.01)
+    told = with_it.privacy_
+    assert (told.unit, told.epsilon, told.delta) == ("user", epsilon, delta)
+    assert any("at most 4 of its values" in s for s in told.assumptions)
+    assert not any("each is one row" in s for s in told.assumptions)
+    # Right and wrong scale: the noise of one row a unit is no guarantee for k.
+    counts = [PrivateOneHot(**asked, test_seed=i).fit(values, ids=ids[:1200]).counts_
+              for i in range(12)]  # fmt: skip
+    spread = np.std(np.array(counts) - 300)
+    assert 0.75 < spread / law.sigma < 1.3
+    row = SparseHistogram.fit(epsilon=epsilon, delta=delta, columns=2)
+    assert not 0.75 < spread / row.sigma < 1.3
+    less = SparseHistogram(sigma=row.sigma, threshold=row.threshold, columns=2 * k)
+    assert less.delta(epsilon) > 5 * delta > 5 * law.delta(epsilon) * 0.999
+    for settings, given, match in (
+        ({}, ids, "came twice"),
+        ({"rows_per_unit": 2}, None, "needs ids"),
+        ({"rows_per_unit": 2}, ids[1:], "one id for each of"),
+        ({"rows_per_unit": 0}, ids, "rows_per_unit"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            PrivateOneHot(**settings).fit(x, ids=given)
+    plain = PrivateOneHot(test_seed=0).fit(values, ids=range(1200))
+    assert plain.counts_[0].tolist() == PrivateOneHot(test_seed=0).fit(values).counts_[0].tolist()
+
+
 def test_tables_of_every_kind() -> None:
     import pandas as pd
 

@@ -15,14 +15,14 @@ import math
 from typing import Any
 
 from noshuffle.cli.budget import opened
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput
 
 #: Share of μ² for the choice, and of δ for what it may cost to fail.
 SHARE, SLACK = 0.1, 0.25
 
 
 class CategoryChoice:
-    """Called with all columns of text, says which values become indicators."""
+    """Called with all columns of text and the ids, says which values become indicators."""
 
     def __init__(self, asked: Any) -> None:
         self._asked = asked
@@ -42,33 +42,29 @@ class CategoryChoice:
                     f"{text!r}"
                 )
 
-    def __call__(self, texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    def __call__(self, texts: dict[str, list[str]], ids: list[str] | None) -> dict[str, list[str]]:
         unlisted = {name: column for name, column in texts.items() if name not in self._given}
         found = dict(self._given)
         if self._is_private and unlisted:
-            found |= self._find(unlisted)
+            found |= self._find(unlisted, ids)
         return found
 
-    def _find(self, texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    def _find(self, texts: dict[str, list[str]], ids: list[str] | None) -> dict[str, list[str]]:
         import numpy as np
 
         from noshuffle.accounting import gaussian
         from noshuffle.convex import PrivateOneHot
 
-        if self._asked.rows_per_unit is not None:
-            raise Unsupported(
-                "--categories private counts rows, and a unit of --rows-per-unit has several; list "
-                "the categories, as in city=Rome,Oslo, or use --hash-text"
-            )
         epsilon, delta = self._asked.epsilon, self._asked.delta
         most = gaussian.mu(epsilon=epsilon, delta=delta * (1 - SLACK))
         share = gaussian.epsilon(mu=math.sqrt(SHARE) * most, delta=delta * SLACK)
         chosen = PrivateOneHot(
             epsilon=share,
             delta=delta * SLACK,
+            rows_per_unit=self._asked.rows_per_unit,
             budget=opened(self._asked.budget),
             test_seed=self._asked.test_seed,
-        ).fit(np.array(list(texts.values()), dtype=object).T)
+        ).fit(np.array(list(texts.values()), dtype=object).T, ids=ids)
         assert chosen.law_ is not None
         mu, slack = chosen.law_.mu, chosen.law_.slack
         whole = gaussian.mu(epsilon=epsilon, delta=(delta - slack) / (1 - slack))

@@ -34,6 +34,7 @@ from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
 Categories = Mapping[str, Sequence[str]]
+ChooseFn = Callable[[dict[str, list[str]], list[str] | None], Categories]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +66,14 @@ def read_table(
     hash_text: int | None = None,
     missing: str = "zero",
     only: set[str] | None = None,
-    categories: Categories | Callable[[dict[str, list[str]]], Categories] | None = None,
+    categories: Categories
+    | Callable[[dict[str, list[str]], list[str] | None], Categories]
+    | None = None,
 ) -> Table:
     """Read a .csv or .parquet file; the first line of a CSV names the columns.
 
     Without a target y is empty; `only` names the columns that are read as features. A function
-    in place of `categories` is given all columns of text.
+    in place of `categories` is given all columns of text, and the ids.
     """
     if hash_text is not None:
         whole(at_least=2, hash_text=hash_text)
@@ -88,7 +91,8 @@ def read_table(
     }
     as_numbers = {name: _numbers(column, empty=empty) for name, column in features.items()}
     if callable(categories):
-        categories = categories({n: c for n, c in features.items() if as_numbers[n] is None})
+        texts = {n: c for n, c in features.items() if as_numbers[n] is None}
+        categories = categories(texts, None if ids is None else cells[ids])
     unknown = [name for name in categories or () if name not in features]
     if unknown:
         raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")

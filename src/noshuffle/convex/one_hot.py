@@ -6,6 +6,9 @@ every column are counted, normal noise is added, and the ones above a threshold 
 empty one, has no indicator. Categories that are known beforehand are given and cost nothing. Cells
 that are equal are one value in one form, made of each cell alone (`_value`): of 1, True and 1.0, or
 0.0 and −0.0, the one to be shown would else be the form of the first row that has it.
+Where units have several rows (`rows_per_unit`, `ids`), units are counted: each has in a column at
+most k values, once each, the most frequent of its own rows. Together that is one row of k·m
+columns, so δ is that of `SparseHistogram(columns=k·m)`, as exact.
 Indicators lie in [0, 1], so bounds=(0, 1) is public for the model after it. One release, of
 everything kept and its noisy count; a budget is charged (μ, s), a Gaussian that fails with
 probability s.
@@ -20,8 +23,8 @@ probability s.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -34,17 +37,24 @@ from noshuffle.accounting.sparse_histogram import SparseHistogram
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
-from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.errors import InvalidInput, NoshuffleError, whole
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.release.repeated import warn_if_fitted_before
+from noshuffle.release.units import as_ids
 from noshuffle.statement import PrivacyStatement
 
 PRIVATE = "private"
 #: How pandas writes cells that are empty.
 _MISSING = ("<NA>", "NaT", "")
 _GIVEN = "The categories that were given are public knowledge, known without looking at the data."
+_MANY_ROWS = (
+    "A unit is a user, told by the ids given with the rows; each counts for at most {} of its "
+    "values in a column, and the guarantee covers all of its rows. All settings were chosen "
+    "without the data."
+)
+_Value = str | int | float
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -53,10 +63,13 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     Parameters
     ----------
-    epsilon, delta : the guarantee of the choice of categories; a unit has one row.
+    epsilon, delta : the guarantee of the choice of categories.
     categories : "private" finds them; or public ones, a list for each column, or {column: list}
         for some of them (by name or place), the others being found.
     neighbours : "zero-out" or "replace-one".
+    rows_per_unit : units (users) may have several rows, told by `ids` of `fit`; each counts for at
+        most so many values of a column. None: a unit has one row, and an id that comes twice is
+        refused.
     budget : a `noshuffle.Budget` that all fits on the same rows draw on.
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
 
@@ -68,16 +81,18 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     delta: float = 1e-6
     categories: Any = PRIVATE
     neighbours: str = "zero-out"
+    rows_per_unit: int | None = None
     budget: Any = None
     test_seed: int | str | None = None
 
-    def fit(self, X: Any, y: Any = None) -> Self:
-        """Release the categories of a table.
+    def fit(self, X: Any, y: Any = None, *, ids: Iterable[Hashable] | None = None) -> Self:
+        """Release the categories of a table; `ids` say whose the rows are.
 
-        Guarantees: (ε, δ) of everything that is kept, as `law_` has it; cells that are empty (None,
-        NaN, "") add nothing.
+        Guarantees: (ε, δ) of everything that is kept, as `law_` has it, for all rows of a unit;
+        cells that are empty (None, NaN, "") add nothing.
         """
         x = self._cells(X, reset=True)
+        units = self._units(ids, rows=len(x))
         given = self._given(x.shape[1])
         open_columns = [i for i, listed in enumerate(given) if listed is None]
         self.law_: SparseHistogram | None = None
@@ -85,14 +100,31 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.categories_: list[list[Hashable]] = [list(listed or ()) for listed in given]
         self.counts_: list[Array | None] = [None] * len(given)
         if open_columns:
-            self._find(x, open_columns)
+            self._find(x, open_columns, units)
         return self
 
-    def _find(self, x: NDArray[Any], columns: list[int]) -> None:
+    def _units(self, ids: Iterable[Hashable] | None, *, rows: int) -> list[int] | None:
+        """The unit of every row by number; None where each row is its own."""
+        if self.rows_per_unit is not None:
+            whole(rows_per_unit=self.rows_per_unit)
+            if ids is None:
+                raise InvalidInput("rows_per_unit needs ids=, whose unit each row belongs to")
+        if ids is None:
+            return None
+        firsts, place = np.unique(as_ids(list(ids)), return_inverse=True)
+        if len(place) != rows:
+            raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(place)}")
+        if self.rows_per_unit is None and len(firsts) < rows:
+            raise InvalidInput(
+                "an id came twice, and a unit has one row; give rows_per_unit= for units of several"
+            )
+        return None if self.rows_per_unit is None else place.tolist()
+
+    def _find(self, x: NDArray[Any], columns: list[int], units: list[int] | None) -> None:
         law = SparseHistogram.fit(
             epsilon=self.epsilon,
             delta=self.delta,
-            columns=len(columns),
+            columns=len(columns) * (self.rows_per_unit or 1),
             neighbours=self.neighbours,
         )
         if self.budget is None and self.test_seed is None:
@@ -102,18 +134,21 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         said: dict[str, Any] = {
             "sensitivity": law.squared_sensitivity**0.5,
             "noise": law.sigma,
-            "rows": len(x),
+            "rows": len(x) if units is None else None,
+            "notes": () if units is None else (_MANY_ROWS.format(self.rows_per_unit),),
             "neighbours": self.neighbours,
             "is_test": source.is_test,
             "mechanism": f"counts of the categories of {len(columns)} columns, normal noise of "
             f"deviation {law.sigma:.6g}, shown above {law.threshold:.6g}",
         }
-        statement = guarantee(epsilon=self.epsilon, delta=self.delta, **said)
         # What a budget adds up: a Gaussian mechanism, and the chance that it fails.
-        parts = (
+        told = [
+            guarantee(epsilon=self.epsilon, delta=self.delta, **said),
             guarantee(mu=law.mu, delta=self.delta, **said),
             guarantee(epsilon=0.0, delta=law.slack, **said),
-        )
+        ]
+        unit = "example" if units is None else "user"
+        statement, *parts = (replace(one, unit=unit) for one in told)
         charges: list[Any] = []
         try:
             for part in () if self.budget is None else parts:
@@ -125,11 +160,11 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         draws = KeyedDraws(source, name="categories")
         step = grid_step(law.sigma)
         for i in columns:
-            counted = Counter(cell for cell in x[:, i].tolist() if cell is not None)
-            texts, numbers = (
-                sorted(v for v in counted if isinstance(v, str) == is_text) for is_text in (1, 0)
-            )
-            names = [*numbers, *texts]
+            cells = x[:, i].tolist()
+            if units is not None:
+                cells = _counted_values(cells, units, most=self.rows_per_unit or 1)
+            counted = Counter(cell for cell in cells if cell is not None)
+            names = sorted(counted, key=_order)
             raw = np.array([counted[name] for name in names], dtype=np.float64)
             noise = law.sigma * draws.standard_normal(len(names))
             noisy = draws.release(raw, noise, scale=law.sigma)
@@ -199,7 +234,30 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _value(cell: Any) -> str | int | float | None:
+def _order(value: _Value) -> tuple[bool, _Value]:
+    """Numbers come before text."""
+    return isinstance(value, str), value
+
+
+def _counted_values(
+    cells: list[_Value | None], units: list[int], *, most: int
+) -> list[_Value | None]:
+    """Of every unit the `most` values that its cells have most often (ties: the first in order).
+
+    Guarantees: a unit adds `most` values at most, all different, which depend on its cells alone.
+    """
+    own: dict[int, Counter[_Value]] = defaultdict(Counter)
+    for unit, cell in zip(units, cells):
+        if cell is not None:
+            own[unit][cell] += 1
+    return [
+        value
+        for counts in own.values()
+        for value in sorted(counts, key=lambda v: (-counts[v], _order(v)))[:most]
+    ]
+
+
+def _value(cell: Any) -> _Value | None:
     """What a cell counts as: text, a number, or None where it is empty.
 
     Guarantees: values that are equal look alike, to the last bit.
