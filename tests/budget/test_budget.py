@@ -619,3 +619,20 @@ def test_all_of_epsilon_may_be_pure(tmp_path: Path) -> None:
     assert budget.total().pure == 1.0
     with pytest.raises(BudgetExceeded):
         budget.open("run", pure(0.1))
+
+
+@pytest.mark.parametrize(
+    ("near", "times"), [("zero-out", 2), ("add-remove", 2), ("replace-one", 1)]
+)
+def test_units_pay_in_the_neighbours_of_their_budget(tmp_path, near, times):
+    budget = Budget(
+        tmp_path / "b", epsilon=4.0, delta=DELTA, neighbours="replace-one", individual=True
+    )
+    plan = Plan.fit(SinglePass(2), mechanism="identity", noise_multiplier=4.0, neighbours=near)
+    sums = PrivateSum(plan, clip=1.0, shape=(), budget=budget)
+    for step in range(2):
+        sums.add(np.zeros(3), ids=range(3 * step, 3 * step + 3))
+    sums.close()
+    mu = plan.mu() * times
+    assert budget.total().mu == pytest.approx(mu, rel=1e-12)
+    assert budget.spent_by([1]) == pytest.approx([gaussian.epsilon(mu=mu, delta=DELTA)])

@@ -148,6 +148,27 @@ def test_units_are_held_to_the_extended_pattern(tmp_path):
         private.step(lambda out: out.square().mean(), X[3:6], ids=np.arange(3, 6))
 
 
+def test_places_of_a_stage_are_counted_from_its_begin(tmp_path):
+    """A stage that begins where steps were released already: its units have new first steps."""
+    phase = blt((0.7,), (0.3,))
+    old = SHORT.extended(epochs=2, mechanism=phase)
+    private = start(old, tmp_path)
+    train(private, 12)
+    private.close()
+    plan = old.extended(epochs=3, steps_per_epoch=3, after=8, mechanism=phase)
+    extend(tmp_path, plan)
+    private = start(plan, tmp_path)
+    assert private.resume() == 12
+    rows = np.array([9, 10, 11])  # were in step 11: once more right after it is in no pattern
+    with pytest.raises(ParticipationViolation, match="seen first in step 11"):
+        private.step(lambda out: out.square().mean(), X[rows], ids=rows)
+    rows = np.array([3, 4, 5])  # were in step 9
+    private.step(lambda out: out.square().mean(), X[rows], ids=rows)
+    private.save()
+    private.close()
+    assert verify(tmp_path).answer == "PROVED"
+
+
 def test_a_step_is_not_repeated_under_another_clip_norm(tmp_path):
     """Nobody is clipped at 1.0 or 0.5: the sum is the same, and two scales of one noise cancel."""
     private = start(SHORT, tmp_path)

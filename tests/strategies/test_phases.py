@@ -169,3 +169,15 @@ def test_a_run_of_unknown_length():
         prefix_sensitivity(st.blt((0.5,), (1.2,)), SinglePass.open(), 10**8)
     with pytest.raises(InvalidInput, match="unknown length"):
         Plan.fit(SinglePass.open(), mechanism="dense", epsilon=2.0)
+
+
+@pytest.mark.parametrize("old", [st.blt((0.9,), (0.2,)), st.tree()])
+def test_few_steps_of_a_long_plan_before_a_tree(old):
+    """The bound that is no search stands where the plan of a phase is too long for a matrix."""
+    plan = Plan(participation=MinSeparation(20_000, 10, 3), strategy=old, noise_multiplier=4.0)
+    more = plan.extended(steps=20, after=20, max_participations=2, mechanism=st.tree())
+    N = Phases(parts=(StrategyPhase(old, 1000, 20), StrategyPhase(st.tree(), 20, 20))).noising(40)
+    X = np.linalg.inv(N @ N.T)
+    far = ([i, i + 10, j, j + 10] for i in range(10) for j in range(i + 20, 30))
+    worst = max(float(np.abs(X[np.ix_(p, p)]).sum()) for p in far)
+    assert worst <= more.sensitivity.squared <= 1.3 * worst

@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from noshuffle.budget.cost import counts_twice
 from noshuffle.budget.entries import BooksState
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.store import Books
@@ -79,7 +80,7 @@ class OpenRun:
             body["rows"] = rows
             if limit.is_individual and units is not None and plan is not None:
                 ids, counts = units
-                twice = limit.neighbours != plan.neighbours == "zero-out"
+                twice = counts_twice(plan.neighbours, under=limit.neighbours)
                 own = amounts(plan, steps, counts, at_most=cost.mu**2, factor=2.0 if twice else 1.0)
                 spent = UnitSpending.load(limit.folder, state.units).add(ids, own)
                 body |= {"is_by_unit": True, "units": spent.save(limit.folder)}

@@ -124,7 +124,8 @@ def finish(folder: RunFolder) -> None:
 
 
 def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
-    """plan.json and the newest checkpoint as the ledger has them; does nothing twice."""
+    """Units, plan.json and the newest checkpoint as the ledger has them; does nothing twice."""
+    ledger.hold_to(plan.guarded)  # a stage that begins at a released step has first steps anew
     if folder.plan() != plan:
         write_bytes(folder.plan_file, plan.to_json().encode())
     note, found = ledger.notes(KIND)[-1], checkpoint.saved(folder.checkpoints)

@@ -253,6 +253,16 @@ class Ledger(LedgerFile):
             self._table.update(units, step=step, first=anew)
         self._since = (self._since[0] + len(units), self._since[1] + 1)
 
+    def hold_to(self, participation: Participation) -> None:
+        """Another rule, for all steps: what is known of the units is made anew by it."""
+        self.settle()
+        with self._writing():
+            self.db.execute("DELETE FROM units")
+            self.db.execute("DELETE FROM meta WHERE name = 'summarised'")
+        self.participation, self._planned = participation, participation.steps
+        self._table, self._known, self._since = UnitTable(), BatchCache(), (0, 0)
+        self._catch_up()
+
     def _catch_up(self) -> None:
         """Rebuild the table: the saved summary, then the steps after it.
 

@@ -94,7 +94,7 @@ class Phases(Strategy):
         return np.asarray(
             block_diag(
                 *(
-                    p.strategy.encoder(p.planned)[: _draws(p), : p.used] / p.factor
+                    p.strategy.encoder(matrix_steps(p))[: _draws(p), : p.used] / p.factor
                     for _, p in self.within(n)
                 )
             )
@@ -105,7 +105,7 @@ class Phases(Strategy):
         return np.asarray(
             block_diag(
                 *(
-                    p.factor * p.strategy.noising(p.planned)[: p.used, : _draws(p)]
+                    p.factor * p.strategy.noising(matrix_steps(p))[: p.used, : _draws(p)]
                     for _, p in self.within(n)
                 )
             )
@@ -129,6 +129,11 @@ class Phases(Strategy):
     def to_dict(self) -> dict[str, Any]:
         parts = [[p.strategy.to_dict(), p.planned, p.used, p.factor] for p in self.parts]
         return {"name": self.name, "parts": parts}
+
+
+def matrix_steps(part: StrategyPhase) -> int:
+    """Steps of the matrix that its rows are cut from; no row of a Toeplitz one knows the end."""
+    return part.used if isinstance(part.strategy, ToeplitzStrategy) else part.planned
 
 
 def _draws(part: StrategyPhase) -> int:

@@ -67,7 +67,7 @@ from noshuffle.strategies.blt import Blt, endless_squared
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.identity import Identity
-from noshuffle.strategies.phases import Phases, StrategyPhase, squared_of_phases
+from noshuffle.strategies.phases import Phases, StrategyPhase, matrix_steps, squared_of_phases
 from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
@@ -158,7 +158,8 @@ def prefix_sensitivity(
 
         found = _record(*squared_of_phases(strategy, participation, steps, squared=squared_of))
         most = participation.most_within(steps)
-        is_short = strategy.steps <= SEARCH_STEPS and steps * steps * most <= SEARCH_WORK
+        longest = max(strategy.steps, *(matrix_steps(own) for own in strategy.parts))
+        is_short = longest <= SEARCH_STEPS and steps * steps * most <= SEARCH_WORK
         if found.exact or not is_short or not isinstance(participation, MinSeparation):
             return found
         return _explicit(_inverse_covariance(strategy, strategy.steps, steps), participation)
