@@ -1,62 +1,67 @@
-"""What a command does not wait for: fits that were made before, boxes around help, scikit-learn."""
+"""Threads that sleep between loops, and imports without a collector."""
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from noshuffle.cli import kept_fit
-from noshuffle.datasets.images import _shipped_digits
-from noshuffle.participation import Epochs
-from noshuffle.strategies.fit import fit
-
-RULE = Epochs(2, 4)
+from noshuffle.cli import start
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("NOSHUFFLE_CACHE", str(folder))
-    return folder
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, start.SPINS),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_wait_as_the_user_says_else_shortly(
+    given: dict[str, str], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # put back afterwards, whatever is set here
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    start.let_threads_sleep()
+    assert os.environ.get("GOMP_SPINCOUNT") == wanted
 
 
-def test_a_fit_is_searched_for_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = kept_fit.kept_fit("tree", RULE)
-    assert first == fit("tree", RULE).strategy
-    monkeypatch.delattr(kept_fit, "fit")
-    assert kept_fit.kept_fit("tree", RULE) == first
-    with pytest.raises(NameError):  # another question is another search
-        kept_fit.kept_fit("tree", Epochs(2, 5))
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"type": "nothing"}', "[1]"])
-def test_a_damaged_file_is_written_again(cache: Path, text: str) -> None:
-    first = kept_fit.kept_fit("tree", RULE)
-    (file,) = cache.glob("*.json")
-    whole = file.read_text()
-    file.write_text(text)
-    assert kept_fit.kept_fit("tree", RULE) == first
-    assert file.read_text() == whole
-
-
-def test_help_imports_neither_torch_nor_boxes() -> None:
-    code = (
-        "import sys; from noshuffle.cli import main; main(['--help']); "
-        "print([n for n in ('torch', 'numpy', 'rich.markdown') if n in sys.modules])"
+def test_the_command_says_so_before_torch_is_loaded() -> None:
+    program = (
+        "import os, sys, noshuffle.cli as c\n"
+        "said, tell = [], c.let_threads_sleep\n"
+        "c.let_threads_sleep = lambda: (said.append('torch' in sys.modules), tell())\n"
+        "sys.argv = ['noshuffle', '--version']\n"
+        "try: c.run()\n"
+        "except SystemExit: print(said, os.environ['GOMP_SPINCOUNT'])\n"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=True
     ).stdout
-    assert said.splitlines()[-1] == "[]"
-    assert "reproduce" in said
+    assert told.splitlines()[-1] == f"[False] {start.SPINS}"
 
 
-def test_the_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
-    for own, theirs in zip(_shipped_digits(), load_digits(return_X_y=True)):
-        assert np.array_equal(own, theirs)
+def test_the_collector_is_off_for_imports_and_then_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    was_on, frozen = gc.isenabled(), []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    try:
+        gc.enable()
+        with start.imports():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        gc.disable()  # somebody else's choice
+        with start.imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        (gc.enable if was_on else gc.disable)()
+    assert frozen == [False]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from noshuffle.cli import start
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.from_record import given, takes
 from noshuffle.cli.settings import KeptTrainSettings, RunOptions, TrainSettings
@@ -27,8 +28,9 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
         if run.resume is not None:
             bring_to_end(run.resume)
         settings, path = run.settings_and_folder("train", KeptTrainSettings, stated)
-    from noshuffle.cli.job import run_job
-    from noshuffle.cli.job_view import JobWords, run_and_tell
+    with start.imports():
+        from noshuffle.cli.job import run_job
+        from noshuffle.cli.job_view import JobWords, run_and_tell
 
     return run_and_tell("train", run_job, settings, path, run, JobWords())
 
@@ -44,8 +46,9 @@ def federated(stated: dict[str, Any], run: RunOptions) -> int:
     · noshuffle federated --mechanism dp-fedavg --amplified · noshuffle federated --resume RUN
     """
     settings, path = run.settings_and_folder("federated", FederatedSettings, stated)
-    from noshuffle.cli.federated_job import run_job
-    from noshuffle.cli.job_view import JobWords, run_and_tell
+    with start.imports():
+        from noshuffle.cli.federated_job import run_job
+        from noshuffle.cli.job_view import JobWords, run_and_tell
 
     words = JobWords("round", "ε per user ≤", "accuracy on held-out users")
     return run_and_tell("federated", run_job, settings, path, run, words)

@@ -163,7 +163,10 @@ def with_same_rng(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Random numbers that leave the user's generators as they were, the same in every block."""
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        torch.manual_seed(seed)
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            torch.manual_seed(seed)
+        else:  # torch 2.13 writes the call stack down for every kind of device that is missing
+            torch.default_generator.manual_seed(seed)
         yield
 
 
