@@ -271,14 +271,78 @@ def test_one_example_that_decides_how_often_a_layer_is_used():
             self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x):
-            h = torch.tanh(self.inner(x))
-            return self.head(torch.tanh(self.inner(h)) if float(x.detach().max()) > 5 else h)
+            h = torch.tanh(self.inner(x.double()))
+            return self.head(torch.tanh(self.inner(h)) if int(x.max()) > 5 else h)
 
-    (x, y), later = batch(), batch()[0]
-    later[0, 0] = 9.0
+    y, x = batch()[1], torch.arange(24).reshape(6, 4) % 5
+    later = x.clone()
+    later[0, 0] = 9
     assert_alone(
         Again().double(), F.cross_entropy, (later, y), first=(x, y), words="number of times"
     )
+
+
+class Normalised(torch.autograd.Function):
+    """Nothing, but large gradients of a batch are scaled down together."""
+
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / g.norm().clamp(min=1.3)
+
+
+def turned(h, by):
+    """The rows of a batch, begun `by` places later."""
+    return h[(torch.arange(len(h)) + by) % len(h)]
+
+
+class Sudden(nn.Module):
+    """A model that keeps examples apart until one of them is large, or not a number."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.head, self.kind, self.shift = nn.Linear(4, 4), nn.Linear(4, 3), kind, 0.0
+
+    def forward(self, x):
+        top = x.detach().abs().amax()
+        if self.kind == "branch" and float(top) > 50:
+            x = x / 255
+        if self.kind == "factor":
+            x = x * torch.where(top > 50, 1 / 255, 1.0)
+        if self.kind == "order":
+            by = (top > 50).long()
+            return self.head(turned(torch.tanh(self.inner(turned(x, by))), -by))
+        h = torch.tanh(self.inner(x - self.shift))
+        if self.kind == "attribute" and float(top) > 50:
+            self.shift = 1.0
+        if self.kind == "nan" and not h.isfinite().all():
+            h = torch.zeros_like(h)
+        if self.kind == "outside":  # for large examples the weights are used once more
+            h = h + (x.abs().amax(1, keepdim=True) > 50) * F.linear(x / 60, self.inner.weight)
+        return self.head(Normalised.apply(h) if self.kind == "backward" else h)
+
+
+@pytest.mark.parametrize("kind", ["branch", "factor", "order", "nan", "outside", "backward"])
+def test_what_an_extreme_example_sets_off(kind):
+    (x, y), later = batch(), batch()[0]
+    later[2] = torch.nan if kind == "nan" else 60.0
+    model, engine = Sudden(kind).double(), Ghost()
+    engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(0.05))
+    got = engine.clipped_sum(model, F.cross_entropy, (later, y), clip=Flat(0.05))
+    want = PerExample().clipped_sum(model, F.cross_entropy, (later, y), clip=Flat(0.05))
+    torch.testing.assert_close(got.values, want.values)
+    assert "written out per example" in engine.fallbacks[0]
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+def test_what_only_an_extreme_example_leaves_behind(engine):
+    with pytest.raises(Unsupported, match="keeps something of one example"):
+        engine().clipped_sum(
+            Sudden("attribute").double(), F.cross_entropy, batch(), clip=Flat(0.05)
+        )
 
 
 def test_a_layer_replaced_after_the_trial_is_seen():

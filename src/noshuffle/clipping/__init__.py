@@ -5,12 +5,12 @@ objective   losses and batches, row by row              criteria  torch's criter
 ghost       one backward pass (ghost_forms, tape)       forms     gradients not written out
 rules*      one rule per layer type                     layers    which rule, which axis
 per_example any model, written out                      check     what a model must not contain
-snapshot    whether a model is as it was                isolation_check   are the rules right?
+snapshot    whether a model is as it was                isolation_check  do examples mix?
 statefulness  what a model keeps                        stateless a call with other tensors
 products    half precision, wide sums                   gram      norms from inner products
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
-norm_histogram  norms counted in bins, with noise
+norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
 """
 
 from noshuffle.clipping.causal_lm import next_token

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from noshuffle.clipping.check import UNCOMPILED, as_written, original, refuse_reentrant, trainable
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.isolation_check import with_same_rng
+from noshuffle.clipping.isolation_check import REFUSALS, with_same_rng
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.objective import (
     Batch,
@@ -53,7 +53,7 @@ from noshuffle.clipping.snapshot import SMALL, Snapshot
 from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import unlike_pair
+from noshuffle.clipping.trial_rows import EXTREMES, extremes, unlike_pair
 from noshuffle.clipping.units import Members, SumPart, by_unit, finish, joined, members
 from noshuffle.errors import Unsupported, one_of, whole
 
@@ -237,9 +237,9 @@ class PerExample:
         except NotNow:
             return Findings()
 
-        def run(i: int) -> Tensor:
+        def run(i: int, rows: Batch = pair) -> Tensor:
             with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)):
-                return single_loss(model, loss_fn, take(pair, slice(i, i + 1)))
+                return single_loss(model, loss_fn, take(rows, slice(i, i + 1)))
 
         def run_two(i: int) -> None:
             # Whoever runs it in batches will say why it does not run.
@@ -247,11 +247,15 @@ class PerExample:
             with suppress(Exception), with_same_rng(model), rewritten(model, tape):
                 batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i])))
 
+        def run_far(rows: Batch) -> None:
+            with suppress(*REFUSALS):  # numbers that the model does not take
+                run(1, rows)
+
         with as_written(model):
             findings = refuse_written(model, run, known.get(key))
             if in_batches and is_rowwise(loss_fn):
                 refuse_written(model, run_two, findings)
-            refuse_memory(model, run)
+            refuse_memory(model, run, *(partial(run_far, r) for r in extremes(pair, EXTREMES[:2])))
         known[key] = findings
         return findings
 

@@ -37,6 +37,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -262,18 +263,22 @@ def _why_refused(model: nn.Module, name: str) -> str:
     )
 
 
-def refuse_memory(model: nn.Module, run: Callable[[int], Tensor]) -> None:
-    """Raise if the loss `run(0)` depends on which of `run(0)` and `run(1)` came before it."""
+def refuse_memory(
+    model: nn.Module, run: Callable[[int], Tensor], *others: Callable[[], object]
+) -> None:
+    """Raise if the loss `run(0)` depends on what came before: itself, `run(1)`, one of others."""
     losses = []
-    for which in (0, 0, 1):
+    first_runs: list[Callable[[], object]] = [partial(run, which) for which in (0, 0, 1)]
+    for before in (*first_runs, *others):
         with put_back_after(model), torch.no_grad():
-            run(which)
+            before()
             losses.append(float(run(0)))
-    first, again, other = losses
+    first, again, *rest = losses
     low = any(p.dtype in HALF for p in model.parameters())
     low = low or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     tolerance = (2e-3 if low else 1e-5) * max(abs(first), 1e-6)
-    if abs(first - other) > tolerance and abs(first - again) <= 0.1 * tolerance:
+    is_moved = not all(abs(first - other) <= tolerance for other in rest)
+    if is_moved and abs(first - again) <= 0.1 * tolerance:
         raise Unsupported(
             "the model keeps something of one example that changes the loss of the next one, which "
             "no clipping bounds; let it forget between calls (an attribute set in forward, say)"

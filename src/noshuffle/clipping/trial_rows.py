@@ -1,4 +1,4 @@
-"""Rows that a model is tried on: finite ones, two that differ, and ones moved by a rounding.
+"""Rows that a model is tried on: finite ones, two that differ, roundings of them, extreme ones.
 
 The trial is about the model, not about the data. No state.
 
@@ -9,6 +9,9 @@ The trial is about the model, not about the data. No state.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.objective import Batch, batch_size, take
+
+#: Factors of absolute values, and what is put in their place.
+EXTREMES = (1e4, math.inf, -1e4, math.nan)
 
 
 def finite_rows(batch: Batch, *picks: int) -> Batch:
@@ -65,3 +71,23 @@ def rounded(t: Any) -> Any:
     signs = torch.ones(t.shape[1:].numel(), device=t.device, dtype=t.dtype)
     signs[1::2] = -1.0
     return t + t * signs.reshape(t.shape[1:]) * (16.0 * torch.finfo(t.dtype).eps)
+
+
+def extremes(pair: Batch, hows: Sequence[float] = EXTREMES) -> Iterator[Batch]:
+    """The pair with real numbers of its second example taken to extremes, the first as it was.
+
+    What looks at the largest number of a batch, or for a NaN in it (`if x.max() > 1: x = x / 255`),
+    does nothing beside ordinary rows. Whole numbers stay: an index must lie in its table. None on a
+    GPU, where a value that an operation refuses ends the process.
+    """
+    numbers = [t for t in tree_leaves(pair) if isinstance(t, Tensor) and t.is_floating_point()]
+    if any(t.device.type == "cpu" for t in numbers):
+        for how in hows:
+            yield tree_map(partial(_moved, how=how), pair)
+
+
+def _moved(t: Any, how: float) -> Any:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    far = t[1:].abs() * how if math.isfinite(how) else torch.full_like(t[1:], how)
+    return torch.cat([t[:1], far])

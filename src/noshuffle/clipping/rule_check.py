@@ -1,0 +1,105 @@
+"""Whether layer rules give what autograd gives: the norms of two gradients, and their sum.
+
+    per parameter     ‖g_i‖ by the rules  =  ‖g_i‖ by autograd, i = 0, 1        Σ g_i  =  Σ g_i
+
+A weight used outside its layer, a hook that changes an output, a batch flattened the other way all
+fail here. `isolation_check` asks, on two rows of the first batch. No state.
+
+>>> close(1.0, 1.0005, low=False), close(1.0, 1.2, low=False)
+(True, False)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping.forms import GradientForm, merge, squares
+from noshuffle.clipping.layers import NotByLayer
+from noshuffle.clipping.objective import Batch
+from noshuffle.clipping.products import sum_dtype, wide
+
+#: Numbers of a gradient that are compared at a time.
+PIECE = 1 << 18
+
+
+def close(found: float, truth: float, *, low: bool, whole: float = 0.0) -> bool:
+    """Whether a norm agrees with the true one as far as the precision allows (`low`: half).
+
+    `whole` is the norm of the whole gradient: a part that is pure rounding error has no digits to
+    agree on. A norm that is somewhat too large (steps that nearly cancel) is safe, one that is too
+    small is not.
+    """
+    tolerance = 0.05 if low else 1e-3
+    below = found >= truth * (1.0 - tolerance) - 1e-5 * whole - 1e-12
+    return below and found <= truth * (1.0 + 10.0 * tolerance) + 0.1 * whole + 1e-12
+
+
+def length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) -> float:
+    """The length of gradients less other ones; None counts as zero.
+
+    Taken piece by piece, so that copies in double precision are small.
+    """
+    total = 0.0
+    for pair in zip_longest(tree, other):
+        own = [t.reshape(-1).split(PIECE) for t in pair if t is not None]
+        gaps = (wide(a) - b[0] if b else a for a, *b in zip(*own))
+        total += float(sum(gap.double().square().sum() for gap in gaps))
+    return math.sqrt(total)
+
+
+def by_autograd(
+    run: Callable[[Batch], Tensor], pair: Batch, params: Mapping[str, nn.Parameter]
+) -> tuple[Tensor, list[Sequence[Tensor | None]]]:
+    """The losses of two examples, and the gradient of each."""
+    with torch.enable_grad():
+        losses = run(pair)
+        each = losses.unbind() if losses.requires_grad else ()
+    own = list(params.values())
+    return losses, [
+        torch.autograd.grad(loss, own, retain_graph=True, allow_unused=True) for loss in each
+    ]
+
+
+def all_exact(
+    params: Mapping[str, nn.Parameter],
+    forms: Mapping[str, list[GradientForm]],
+    truth: Sequence[Sequence[Tensor | None]],
+    *,
+    low: bool,
+) -> None:
+    whole = [length(t) for t in truth] or [0.0, 0.0]
+    for i, (name, parameter) in enumerate(params.items()):
+        blank = torch.zeros_like(parameter, dtype=sum_dtype(parameter.dtype))
+        own = [t[i] for t in truth] or [None, None]
+        rows = [blank if t is None else wide(t) for t in own]
+        _exact(name, merge(forms.get(name, [])), rows, whole, low=low)
+
+
+def _exact(
+    name: str,
+    forms: Sequence[GradientForm],
+    rows: Sequence[Tensor],
+    whole: Sequence[float],
+    *,
+    low: bool,
+) -> None:
+    """Raise NotByLayer unless norms and sum of a parameter's forms are those of its two `rows`."""
+    found = squares(forms).double().sqrt() if forms else torch.zeros(2)
+    if len(found) != 2:
+        raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
+    exact = [length([row]) for row in rows]
+    summed = rows[0] + rows[1]
+    for form in forms:
+        summed -= form.total(torch.ones(2, device=summed.device)).to(summed)
+    gap = length([summed])
+    fits = all(close(float(f), e, low=low, whole=w) for f, e, w in zip(found, exact, whole))
+    if not fits or gap > (0.1 if low else 2e-3) * max(exact) + 1e-5 * sum(whole):
+        raise NotByLayer(
+            f"the gradient of {name!r} by layer rules differs from autograd's: it is used "
+            "outside its own layer, or examples mix before it"
+        )
