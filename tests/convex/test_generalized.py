@@ -21,6 +21,7 @@ RNG = np.random.default_rng(3)
 X = RNG.uniform(0, 10, size=(4000, 2))
 LINE = 0.2 * X[:, 0] - 0.1 * X[:, 1] + 1.0
 NEW: list[Any] = [losses.poisson(), losses.gamma(least=0.1), losses.quantile(level=0.8)]
+NEW += [losses.huber(width=0.3, least_slope=0.9)]
 
 
 @pytest.mark.parametrize("loss", NEW, ids=lambda loss: loss.name)
@@ -74,6 +75,16 @@ def test_quantiles_and_robust_means() -> None:
     off = [abs(float(np.mean(m.predict(X) - LINE))) for m in (narrow, wide)]
     assert off[0] < 0.1
     assert off[1] > 0.25
+
+
+@pytest.mark.parametrize(("solver", "off"), [("gd", 3.0), ("ftrl", 30.0)])
+def test_a_narrow_huber_loss_is_not_hidden_by_noise_of_the_clip_norm(
+    solver: str, off: float
+) -> None:
+    """Slopes of 0.25/500 beside noise for slopes of one: the answer was 500 away, near nothing."""
+    far = {"target_bounds": (0, 1000), "solver": solver}
+    model = fitted(PrivateHuberRegressor, LINE + 1.0, **far)
+    assert np.abs(model.predict(X) - LINE - 1.0).mean() < off
 
 
 def test_a_stream_of_counts() -> None:

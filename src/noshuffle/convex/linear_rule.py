@@ -106,12 +106,14 @@ class LinearRule(Rule):
             "clip_norm": self.clip_norm / self.most_weight,
             "noise": phase.worst_error * self.clip_norm / phase.batch_size,
         }
-        curvature = self.loss.curvature()
+        curvature, batch = self.loss.curvature(), phase.batch_size
+        general = general_rate(**public, dimension=self.size)
         if curvature is None:
-            self.learning_rate = general_rate(**public, dimension=self.size)
-        else:
-            batch = phase.batch_size
-            self.learning_rate = smooth_rate(**public, batch_size=batch, curvature=curvature)
+            self.learning_rate = general
+            return
+        smooth = smooth_rate(**public, batch_size=batch, curvature=curvature)
+        # A loss that is steep and narrow (Huber's) is smooth in name: what holds for all holds too.
+        self.learning_rate = max(smooth, general) if curvature > 1 else smooth
 
     def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         coef = self._theta[: self._bound].reshape(self.outputs, self.features)

@@ -161,19 +161,19 @@ def squared(
     )
 
 
-def huber(*, width: float = 1.0, **bounds: Any) -> Loss:
-    """Quadratic for residuals within `width`, linear beyond."""
+def huber(*, width: float = 1.0, least_slope: float = 0.0, **bounds: Any) -> Loss:
+    """Quadratic for residuals within `width`, linear beyond; steeper for a `least_slope` there."""
     positive(width=width)
-    h = width
+    h, k = width, max(1.0, least_slope / width)
     return Loss(
         name="huber",
-        slope_bound=h,
-        curvature_bound=1.0,
-        value_fn=lambda s, y: np.where(
-            np.abs(s - y) <= h, 0.5 * (s - y) ** 2, h * np.abs(s - y) - 0.5 * h * h
+        slope_bound=k * h,
+        curvature_bound=k,
+        value_fn=lambda s, y: (
+            k * np.where(np.abs(s - y) <= h, 0.5 * (s - y) ** 2, h * np.abs(s - y) - 0.5 * h * h)
         ),
-        slope_fn=lambda s, y: np.clip(s - y, -h, h),
-        curvature_fn=lambda s, y: (np.abs(s - y) <= h).astype(np.float64),
+        slope_fn=lambda s, y: k * np.clip(s - y, -h, h),
+        curvature_fn=lambda s, y: k * (np.abs(s - y) <= h).astype(np.float64),
         **bounds,
     )
 
