@@ -42,7 +42,9 @@ from noshuffle.noise import NoiseStream
 from noshuffle.noise import test_source as make_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.extension import extend
 from noshuffle.release.ledger import Ledger
+from noshuffle.strategies import identity
 from noshuffle.training import privatize, verify
 from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.group.fixed_sum import FixedSum
@@ -203,6 +205,23 @@ def resumed(out: Path) -> dict[str, Any]:
         "start": (start, again),
         "swapped": swapped,
     }
+
+
+def extended(out: Path) -> dict[str, Any]:
+    """Rank 0 lets a run go on by a phase of its own, under another clip norm; shards go on."""
+    first = build(model_of(), run=out / "extended")
+    train(first, stop=3)
+    first.save()
+    first.close()
+    plan = plan_of().extended(epochs=1, after=3, mechanism=identity())
+    if not dist.get_rank():
+        extend(out / "extended", plan, clip_norm=0.5)
+    dist.barrier()
+    model = sharded(model_of(seed=99))
+    second = build(model, plan, run=out / "extended", clip_norm=0.5)
+    train(second, start=second.resume())
+    second.close()
+    return {"parameters": final(model), "steps": second.steps_done}
 
 
 def violation(out: Path) -> dict[str, Any]:
@@ -465,6 +484,7 @@ SCENARIOS = (
     replicated,
     by_fsdp,
     resumed,
+    extended,
     violation,
     dropped,
     disagreements,
@@ -562,7 +582,7 @@ def test_every_way_ends_with_the_same_bits(worlds: Seen, scenario: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["dropped", "users", "by_luck", "by_adam", "unchanged", "without_ids"]
+    "scenario", ["dropped", "extended", "users", "by_luck", "by_adam", "unchanged", "without_ids"]
 )
 def test_world_sizes_agree(worlds: Seen, scenario: str) -> None:
     first, *others = everywhere(worlds, scenario)

@@ -149,15 +149,17 @@ class GroupPrivate(Private):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a whole state was taken, by this or another number of ranks."""
         places, parameters = self._parts.places, self._parts.parameters
-        noise = dict(state["noise"])
-        if noise.get("shapes") != {n: list(p.shape) for n, p in places.items()}:
-            raise InvalidInput("the saved state belongs to a model with other parameters")
-        noise["buffers"] = {
-            name: value[:, places[name].rows] if places[name].is_sharded else value
-            for name, value in noise["buffers"].items()
-        }
-        noise["shapes"] = {name: list(place.local) for name, place in places.items()}
-        noise["starts"] = {name: place.start for name, place in places.items()}
+        noise = state["noise"]
+        if noise is not None:  # None: a phase begins here (`release.extension`)
+            if noise.get("shapes") != {n: list(p.shape) for n, p in places.items()}:
+                raise InvalidInput("the saved state belongs to a model with other parameters")
+            buffers = {
+                name: value[:, places[name].rows] if places[name].is_sharded else value
+                for name, value in noise["buffers"].items()
+            }
+            shapes = {name: list(place.local) for name, place in places.items()}
+            starts = {name: place.start for name, place in places.items()}
+            noise = {**noise, "buffers": buffers, "shapes": shapes, "starts": starts}
         model = {
             name: shards.cut(value, parameters[name].data, places[name])
             if name in parameters
