@@ -31,7 +31,7 @@ from functools import cached_property
 from typing import Any
 
 from noshuffle import participation as participations
-from noshuffle import plan_accountant, strategies
+from noshuffle import plan_accountant, plan_positions, strategies
 from noshuffle.accounting import bins, gaussian, monte_carlo, renyi, tradeoff
 from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.errors import (
@@ -44,31 +44,18 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.extension import extended
-from noshuffle.participation import (
-    AnyOrderEpochs,
-    BallsInBins,
-    CyclicPoisson,
-    Epochs,
-    Participation,
-    SeparatedBins,
-)
-from noshuffle.participation.patterns import OPEN
+from noshuffle.participation import AnyOrderEpochs, BallsInBins, Epochs, Participation
+from noshuffle.plan_strategy import chosen
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
-from noshuffle.strategies.fit import best as best_fit
-from noshuffle.strategies.fit import fit as fit_strategy
-from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
-from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
 from noshuffle.strategies.workload import Workload, checked_workload
 
 FORMAT = "noshuffle-plan/1"
-#: Steps that the noise of a run of unknown length is made for, unless `reach` says otherwise.
-REACH = 10**6
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 UNITS = ("example", "user")
 
@@ -164,21 +151,14 @@ class Plan:
                 max_buffers=max_buffers,
             )
             return plan
-        if isinstance(mechanism, strategies.Strategy):
-            strategy = mechanism
-        elif isinstance(participation, BallsInBins):
-            strategy = _fitted(mechanism, participation.in_order, workload, max_buffers, options)
-        elif isinstance(participation, CyclicPoisson | SeparatedBins) and mechanism == "best":
-            is_cyclic = isinstance(participation, CyclicPoisson)
-            bands = getattr(participation, "groups" if is_cyclic else "separation")
-            given = {"workload": workload, "bands": bands, **options}
-            strategy = fit_strategy("banded", participation, **given).strategy
-        elif participation.is_sampled and mechanism in ("best", "identity"):
-            strategy = strategies.identity()
-        else:
-            if tree_accounting and mechanism != "best":
-                options["tree_accounting"] = tree_accounting
-            strategy = _fitted(mechanism, participation, workload, max_buffers, options)
+        strategy = chosen(
+            mechanism,
+            participation,
+            workload=workload,
+            max_buffers=max_buffers,
+            tree_accounting=tree_accounting,
+            options=options,
+        )
         common: dict[str, Any] = {
             "participation": participation,
             "strategy": strategy,
@@ -265,28 +245,14 @@ class Plan:
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
-        part = self.participation
-        if isinstance(part, SeparatedBins):
-            epochs = part.most_within(steps)
-            return FreshPositions(separated_classes(self.strategy, part, self.steps), epochs)
-        known = (1, 0.0, self.sensitivity_after(steps).squared)
-        return bins.Overlaps((known, *overlaps(self.strategy, _bins_of(self), steps)[1:]))
+        return plan_positions.positions(self, steps)
 
     def monte_carlo(self, *, samples: int = 10**6, seed: int | None = None) -> monte_carlo.Interval:
         """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
 
         Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
         """
-        part, known = self.participation, self.positions(self.steps)
-        if isinstance(known, FreshPositions):
-            assert isinstance(part, SeparatedBins)
-            K = separated_gram(self.strategy, part, self.steps)
-            secret = monte_carlo.SecretPositions(K, known, periods=known.epochs)
-        else:
-            K = gram(self.strategy, _bins_of(self), self.steps)
-            secret = monte_carlo.SecretPositions(K, known)
-        z, delta = self.noise_multiplier, self.delta
-        return secret.epsilon(noise_multiplier=z, delta=delta, samples=samples, seed=seed)
+        return plan_positions.monte_carlo_epsilon(self, samples=samples, seed=seed)
 
     @property
     def multiplier_of_sensitivity(self) -> float:
@@ -415,36 +381,3 @@ class Plan:
     def hash(self) -> str:
         """SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-def _bins_of(plan: Plan) -> BallsInBins:
-    instance_of(BallsInBins, participation=plan.participation)
-    assert isinstance(plan.participation, BallsInBins)
-    return plan.participation
-
-
-def _open_ended(
-    mechanism: str, participation: Participation, workload: Workload, options: dict[str, Any]
-) -> strategies.Strategy:
-    """Noise without an end: a BLT that is good up to `reach` steps, and private for ever."""
-    if mechanism == "identity":
-        return strategies.identity()
-    one_of(("blt", "best"), **{"mechanism of a run of unknown length": mechanism})
-    options = {"buffers": 5, **options}
-    reach = options.pop("reach", REACH)
-    whole(reach=reach)
-    return fit_blt(replace(participation, steps=reach), workload=workload, **options).strategy  # type: ignore[type-var]
-
-
-def _fitted(
-    mechanism: str,
-    participation: Participation,
-    workload: Workload,
-    max_buffers: int | None,
-    options: dict[str, Any],
-) -> strategies.Strategy:
-    if participation.steps == OPEN:
-        return _open_ended(mechanism, participation, workload, options)
-    if mechanism == "best":
-        return best_fit(participation, max_buffers=max_buffers, workload=workload).strategy
-    return fit_strategy(mechanism, participation, workload=workload, **options).strategy
