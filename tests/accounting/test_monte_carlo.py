@@ -7,7 +7,9 @@ import pytest
 from tests.accounting.test_bins import both_ways
 
 from noshuffle.accounting.bins import Overlaps
-from noshuffle.accounting.monte_carlo import SecretPositions, _Draws, _lowest, _Test
+from noshuffle.accounting.mean_bounds import MeanTest, lowest
+from noshuffle.accounting.monte_carlo import SecretPositions
+from noshuffle.accounting.moved_draws import WeightedDraws
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import BallsInBins, Epochs
 from noshuffle.plan import Plan
@@ -41,10 +43,10 @@ def test_epsilon_at_the_delta_of_quadrature() -> None:
 
 
 def test_losses_that_are_cut_off_are_charged() -> None:
-    pilot = _Draws(np.zeros(10), np.ones(10))
+    pilot = WeightedDraws(np.zeros(10), np.ones(10))
     test = SecretPositions(GRAM, BOUND)._test("remove", 2.0, 1e-3, 5.0, pilot)
     assert test.charge == pytest.approx(1e-5)
-    nothing = _Draws(np.full(1000, -9.0), np.ones(1000))
+    nothing = WeightedDraws(np.full(1000, -9.0), np.ones(1000))
     assert not test.is_below(nothing, 1e-5, 0.5)
 
 
@@ -86,8 +88,8 @@ def test_bounds_fail_as_often_as_they_say() -> None:
     rng, wrong, naive, runs = np.random.default_rng(3), np.zeros(2), 0, 300
     for _ in range(runs):
         values = np.where(rng.random(400) < 0.02, rng.random(400), 0.0)  # mean 0.01
-        test = _Test("remove", 0.0, 1e9, 1.0, 0.0, second_moment=0.02 / 3)
-        low, high = test.bounds(_Draws(np.full(400, 800.0), values), 0.1)
+        test = MeanTest("remove", 0.0, 1e9, 1.0, 0.0, second_moment=0.02 / 3)
+        low, high = test.bounds(WeightedDraws(np.full(400, 800.0), values), 0.1)
         wrong += (low > 0.01, high < 0.01)
         naive += values.mean() < 0.01
     assert (wrong <= 0.1 * runs + 4 * np.sqrt(0.09 * runs)).all()
@@ -95,19 +97,19 @@ def test_bounds_fail_as_often_as_they_say() -> None:
 
 
 def test_fine_steps_stay_within_the_coarse_one_that_failed() -> None:
-    assert _lowest(lambda epsilon: epsilon > 0.985, 1.0) == pytest.approx(0.995**3)
+    assert lowest(lambda epsilon: epsilon > 0.985, 1.0) == pytest.approx(0.995**3)
     # one entry fails by chance; what follows it would be a list that the draws chose
-    assert 0.96**2 < _lowest(lambda epsilon: abs(epsilon - 0.96**2) > 1e-9, 1.0) < 0.96
+    assert 0.96**2 < lowest(lambda epsilon: abs(epsilon - 0.96**2) > 1e-9, 1.0) < 0.96
 
 
 def test_the_failure_of_the_bound_is_inside_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, float]] = []
 
-    def is_below(test: _Test, drawn: _Draws, mean: float, failure: float) -> bool:
+    def is_below(test: MeanTest, drawn: WeightedDraws, mean: float, failure: float) -> bool:
         asked.append((mean, failure))
         return False
 
-    monkeypatch.setattr(_Test, "is_below", is_below)
+    monkeypatch.setattr(MeanTest, "is_below", is_below)
     secret = SecretPositions(np.array([[4.0]]), Overlaps(((1, 0.0, 4.0),)))
     secret.epsilon(noise_multiplier=2.0, delta=1e-2, samples=2000, seed=4)
     # two lists, two directions: each failure at most once
