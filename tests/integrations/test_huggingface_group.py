@@ -31,7 +31,7 @@ from tests.integrations.test_huggingface import (
 
 from noshuffle.clipping import next_token
 from noshuffle.errors import InvalidInput
-from noshuffle.integrations import huggingface
+from noshuffle.integrations import huggingface_checks as checks
 from noshuffle.integrations.huggingface import participation_of
 from noshuffle.noise import test_source
 from noshuffle.training import verify
@@ -146,15 +146,15 @@ def test_a_process_with_data_in_another_order_is_refused():
     """Rows are known by their places: an example would take part under two ids."""
     data, other = Sentences(), Sentences()
     other.ids = other.ids[torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))]
-    look = huggingface._look(data, None)
-    huggingface._refuse_other_data([look, huggingface._look(Sentences(), None)])
+    look = checks.looked_at(data, None)
+    checks.refuse_other_data([look, checks.looked_at(Sentences(), None)])
     with pytest.raises(InvalidInput, match="other rows on rank 1"):
-        huggingface._refuse_other_data([look, huggingface._look(other, None)])
-    looks = [huggingface._look(Noisy(), None) for _ in range(2)]  # augmented: nothing to compare
-    huggingface._refuse_other_data(looks)
-    for told in (huggingface._look(Sentences(ROWS - 1), None), huggingface._look(data, USERS)):
+        checks.refuse_other_data([look, checks.looked_at(other, None)])
+    looks = [checks.looked_at(Noisy(), None) for _ in range(2)]  # augmented: nothing to compare
+    checks.refuse_other_data(looks)
+    for told in (checks.looked_at(Sentences(ROWS - 1), None), checks.looked_at(data, USERS)):
         with pytest.raises(InvalidInput, match="the ranks disagree"):
-            huggingface._refuse_other_data([look, told])
+            checks.refuse_other_data([look, told])
 
 
 def test_a_plan_is_fitted_for_the_batches_of_all_processes(tmp_path):

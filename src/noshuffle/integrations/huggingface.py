@@ -35,24 +35,31 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_map
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size, take
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.participation import Epochs, Restarted
+from noshuffle.errors import InvalidInput
+from noshuffle.integrations.huggingface_checks import (
+    has_places,
+    looked_at,
+    part_size,
+    participation_of,
+    refuse,
+    refuse_other_data,
+)
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.fingerprint import of_batch
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
 from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.group.private import GroupPrivate
-from noshuffle.training.group.team import Team, all_agree
-from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.training.group.team import Team
+from noshuffle.training.rng import restore_rng
 from noshuffle.training.unchanged import PrivateOptimizer
+
+__all__ = ["PrivateTrainer", "output_loss", "participation_of"]
 
 STATE_NAME = "trainer_state.json"
 
@@ -66,24 +73,6 @@ def _own_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 #: The loss that a model of transformers computes from its `labels`, one number per example.
 output_loss = ModelLoss(_own_loss, by_row=True)
-
-
-def participation_of(args: transformers.TrainingArguments, dataset: Any) -> Epochs:
-    """What one example may do in a training with these arguments: once in every epoch."""
-    size = _part_size(args) * args.gradient_accumulation_steps
-    rows = len(dataset)
-    if args.dataloader_drop_last:
-        rows -= rows % _part_size(args)
-    per_epoch = -(-rows // size)
-    epochs = math.ceil(args.num_train_epochs)
-    if args.max_steps > 0:
-        epochs = -(-args.max_steps // per_epoch)
-    return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
-
-
-def _part_size(args: transformers.TrainingArguments) -> int:
-    """Examples of one batch, of all processes together."""
-    return int(args.per_device_train_batch_size) * int(args.world_size)
 
 
 _Trainer: Any = transformers.Trainer  # its signatures change with every release
@@ -122,7 +111,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._units = None if units is None else np.asarray(units)
         self._parts: list[tuple[Any, Any]] = []
         self._resumed: dict[str, Any] | None = None
-        _refuse(self, plan, loss_fn)
+        refuse(self, plan, is_own_loss=loss_fn is output_loss)
         if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -136,11 +125,11 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         if isinstance(self.optimizer, PrivateOptimizer):
             return self.optimizer
         inner = super().create_optimizer() if model is None else super().create_optimizer(model)
-        size = _part_size(self.args) * self.args.gradient_accumulation_steps
+        size = part_size(self.args) * self.args.gradient_accumulation_steps
         options = {"batch_size": size, **self._options}
         if self.args.world_size > 1:
-            looked = Team.of().meet("the data", lambda: _look(self.train_dataset, self._units))
-            _refuse_other_data(looked)
+            looked = Team.of().meet("the data", lambda: looked_at(self.train_dataset, self._units))
+            refuse_other_data(looked)
             for value in (*self.model.parameters(), *self.model.buffers()):
                 dist.broadcast(value.detach(), 0)  # as DDP does: all begin with those of rank 0
             self.private = privatize_distributed(self.model, inner, self.plan, **options)
@@ -240,11 +229,11 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def _ids(self, rows: int) -> Any:
         """Which examples of the data set (whose) a batch holds: it is read in order."""
         data: Any = self.train_dataset
-        if not _has_places(data):
+        if not has_places(data):
             if self._units is not None:
                 raise InvalidInput("units= needs a data set with a length and rows in order")
             return None
-        size, total = _part_size(self.args), len(data)
+        size, total = part_size(self.args), len(data)
         at = self.private.steps_done % _per_epoch(self)
         start = (at * self.args.gradient_accumulation_steps + len(self._parts)) * size
         if rows != min(size, total - start):
@@ -307,54 +296,12 @@ class _TrainerState:
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 
-def _has_places(data: Any) -> bool:
-    """Whether rows are read by number, and so in order; a stream with a length may shuffle."""
-    return hasattr(data, "__len__") and not isinstance(data, IterableDataset)
-
-
 def _is_plain(value: Any) -> bool:
     try:
         json.dumps(value)
     except TypeError:
         return False
     return True
-
-
-_Look = tuple[int, str, list[str]]
-
-
-def _look(data: Any, units: Any) -> _Look:
-    """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
-    before, last = rng_state(), len(data) - 1
-    try:
-        places = [i * last // 7 for i in range(8)] if last >= 0 else []
-        pairs = [(_print(data[i]), _print(data[i])) for i in places]
-    finally:
-        restore_rng(before)
-    whose = "" if units is None else _print(units)
-    return last + 1, whose, [one if one == again else "" for one, again in pairs]
-
-
-def _refuse_other_data(looked: Sequence[_Look]) -> None:
-    """Rows are known by their places: those that a process has in another order (shuffled without a
-    seed, say) would count under the ids of others, and an example twice."""
-    rows = looked[0][2]
-    all_agree([{"len(train_dataset)": n, "units": own} for n, own, _ in looked])
-    for rank, (_, _, others) in enumerate(looked):
-        pairs = [(a, b) for a, b in zip(rows, others) if a and b]
-        if 2 * sum(a != b for a, b in pairs) > len(pairs):
-            raise InvalidInput(
-                f"train_dataset has other rows on rank {rank} than on rank 0, at the same places; "
-                "give every process the same data in the same order (shuffle with a seed)"
-            )
-
-
-def _print(row: Any) -> str:
-    """A fingerprint of all that is a number, a text or an array in it."""
-    kinds = Tensor | np.ndarray | str | bytes | int | float | None
-    plain = dict(row) if isinstance(row, Mapping) else row
-    told = tree_map(lambda leaf: leaf if isinstance(leaf, kinds) else type(leaf).__name__, plain)
-    return of_batch((told,), None).hex()[:8]
 
 
 def _per_epoch(trainer: PrivateTrainer) -> int:
@@ -364,60 +311,3 @@ def _per_epoch(trainer: PrivateTrainer) -> int:
 def _without_loss(output: Any) -> Any:
     metrics = {k: v for k, v in output.metrics.items() if k != "train_loss"}
     return output._replace(training_loss=math.nan, metrics=metrics)
-
-
-def _refuse(trainer: PrivateTrainer, plan: Plan, loss_fn: Any) -> None:
-    """Raise where the Trainer would do something that the guarantee does not cover."""
-    args = trainer.args
-    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
-    reasons = {
-        "train_sampling_strategy orders examples by what is in them; use 'sequential'": grouped,
-        "fp16 scales the loss of a batch; use bf16": args.fp16,
-        "several devices in one process (DataParallel); start one process for each: accelerate "
-        "launch --num_processes": args.n_gpu > 1,
-        "a data set without a length on several processes, which may read it differently": (
-            args.world_size > 1 and not _has_places(trainer.train_dataset)
-        ),
-        "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
-            args.deepspeed or getattr(args, "fsdp", None)
-        ),
-        "parallelism_config; parameters must be whole on every process": bool(
-            getattr(args, "parallelism_config", None)
-        ),
-        "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
-        "label_smoothing_factor is a mean over the batch; put it into loss_fn": (
-            args.label_smoothing_factor > 0 and loss_fn is output_loss
-        ),
-        "compute_loss_func is of the whole batch; give loss_fn=ModelLoss(fn, by_row=True)": (
-            trainer.compute_loss_func is not None
-        ),
-        "torch.compile; clipping needs the calls of the layers": args.torch_compile,
-        "ignore_data_skip, which reads rows again that were released; leave it out": (
-            args.ignore_data_skip
-        ),
-        "a compute_loss of its own, which it would not call; give loss_fn=": (
-            type(trainer).compute_loss is not _Trainer.compute_loss
-        ),
-        "a get_train_dataloader of its own: rows are known by their place in train_dataset": (
-            type(trainer).get_train_dataloader is not _Trainer.get_train_dataloader
-        ),
-        "plans that sample: they need private.sampler; use private.step": (
-            plan.participation.is_sampled
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise Unsupported(f"PrivateTrainer does not take {reason}")
-    data, rule = trainer.train_dataset, plan.participation
-    rule = rule.participation if isinstance(rule, Restarted) else rule
-    if hasattr(data, "__len__"):
-        wanted = participation_of(args, data)
-        steps = args.max_steps if args.max_steps > 0 else wanted.epochs * wanted.steps_per_epoch
-        per_epoch = rule.steps_per_epoch if isinstance(rule, Epochs) else wanted.steps_per_epoch
-        if steps > plan.steps or per_epoch != wanted.steps_per_epoch:
-            raise InvalidInput(
-                f"the Trainer makes {steps} steps, {wanted.steps_per_epoch} an epoch; the plan has "
-                f"{plan.steps}, {per_epoch} an epoch; fit it for participation_of(args, dataset)"
-            )
-    if plan.unit == "user" and trainer._units is None:
-        raise InvalidInput("a plan with unit='user' needs units=: whose each example is")

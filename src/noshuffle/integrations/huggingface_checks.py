@@ -1,0 +1,144 @@
+"""What a Trainer would do that the guarantee does not cover, and what its data set says of rows.
+
+    participation_of(args, dataset)   once in every epoch, as the arguments cut it into steps
+    refuse(trainer, plan, …)          arguments that order, scale, sample or skip rows otherwise
+    refuse_other_data(looks)          processes whose data sets differ: rows are known by places
+
+Used by `huggingface.PrivateTrainer`. No state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import transformers
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.participation import Epochs, Restarted
+from noshuffle.plan import Plan
+from noshuffle.release.fingerprint import of_batch
+from noshuffle.training.group.team import all_agree
+from noshuffle.training.rng import restore_rng, rng_state
+
+
+def participation_of(args: transformers.TrainingArguments, dataset: Any) -> Epochs:
+    """What one example may do in a training with these arguments: once in every epoch."""
+    size = part_size(args) * args.gradient_accumulation_steps
+    rows = len(dataset)
+    if args.dataloader_drop_last:
+        rows -= rows % part_size(args)
+    per_epoch = -(-rows // size)
+    epochs = math.ceil(args.num_train_epochs)
+    if args.max_steps > 0:
+        epochs = -(-args.max_steps // per_epoch)
+    return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
+
+
+def part_size(args: transformers.TrainingArguments) -> int:
+    """Examples of one batch, of all processes together."""
+    return int(args.per_device_train_batch_size) * int(args.world_size)
+
+
+def has_places(data: Any) -> bool:
+    """Whether rows are read by number, and so in order; a stream with a length may shuffle."""
+    return hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
+Looked = tuple[int, str, list[str]]
+
+
+def looked_at(data: Any, units: Any) -> Looked:
+    """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
+    before, last = rng_state(), len(data) - 1
+    try:
+        places = [i * last // 7 for i in range(8)] if last >= 0 else []
+        pairs = [(_fingerprint(data[i]), _fingerprint(data[i])) for i in places]
+    finally:
+        restore_rng(before)
+    whose = "" if units is None else _fingerprint(units)
+    return last + 1, whose, [one if one == again else "" for one, again in pairs]
+
+
+def refuse_other_data(looked: Sequence[Looked]) -> None:
+    """Rows are known by their places: those that a process has in another order (shuffled without a
+    seed, say) would count under the ids of others, and an example twice."""
+    rows = looked[0][2]
+    all_agree([{"len(train_dataset)": n, "units": own} for n, own, _ in looked])
+    for rank, (_, _, others) in enumerate(looked):
+        pairs = [(a, b) for a, b in zip(rows, others) if a and b]
+        if 2 * sum(a != b for a, b in pairs) > len(pairs):
+            raise InvalidInput(
+                f"train_dataset has other rows on rank {rank} than on rank 0, at the same places; "
+                "give every process the same data in the same order (shuffle with a seed)"
+            )
+
+
+def _fingerprint(row: Any) -> str:
+    """A fingerprint of all that is a number, a text or an array in it."""
+    kinds = Tensor | np.ndarray | str | bytes | int | float | None
+    plain = dict(row) if isinstance(row, Mapping) else row
+    told = tree_map(lambda leaf: leaf if isinstance(leaf, kinds) else type(leaf).__name__, plain)
+    return of_batch((told,), None).hex()[:8]
+
+
+def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool) -> None:
+    """Raise where the Trainer would do something that the guarantee does not cover."""
+    args, units = trainer.args, trainer._units
+    grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    reasons = {
+        "train_sampling_strategy orders examples by what is in them; use 'sequential'": grouped,
+        "fp16 scales the loss of a batch; use bf16": args.fp16,
+        "several devices in one process (DataParallel); start one process for each: accelerate "
+        "launch --num_processes": args.n_gpu > 1,
+        "a data set without a length on several processes, which may read it differently": (
+            args.world_size > 1 and not has_places(trainer.train_dataset)
+        ),
+        "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
+            args.deepspeed or getattr(args, "fsdp", None)
+        ),
+        "parallelism_config; parameters must be whole on every process": bool(
+            getattr(args, "parallelism_config", None)
+        ),
+        "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
+        "label_smoothing_factor is a mean over the batch; put it into loss_fn": (
+            args.label_smoothing_factor > 0 and is_own_loss
+        ),
+        "compute_loss_func is of the whole batch; give loss_fn=ModelLoss(fn, by_row=True)": (
+            trainer.compute_loss_func is not None
+        ),
+        "torch.compile; clipping needs the calls of the layers": args.torch_compile,
+        "ignore_data_skip, which reads rows again that were released; leave it out": (
+            args.ignore_data_skip
+        ),
+        "a compute_loss of its own, which it would not call; give loss_fn=": (
+            type(trainer).compute_loss is not transformers.Trainer.compute_loss
+        ),
+        "a get_train_dataloader of its own: rows are known by their place in train_dataset": (
+            type(trainer).get_train_dataloader is not transformers.Trainer.get_train_dataloader
+        ),
+        "plans that sample: they need private.sampler; use private.step": (
+            plan.participation.is_sampled
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsupported(f"PrivateTrainer does not take {reason}")
+    data, rule = trainer.train_dataset, plan.participation
+    rule = rule.participation if isinstance(rule, Restarted) else rule
+    if hasattr(data, "__len__"):
+        wanted = participation_of(args, data)
+        steps = args.max_steps if args.max_steps > 0 else wanted.epochs * wanted.steps_per_epoch
+        per_epoch = rule.steps_per_epoch if isinstance(rule, Epochs) else wanted.steps_per_epoch
+        if steps > plan.steps or per_epoch != wanted.steps_per_epoch:
+            raise InvalidInput(
+                f"the Trainer makes {steps} steps, {wanted.steps_per_epoch} an epoch; the plan has "
+                f"{plan.steps}, {per_epoch} an epoch; fit it for participation_of(args, dataset)"
+            )
+    if plan.unit == "user" and units is None:
+        raise InvalidInput("a plan with unit='user' needs units=: whose each example is")
