@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import UNCOMPILED, original
@@ -41,7 +41,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.augment import Augment, mean_over_copies
+from noshuffle.training.augment import Augment
 from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import (
     LoaderCheck,
@@ -51,14 +51,12 @@ from noshuffle.training.check import (
 )
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
+from noshuffle.training.copied_batches import COPIES, CopiedBatches
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
-from noshuffle.training.step import Outcome, Parts, Step, seeded
+from noshuffle.training.step import Outcome, Parts, Step
 from noshuffle.training.unchanged import PrivateOptimizer
-
-#: The part of a step whose seed copies are drawn from; no batch comes in so many.
-COPIES = 2**20
 
 
 class Private(OneOwner):
@@ -81,8 +79,7 @@ class Private(OneOwner):
         self._outcome: Outcome | Pending | None = None
         self._attached: dict[str, Any] = {}
         self.augment = augment
-        self._spread: tuple[Any, ModelLoss] | None = None  # the last loss, over copies
-        self._are_copies_tried = False
+        self._copies = None if augment is None else CopiedBatches(augment)
         #: The average of iterates, if one was asked for; see `training.average`.
         self.average: IterateAverage | None = None
         if average is not None:
@@ -157,8 +154,9 @@ class Private(OneOwner):
         self._outcome = None
         if not self._index:
             warn_if_trained_before(self._parts, batch, stacklevel=5)
-        if self.augment is not None:
-            loss_fn, batch = self._copied(loss_fn, batch, ids)
+        if self._copies is not None:
+            seed = self._parts.release.seed(self._index, COPIES)
+            loss_fn, batch = self._copies.of(loss_fn, batch, ids, seed=seed)
         seen: Outcome | Pending | None = None
         if self.compiled is not None:
             with at_work(self._listener, self._parts.optimizer):
@@ -170,22 +168,6 @@ class Private(OneOwner):
             with at_work(self._listener, self._parts.optimizer):
                 seen = step.release()
         self._finish(seen)
-
-    def _copied(
-        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any
-    ) -> tuple[ModelLoss, tuple[Any, ...]]:
-        """The batch with copies of its rows, drawn as a replay would draw them, and their loss."""
-        assert self.augment is not None
-        if ids is None:
-            raise InvalidInput("augment= needs ids=: a row looks different in every epoch")
-        if not batch or not isinstance(batch[0], Tensor):
-            raise InvalidInput("augment= needs batches of one tensor of inputs and their targets")
-        if self._spread is None or self._spread[0] is not loss_fn:
-            self._spread = (loss_fn, mean_over_copies(loss_fn))
-        with seeded(self._parts.release.seed(self._index, COPIES), batch[0].device):
-            copies = self.augment(batch[0])
-            self._are_copies_tried = self._are_copies_tried or self.augment.check_alone(batch[0])
-        return self._spread[1], (copies, *batch[1:])
 
     @contextmanager
     def accumulate(self) -> Iterator[Step]:
