@@ -396,6 +396,11 @@ def test_sampled_runs_cost_what_their_loss_distribution_says(tmp_path: Path) -> 
     assert not alone.is_exact
     sums.close()
     assert budget.total().mu == 0  # nothing was drawn
+    sums = sums_of(budget, plan)
+    drawn = sums.sampler(50).draw(0)
+    sums.add(np.zeros(len(drawn)), ids=drawn)
+    sums.close()  # which may have been chosen by what came out: no sum over steps says what it cost
+    assert budget.total() == alone
 
 
 def pure(epsilon: float) -> PrivacyStatement:

@@ -22,10 +22,11 @@ import numpy as np
 
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
+from noshuffle.release.account import is_in_one_piece
 from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.ledger_tables import Evidence, broken_link
 from noshuffle.release.opening import known_steps
-from noshuffle.release.spending import COUNTS, spent
+from noshuffle.release.spending import spent
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
@@ -63,9 +64,9 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
     if not is_whole or not is_newest or known_steps(run) > len(rows):
         return None
     steps, units = len(rows), None
-    if steps and facts.get("adaptive_clip") in COUNTS:
+    if steps and is_in_one_piece(plan, facts):
         steps = plan.steps
-    elif rows and facts.get("identified_by") == "ids" and not plan.participation.is_sampled:
+    elif rows and facts.get("identified_by") == "ids":
         units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
     name = origin.partition("/")[0]
     before = [one for one in run.ancestors() if one.budget.partition("/")[0] != name]

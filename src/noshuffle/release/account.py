@@ -12,7 +12,7 @@ State: none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -165,11 +165,21 @@ def leave(
         ids, seen = ledger.units()
         units = ids, seen.count
     said = spent(plan, released, ancestors=before)
-    if facts.get("adaptive_clip") in COUNTS and released:  # its counts are paid for in one piece
+    if released and is_in_one_piece(plan, facts):
         said, released = spent(plan, plan.steps, ancestors=before), plan.steps
         units = None
     charge.settle(said, plan=None if before else plan, steps=released, units=units, rows=rows)
     ledger.note("budget", words=charge.words())
+
+
+def is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
+    """Whether a run that has begun is charged for the whole plan, wherever it stopped.
+
+    Counts of norms were paid for all steps at once. What sampled steps cost is known for a number
+    of them that was fixed beforehand: where a run stops may be chosen by its results, and its cost
+    is no sum over steps, as that of Gaussian ones is.
+    """
+    return facts.get("adaptive_clip") in COUNTS or plan.participation.is_sampled
 
 
 def _uncounted(ancestors: Sequence[Ancestor], name: str) -> list[Ancestor]:
