@@ -237,3 +237,28 @@ def test_training_runs_too(tmp_path: Path) -> None:
     assert np.median(gap) > 0.2
     names = [json.loads((p / "statement.json").read_text())["ledger_link"] for p in (path, copy)]
     assert names[0] != names[1]
+
+
+def test_an_older_key_file_would_repeat_steps_with_other_noise(tmp_path: Path) -> None:
+    begun(tmp_path, identity())
+    keys = tmp_path / "checkpoints/key.json"
+    old = keys.read_bytes()
+    release = opened(tmp_path, identity())
+    give(release, torch.ones(WIDE))
+    left(release)
+    new = keys.read_bytes()
+    keys.write_bytes(old)
+    with pytest.raises(ReplayRefused, match="older than the last steps"):
+        opened(tmp_path, identity())
+    keys.write_bytes(new)
+    assert opened(tmp_path, identity()).released == BEFORE + 1
+
+
+def test_keys_that_no_step_has_used_may_be_missing(tmp_path: Path) -> None:
+    """As a process leaves it that was killed between the row of its life and its key file."""
+    begun(tmp_path, identity())
+    keys = tmp_path / "checkpoints/key.json"
+    old = keys.read_bytes()
+    left(opened(tmp_path, identity()))
+    keys.write_bytes(old)
+    give(opened(tmp_path, identity()), torch.ones(WIDE))

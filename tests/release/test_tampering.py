@@ -97,6 +97,17 @@ HANDS: dict[str, Hand] = {
     "a checkpoint from nowhere": lambda p: shutil.copytree(
         newest(p), p / "checkpoints/step-00000001"
     ),
+    "a file beside checkpoints, named like one": lambda p: (
+        p / "checkpoints/step-best.pt"
+    ).write_text("x"),
+    "a checkpoint twice, with a zero more": lambda p: shutil.copytree(
+        newest(p), p / "checkpoints" / newest(p).name.replace("-", "-0")
+    ),
+    "a hidden file": lambda p: (p / ".report.tmp").write_text("x"),
+    "a table more": lambda p: sql(p, ("CREATE TABLE proof (epsilon REAL)",)),
+    "a trigger": lambda p: sql(
+        p, ("CREATE TRIGGER t AFTER INSERT ON steps BEGIN DELETE FROM units; END",)
+    ),
     "clip 1 -> 100": lambda p: set_fact(p, "clip", "Flat(norm=100.0)", in_chain=False),
     "clip 1 -> 100, chain anew": lambda p: set_fact(p, "clip", "Flat(norm=100.0)", in_chain=True),
     "noise scale": lambda p: set_fact(p, "noise_scale", "8.0", in_chain=False),
@@ -163,6 +174,15 @@ HANDS: dict[str, Hand] = {
     "statement: link": lambda p: edit_json(
         p / "statement.json", lambda r: r.update(ledger_link="00" * 32)
     ),
+    "statement: no rows, empty link": lambda p: edit_json(
+        p / "statement.json", lambda r: (r.pop("ledger_rows"), r.update(ledger_link=""))
+    ),
+    "statement: epsilon twice": lambda p: (p / "statement.json").write_text(
+        '{"epsilon": 0.01,' + (p / "statement.json").read_text()[1:]
+    ),
+    "statement: a name more, of nothing": lambda p: edit_json(
+        p / "statement.json", lambda r: r.update(certified=None)
+    ),
     "statement deleted": lambda p: (p / "statement.json").unlink(),
     "ledger deleted": lambda p: (p / "ledger.sqlite").unlink(),
     "facts deleted": lambda p: sql(p, ("DELETE FROM meta WHERE name = 'clip'",)),
@@ -211,6 +231,12 @@ OPEN: dict[str, Hand] = {
     "keys deleted": lambda p: (p / "checkpoints/key.json").unlink(),
     "keys, one bit": lambda p: flip(p / "checkpoints/key.json", at=0.5),
     "the key of a life replaced": other_life_key,
+    "the key of the newest life removed": lambda p: edit_json(
+        p / "checkpoints/key.json", lambda r: r["lives"].pop()
+    ),
+    "a life begins a row later": lambda p: edit_json(
+        p / "checkpoints/key.json", lambda r: r["lives"][-1].update(row=r["lives"][-1]["row"] + 1)
+    ),
     "twelve rows cut, all anew": lambda p: (cut(p, 12), restate(p)),
 }
 

@@ -9,6 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
+from tests.release.folders import edit_json
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -244,7 +245,7 @@ def test_doctored_statement(copy, field, value):
 def test_a_statement_that_is_behind_is_told_in_one_line(copy):
     """As after a crash: what differs because of the steps is not told as well."""
     change = {"released_steps": 7, "epsilon": 0.5, "rho": 0.1, "assumptions": []}
-    edit(copy / "statement.json", lambda r: r.update(change))
+    edit_json(copy / "statement.json", lambda r: r.update(change))
     (failure,) = verify(copy).failures
     assert "covers 7 steps, the ledger has 8; resume the run" in failure
     edit(copy / "statement.json", lambda r: r.update({"delta": 0.1}))

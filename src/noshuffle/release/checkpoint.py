@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from noshuffle.errors import InvalidInput
 from noshuffle.release.files import file_digest, sync, write_bytes
 
-_NAME = re.compile(r"^step-(\d{8,})$")
+_NAME = re.compile(r"^step-(\d{8}|[1-9]\d{8,})$")  # one name for a step
 _LEFT = re.compile(r"^\.(model\.safetensors|state\.pt)\.\d+\.tmp$")  # of `files.write_bytes`
 #: Names of the files of a checkpoint, each with its SHA-256.
 Digests = dict[str, str]

@@ -25,7 +25,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import guard
 from noshuffle.release.extension import FACTS, KIND, why_not
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described
+from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described, stranger
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import by_keys
 from noshuffle.release.units import Ids, UnitTable, name_to_id
@@ -49,10 +49,8 @@ class Found:
 
     def told_rows(self) -> int | None:
         """How many rows the ledger had when statement.json was written."""
-        try:
-            return int((self.told or {})["ledger_rows"])
-        except (KeyError, ValueError, TypeError):
-            return None
+        rows = (self.told or {}).get("ledger_rows")
+        return rows if type(rows) is int else None
 
     def read_rows(self) -> None:
         """Steps, lives and facts, as the statement speaks of them."""
@@ -72,7 +70,9 @@ class Found:
 
 
 def chain(found: Found) -> Iterator[str]:
-    """No row was changed, cut out or put in between."""
+    """No row was changed, cut out or put in between, and nothing else is in the file."""
+    if (part := stranger(found.evidence.db)) is not None:
+        yield f"the ledger has another {part} than the tables of a run"
     broken = broken_link(found.evidence.db)
     if broken is not None:
         yield broken

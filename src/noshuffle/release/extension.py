@@ -99,7 +99,9 @@ def extend(
             folder.write_ring(ring)
             file = folder.ledger_file
             told: dict[str, Any] = {"version": __version__, "torch": torch.__version__}
-            ledger.begin_life(keys=ring.lives[-1].name, inode=file.stat().st_ino, **told)
+            ledger.begin_life(
+                keys=ring.lives[-1].name, ring=ring.digest, inode=file.stat().st_ino, **told
+            )
         ledger.rebind(KIND, body, new)
         _apply(folder, ledger, plan)
     finally:

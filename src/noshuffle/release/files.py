@@ -41,9 +41,14 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync(path.parent)
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+def as_json(value: Any) -> bytes:
+    """The one form in which we write a value."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    write_bytes(path, (text + "\n").encode(), mode=mode)
+    return (text + "\n").encode()
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    write_bytes(path, as_json(value), mode=mode)
 
 
 def read_json(path: Path) -> Any:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -37,6 +38,7 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, ReplayRefused, instance_of
 from noshuffle.plan import Plan
+from noshuffle.release import checkpoint
 from noshuffle.release.files import file_digest, read_json, sync, write_bytes, write_json
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
@@ -47,6 +49,10 @@ try:
     HAS_LOCKS = True
 except ImportError:  # not on this system
     HAS_LOCKS = False
+
+
+#: The lock, and what a crash leaves of an atomic write or removal, by the process that it was of.
+_PASSING = re.compile(r"\.(lock|.+\.\d+\.tmp|old-step-.+\.\d+)$")
 
 
 class Inside:
@@ -163,14 +169,15 @@ class RunFolder:
         found = [
             file.name
             for file in self.path.iterdir()
-            if (file.name.startswith(".") and not file.name.endswith((".lock", ".tmp", ".part")))
-            or (file.is_dir() and file != self.checkpoints)
+            if (file.name.startswith(".") and not _PASSING.match(file.name))
+            or (file != self.checkpoints and not file.is_file())
         ]
         if self.checkpoints.is_dir():
+            saved = checkpoint.saved(self.checkpoints)
             found += [
                 f"checkpoints/{file.name}"
                 for file in self.checkpoints.iterdir()
-                if file != self.key_file and not file.name.startswith(("step-", ".step-", ".old-"))
+                if file not in (self.key_file, *saved) and not _PASSING.match(file.name)
             ]
         return sorted(found)
 

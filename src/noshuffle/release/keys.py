@@ -27,8 +27,9 @@ State: none; a ring is a value, and `folder` keeps it in a file of mode 0600 unt
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +87,23 @@ class KeyRing:
     def name(self) -> str:
         """A public name of the ring, the same in every life."""
         return hashlib.blake2b(b"", key=self.secret, person=b"ns-ring", digest_size=16).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """Of all that is kept of the ring; the ledger holds it of every life."""
+        text = json.dumps(self.to_dict(), sort_keys=True).encode()
+        return hashlib.blake2b(
+            text, key=self.secret, person=b"ns-rings", digest_size=16
+        ).hexdigest()
+
+    def is_newest(self, lives: Sequence[Mapping[str, Any]], *, used: int) -> bool:
+        """Whether this is the ring of life `used`, the last that released a step, or a later one.
+
+        An older ring would draw other noise for steps of that life: a second release of their sums.
+        `lives`: as the ledger has them; those of earlier versions have no digest of their ring.
+        """
+        told = [life.get("ring") for life in lives[used:]]
+        return None in told or self.digest in told
 
     @property
     def source(self) -> Source:

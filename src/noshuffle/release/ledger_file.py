@@ -70,6 +70,10 @@ class LedgerFile(tables.LedgerTables, OneOwner):
                 "version, or begin a new run from its model"
             )
         self.db.executescript(tables.SCHEMA)
+        if path is not None and (part := tables.stranger(self.db)) is not None:
+            raise VerificationFailed(
+                f"{path} has another {part} than the tables of a run; bring the file back as it was"
+            )
         self._identified_by = ""
         self._life = 0
         self._seq, self._link = tables.last_link(self.db)
@@ -149,6 +153,11 @@ class LedgerFile(tables.LedgerTables, OneOwner):
                     os.fsync(file.fileno())
         finally:
             self.db.execute("ROLLBACK")
+
+    @property
+    def newest_life(self) -> int:
+        """The number of the last life that released a step; 0 where none has."""
+        return int(self.db.execute("SELECT MAX(life) FROM steps").fetchone()[0] or 0)
 
     @property
     def lives(self) -> int:

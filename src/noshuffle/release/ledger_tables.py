@@ -36,6 +36,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -152,6 +153,22 @@ def last_link(db: sqlite3.Connection) -> tuple[int, bytes]:
     ]
     newest = max((row for row in found if row is not None), default=(0, START))
     return int(newest[0]), bytes(newest[1])
+
+
+def stranger(db: sqlite3.Connection) -> str | None:
+    """What a database holds that is no part of these tables, or lacks of them; None: nothing.
+
+    A trigger would change rows behind the back of whoever writes the next one.
+    """
+    with closing(sqlite3.connect(":memory:")) as own:
+        own.executescript(SCHEMA)
+        wanted, found = (
+            {(kind, name, " ".join((text or "").split())) for kind, name, text in parts}
+            for parts in (
+                each.execute("SELECT type, name, sql FROM sqlite_master") for each in (own, db)
+            )
+        )
+    return next((f"{kind} {name}" for kind, name, _ in sorted(wanted ^ found)), None)
 
 
 def broken_link(db: sqlite3.Connection) -> str | None:

@@ -148,6 +148,7 @@ def _damage_named(file: Path) -> Iterator[None]:
 def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
     ledger.begin_life(
         keys=ring.lives[-1].name,
+        ring=ring.digest,
         version=__version__,
         torch=torch.__version__,
         inode=None if file is None else file.stat().st_ino,
@@ -169,13 +170,20 @@ def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
     """The ledger knows at least what the rest of the folder knows."""
     if ledger.released < known_steps(folder):
         raise ReplayRefused(_behind(folder.ledger_file))
-    told = {life["keys"] for life in ledger.notes("life")}
+    lives = ledger.notes("life")
+    told = {life["keys"] for life in lives}
     unknown = [life for life in ring.lives if life.name not in told]
     if unknown and (len(ring.lives) > 1 or ledger.released):
         raise ReplayRefused(
             f"{folder.ledger_file} does not know of keys that {folder.key_file} holds: it is "
             "older than they are, and steps that it lacks may have been released; bring the "
             "newer ledger back, or begin a new run from the model"
+        )
+    if ledger.released and not ring.is_newest(lives, used=ledger.newest_life):
+        raise ReplayRefused(
+            f"{folder.key_file} is older than the last steps of {folder.ledger_file}, or was "
+            "edited: they would be repeated with other noise; bring the newer keys back, or begin "
+            "a new run from the model"
         )
 
 

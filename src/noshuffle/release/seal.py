@@ -104,6 +104,8 @@ def by_keys(
 ) -> tuple[list[str], tuple[str, ...]]:
     """What the keys contradict, and what they confirm, in words."""
     failures = [*_lives(ring, facts, lives), *_draws(ring, plan, rows, facts)]
+    if rows and not ring.is_newest(lives, used=max(row.life for row in rows)):
+        failures.append("key.json is older than the last steps of the ledger, or was edited")
     failures += _rounds(ring, rows, facts)
     checked = ["every key is of a process on record"]
     if plan.participation.is_sampled:

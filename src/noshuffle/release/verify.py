@@ -31,7 +31,7 @@ from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.release import checkpoint
 from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
 from noshuffle.release.facts import TEST_SEED, notes_of
-from noshuffle.release.files import file_digest, read_json
+from noshuffle.release.files import as_json, file_digest, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.signature import signature_failure
@@ -55,6 +55,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         refuted.append("plan.json is not in canonical form: it was edited")
     try:
         told: dict[str, Any] | None = {**read_json(run.statement_file)}
+        if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
+            refuted.append("statement.json is not as a run writes it: it was edited")
     except (OSError, ValueError, TypeError) as error:
         told = None
         refuted.append(f"statement.json cannot be read: {error}")
@@ -119,7 +121,9 @@ def _published(found: Found) -> Iterator[str]:
         path = run.path / name
         if path == run.plan_file:
             continue
-        if not path.exists():
+        if not path.exists() and path == run.ancestors_file:
+            yield f"{name} is not in the folder any more: the runs that this one adds up with"
+        elif not path.exists():
             found.unchecked.append(f"{name}, which is not in the folder any more")
         elif file_digest(path) != digest:
             data = path.read_bytes()
@@ -139,7 +143,8 @@ def _published(found: Found) -> Iterator[str]:
 def _head(found: Found) -> Iterator[str]:
     """The row that statement.json is about must be there."""
     rows, told = found.told_rows(), found.told
-    if told is not None and _links(found).get(rows or -1, "") != told.get("ledger_link"):
+    link = None if rows is None else _links(found).get(rows)
+    if told is not None and (link is None or link != told.get("ledger_link")):
         yield f"row {rows} of the ledger is not the one that statement.json was written after"
 
 
@@ -214,7 +219,7 @@ def _statement(found: Found, expected: dict[str, Any]) -> Iterator[str]:
         )
     for name in sorted(names):
         said, shown = told.get(name), expected.get(name)
-        if not _agree(said, shown):
+        if name not in expected or not _agree(said, shown):
             yield f"statement.json says {name} = {said}, the evidence says {shown}"
 
 
