@@ -466,12 +466,99 @@ together(
 )
 together("logits adjusted by shares of labels", lambda o, y: CE(o + (0.1 + share(y)).log(), y))
 together("two labels, one of another row", lambda o, y: 0.5 * CE(o, y) + 0.5 * CE(o, y.flip(0)))
+together("1 / a number by .item()", lambda o, y: CE(o * (1 / o.detach().std().item()), y))
+together(
+    "a factor of the batch through NumPy",
+    lambda o, y: CE(o * torch.from_numpy(o.detach().std(0).numpy().copy()), y),
+)
 together("a factor of the batch by .item()", lambda o, y: CE(o * o.detach().std().item(), y))
 losses(
     "losses",
     "loss / loss.detach()",
     lambda o, y: CE(o, y) / CE(o, y).detach(),
     expected="changes with the batch",
+)
+losses(
+    "losses",
+    "an if on the batch",
+    lambda o, y: CE(o * (30.0 if o.detach().abs().max() > 30 else 1.0), y),
+    CE,
+    expected="equal, warned",
+)
+losses(
+    "losses",
+    "an if on a number by .item()",
+    lambda o, y: CE(o * (30.0 if o.detach().abs().max().item() > 30 else 1.0), y),
+    CE,
+    expected="equal, warned",
+)
+losses(
+    "losses",
+    "a factor of the batch by more arithmetic",
+    lambda o, y: CE(o / (o.detach().std(correction=0).item() + 1e-3) ** 1.1, y),
+    CE,
+    expected="different, warned",
+)
+losses(
+    "losses",
+    "hard examples by NumPy",
+    lambda o, y: (hard_rows(terms(o, y).detach().numpy()) * terms(o, y)).mean(),
+    CE,
+    expected="different, warned",
+)
+
+
+def hard_rows(found: Any) -> Any:
+    return torch.from_numpy((found > found.mean()).astype("float32"))
+
+
+@loop("losses", "a factor made before the model is called", expected="different, warned")
+def _(on: Any) -> None:
+    for x, y in rows():
+        factor = 1 / x.std().item()
+        CE(on.model(x) * factor, y).backward()
+        on.optimizer.step()
+
+
+@loop("losses", "a running mean of outputs, of earlier batches", expected="different, warned")
+def _(on: Any) -> None:
+    centre = torch.zeros(4)
+    for x, y in rows():
+        out = on.model(x)
+        CE(out - centre, y).backward()
+        centre = 0.9 * centre + 0.1 * out.detach().mean(0)
+        on.optimizer.step()
+
+
+@loop("losses", "logs before backward: .item(), NumPy, f-strings, if loss < best")
+def _(on: Any) -> None:
+    log, best = [], 9.0
+    for x, y in rows():
+        out = on.model(x)
+        loss = CE(out, y)
+        hits = (out.argmax(1) == y).float().mean().item()
+        log.append((loss.item(), hits, out.detach().cpu().numpy().mean(), f"{loss:.2f}"))
+        if loss.item() < best:
+            best = loss.item()
+        loss.backward()
+        on.optimizer.step()
+
+
+@loop("losses", "if torch.isnan(loss), assert torch.isfinite(loss), before backward")
+def _(on: Any) -> None:
+    for x, y in rows():
+        loss = CE(on.model(x), y)
+        assert torch.isfinite(loss)
+        if torch.isnan(loss):
+            continue
+        loss.backward()
+        on.optimizer.step()
+
+
+losses(
+    "losses",
+    "torch.distributions, which checks its arguments",
+    lambda o, y: -torch.distributions.Categorical(logits=o).log_prob(y).mean(),
 )
 losses("losses", "rows by their own norms", lambda o, y: CE(o / o.detach().norm(dim=1)[:, None], y))
 losses(
@@ -551,7 +638,12 @@ def mixed(on: Any, i: int, x: Any, y: Any) -> None:
     on.private.step(lambda out, y: lam * CE(out, y) + (1 - lam) * CE(out, (y + 1) % 4), x, y)
 
 
-@loop("losses", "λ·CE(a) + (1 − λ)·CE(b), another λ each time", twin=each(mixed))
+@loop(
+    "losses",
+    "λ·CE(a) + (1 − λ)·CE(b), another λ each time",
+    twin=each(mixed),
+    expected="equal, warned",
+)
 def _(on: Any) -> None:
     for i, (x, y) in enumerate(rows()):
         lam, out = 0.2 + 0.3 * i, on.model(x)

@@ -11,6 +11,7 @@ refused by an error, or warned of. Never may a loop be different and silent.
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,10 +49,11 @@ to change. **warned**: by Python's `warnings`; those that are different train so
 their author may think, or have another guarantee.
 
 Losses whose examples meet are found in the graph, and by trying the loss of steps 1, 2, 4, 8, …
-with other rows. What no run can see is in [sharp edges](sharp-edges.md) (22 to 24): factors of the
-batch that were computed before the model was called, or with numbers of Python, rows that were
-mixed before the loop had them, learning rates that follow the raw loss (`ReduceLROnPlateau` on it),
-steps left out because of the data.
+with other rows; where that decides nothing (a test on the batch, numbers that Python made of it,
+numbers that are not what they were in an earlier step) there is one warning. What no run can see is
+in [sharp edges](sharp-edges.md) (22 to 24): rows that were mixed before the loop had them, weights
+of rows that were made before the model was called, learning rates that follow the raw loss
+(`ReduceLROnPlateau` on it), steps left out because of the data.
 """
 KINDS = ("equal", "equal, warned", "refused", "different, warned", "different and silent")
 PLAN = Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=0.5)
@@ -226,6 +228,6 @@ def table() -> str:
 def _short(text: str) -> str:
     """An answer in one cell."""
     kind, _, why = text.partition(": ")
-    why = " ".join(why.replace("|", "/").split())
+    why = re.sub(r"\w+\.py:\d+", "this line", " ".join(why.replace("|", "/").split()))
     cut = why if len(why) <= 110 else why[:110].rsplit(" ", 1)[0] + " …"
     return f"**{kind}**: {cut}" if why else kind

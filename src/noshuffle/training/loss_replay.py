@@ -3,219 +3,320 @@
 A loss Σ_i ℓ_i sends c_i = ∂ℓ_i/∂output_i back to row i, and c_i depends on row i alone. Weights of
 a batch (its standard deviation, counts of its labels, one row that others are compared with) break
 that, and leave no node in a graph where they were computed without gradients. So the calls between
-a forward pass and `backward` are noted and repeated with other rows:
+a forward pass and `backward` (`loss_trace`) are repeated with other rows:
 
     row_i ← row_{i+1} for all i in a set S, in the outputs and in everything that has a row for each
 
 and c_j, j ∉ S, must be what it was, factor and reduction taken out (`loss_graph`). The sets are the
 bits of the row numbers and their complements, so that every pair (i ∈ S, j ∉ S) is tried: 2⌈log₂ B⌉
-repetitions of the loss, without the model.
+repetitions of the loss, without the model. Tests (`if x.max() > 3`) must go the same way. Numbers
+that were read are known again where they come back (`loss_numbers`). There is a doubt, and the loop
+is warned, where nothing can be decided:
 
-Guarantees: none beyond what was tried. Not seen: what was computed before the model was called, or
-from numbers of Python (`1 / x.item()`, `if`; `x.item()` itself is known again), calls beyond
-`MOST_CALLS`, and rows that change nothing today (a maximum that another row has). Parameters,
-places of rows and the constants of layers and losses (`weight=`) are kept as they are. State: the
-calls since the last forward pass.
+    a test on the batch that goes the same way today (`loss_branches`)
+    a number of many digits that came up after a read, or one that has changed since an earlier
+    loss, if c would be another without it
+    a loss that cannot be repeated
+
+Guarantees: none beyond what was tried. Not seen: rows that change nothing today (a maximum that
+another row has), and tensors with a row for each example that were made before the model was
+called: these are data. State: none.
 
 >>> import torch
 >>> outputs = torch.randn(4, 3).requires_grad_() * 1
 >>> def mixes(loss_fn):
 ...     with LossTrace([outputs], []) as trace:
-...         return bool(trace.coupling(loss_fn(outputs), None))
+...         return bool(coupling(trace, loss_fn(outputs), None).refusal)
 >>> mixes(lambda o: o.square().mean()), mixes(lambda o: (o - o.detach().mean(0)).square().mean())
 (False, True)
+>>> mixes(lambda o: (o * (1 / o.abs().max().item())).square().mean())
+True
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from noshuffle.training.loss_branches import FINITE, branch_of
 from noshuffle.training.loss_coupling import COUPLED
 from noshuffle.training.loss_graph import read_loss
-from noshuffle.training.step import generators
+from noshuffle.training.loss_numbers import (
+    Constant,
+    constants_of,
+    explained,
+    is_number,
+    may_be_other,
+    shaped,
+    values,
+)
+from noshuffle.training.loss_rows import Call, constant_tensors, has_rows, is_data, memory
+from noshuffle.training.loss_trace import LOGGING, LossTrace, places_of
 
-_modes: Any = _get_current_function_mode_stack
-#: Calls of a loss that are noted, and bytes of their results, at most.
-MOST_CALLS, MOST_BYTES = 2_000, 1 << 30
-#: Functions whose arguments after the first are constants: of layers, and lengths of sequences.
-LAYERS = (
-    "linear", "bilinear", "conv1d", "conv2d", "conv3d", "batch_norm", "instance_norm", "group_norm",
-    "layer_norm", "rms_norm", "embedding", "prelu", "ctc_loss", "matmul", "__matmul__", "mm", "mv",
-)  # fmt: skip
-#: Functions that look numbers up in their first argument, by their last.
-TABLES = ("__getitem__", "index_select", "gather", "take")
-#: Arguments that are constants of the classes.
-CONSTANTS = ("weight", "pos_weight", "bias", "running_mean", "running_var")
 IS_CONSTANT = (
     "{found}. Only a tensor of {size} rows that the model was not given did this: if it is a "
     "constant, which has nothing to do with the batch, make it an nn.Parameter with "
     "requires_grad=False"
 )
+ROWS = "one changed row changes what the loss sends back to others"
+BRANCH = "the test in {line} goes another way with other rows; if it is for a log, move it behind "
+BRANCH += "loss.backward()"
+NOT_TRIED = "it could not be tried with other rows ({why})"
+#: What a call raises that cannot be repeated.
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
-class Call(NamedTuple):
-    """One call of torch."""
+class Coupling(NamedTuple):
+    """Why a loss is refused whose examples meet ("" if none did, None: nothing was tried), and what
+    could not be decided."""
 
-    func: Callable[..., Any]
-    args: Any
-    kwargs: dict[str, Any]
-    result: Any
-    has_grad: bool
-    cast: torch.dtype | None
+    refusal: str | None
+    doubts: tuple[str, ...] = ()
 
 
-class LossTrace(TorchFunctionMode):
-    """Notes what is called while it is on, to repeat it with other rows.
+class Sent(NamedTuple):
+    """What a repetition gave: c by output, and what was read, by number of the call."""
 
-    `outputs` are those of a pass that gradients come back to, `inputs` what it was given.
-    """
+    back: list[Tensor]
+    read: dict[int, Tensor]
 
-    def __init__(self, outputs: Sequence[Tensor], inputs: Any) -> None:
-        super().__init__()
-        self.is_on = True
-        self._outputs, self._kind = list(outputs), outputs[0].device.type
-        self.starts = {one.grad_fn._sequence_nr() for one in outputs if one.grad_fn is not None}
-        self._given = {_memory(one) for one in tree_leaves(inputs) if isinstance(one, Tensor)}
-        self._calls: list[Call] = []
-        self._bytes = 0
-        self._random = [(g, g.get_state()) for g in generators(outputs[0].device)]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.is_on:
-            self._note(func, args, kwargs or {}, result)
-        return result
+def coupling(trace: LossTrace, loss: Tensor, gradient: Tensor | None) -> Coupling:
+    """Whether the examples of a loss meet."""
+    if not all(one.dim() and len(one) > 1 for one in trace.outputs):
+        return Coupling(None)
+    size, is_on = len(trace.outputs[0]), trace.is_on
+    if not is_on or any(len(one) != size for one in trace.outputs):
+        why = "outputs of different lengths" if is_on else "too long, or in a mode of torch"
+        return Coupling(None, (NOT_TRIED.format(why=why),))
+    trace.is_on = False
+    try:
+        found = Repetition(trace, loss, gradient, is_all=True).coupling()
+        is_of_rows = found.refusal == COUPLED.format(name=ROWS)
+        if is_of_rows and not Repetition(trace, loss, gradient, is_all=False).is_coupled():
+            return Coupling(IS_CONSTANT.format(found=found.refusal, size=size))
+        return found
+    except FAILURES as error:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        return Coupling(None, (NOT_TRIED.format(why=why),))
+    finally:
+        trace.is_on = True
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        leaves = tree_leaves(result)
-        made = [one for one in leaves if isinstance(one, Tensor)]
-        if not made and func is not Tensor.__setitem__ and not any(map(_is_seen, leaves)):
-            return
-        kept = [one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter)]
-        self._bytes += sum(one.nbytes for one in (*made, *kept))  # these are copied
-        if len(self._calls) == MOST_CALLS or self._bytes > MOST_BYTES:
-            self.drop()
-            return
-        is_cast = torch.is_autocast_enabled(self._kind)
-        cast = torch.get_autocast_dtype(self._kind) if is_cast else None
-        self._calls.append(Call(func, args, kwargs, result, torch.is_grad_enabled(), cast))
 
-    def enter(self) -> None:
-        """Begin, unless a mode of somebody else is on, which may end before this one."""
-        default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-        above = _modes()
-        self.is_on = all(isinstance(one, LossTrace) or one is default for one in above)
-        if self.is_on:
-            torch._C._push_on_torch_function_stack(self)
+class Repetition:
+    """The calls of a loss, repeated with other rows (`is_all` False: of the inputs alone)."""
 
-    def drop(self) -> None:
-        """End, and forget the calls."""
-        self.is_on, self._calls = False, []
+    def __init__(
+        self, trace: LossTrace, loss: Tensor, gradient: Tensor | None, *, is_all: bool
+    ) -> None:
+        self._trace, self._loss, self._gradient = trace, loss, gradient
+        self._rows = torch.arange(len(trace.outputs[0]))
+        self._fixed = constant_tensors(trace.calls, self._rows, trace.inputs, is_all=is_all)
+        self._tainted, self._finite = self._dependent()
+        #: By number of a read: the constants that are functions of what was read.
+        self._known: dict[int, list[tuple[Constant, Callable[[Tensor], Tensor]]]] = {}
+        self._constants = list(self._constants_of(range(len(trace.calls))))
+        for one in self._constants:
+            self._explain(one)
+        self._base = self._sent(self._rows)
+        is_low = any(call.cast for call in trace.calls)
+        for c in self._base.back[:1]:
+            is_low = is_low or c.dtype not in (torch.float32, torch.float64)
+        self._share = 2e-2 if is_low else 1e-5
+        self._moved = set[int]()  # reads that came out otherwise
 
-    def leave(self) -> None:
-        """The same, and off the stack of modes, whatever lies above."""
-        self.drop()
-        above = list[Any]()
-        if any(one is self for one in _modes()):
-            while (one := torch._C._pop_torch_function_stack()) is not self:
-                above.append(one)
-            for one in reversed(above):
-                torch._C._push_on_torch_function_stack(one)
+    def coupling(self) -> Coupling:
+        if not self._made_of():
+            return Coupling(None, (NOT_TRIED.format(why="its calls are not seen"),))
+        if not self._base.back:  # refused by its graph
+            return Coupling(None)
+        if not all(bool(c.isfinite().all()) for c in self._base.back):
+            return Coupling(None)
+        if self.is_coupled():
+            return Coupling(COUPLED.format(name=ROWS))
+        doubts = list[str]()
+        ends = places_of(sys._getframe(), (*LOGGING, "noshuffle"), 8)
+        for number, read in self._trace.reads.items():
+            if number in self._finite or number not in self._tainted:
+                continue
+            line = branch_of(read.places, ends, is_test=read.is_test)
+            if line and read.is_test and number in self._moved:
+                return Coupling(COUPLED.format(name=BRANCH.format(line=line)))
+            if line and (read.is_test or number in self._moved):
+                doubts.append(f"a test in {line} depends on the batch")
+        late, changed = self._late(), self._changed()
+        for one in {one.key: one for one in [*changed, *late]}.values():
+            if self._matters(one):
+                is_late = "came up after numbers of the batch were read"
+                is_new = "is not what it was in an earlier step"
+                doubts.append(f"{one} {is_late if one in late else is_new}")
+        return Coupling("", tuple(dict.fromkeys(doubts)))
 
-    def coupling(self, loss: Tensor, gradient: Tensor | None) -> str | None:
-        """Why a loss is refused whose examples meet, "" if none did, None if nothing was tried."""
-        size = len(self._outputs[0]) if self.is_on and self._outputs[0].dim() else 0
-        if size < 2 or any(not one.dim() or len(one) != size for one in self._outputs):
-            return None
-        self.is_on = False
-        try:
-            found = self._is_coupled(loss, gradient, size, is_all=True)
-            only = found and not self._is_coupled(loss, gradient, size, is_all=False)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            return None  # no repetition
-        finally:
-            self.is_on = True
-        if not found:
-            return None if found is None else ""
-        text = COUPLED.format(name="one changed row changes what the loss sends back to others")
-        return IS_CONSTANT.format(found=text, size=size) if only else text
-
-    def _is_coupled(
-        self, loss: Tensor, gradient: Tensor | None, size: int, *, is_all: bool
-    ) -> bool | None:
-        rows = torch.arange(size)
-        fixed = self._constants(rows, is_all=is_all)
-        base = self._sent_back(loss, gradient, rows, fixed)
-        if not base or not all(bool(c.isfinite().all()) for c in base):
-            return None
-        is_low = base[0].dtype not in (torch.float32, torch.float64)
-        is_low = is_low or any(call.cast for call in self._calls)
-        share, bits = 2e-2 if is_low else 1e-5, rows[:, None] >> torch.arange(size.bit_length())
-        for changed in {tuple(s) for b in (bits & 1).bool().T for s in (b.tolist(), (~b).tolist())}:
+    def is_coupled(self) -> bool:
+        """Whether c of a row changes with other rows."""
+        size = len(self._rows)
+        bits = ((self._rows[:, None] >> torch.arange(size.bit_length())) & 1).bool().T
+        for changed in {tuple(s) for b in bits for s in (b.tolist(), (~b).tolist())}:
             if not 0 < sum(changed) < size:
                 continue
             at = torch.tensor(changed)
-            now = self._sent_back(loss, gradient, torch.where(at, (rows + 1) % size, rows), fixed)
-            if any(_differ(a, b, at, share) for a, b in zip(base, now)):
+            now = self._sent(torch.where(at, (self._rows + 1) % size, self._rows))
+            if self._differs(now, at):
                 return True
+            before = self._base.read
+            self._moved |= {i for i, one in now.read.items() if not _is_same(one, before[i])}
         return False
 
-    def _sent_back(
-        self, loss: Tensor, gradient: Tensor | None, rows: Tensor, fixed: set[int]
-    ) -> list[Tensor]:
-        """c of the examples with these rows; nothing if the loss cannot be read."""
-        own = dict[Any, Any]()
-        with self._same_random():
-            ends = [_picked(one, rows).requires_grad_().clone() for one in self._outputs]
-            own.update((id(one), end) for one, end in zip(self._outputs, ends))
-            for call in self._calls:
-                _again(call, own, rows, fixed, self._kind)
-        again = own.get(id(loss))
-        if again is None or again.grad_fn is None:
-            return []
-        starts = [end.grad_fn._sequence_nr() for end in ends if end.grad_fn is not None]
-        reading = read_loss(again, starts, gradient=gradient, may_cut=True).settled(len(rows))
-        if reading.refused(len(rows)):
-            return []
-        found = torch.autograd.grad(again, ends, gradient, allow_unused=True)
+    def _differs(self, now: Sent, changed: Tensor) -> bool:
+        return any(_differ(a, b, changed, self._share) for a, b in zip(self._base.back, now.back))
+
+    def _matters(self, one: Constant) -> bool:
+        """Whether c would be another with another number in the place of a constant."""
+        try:
+            now = self._sent(self._rows, {one.key: shaped(may_be_other(one.values), one.what)})
+        except FAILURES:
+            return True
+        return self._differs(now, torch.zeros(len(self._rows), dtype=torch.bool))
+
+    def _late(self) -> list[Constant]:
+        """Numbers of many digits, and arrays of NumPy, that came up after the first read."""
+        first = min((i for i in self._moved if not self._trace.reads[i].is_test), default=-1)
+        early = {one.key for one in self._constants if one.call < first}
+        own = [one for one in self._constants_of(self._made_of()) if one.call > first >= 0]
         return [
-            reading.by_row(torch.zeros_like(e) if g is None else g) for g, e in zip(found, ends)
+            one
+            for one in own
+            if one.key not in early
+            and (one.is_telling or getattr(one.what, "shape", ())[:1] == self._rows.shape)
+            and not self._is_known(one)
+            and (not isinstance(one.what, Tensor) or is_of_numpy(one.what))
         ]
 
-    def _constants(self, rows: Tensor, *, is_all: bool) -> set[int]:
-        """Tensors from outside that keep their rows, by id."""
-        fixed, roots = set[int](), dict[int, int]()
-        for call in self._calls:
-            name = getattr(call.func, "__name__", "")
-            named = [v for k, v in call.kwargs.items() if name in LAYERS or k in CONSTANTS]
-            after = call.args[1:] if name in LAYERS else ()
-            fixed |= {id(one) for one in tree_leaves([after, named])}
-            own = [one for one in tree_leaves([call.args, call.kwargs]) if isinstance(one, Tensor)]
-            is_table = name in TABLES and _is_table(call.args[0], call.args[-1], rows)
-            for one in own:
-                is_given = _memory(one) in self._given
-                is_constant = (is_table and one is call.args[0]) or _is_along_columns(one, own)
-                if (not is_given and (is_constant or not is_all)) or _are_places(one, rows):
-                    fixed.add(roots.get(id(one), id(one)))
-            made = call.result
-            if len(own) == 1 and isinstance(made, Tensor) and made.shape == own[0].shape:
-                roots[id(made)] = roots.get(id(own[0]), id(own[0]))  # its logarithm, say
-        return fixed
+    def _changed(self) -> list[Constant]:
+        """What the loss was given that it was not given before."""
+        calls = self._made_of()
+        own = [one for one in self._constants_of(calls) if not self._is_known(one)]
+        names = tuple(self._trace.calls[i].name for i in calls)
+        return self._trace.earlier.changed(names, own)
+
+    def _is_known(self, one: Constant) -> bool:
+        return any(one.key == known.key for each in self._known.values() for known, _ in each)
+
+    def _explain(self, one: Constant) -> None:
+        """Find the read that a constant is a function of."""
+        for number, read in self._trace.reads.items():
+            if number < one.call and number in self._tainted and not self._is_known(one):
+                found = None if read.is_test else explained(one.values, read.values)
+                if found is not None:
+                    self._known.setdefault(number, []).append((one, found))
+
+    def _constants_of(self, calls: Iterable[int]) -> Iterator[Constant]:
+        made = {id(one) for call in self._trace.calls for one in call.made}
+        made |= {id(one) for one in self._trace.outputs}
+        is_read = bool(self._trace.reads)
+
+        def is_known(call: Call, one: Tensor) -> bool:
+            if id(one) in made or memory(one) in self._trace.inputs:
+                return True
+            is_array = is_read and is_of_numpy(one)
+            return not is_array and is_data(call, one, self._rows, self._fixed)
+
+        for order, number in enumerate(calls):
+            call = self._trace.calls[number]
+            yield from constants_of(order, number, call, is_known)
+
+    def _made_of(self) -> list[int]:
+        """The calls that the loss is made of."""
+        wanted, found = {id(self._loss)}, list[int]()
+        for number in range(len(self._trace.calls) - 1, -1, -1):
+            call = self._trace.calls[number]
+            if any(id(one) in wanted for one in call.made):
+                found.append(number)
+                wanted |= {id(one) for one in call.given}
+        return found[::-1]
+
+    def _has_rows(self, one: Tensor) -> bool:
+        return has_rows(one, len(self._rows), self._fixed)
+
+    def _dependent(self) -> tuple[set[int], set[int]]:
+        """Reads of what is made of rows, and those that ask whether numbers are finite."""
+        tainted, finite = {id(one) for one in self._trace.outputs}, set[int]()
+        own = set[int]()  # what calls made
+        found: tuple[set[int], set[int]] = set(), set()
+        for number, call in enumerate(self._trace.calls):
+            given = call.given
+            is_row = any(
+                id(o) in tainted or (id(o) not in own and self._has_rows(o)) for o in given
+            )
+            is_check = call.name in FINITE or bool(given and all(id(o) in finite for o in given))
+            made = {id(one) for one in call.made}
+            own |= made
+            for is_so, ids, reads in zip((is_row, is_check), (tainted, finite), found):
+                ids |= made if is_so else set()
+                reads |= {number} if is_so else set()
+        return found
+
+    def _sent(self, rows: Tensor, instead: dict[Any, Any] | None = None) -> Sent:
+        """c of the examples with these rows; nothing if the loss cannot be read."""
+        own, read = dict[Any, Any](instead or {}), dict[int, Tensor]()
+        with self._same_random():
+            ends = [_picked(one, rows).requires_grad_().clone() for one in self._trace.outputs]
+            own.update((id(one), end) for one, end in zip(self._trace.outputs, ends))
+            for number, call in enumerate(self._trace.calls):
+                result = self._again(call, own, rows)
+                if number in self._trace.reads:
+                    found = values(result)
+                    read[number] = self._trace.reads[number].values if found is None else found
+                    for one, function in self._known.get(number, ()):
+                        new = function(read[number])
+                        if new.numel() == one.values.numel():
+                            own[one.key] = shaped(new, one.what)
+        again = own.get(id(self._loss))
+        if again is None or again.grad_fn is None:
+            return Sent([], read)
+        starts = [end.grad_fn._sequence_nr() for end in ends if end.grad_fn is not None]
+        reading = read_loss(again, starts, gradient=self._gradient, may_cut=True)
+        reading = reading.settled(len(rows))
+        if reading.refused(len(rows)):
+            return Sent([], read)
+        grads = torch.autograd.grad(again, ends, self._gradient, allow_unused=True)
+        whole = (torch.zeros_like(e) if g is None else g for g, e in zip(grads, ends))
+        return Sent([reading.by_row(one) for one in whole], read)
+
+    def _again(self, call: Call, own: dict[Any, Any], rows: Tensor) -> Any:
+        """Repeat a call; `own` has the new tensors by the ids of the old ones, and new numbers."""
+
+        def new(one: Any) -> Any:
+            if is_number(one):
+                is_same = isinstance(one, int) and not call.is_arithmetic
+                return one if is_same else own.get(float(one), one)
+            if isinstance(one, Tensor) and id(one) not in own:  # a copy, which may be written to
+                is_row = self._has_rows(one)
+                own[id(one)] = _picked(one, rows) if is_row else one.detach().clone()
+            return own.get(id(one), one)
+
+        kind = self._trace.device.type
+        with (
+            torch.set_grad_enabled(call.has_grad),
+            torch.autocast(kind, dtype=call.cast, enabled=call.cast is not None),
+        ):
+            result = call.func(*tree_map(new, call.args), **tree_map(new, call.kwargs))
+        for before, after in zip(tree_leaves(call.result), tree_leaves(result)):
+            if isinstance(before, Tensor) and isinstance(after, Tensor):
+                own[id(before)] = after
+        return result
 
     @contextmanager
     def _same_random(self) -> Iterator[None]:
-        now = [(g, g.get_state()) for g, _ in self._random]
+        now = [(g, g.get_state()) for g, _ in self._trace.random]
         try:
-            for generator, state in self._random:
+            for generator, state in self._trace.random:
                 generator.set_state(state)
             yield
         finally:
@@ -223,39 +324,18 @@ class LossTrace(TorchFunctionMode):
                 generator.set_state(state)
 
 
-def _again(call: Call, own: dict[Any, Any], rows: Tensor, fixed: set[int], kind: str) -> None:
-    """Repeat a call; `own` has the new tensors by the ids of the old ones, and new numbers."""
-
-    def new(one: Any) -> Any:
-        if _is_seen(one):
-            return own.get(one, one)
-        if not isinstance(one, Tensor):
-            return one
-        if id(one) not in own:  # from outside: a copy, which may be written to
-            is_row = one.dim() and len(one) == len(rows) and id(one) not in fixed
-            is_row = is_row and not isinstance(one, nn.Parameter)
-            own[id(one)] = _picked(one, rows) if is_row else one.detach().clone()
-        return own[id(one)]
-
-    with (
-        torch.set_grad_enabled(call.has_grad),
-        torch.autocast(kind, dtype=call.cast, enabled=call.cast is not None),
-    ):
-        result = call.func(*tree_map(new, call.args), **tree_map(new, call.kwargs))
-    for before, after in zip(tree_leaves(call.result), tree_leaves(result)):
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
-            own[id(before)] = after
-        elif _is_seen(before) and isinstance(after, float):
-            own[before] = after
-
-
-def _is_seen(number: Any) -> bool:
-    """Whether a number of Python is known again where it is used: not a whole one."""
-    return isinstance(number, float) and not number.is_integer()
+def is_of_numpy(one: Tensor) -> bool:
+    """Whether a tensor has the memory of an array of its own, as `torch.from_numpy` gives it."""
+    held = one.untyped_storage()
+    return not held.resizable() and held.nbytes() == one.nbytes and one.is_floating_point()
 
 
 def _picked(one: Tensor, rows: Tensor) -> Tensor:
     return one.detach()[rows.to(one.device)]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.isclose(a, b, rtol=1e-6, equal_nan=True).all())
 
 
 def _differ(a: Tensor, b: Tensor, changed: Tensor, share: float) -> bool:
@@ -264,27 +344,3 @@ def _differ(a: Tensor, b: Tensor, changed: Tensor, share: float) -> bool:
     size = a.norm(dim=1)
     gap = (a - b).norm(dim=1)
     return bool((gap > share * (size + 1e-3 * size.max()))[~changed].any())
-
-
-def _memory(one: Tensor) -> int:
-    return one.untyped_storage().data_ptr()
-
-
-def _are_places(one: Tensor, rows: Tensor) -> bool:
-    """Whether a tensor says which row is where."""
-    is_whole = one.dtype in (torch.int64, torch.int32) and one.shape == rows.shape
-    return is_whole and torch.equal(one.detach().sort()[0].cpu().long(), rows)
-
-
-def _is_table(table: Any, index: Any, rows: Tensor) -> bool:
-    """Whether numbers of a table are looked up, as weights by their labels."""
-    is_float = isinstance(table, Tensor) and table.is_floating_point()
-    is_index = isinstance(index, Tensor) and not index.is_floating_point()
-    is_by_chance = len(rows) < 16  # as labels of a small batch are
-    return is_float and is_index and (is_by_chance or not _are_places(index, rows))
-
-
-def _is_along_columns(one: Tensor, beside: list[Tensor]) -> bool:
-    """Whether a tensor has a number for every column of another, not for its rows."""
-    is_row = one.dim() == 1 and one.is_floating_point()
-    return is_row and any(o.dim() > 1 and o.shape[-1] == len(one) for o in beside)

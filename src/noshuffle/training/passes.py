@@ -10,6 +10,8 @@ if nothing had been drawn. State: the passes since the last step.
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.objective import batch_size, cuttable
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.training.hooks import ModelHook
 from noshuffle.training.loss_graph import LossReading, listen, read_loss
-from noshuffle.training.loss_replay import LossTrace
+from noshuffle.training.loss_numbers import EarlierNumbers
+from noshuffle.training.loss_replay import coupling
+from noshuffle.training.loss_trace import LossTrace
 from noshuffle.training.step import generators
 
 #: What a Trainer tells a model about the whole batch: it would divide by what all examples have.
@@ -34,6 +38,11 @@ LATEST = 256
 ONE_LOSS = (
     "one loss over several passes through the model: an example that is in more than one of them "
     "would count more than once; use private.step with a ModelLoss"
+)
+DOUBTS = (
+    "a loss that may compare the examples of a batch: {doubts}. The guarantee holds only if none "
+    "of it tells of other examples (schedules, logs and checks of the data do not; a factor of "
+    "the batch does, and belongs into private.step)"
 )
 
 
@@ -103,7 +112,8 @@ class Listener:
         self.refusal = ""
         self.count = 0  # passes since the last step
         self.is_due = True  # whether the next loss is tried with other rows (`loss_replay`)
-        self._is_tried = False
+        self._is_tried = self._is_warned = False
+        self._earlier = EarlierNumbers()
         self.traces: list[LossTrace] = []  # the newest pass's, if it is looked at
         weakref.finalize(self, _leave, self.traces)
         self._seed = seed
@@ -178,7 +188,7 @@ class Listener:
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
             out.register_hook(hook)  # type: ignore[no-untyped-call]
         if self.is_due and ends:
-            self.traces.append(LossTrace(ends, (args, kwargs)))
+            self.traces.append(LossTrace(ends, (args, kwargs), self._earlier))
             self.traces[-1].enter()
 
     def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
@@ -216,10 +226,20 @@ class Listener:
         reading = read(may_cut=True)
         trace = next(iter(self.traces), None)
         if trace is not None and trace.starts & reading.reached and not reading.refusal:
-            found = trace.coupling(loss, gradient)
+            found, doubts = coupling(trace, loss, gradient)
             self._is_tried = self._is_tried or found is not None
+            self._warn(doubts)
         reading = reading if self._is_tried or reading.refusal else read(may_cut=False)
         return replace(reading, refusal=reading.refusal or found or "")
+
+    def _warn(self, doubts: tuple[str, ...]) -> None:
+        """Say once what could not be decided about a loss."""
+        if doubts and not self._is_warned:
+            self._is_warned = True
+            level, frame = 1, sys._getframe()
+            while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "noshuffle")):
+                level, frame = level + 1, frame.f_back
+            warnings.warn(DOUBTS.format(doubts="; ".join(doubts[:3])), ProbablyNotMeant, level)
 
     def end_backward(self) -> None:
         self._reading = None
