@@ -18,6 +18,10 @@ with exact limits (Clopper, Pearson) that chance passes once in a million (runs:
 shown exceeds the stated one. A solver that holds is not proved by this: the row may not be the
 worst, and iterates that are not returned are not looked at.
 
+Groups of weights and matrices (`Norm(p, parts)`, p = 1: gradients bounded in the largest group, in
+the operator norm) have normal noise in a thousand dimensions, too; rows are `_BASIS`, orthogonal to
+one another, each with equal parts, so that k parts make it √k long, the longest at that bound.
+
 For l_p, p = 1.5, gradients are bounded in l_3, and of the rows at that bound the one with equal
 entries stands out most: its Euclidean length is the largest. Mirror maps are undone before looking.
 No state.
@@ -40,7 +44,7 @@ from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.convex import losses, solvers
 from noshuffle.convex.solvers.domains import Ball, Domain, Everywhere, L1Ball, LpBall
 from noshuffle.convex.solvers.updates import Sgd
-from noshuffle.optim.norms import Norm
+from noshuffle.optim.norms import Decomposition, Groups, Norm, SingularValues
 
 EPSILON, DELTA = 2.0, 0.01
 #: Dimensions of one run; more experiments take more runs.
@@ -156,6 +160,24 @@ def _coordinates(
     return SolverCase(_repeated(once, _WIDTH), 40_000)
 
 
+def _directions(
+    solve: Any, parts: Decomposition, basis: Array, *, times: int, bend: float = 0.0, **more: Any
+) -> SolverCase:
+    """times · m rows, the first m of which are those of `basis` or zero; looked at along them."""
+    m, d = basis.shape
+    norm = Norm(1.0, parts)
+    loss = replace(losses.linear(order=math.inf, parts=parts), weak_curvature=bend)
+
+    def once(_: int, draws: np.random.Generator) -> Traces:
+        is_in = draws.random(m) < 0.5
+        rows = np.zeros((times * m, d))
+        rows[:m] = basis * is_in[:, None]
+        run = solve(loss, rows, None, **_SAID, domain=Everywhere(), norm=norm, **more)
+        return (basis @ norm.regular(d).gradient(run.iterates[1]))[None], is_in
+
+    return SolverCase(_repeated(once, m), 24_000)
+
+
 def _repeated(once: Callable[[int, np.random.Generator], Traces], width: int) -> Any:
     """The traces of as many runs of `width` experiments as are needed."""
 
@@ -233,6 +255,21 @@ _VERTICES: dict[str, Any] = {"loss": losses.linear(order=math.inf), "domain": L1
 _BENT = replace(losses.linear(), weak_curvature=1e-9)
 #: A row of l_3 norm one with equal entries, and another at right angles to it.
 _EQUAL, _ASIDE = np.full(3, 3 ** (-1 / 3)), np.array([1.0, -1.0, 0.0]) / 2 ** (1 / 3)
+#: Eight groups of 125 weights, a row having one of each; 4 × 100 matrices, a row having a signed
+#: permutation of four columns (shifts, and signs of Hadamard's matrix).
+_GROUPS, _MATRIX = Groups(tuple(np.repeat(range(8), 125).tolist())), SingularValues(4, 100)
+_SIGNS = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1.0]])
+_BASIS: dict[Decomposition, Array] = {
+    _GROUPS: np.tile(np.eye(125), (1, 8)),
+    _MATRIX: np.array(
+        [
+            np.kron(block, np.roll(np.diag(signs), shift, axis=1)).ravel()
+            for block in np.eye(25)[:, None]
+            for signs in _SIGNS
+            for shift in range(4)
+        ]
+    ),
+}
 _FW: dict[str, Any] = {"steps": 3, "rate": 0.3, "domain": Ball(1.0)}
 #: Of every solver at least one; names with a comma are variants.
 SOLVER_CASES: dict[str, SolverCase] = {
@@ -290,5 +327,13 @@ SOLVER_CASES: dict[str, SolverCase] = {
     "weakly_convex": _coordinates(
         solvers.weakly_convex, times=2, rounds=1, loss=_BENT, domain=Ball(1e3), **_PATH
     ),
+    **{
+        f"{solve.__name__}, {name}": _directions(solve, parts, _BASIS[parts], **more)
+        for solve, more in (
+            (solvers.phased_mirror_descent, {"times": 2, "steps": 1}),
+            (solvers.weakly_convex, {"times": 1, "rounds": 1, "bend": 1e-9}),
+        )
+        for name, parts in (("groups", _GROUPS), ("nuclear norm", _MATRIX))
+    },
     "noisy_max": SolverCase(_choices, 20_000),
 }  # fmt: skip

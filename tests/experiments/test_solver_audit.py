@@ -19,7 +19,11 @@ with pytest.MonkeyPatch.context() as _path:  # the benchmark, and what it tries
     attacks = importlib.import_module("solver_audit")
 SOLVER_CASES, audit_solver = attacks.SOLVER_CASES, attacks.audit_solver
 
-QUICK = {"dp_gd": 20_000, "frank_wolfe_noisy": 20_000}
+QUICK = {
+    "dp_gd": 20_000,
+    "frank_wolfe_noisy": 20_000,
+    "phased_mirror_descent, nuclear norm": 20_000,
+}
 
 
 def test_every_solver_is_attacked() -> None:
