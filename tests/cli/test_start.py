@@ -1,11 +1,15 @@
-"""Threads that sleep between loops, and imports without a collector."""
+"""Threads that sleep between loops, imports without a collector, and an end at once."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import subprocess
 import sys
+import threading
+import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,3 +69,48 @@ def test_the_collector_is_off_for_imports_and_then_as_it_was(
     finally:
         (gc.enable if was_on else gc.disable)()
     assert frozen == [False]
+
+
+@pytest.mark.parametrize("why_not", ["", "it failed", "no torch", "a thread", "a profiler", "pipe"])
+def test_a_process_ends_at_once_where_nothing_is_left_to_do(
+    why_not: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    threads = [threading.main_thread(), threading.Thread(daemon=True)]
+    output = types.SimpleNamespace(flush=lambda: None)
+    modules = {name: own for name, own in sys.modules.items() if name != "torch"}
+    if why_not != "no torch":
+        modules["torch"] = types.ModuleType("torch")
+    if why_not == "a thread":
+        threads.append(threading.Thread())
+    if why_not == "pipe":
+        output.flush = Mock(side_effect=BrokenPipeError)
+    monkeypatch.setattr(sys, "modules", modules)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    monkeypatch.setattr(sys, "getprofile", lambda: print if why_not == "a profiler" else None)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: done.append("registered"))
+    monkeypatch.setattr(os, "_exit", lambda status: done.append(f"left {status}"))
+    status = 3 if why_not == "it failed" else 0
+    with pytest.raises(SystemExit) as left:  # of a process that is still there
+        start.leave(status)
+    assert left.value.code == status
+    wanted = {"": ["registered", "left 0"], "pipe": ["registered"]}
+    assert done == wanted.get(why_not, [])
+
+
+def test_what_a_process_wrote_and_registered_is_not_lost() -> None:
+    program = (
+        "import atexit, os, sys, types, noshuffle.cli.start as s\n"
+        "class Late:\n"
+        "    def __del__(self, write=os.write): write(1, b'taken apart')\n"
+        "late, sys.modules['torch'] = Late(), types.ModuleType('torch')\n"
+        "atexit.register(lambda: print('registered', end=' '))\n"
+        "print('written', end=' ')\n"
+        "s.leave(0)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "written registered "

@@ -23,7 +23,7 @@ import sqlite3
 import sys
 
 from noshuffle.cli.app import app
-from noshuffle.cli.start import let_threads_sleep
+from noshuffle.cli.start import leave, let_threads_sleep
 from noshuffle.cli.words import refuse
 from noshuffle.errors import NoshuffleError
 
@@ -65,4 +65,4 @@ def main(arguments: list[str] | None = None) -> int:
 def run() -> None:
     """The command as a process of its own."""
     let_threads_sleep()
-    raise SystemExit(main())
+    leave(main())

@@ -1,4 +1,4 @@
-"""A quick start of a command that trains: threads that sleep, and imports without a collector.
+"""Quick start and end of a command: threads that sleep, imports without a collector, no tidying up.
 
 torch's wheels for Linux run on libgomp, whose threads spin for 300,000 rounds (0.3 ms) before they
 sleep, unless told otherwise. Between the short loops of a small model that is all the time: on two
@@ -7,15 +7,20 @@ thread takes the core from the one that works. Which thread computes what stays 
 the bits of every sum.
 
 The collector of cycles walks through all modules again and again while they are imported, where it
-finds nothing; what is there afterwards stays until the end.
+finds nothing; what is there afterwards stays until the end. And at the end Python and torch take
+2,000 modules apart, 0.4 s of work for a process that is over: it ends without that.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 #: Rounds that a thread without work spins for before it sleeps: about 20 µs, as long as it takes
 #: to wake one up.
@@ -39,3 +44,20 @@ def imports() -> Iterator[None]:
         if was_on:
             gc.freeze()
             gc.enable()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process; at once where torch is loaded and all went well.
+
+    What was registered for the end has run then, and output has been written. As usual where a
+    thread is at work, somebody measures (a profiler, a debugger), or output cannot be written.
+    """
+    is_alone = all(t.daemon or t is threading.main_thread() for t in threading.enumerate())
+    is_watched = sys.gettrace() is not None or sys.getprofile() is not None
+    if status == 0 and "torch" in sys.modules and is_alone and not is_watched:
+        atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(0)
+    raise SystemExit(status)
