@@ -1,6 +1,7 @@
 """Phases against brute force: all patterns, all emitted rows, one covariance."""
 
 import itertools
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -154,6 +155,13 @@ def test_an_endless_blt_is_the_limit_of_long_ones(b, k):
         assert float(summed @ summed) <= found.squared
     assert found.exact
     assert found.squared == pytest.approx(float(summed @ summed), rel=1e-9)
+
+
+def test_an_endless_blt_of_slow_decay_keeps_its_digits():
+    theta, omega = 1 - 1e-9, 1e-5
+    found = prefix_sensitivity(st.blt((theta,), (omega,)), SinglePass.open(), 10**8)
+    truth = 1 + Fraction(omega) ** 2 / (1 - Fraction(theta) ** 2)
+    assert truth <= Fraction(found.squared) <= truth * Fraction(1 + 3e-12)
 
 
 def test_a_run_of_unknown_length():

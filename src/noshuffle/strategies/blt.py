@@ -171,7 +171,8 @@ def endless_squared(
         )
     lags = separation * np.arange(most)
     powers = theta[None, :] ** lags[:, None]
-    shared = (omega[:, None] * omega[None, :] / (1 - theta[:, None] * theta[None, :])).sum(axis=0)
+    gap = (1 - theta[:, None]) + theta[:, None] * (1 - theta)  # 1 − θ_i θ_j, with its digits
+    shared = (omega[:, None] * omega[None, :] / gap).sum(axis=0)
     own = np.where(lags > 0, (theta[None, :] ** np.maximum(lags - 1, 0)[:, None]) @ omega, 1.0)
     X = own + powers @ shared
     weights = 2.0 * (most - np.arange(most))

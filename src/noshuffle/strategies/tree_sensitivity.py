@@ -187,11 +187,11 @@ class _Nodes:
 
     def by_count(self, trees: list[Part], limits: PatternLimits) -> Array:
         """S² of the worst pattern for every number of participations."""
-        parts = []
-        for tree in trees:
+        drawn = {}
+        for tree in set(trees):  # of millions of trees a few are different
             real, full = self._shape(tree)
-            parts.append(Part(real, real, 1 << (full - 1).bit_length() if full > real else full))
-        return _search(limits, counts_all=True).best(parts)
+            drawn[tree] = Part(real, real, 1 << (full - 1).bit_length() if full > real else full)
+        return _search(limits, counts_all=True).best([drawn[tree] for tree in trees])
 
 
 @dataclass(frozen=True)
