@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from noshuffle import participation
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import (
+    AnyOrderEpochs,
     BallsInBins,
     CyclicPoisson,
     Epochs,
@@ -14,6 +16,7 @@ from noshuffle.participation import (
     Restarted,
     SeparatedBins,
     SinglePass,
+    Stages,
     TruncatedPoisson,
     from_dict,
 )
@@ -21,6 +24,8 @@ from noshuffle.participation import (
 EXAMPLES: list[Participation] = [
     SinglePass(7),
     Epochs(3, 5),
+    AnyOrderEpochs(3, 5),
+    Stages((Epochs(2, 3), Epochs(1, 4))),
     MinSeparation(20, 4, 3),
     Poisson(10, 0.1),
     FixedSize(10, 5, 50),
@@ -38,6 +43,11 @@ def test_round_trip_and_words(part: Participation) -> None:
     assert from_dict(part.to_dict()) == part
     assert len(part.words()) > 20
     assert 1 <= part.most <= part.steps
+
+
+def test_every_participation_is_an_example() -> None:
+    kinds = {getattr(participation, name) for name in participation.__all__} - {Participation}
+    assert {type(part) for part in EXAMPLES} == {kind for kind in kinds if isinstance(kind, type)}
 
 
 def test_blocks_of_a_restarted_run() -> None:

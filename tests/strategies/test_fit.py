@@ -9,12 +9,14 @@ import pytest
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
+    AnyOrderEpochs,
     Epochs,
     FixedSize,
     MinSeparation,
     Poisson,
     Restarted,
     SinglePass,
+    Stages,
 )
 from noshuffle.strategies.error import error
 from noshuffle.strategies.fit import MECHANISMS, best, candidates, fit
@@ -185,6 +187,11 @@ def test_candidates_keep_to_the_limit_and_come_sorted(limit):
     assert ("blt" in names) == (limit != 0)
     if limit is not None:
         assert all(one.strategy.buffers(30) <= limit for one in found)
+
+
+@pytest.mark.parametrize("part", [Stages((Epochs(2, 7), Epochs(3, 4))), AnyOrderEpochs(3, 5)])
+def test_best_is_independent_noise_where_nothing_else_is_proved(part):
+    assert best(part).strategy.name == "identity"
 
 
 def test_best_is_the_first_candidate():

@@ -76,6 +76,7 @@ _KINDS: dict[str, type[Participation]] = {
     for cls in (
         SinglePass,
         Epochs,
+        AnyOrderEpochs,
         MinSeparation,
         Stages,
         Poisson,
