@@ -110,6 +110,14 @@ def test_numbers_and_more_classes() -> None:
     assert three.decision_function(x[:2]).shape == (2, 3)
 
 
+def test_noise_of_many_trees_is_not_learned() -> None:
+    """Targets off the middle of their bounds: the mean alone was twice as near as the trees."""
+    x = RNG.uniform(-1, 1, size=(3000, 3))
+    z = np.sin(3 * x[:, 0]) * x[:, 1]
+    settings = {"epsilon": 4.0, "bounds": (-1, 1), "target_bounds": (-1, 8), "test_seed": 0}
+    assert PrivateTreesRegressor(**settings).fit(x, z).score(x, z) > 0.1
+
+
 def test_the_noise_of_a_leaf_is_that_of_the_plan() -> None:
     """Leaves of rows that pull to neither side, against what the noise says; 3/2 would fail."""
     x, y = np.zeros((4000, 1)), np.arange(4000) % 2

@@ -8,7 +8,9 @@ of 2^D leaves. The random draws are public: they tell nothing of rows. Then one 
     (G_l, H_l) = Σ_{i in leaf l} (r_i, h_i·S)·clip  + noise      r: residual, h: curvature
     margins += −η·G̃_l/(max(H̃_l/S, 0) + σ)                      σ: deviation of the noise
 
-so that leaves which the noise hides stay near zero. A row lies in one leaf. For two classes
+so that leaves which the noise hides stay near zero. Of numbers, what all leaves of a tree share
+and how they differ are shrunk by what they show beyond the noise (`_beyond`), or the noise of many
+trees would add up to more than the targets vary. A row lies in one leaf. For two classes
 r = p − y and h = p(1 − p), so |r|² + S²h² = p²(1 + S²(1 − p)²) ≤ 1 wherever S² ≤ (1+p)/(p²(1−p)),
 whose minimum over p is at (√5 − 1)/2: ((1+√5)/2)⁵ = 11.09. S = 3.3 leaves all rows unclipped; for
 more classes and for numbers (h = 1, S = 1/2) rows are clipped to norm √2.
@@ -121,8 +123,16 @@ class TreesRule(Rule):
             return
         sums = mean[: 2 * self.outputs << self.depth].reshape(2, self.outputs, -1) * self._rows
         hidden = self._noise * self.clip_norm
-        bend = np.maximum(sums[1] / self._share, 0.0) + hidden + 1e-9
-        self._tree.leaves[:] = np.clip(-self.rate * sums[0] / bend, -_FAR, _FAR).T
+        slope, rows = sums[0], np.maximum(sums[1] / self._share, 0.0)
+        leaves = np.zeros_like(slope)
+        if not self.loss.is_classifier:
+            all_hidden = hidden * math.sqrt(rows.size)
+            leaves += _beyond(slope.sum(keepdims=True), all_hidden) / (
+                rows.sum() + all_hidden + 1e-9
+            )
+            slope = _beyond(slope - leaves * rows, hidden)
+        leaves += slope / (rows + hidden + 1e-9)
+        self._tree.leaves[:] = np.clip(-self.rate * leaves, -_FAR, _FAR).T
         self.trees.append(self._tree)
         self._margins += self._tree.leaves[self._leaf]
 
@@ -146,6 +156,12 @@ class TreesRule(Rule):
     def _drawn(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         places = self._rng.choice(len(self._chances), size=self.depth, p=self._chances)
         return places // BINS, places % BINS
+
+
+def _beyond(sums: Array, deviation: float) -> Array:
+    """Sums shrunk by what they show beyond their noise (James and Stein 1961)."""
+    energy = max(float(np.sum(sums**2)), 1e-300)
+    return np.asarray(sums * max(0.0, 1.0 - sums.size * deviation**2 / energy))
 
 
 def codes_of(x: Array, low: Array, high: Array) -> Codes:
