@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from noshuffle.clipping import Ghost, PerExample
 from noshuffle.errors import InvalidInput, ParticipationViolation, ReplayRefused, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, SinglePass
@@ -262,3 +263,50 @@ def test_other_precisions_are_not_taken_for_something_missing(how):
     nn.functional.cross_entropy(out.float(), torch.randint(5, (8,))).backward()
     loop.optimizer.step()
     assert loop.steps_released == 1
+
+
+def ordinary_step(private, x, y):
+    private.optimizer.zero_grad()
+    nn.functional.cross_entropy(private.model(x), y).backward()
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+def test_a_model_in_which_one_large_row_moves_all_others_is_refused(engine):
+    """Examples taken one by one in the second pass would be clipped with outputs of the first."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if bool((x.abs() < 50).all()) else x / 255)
+
+    torch.manual_seed(0)
+    private = make(Scaled(4, 3), engine=engine())
+    before = private.model.weight.detach().clone()
+    with pytest.raises(Unsupported, match="must not mix"):
+        ordinary_step(private, torch.randn(8, 4), torch.randint(3, (8,)))
+    assert torch.equal(private.model.weight, before)
+    assert private.steps_released == 0
+
+
+def test_a_second_pass_is_compared_in_every_step_on_a_cpu():
+    """Of whole numbers there are no extreme ones to try: a later batch shows what they set off."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(11, 4), nn.Linear(4, 3)
+            self.bias = nn.Parameter(torch.zeros(3))  # of no layer: written out per example
+
+        def forward(self, tokens):
+            sign = -1.0 if int(tokens.max()) == 10 else 1.0
+            return self.out(self.embed(tokens)).mean(1) * sign + self.bias
+
+    torch.manual_seed(0)
+    private = make(Counted())
+    tokens, y = torch.randint(9, (8, 5)), torch.randint(3, (8,))
+    for shift in range(2):
+        ordinary_step(private, (tokens + shift) % 9, y)
+    tokens[4, 0] = 10
+    with pytest.raises(Unsupported, match="gives other outputs than the first"):
+        ordinary_step(private, tokens, y)
+    assert private.steps_released == 2

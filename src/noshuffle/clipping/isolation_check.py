@@ -264,3 +264,4 @@ def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
         low = low or torch.is_autocast_enabled(losses.device.type)
         _alone(run, pair, losses, (), [], low=low)
         _counted(model, run, pair, batch, low=low, is_later=True)
+        _beside_extremes(run, pair, losses, low=low)

@@ -35,7 +35,10 @@ from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
+from noshuffle.clipping.isolation_check import alone_still
+from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import batch_size
+from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.training.check import warn_if_trained_before
 from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
@@ -167,8 +170,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if one.own_loss is not None:
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
-                if step.can_replay_masks and (one.is_random or is_first):
+                is_near = step.losses.device.type == "cpu"  # no device is waited for
+                if step.can_replay_masks and (one.is_random or is_first or is_near):
                     _check_again(one, step.losses)
+                if is_power and size > 1 and one.own_loss is None and step.can_replay_masks:
+                    _check_apart(self._parts, loss_fn, batch)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
             self._steps, self._factor, self._is_zeroed = self._steps + 1, factor, False
@@ -176,11 +182,30 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
 
+def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> None:
+    """Raise if examples mix in the model: c was made from outputs of the whole batch.
+
+    An engine that takes examples one by one would be right by itself, and clip what c brings.
+    """
+    try:
+        with put_back_after(parts.model):
+            alone_still(parts.model, loss_fn, batch)
+    except NotNow:
+        return
+    except NotByLayer as reason:
+        raise Unsupported(
+            f"examples must not mix in the model, or what `loss.backward()` sends back into one is "
+            f"another's too: {reason}; use private.step, which takes them one by one"
+        ) from None
+
+
 def _check_again(one: Pass, found: Tensor) -> None:
     """Raise unless the second pass gave the outputs of the first: ⟨output_i, c_i⟩ is the same."""
     if one.inner is None or len(found) != len(one.inner):  # some rows were left out
         return
     first, again = one.inner.double(), found.double().to(one.inner.device)
+    fine = first.isfinite() & again.isfinite()  # others contribute zero
+    first, again = first[fine], again[fine]
     size = sum(c.double().square().sum() for c in one.sent_back.values())
     gap, is_low = float((first - again).norm()), one.cast or one.inner.dtype != torch.float32
     if gap > (5e-2 if is_low else 1e-3) * float(first.norm() + 1e-3 * torch.as_tensor(size).sqrt()):
