@@ -1,6 +1,6 @@
 """The simulation behind the steps of `solver="auto"`: synthetic tables, every solver and schedule.
 
-    python benchmarks/convex_rule.py [--quick] [--task classify regress wide]
+    python benchmarks/convex_rule.py [--quick] [--task classify regress wide rare]
 
 For each family, number of rows n, columns p and ε: test accuracy (R² of regressions, at least −1)
 of "gd" at several numbers of readings and step sizes, of the rule's own choice ("auto") and of
@@ -8,20 +8,20 @@ the other solvers, δ = 1e-6. Printed by R = nμ/√(p + 1): how far each settin
 of its cell, mean over cells. No table of convex_table.py takes part. Families: uniform
 columns, skewed and correlated ones, indicators of five values each with a rare class, columns of
 very different spread; of classes also clusters of five. "wide" has thousands of columns, of which
-3, 30 or all matter, and "gd" beside "frank_wolfe" at several radii, printed cell by cell.
+3, 30 or all matter, and "gd" beside "frank_wolfe" at several radii, printed cell by cell. "rare"
+has two classes, one of share π, or ten clusters, and what "gd" gains by η = 2, 1 and by the rule
+over η = 4, in points, mean over families, p = 20 and 60, weak and strong margins.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import numpy as np
 from scipy.special import expit
-
-from noshuffle.accounting import gaussian
-from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 
 DELTA, HELD = 1e-6, 2000
 FAMILIES = ("uniform", "skewed", "indicators", "spreads", "clusters")
@@ -78,6 +78,8 @@ def tries(task: str) -> dict[str, dict[str, Any]]:
 def score(task: str, kind: str, x: Any, y: Any, *, epsilon: float, **settings: Any) -> float:
     if settings.get("solver") == "objective" and kind == "clusters":
         return float("nan")
+    from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
+
     make: Any = PrivateLogisticRegression if task == "classify" else PrivateLinearRegression
     more = {"classes": np.unique(y)} if task == "classify" else {}
     model = make(epsilon=epsilon, delta=DELTA, bounds=(-1, 1), test_seed=0, **more, **settings)
@@ -86,6 +88,8 @@ def score(task: str, kind: str, x: Any, y: Any, *, epsilon: float, **settings: A
 
 
 def simulate(task: str, *, quick: bool) -> None:
+    from noshuffle.accounting import gaussian
+
     made = classes if task == "classify" else targets
     kinds = FAMILIES if task == "classify" else ("uniform", "spreads", "skewed")
     behind: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -113,6 +117,8 @@ def simulate(task: str, *, quick: bool) -> None:
 
 def simulate_wide(*, quick: bool) -> None:
     """Accuracy of "gd" and of chosen vertices where columns are many, and few matter or all."""
+    from noshuffle.accounting import gaussian
+
     radii = (0.5, 1.0, 2.0)
     tried = ("gd", *(f"radius {r:g}" for r in radii))
     print("wide: accuracy\n" + f"{'n':>6}{'p':>6}{'matter':>8}{'ε':>5}{'R':>7}{'nμ/ln 2p':>10}"
@@ -135,14 +141,42 @@ def simulate_wide(*, quick: bool) -> None:
                       + "".join(f"{v:>12.3f}" for v in found), flush=True)  # fmt: skip
 
 
+def simulate_rare(*, quick: bool) -> None:
+    """What shorter steps gain where a class is rare, or classes are many, by R."""
+    from noshuffle.accounting import gaussian
+
+    asked: list[dict[str, Any]] = [{"solver": "gd", "learning_rate": r} for r in (4.0, 2.0, 1.0)]
+    print(f"rare: points gained over η = 4\n{'π':>6}{'R':>6}{'η = 2':>8}{'η = 1':>8}{'auto':>8}")
+    for share in (0.5, 0.1) if quick else (0.5, 0.25, 0.1, None):
+        for worth in (20, 120) if quick else (10, 20, 60, 120, 250):
+            found = []
+            for p, kind, strength in product((20, 60), ("skewed", "indicators", "spreads"), (1, 3)):
+                n = 4000
+                rng = np.random.default_rng((worth, p, len(kind), strength))
+                if share is None:
+                    centres = rng.uniform(-0.5, 0.5, (10, p)) * (rng.random((10, p)) < 0.5)
+                    y = rng.integers(10, size=n + HELD)
+                    x = np.clip(centres[y] + 0.35 * rng.normal(size=(n + HELD, p)), -1, 1)
+                else:
+                    x = columns(kind, n + HELD, p, rng)
+                    margin = (x - x.mean(0)) @ (rng.normal(size=p) / np.maximum(x.std(0), 1e-3))
+                    noisy = strength * margin / margin.std() + rng.logistic(size=n + HELD)
+                    y = (noisy > np.quantile(noisy, 1 - share)).astype(int)
+                epsilon = gaussian.epsilon(mu=worth * np.sqrt(p + 1) / n, delta=DELTA)
+                own = [score("classify", kind, x, y, epsilon=epsilon, **a) for a in (*asked, {})]
+                found.append([100 * (value - own[0]) for value in own[1:]])
+            gains = "".join(f"{v:>8.2f}" for v in np.mean(found, axis=0))
+            print(f"{share or '1/10':>6}{worth:>6}{gains}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--task", nargs="+", default=("classify", "regress", "wide"))
+    parser.add_argument("--task", nargs="+", default=("classify", "regress", "wide", "rare"))
     given = parser.parse_args()
     for task in given.task:
-        if task == "wide":
-            simulate_wide(quick=given.quick)
+        if task in ("wide", "rare"):
+            (simulate_wide if task == "wide" else simulate_rare)(quick=given.quick)
         else:
             simulate(task, quick=given.quick)
 

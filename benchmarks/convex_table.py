@@ -1,7 +1,7 @@
 """Private linear classifiers on ten tables at five ε, every solver beside the peers.
 
     NOSHUFFLE_DATA=... python benchmarks/convex_table.py --out convex.json [--quick] [--seeds 2]
-    ANOTHER_PYTHON benchmarks/convex_table.py --out convex.json --only diffprivlib   (or opacus)
+    ANOTHER_PYTHON benchmarks/convex_table.py --out convex.json --only diffprivlib   (opacus, …)
     python benchmarks/convex_table.py --out convex.json --check
 
 Test accuracy, δ = 1e-6 (diffprivlib: δ = 0), zero-out neighbours, a random fifth held out (Adult:
@@ -12,7 +12,8 @@ are boosted trees (`noshuffle.convex.trees`), no linear model. Columns have publ
 nothing is tuned here: `auto` takes its steps by a rule that was made on synthetic tables
 (convex_rule.py), in a form that was chosen while looking at the first six of these tables but Bank.
 Of the peers, diffprivlib has rows of norm √p; Opacus 20 epochs, batches of n/10, rate 2, clip norm
-1. Every cell is kept in the file as soon as it is there, and a second run goes on; peers are
+1, and `opacus tuned` what opacus_tuning.py chose for its rows, columns, classes and ε on synthetic
+tables. Every cell is kept in the file as soon as it is there, and a second run goes on; peers are
 measured by whichever interpreter has them, and a line says what was left out.
 """
 
@@ -33,7 +34,9 @@ import numpy as np
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 8.0)
 DELTA = 1e-6
 SOLVERS = ("auto", "objective", "ftrl", "ftrl x5", "frank_wolfe", "trees")
-PEERS = ("diffprivlib", "opacus")
+PEERS = ("diffprivlib", "opacus", "opacus tuned")
+#: Settings by opacus_tuning.py.
+TUNED = Path(__file__).parents[1] / "docs/results/convex/opacus.json"
 Table = tuple[Any, Any, Any, Any]
 
 
@@ -145,6 +148,12 @@ TABLES: dict[str, Callable[[], Table]] = {
 }
 #: Rows held out.
 HELD = dict(zip(TABLES, (16_281, 8_238, 9_063, 360, 114, 2000, 200, 2000, 6000, 200_000)))
+#: Rows learned from, columns, classes and the lower bound of the columns: public.
+SHAPES = dict(zip(TABLES, (
+    (32_561, 105, 2, 0), (32_950, 62, 2, 0), (36_249, 8, 2, 0), (1437, 64, 10, 0),
+    (455, 30, 2, 0), (8000, 20, 2, -1), (800, 5, 2, -1), (8000, 100, 2, -1),
+    (1600, 10_000, 2, -1), (800_000, 10, 2, -1),
+)))  # fmt: skip
 QUICK = ("digits", "breast cancer", "1,000 x 5")
 #: Tables of so few rows that one run says little have this many seeds, of all but Opacus.
 SMALL_SEEDS = 10
@@ -178,7 +187,10 @@ def diffprivlib(data: Table, epsilon: float, seed: int) -> float | None:
     return float(model.fit(x, y).score(held, told))
 
 
-def opacus(data: Table, epsilon: float, seed: int) -> float | None:
+FIXED = {"epochs": 20, "parts": 10, "rate": 2.0, "clip": 1.0}
+
+
+def opacus(data: Table, epsilon: float, seed: int, asked: dict[str, Any]) -> float | None:
     import torch
     from opacus import PrivacyEngine  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader, TensorDataset
@@ -186,14 +198,14 @@ def opacus(data: Table, epsilon: float, seed: int) -> float | None:
     x, y, held, told = (torch.as_tensor(np.asarray(v)) for v in data)
     torch.manual_seed(seed)
     model: Any = torch.nn.Linear(x.shape[1], int(y.max()) + 1)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=2.0)
-    loader: Any = DataLoader(TensorDataset(x, y), batch_size=max(1, len(x) // 10))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=asked["rate"])
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=max(1, len(x) // asked["parts"]))
     model, optimizer, loader = PrivacyEngine().make_private_with_epsilon(
         module=model, optimizer=optimizer, data_loader=loader, target_epsilon=epsilon,
-        target_delta=DELTA, epochs=20, max_grad_norm=1.0,
+        target_delta=DELTA, epochs=asked["epochs"], max_grad_norm=asked["clip"],
     )  # fmt: skip
     x = x.float()
-    for _ in range(20):
+    for _ in range(asked["epochs"]):
         for index in loader.batch_sampler:  # rows of its batches, without collating them one by one
             optimizer.zero_grad()
             if len(index):
@@ -202,7 +214,7 @@ def opacus(data: Table, epsilon: float, seed: int) -> float | None:
     return float((model(held.float()).argmax(1) == told).float().mean())
 
 
-def measure(name: str, data: Table, epsilon: float, seed: int) -> float | None:
+def measure(table: str, name: str, data: Table, epsilon: float, seed: int) -> float | None:
     if name == "majority":
         return float((data[3] == np.bincount(data[1]).argmax()).mean())
     if name == "not private":
@@ -211,8 +223,11 @@ def measure(name: str, data: Table, epsilon: float, seed: int) -> float | None:
         keep = slice(0, 200_000)
         model = LogisticRegression(C=100.0, max_iter=300).fit(data[0][keep], data[1][keep])
         return float(model.score(data[2], data[3]))
+    if name == "diffprivlib":
+        return diffprivlib(data, epsilon, seed)
     if name in PEERS:
-        return (diffprivlib if name == "diffprivlib" else opacus)(data, epsilon, seed)
+        tuned = json.loads(TUNED.read_text()) if name == "opacus tuned" else {}
+        return opacus(data, epsilon, seed, tuned[f"{table}|{epsilon:g}"] if tuned else FIXED)
     return ours(name, data, epsilon, seed)
 
 
@@ -226,7 +241,7 @@ def run(
         for name in names:
             once = name in ("majority", "not private")
             for epsilon in (0.0,) if once else epsilons:
-                is_small = table in QUICK and name != "opacus" and seeds > 1
+                is_small = table in QUICK and not name.startswith("opacus") and seeds > 1
                 for seed in range(1 if once else SMALL_SEEDS if is_small else seeds):
                     key = f"{table}|{name}|{epsilon:g}|{seed}"
                     if key in cells or name in missing:
@@ -234,7 +249,7 @@ def run(
                     data = data or TABLES[table]()
                     began = time.perf_counter()
                     try:
-                        found = measure(name, data, epsilon, seed)
+                        found = measure(table, name, data, epsilon, seed)
                     except ImportError as absent:
                         missing.add(name)
                         print(f"{name} is left out: {absent}")

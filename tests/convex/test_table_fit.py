@@ -318,3 +318,27 @@ def test_the_best_of_a_search_says_what_its_run_said_and_does_not_go_on() -> Non
     for name in ("test_seed", "neighbours", "epsilon"):
         with pytest.raises(InvalidInput, match=name):
             private_search(quick(), x, y, [{name: 1}], epsilon=2.0)
+
+
+def test_steps_are_shorter_where_a_class_is_rare() -> None:
+    """By the share that the first released gradient tells, or by the number of classes."""
+    rng, n, p = np.random.default_rng(3), 3000, 5
+    x = rng.uniform(-1, 1, (n, p))
+    noisy = x @ rng.normal(size=p) + rng.logistic(size=n)
+
+    def rate(
+        share: float, *, worth: float, make: type = PrivateLogisticRegression, **more
+    ) -> float:
+        y = (noisy > np.quantile(noisy, 1 - share)).astype(int)
+        epsilon = gaussian.epsilon(mu=worth * math.sqrt(p + 1) / n, delta=1e-6)
+        settings = {"epsilon": epsilon, "bounds": (-1, 1), "classes": [0, 1], "test_seed": 0}
+        return make(**settings, solver="gd", **more).fit(x, y).learning_rate_
+
+    for share in (0.25, 0.5, 0.75):
+        assert rate(share, worth=100) == pytest.approx(8 * min(share, 1 - share), abs=0.5)
+    assert rate(0.05, worth=100) == 1.0
+    assert rate(0.05, worth=250) == rate(0.05, worth=10) == 4.0
+    assert rate(0.05, worth=100, learning_rate=3.0) == 3.0
+    assert rate(0.05, worth=100, make=PrivateSVC) == 1.0
+    many = [steps_for(rows=n, columns=p, mu=0.1, rate=4.0, classes=k).rate for k in (2, 4, 10)]
+    assert many == [4.0, 2.0, 1.0]

@@ -33,6 +33,7 @@ from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import Loss, hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import told
+from noshuffle.convex.schedule import LOGISTIC_RATE
 from noshuffle.convex.targets import ClassTargets
 from noshuffle.errors import InvalidInput, one_of
 
@@ -95,7 +96,7 @@ class PrivateLinearClassifier(ClassTargets, ClassifierMixin, PrivateLinearModel)
 class PrivateLogisticRegression(PrivateLinearClassifier):
     """Logistic (two classes) or softmax regression, with probabilities."""
 
-    _RATE: ClassVar[float | None] = 4.0
+    _RATE: ClassVar[float | None] = LOGISTIC_RATE
     _VERTICES: ClassVar[bool] = True
 
     def _record(self, **bounds: Any) -> Loss:

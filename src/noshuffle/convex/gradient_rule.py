@@ -9,6 +9,11 @@ release the sums of (x, x²) over the columns, the others clipped gradients:
     v ← βv + ḡ,   θ ← θ − ηv,   ḡ = mean of clip(r ⊗ (x', 1)) + noise,   β = 0.9
     answer: the mean of θ over the second half of the steps
 
+At θ = 0 every residual of two classes is ±½, so that the intercept of the first released gradient
+tells the share of the rarer class, π̂ = ½(1 − |ḡ|/min(½, c/‖(x', 1)‖)), up to noise and with the
+root mean square of ‖(x', 1)‖ by what was released: where `eases`, steps are multiplied by
+max(2π̂, ¼) (`schedule` says why).
+
 Before them one reading may count rows, by class where classes are to be balanced (`census`): a row
 is one unit of one count. Then n̂_k rows of class k (n̂ in all) were released, rows of class k weigh
 u_k = min_j n̂_j/n̂_k ≤ 1, and means are multiplied by n/n̂ (rows that were left out) and, for balance,
@@ -42,7 +47,7 @@ from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.rule import Rule, Watch
-from noshuffle.convex.schedule import LENGTH
+from noshuffle.convex.schedule import LENGTH, eased
 from noshuffle.errors import non_negative, positive
 
 #: Momentum, clipping of (x, x²) in units of √p.
@@ -69,6 +74,7 @@ class GradientRule(Rule):
     rate: float
     readings: int
     length: float = LENGTH
+    eases: bool = False
     ridge: float = 0.0
     fit_intercept: bool = True
     most_weight: float = 1.0
@@ -89,7 +95,7 @@ class GradientRule(Rule):
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
     _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
-    _STATE += ("_slopes", "_spread")
+    _STATE += ("_slopes", "_spread", "learning_rate")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
@@ -270,15 +276,24 @@ class GradientRule(Rule):
         if self._count > self._descent:
             self._slopes = self._slopes + gradient[0]
             return
-        own = np.append(self.ridge * self._scale**2, 0.0)
+        if self.eases and self._count == self._before + 1:
+            self.learning_rate = self.rate * eased(self._rarer_share(float(gradient[0, -1])))
+        rate, own = self.learning_rate, np.append(self.ridge * self._scale**2, 0.0)
         gradient += own * self._theta
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
         # Steps along a column are shorter where its penalty is so large that they would diverge.
-        self._theta = self._theta - self.rate / np.maximum(1.0, self.rate * own) * self._velocity
+        self._theta = self._theta - rate / np.maximum(1.0, rate * own) * self._velocity
         total = (self._descent if self.spreads else self._steps) - self._before
         if 2 * (self._count - self._before) > total:
             self._average, self._taken = self._average + self._theta, self._taken + 1
+
+    def _rarer_share(self, intercept: float) -> float:
+        """Of two classes, from the intercept of the gradient at zero."""
+        square = self._moments[self.features :] / self.readings
+        length = math.sqrt(1.0 + self._scale**2 @ np.maximum(square - self._centre**2, 0.0))
+        most = min(0.5, self.clip_norm / (self.most_weight * length))
+        return 0.5 * (1.0 - abs(intercept) / most)
 
     @property
     def _share(self) -> float:

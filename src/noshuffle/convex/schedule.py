@@ -8,6 +8,11 @@ most frequent class is the better answer then. With s ≈ T/9 readings of the co
                  beyond, T = R/2 within [4, 64];   η = 4 for logistic losses, 1 for hinges
     regression   R < 3: the intercept;  beyond, T = R within [8, 64],  η = R/100 within [0.1, 0.2]
 
+Where a class is rare, gradients of logistic losses are smaller and their noise is not: for 15 ≤ R
+< 200 two classes with a share π̂ of the rarer one have η = 4·max(2π̂, ¼), π̂ being read off the first
+released gradient (`gradient_rule`), at no cost. For the same reason K > 2 classes have
+η = 4·max(2/K, ¼) for 40 ≤ R < 200. (`convex_rule.py --task rare`; hinges were worse for it.)
+
 Noise of a vertex that is chosen costs ln p instead of √p: two classes of a table of 1,000 columns
 and more are learned by private Frank–Wolfe on the unit l1 ball (`takes_vertices`) where R is small
 and nμ/ln 2p is not. It finds a few columns that matter; where all of them do, little is to be had
@@ -19,9 +24,9 @@ Elec2 at ε = 0.1; ρ = 3, β, C and that columns are standardised at all while 
 benchmarks/RESULTS.md, too. All of it moves accuracy, never privacy. No state.
 
 >>> steps_for(rows=10_000, columns=20, mu=0.25)
-Schedule(steps=64, readings=7, length=3.0, rate=1.0)
+Schedule(steps=64, readings=7, length=3.0, rate=1.0, eases=False)
 >>> steps_for(rows=100, columns=30, mu=0.03)
-Schedule(steps=1, readings=0, length=0.0, rate=1.0)
+Schedule(steps=1, readings=0, length=0.0, rate=1.0, eases=False)
 """
 
 from __future__ import annotations
@@ -29,13 +34,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-#: Length of a standardised row beside its constant.
-LENGTH = 3.0
+#: Length of a standardised row beside its constant; step size of logistic losses.
+LENGTH, LOGISTIC_RATE = 3.0, 4.0
 FEWEST, MOST = 4, 64
 #: R below which only the intercept is learned: of classes, of regressions.
 HIDDEN, HIDDEN_NUMBERS = 1.0, 3.0
 #: R below which classes are learned from columns as they are.
 UNSCALED = 5.0
+#: R from which on steps are shorter for a rare class of two, for many classes; R up to which.
+RARE, MANY, CALM = 15.0, 40.0, 200.0
+#: The least share of their length.
+SHORTEST = 0.25
 #: Columns from which on vertices are considered, R up to which, and nμ/ln 2p from which on.
 WIDE, CROWDED, AUDIBLE = 1000, 30.0, 12.0
 #: The l1 ball of such a fit: the direction decides about classes, and small balls need few steps.
@@ -43,12 +52,16 @@ WIDE_RADIUS = 1.0
 
 
 class Schedule(NamedTuple):
-    """Gradient steps, readings of the columns before them, length of a standardised row."""
+    """Gradient steps, readings of the columns before them, length of a standardised row.
+
+    `eases`: whether the rate is yet to be multiplied by `eased(π̂)`.
+    """
 
     steps: int
     readings: int
     length: float
     rate: float
+    eases: bool = False
 
 
 def steps_for(
@@ -59,8 +72,12 @@ def steps_for(
     rate: float | None = 1.0,
     fit_intercept: bool = True,
     is_sparse: bool = False,
+    classes: int = 0,
 ) -> Schedule:
-    """The schedule of the docstring, from public numbers; rate=None is a regression."""
+    """The schedule of the docstring, from public numbers; rate=None is a regression.
+
+    `classes` are those of a logistic loss (0: another loss).
+    """
     worth = rows * mu / math.sqrt(columns + 1)
     if worth < (HIDDEN_NUMBERS if rate is None else HIDDEN) and fit_intercept:
         return Schedule(1, 0, 0.0, rate or 1.0)
@@ -70,7 +87,20 @@ def steps_for(
         steps, rate = int(min(max(worth, 2 * FEWEST), MOST)), min(max(worth / 100, 0.1), 0.2)
     else:
         steps = int(min(max(worth / 2, FEWEST), MOST))
-    return Schedule(steps, 0 if is_sparse else max(1, round(steps / 9)), LENGTH, rate)
+    if classes > 2 and MANY <= worth < CALM:
+        rate *= eased(1 / classes)
+    eases = classes == 2 and RARE <= worth < CALM and fit_intercept and not is_sparse
+    readings = 0 if is_sparse else max(1, round(steps / 9))
+    return Schedule(steps, readings, LENGTH, rate, eases)
+
+
+def eased(share: float) -> float:
+    """What the step size is multiplied by where the rarer class has this share.
+
+    >>> eased(0.5), eased(0.25), eased(0.01)
+    (1.0, 0.5, 0.25)
+    """
+    return min(max(2.0 * share, SHORTEST), 1.0)
 
 
 def takes_vertices(*, rows: int, columns: int, mu: float) -> bool:

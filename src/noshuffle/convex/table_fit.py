@@ -31,6 +31,7 @@ from noshuffle.convex.ranges import FOUND, is_private
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.schedule import (
     LENGTH,
+    LOGISTIC_RATE,
     WIDE_RADIUS,
     Schedule,
     stable_rate,
@@ -252,17 +253,18 @@ class TableFit:
             rate=self._RATE,
             fit_intercept=self.fit_intercept,
             is_sparse=is_sparse,
+            classes=len(getattr(self, "classes_", ())) if self._RATE == LOGISTIC_RATE else 0,
         )
         found = found._replace(rate=found.rate * self._STEP)
         if self.inference:
-            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)))
+            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)), eases=False)
         if self.passes != 1:
             whole(at_least=2, passes=self.passes)
             readings = 0 if is_sparse else max(1, round(self.passes / 10))
             found = Schedule(self.passes - readings, readings, LENGTH, found.rate)
         if self.learning_rate is not None:
             positive(learning_rate=self.learning_rate)
-            found = found._replace(rate=float(self.learning_rate))
+            found = found._replace(rate=float(self.learning_rate), eases=False)
         return found
 
     def _is_batch(self, rows: int) -> bool:
@@ -336,6 +338,7 @@ class TableFit:
             rate=self._schedule.rate,
             readings=self._schedule.readings,
             length=self._schedule.length,
+            eases=self._schedule.eases,
             ridge=self.alpha if self.penalty == "l2" else 0.0,
             fit_intercept=self.fit_intercept,
             most_weight=self._most_weight,
