@@ -126,8 +126,8 @@ CLIPPING = (
     Mutant(
         "a model may remember the last example",
         "clipping/statefulness.py",
-        "if abs(first - other) > tolerance and",
-        "if False and",
+        "if is_moved and abs(first - again)",
+        "if False and abs(first - again)",
         STATE,
         "P8",
     ),

@@ -313,8 +313,8 @@ PROMISES = (
     Mutant(
         "losses are not tried with other rows",
         "training/passes.py",
-        "found = trace.coupling(loss, gradient)",
-        'found = ""',
+        "found, doubts = coupling(trace, loss, gradient)",
+        "found, doubts = None, ()",
         ("tests/training/test_loops.py",),
         "P3",
     ),
