@@ -478,10 +478,14 @@ losses(
     lambda o, y: CE(o, y) / CE(o, y).detach(),
     expected="changes with the batch",
 )
-losses(
-    "losses",
+together(
     "an if on the batch",
     lambda o, y: CE(o * (30.0 if o.detach().abs().max() > 30 else 1.0), y),
+)
+losses(
+    "losses",
+    "an if on labels of the batch",
+    lambda o, y: CE(o * (30.0 if (y > 9).any() else 1.0), y),
     CE,
     expected="equal, warned",
 )

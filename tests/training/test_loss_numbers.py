@@ -74,6 +74,12 @@ def skipped(o, x, y):
     return CE(o, y)
 
 
+def named(o, x, y):
+    if (y > 9).any():
+        return CE(o, y) * 0.5
+    return CE(o, y)
+
+
 def tried(o, x, y):  # goes another way when the first row is another
     return CE(o * (1.0 if x[0, 0] == FIRST else 2.0), y)
 
@@ -88,17 +94,20 @@ REFUSED = {
     "inverse array": lambda o, x, y: CE(o * torch.tensor(1 / x.std(0)[:4].numpy()), y),
     "list": lambda o, x, y: CE(o * torch.tensor(x.std(0)[:4].tolist()), y),
     "test": tried,
+    "test of larger numbers": lambda o, x, y: CE(o * (30.0 if x.max() > 30 else 1.0), y),
+    "a return": skipped,
+    "index": lambda o, x, y: CE(o * [1.0, 30.0][int(x.max() > 30)], y),
+    "rows that are cut off": lambda o, x, y: CE(o * x.abs().max().clamp(min=10.0)[None], y),
 }
 DOUBTFUL = {
     "more arithmetic": lambda o, x, y: CE(o / (x.std().item() + 1e-8) ** 1.1, y),
     "by NumPy": lambda o, x, y: CE(o * float(np.std(x.numpy())), y),
-    "test that goes the same way": lambda o, x, y: CE(o * (30.0 if x.max() > 30 else 1.0), y),
-    "a return": skipped,
+    "test that goes the same way": lambda o, x, y: CE(o * (30.0 if (y > 9).any() else 1.0), y),
+    "another return": named,
     "test of a number": if_number,
     "number of a function": helper,
     "least of two": lambda o, x, y: CE(o * min(1.0, x.abs().max().item()), y),
     "comparison as a number": lambda o, x, y: CE(o * (1 + 29 * (x.max().item() > 30)), y).mean(),
-    "index": lambda o, x, y: CE(o * [1.0, 30.0][int(x.max() > 30)], y),
     "rows by NumPy": hard,
     "rows by a list": hard_list,
 }

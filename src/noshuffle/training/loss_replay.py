@@ -9,11 +9,12 @@ a forward pass and `backward` (`loss_trace`) are repeated with other rows:
 
 and c_j, j ∉ S, must be what it was, factor and reduction taken out (`loss_graph`). The sets are the
 bits of the row numbers and their complements, so that every pair (i ∈ S, j ∉ S) is tried: 2⌈log₂ B⌉
-repetitions of the loss, without the model. Tests (`if x.max() > 3`) must go the same way. Numbers
-that were read are known again where they come back (`loss_numbers`). There is a doubt, and the loop
-is warned, where nothing can be decided:
+repetitions of the loss, without the model; for two of the sets once more with S a thousand times as
+large. Tests (`if x.max() > 3`) must go the same way. Numbers that were read are known again where
+they come back (`loss_numbers`). There is a doubt, and the loop is warned, where nothing can be
+decided:
 
-    a test on the batch that goes the same way today (`loss_branches`)
+    a test on the batch that goes the same way, or one on a number (`loss_branches`)
     a number of many digits that came up after a read, or one that has changed since an earlier
     loss, if c would be another without it
     a loss that cannot be repeated
@@ -68,6 +69,8 @@ ROWS = "one changed row changes what the loss sends back to others"
 BRANCH = "the test in {line} goes another way with other rows; if it is for a log, move it behind "
 BRANCH += "loss.backward()"
 NOT_TRIED = "it could not be tried with other rows ({why})"
+#: What rows are multiplied by, besides.
+EXTREME = 1e3
 #: What a call raises that cannot be repeated.
 FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -78,6 +81,19 @@ class Coupling(NamedTuple):
 
     refusal: str | None
     doubts: tuple[str, ...] = ()
+
+
+class Exchange(NamedTuple):
+    """Which rows stand in the place of which, and what they are multiplied by."""
+
+    rows: Tensor
+    factors: Tensor | None = None
+
+    def of(self, one: Tensor) -> Tensor:
+        picked = one.detach()[self.rows.to(one.device)]
+        if self.factors is None or not one.is_floating_point():
+            return picked
+        return picked * self.factors.to(picked).reshape(-1, *[1] * (picked.dim() - 1))
 
 
 class Sent(NamedTuple):
@@ -124,7 +140,7 @@ class Repetition:
         self._constants = list(self._constants_of(range(len(trace.calls))))
         for one in self._constants:
             self._explain(one)
-        self._base = self._sent(self._rows)
+        self._base = self._sent(Exchange(self._rows))
         is_low = any(call.cast for call in trace.calls)
         for c in self._base.back[:1]:
             is_low = is_low or c.dtype not in (torch.float32, torch.float64)
@@ -162,24 +178,30 @@ class Repetition:
         """Whether c of a row changes with other rows."""
         size = len(self._rows)
         bits = ((self._rows[:, None] >> torch.arange(size.bit_length())) & 1).bool().T
-        for changed in {tuple(s) for b in bits for s in (b.tolist(), (~b).tolist())}:
-            if not 0 < sum(changed) < size:
+        sets = [at for bit in bits for at in (bit, ~bit) if 0 < int(at.sum()) < size]
+        for at in sets:
+            other = torch.where(at, (self._rows + 1) % size, self._rows)
+            if self._differs(self._sent(Exchange(other)), at):
+                return True
+        for at in sets[:2]:  # what holds for these numbers need not hold for larger ones
+            try:
+                now = self._sent(Exchange(self._rows, torch.where(at, EXTREME, 1.0)))
+            except FAILURES:  # no probabilities any more, say
                 continue
-            at = torch.tensor(changed)
-            now = self._sent(torch.where(at, (self._rows + 1) % size, self._rows))
             if self._differs(now, at):
                 return True
-            before = self._base.read
-            self._moved |= {i for i, one in now.read.items() if not _is_same(one, before[i])}
         return False
 
     def _differs(self, now: Sent, changed: Tensor) -> bool:
+        before = self._base.read
+        self._moved |= {i for i, one in now.read.items() if not _is_same(one, before[i])}
         return any(_differ(a, b, changed, self._share) for a, b in zip(self._base.back, now.back))
 
     def _matters(self, one: Constant) -> bool:
         """Whether c would be another with another number in the place of a constant."""
         try:
-            now = self._sent(self._rows, {one.key: shaped(may_be_other(one.values), one.what)})
+            other = {one.key: shaped(may_be_other(one.values), one.what)}
+            now = self._sent(Exchange(self._rows), other)
         except FAILURES:
             return True
         return self._differs(now, torch.zeros(len(self._rows), dtype=torch.bool))
@@ -262,11 +284,11 @@ class Repetition:
                 reads |= {number} if is_so else set()
         return found
 
-    def _sent(self, rows: Tensor, instead: dict[Any, Any] | None = None) -> Sent:
+    def _sent(self, rows: Exchange, instead: dict[Any, Any] | None = None) -> Sent:
         """c of the examples with these rows; nothing if the loss cannot be read."""
         own, read = dict[Any, Any](instead or {}), dict[int, Tensor]()
         with self._same_random():
-            ends = [_picked(one, rows).requires_grad_().clone() for one in self._trace.outputs]
+            ends = [rows.of(one).requires_grad_().clone() for one in self._trace.outputs]
             own.update((id(one), end) for one, end in zip(self._trace.outputs, ends))
             for number, call in enumerate(self._trace.calls):
                 result = self._again(call, own, rows)
@@ -282,14 +304,14 @@ class Repetition:
             return Sent([], read)
         starts = [end.grad_fn._sequence_nr() for end in ends if end.grad_fn is not None]
         reading = read_loss(again, starts, gradient=self._gradient, may_cut=True)
-        reading = reading.settled(len(rows))
-        if reading.refused(len(rows)):
+        reading = reading.settled(len(self._rows))
+        if reading.refused(len(self._rows)):
             return Sent([], read)
         grads = torch.autograd.grad(again, ends, self._gradient, allow_unused=True)
         whole = (torch.zeros_like(e) if g is None else g for g, e in zip(grads, ends))
         return Sent([reading.by_row(one) for one in whole], read)
 
-    def _again(self, call: Call, own: dict[Any, Any], rows: Tensor) -> Any:
+    def _again(self, call: Call, own: dict[Any, Any], rows: Exchange) -> Any:
         """Repeat a call; `own` has the new tensors by the ids of the old ones, and new numbers."""
 
         def new(one: Any) -> Any:
@@ -298,7 +320,7 @@ class Repetition:
                 return one if is_same else own.get(float(one), one)
             if isinstance(one, Tensor) and id(one) not in own:  # a copy, which may be written to
                 is_row = self._has_rows(one)
-                own[id(one)] = _picked(one, rows) if is_row else one.detach().clone()
+                own[id(one)] = rows.of(one) if is_row else one.detach().clone()
             return own.get(id(one), one)
 
         kind = self._trace.device.type
@@ -328,10 +350,6 @@ def is_of_numpy(one: Tensor) -> bool:
     """Whether a tensor has the memory of an array of its own, as `torch.from_numpy` gives it."""
     held = one.untyped_storage()
     return not held.resizable() and held.nbytes() == one.nbytes and one.is_floating_point()
-
-
-def _picked(one: Tensor, rows: Tensor) -> Tensor:
-    return one.detach()[rows.to(one.device)]
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -84,6 +84,7 @@ class LossTrace(TorchFunctionMode):
         return result
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        frame = None if torch.compiler.is_compiling() else sys._getframe(2)
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         call = Call(func, args, kwargs, result, torch.is_grad_enabled(), cast)
@@ -95,14 +96,14 @@ class LossTrace(TorchFunctionMode):
         self._bytes += sum(one.nbytes for one in (*made, *kept))  # these are copied
         if read is not None:
             self._bytes += read.nbytes
-            places = places_of(sys._getframe(2), METHODS, MOST_FRAMES)
+            places = places_of(frame, METHODS, MOST_FRAMES)
             is_truth = len(read) == 1 and call.given[0].dtype is torch.bool
             self.reads[len(self.calls)] = Read(read, places, call.name in TESTS or is_truth)
             call = call._replace(result=None)
         if len(self.calls) == MOST_CALLS or self._bytes > MOST_BYTES:
             self.drop()
             return
-        self.calls.append(call._replace(places=places_of(sys._getframe(2), LOGGING, 1)))
+        self.calls.append(call._replace(places=places_of(frame, LOGGING, 1)))
         is_mask = any(one.dtype is torch.bool for one in call.given[1:])
         self._has_selected |= call.name in SELECTIONS or (call.name == "__getitem__" and is_mask)
 
