@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from noshuffle.cli import main
-from noshuffle.cli.app import app
+from noshuffle.cli import app, main
 from noshuffle.cli.promise import print_json
 
 TABLE = "a,b,label\n" + "".join(f"{i / 40},{i % 7},{i % 2}\n" for i in range(40))

@@ -11,8 +11,7 @@ import pytest
 import typer
 
 from noshuffle import __version__
-from noshuffle.cli import main
-from noshuffle.cli.app import app
+from noshuffle.cli import app, main
 from noshuffle.cli.epsilon import EpsilonSettings
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.fit import FitSettings

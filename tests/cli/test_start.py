@@ -9,11 +9,15 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterable
 from unittest.mock import Mock
 
 import pytest
+import typer
 
+from noshuffle import cli
 from noshuffle.cli import start
+from noshuffle.cli.application import application
 
 
 @pytest.mark.parametrize(
@@ -114,3 +118,21 @@ def test_what_a_process_wrote_and_registered_is_not_lost() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ended.stdout == "written registered "
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(["epsilon", "--no-such"], ["epsilon"]), (["epsilom"], [*cli.COMMANDS])]
+)
+def test_only_the_command_that_is_asked_for_is_imported(
+    given: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str | None] = []
+
+    def spied(names: Iterable[str] = cli.COMMANDS) -> typer.Typer:
+        app = application(names)
+        made.extend(command.name for command in app.registered_commands)
+        return app
+
+    monkeypatch.setattr(cli, "application", spied)
+    assert cli.main(given) == 2
+    assert made == wanted

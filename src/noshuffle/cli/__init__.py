@@ -21,8 +21,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import sys
+from functools import cache
+from typing import Any
 
-from noshuffle.cli.app import app
+from noshuffle.cli.application import COMMANDS, application
 from noshuffle.cli.start import leave, let_threads_sleep
 from noshuffle.cli.words import refuse
 from noshuffle.errors import NoshuffleError
@@ -30,11 +32,21 @@ from noshuffle.errors import NoshuffleError
 __all__ = ["app", "main"]
 
 
+@cache
+def __getattr__(name: str) -> Any:
+    """`app`: the application with all of its commands."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return application()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status instead of leaving the process."""
     from typer.main import get_command
 
-    command = get_command(app)
+    given = sys.argv[1:] if arguments is None else arguments
+    own = application(given[:1]) if given[:1] and given[0] in COMMANDS else application()
+    command = get_command(own)
     try:
         status = command.main(args=arguments, prog_name="noshuffle", standalone_mode=False)
         return status if isinstance(status, int) else 0
