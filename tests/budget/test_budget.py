@@ -40,6 +40,7 @@ from noshuffle.errors import (
     BudgetExceeded,
     InvalidInput,
     ParticipationViolation,
+    ReplayRefused,
     Unsupported,
     VerificationFailed,
 )
@@ -641,3 +642,19 @@ def test_units_pay_in_the_neighbours_of_their_budget(tmp_path, near, times):
     mu = plan.mu() * times
     assert budget.total().mu == pytest.approx(mu, rel=1e-12)
     assert budget.spent_by([1]) == pytest.approx([gaussian.epsilon(mu=mu, delta=DELTA)])
+
+
+def test_an_object_that_was_overtaken_leaves_the_account(budget: Budget, tmp_path: Path) -> None:
+    """It closed the account at its own steps, and whoever went on with the run paid nothing."""
+    plan = plan_of()
+    old = sums_of(budget, plan, run=tmp_path / "run")
+    old.add(np.zeros(2), ids=[0, 1])
+    reserved = mu_of(budget)
+    new = sums_of(budget, plan, run=tmp_path / "run")
+    with suppress(ReplayRefused):
+        old.close()
+    assert mu_of(budget) == reserved
+    for step in range(plan.steps):  # the first as it was
+        new.add(np.zeros(2), ids=[2 * step, 2 * step + 1])
+    new.close()
+    assert mu_of(budget) == pytest.approx(plan.mu(), rel=1e-12)

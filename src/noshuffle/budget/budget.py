@@ -290,7 +290,8 @@ class Budget:
                     "run": "" if run is None else str(run), "process": process,
                 })  # fmt: skip
             barred = self._limit.barred(state, cost, but=own)
-        return OpenRun(self._limit, self._books, own, origin or own, barred, secret)
+        known_by = (*known.lives, *new) if known is not None else tuple(lives)
+        return OpenRun(self._limit, self._books, own, origin or own, barred, secret, known_by)
 
     def _found(
         self, state: BooksState, origin: str | None, lives: Sequence[str], released: int
@@ -329,6 +330,7 @@ class Budget:
                     entry.origin,
                     np.empty(0, dtype=np.int64),
                     None,
+                    entry.lives,
                 )
                 charge.settle(
                     found.statement,

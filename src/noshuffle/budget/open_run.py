@@ -41,6 +41,8 @@ class OpenRun:
     origin: str
     barred: Ids
     id_secret: bytes | None
+    #: The lives of the run, this one the last.
+    lives: tuple[str, ...]
 
     def identify(self, kind: str) -> None:
         """Where units are followed, all runs name them in the same way: a fact of the books."""
@@ -61,7 +63,10 @@ class OpenRun:
         units: tuple[Ids, Ids] | None = None,
         rows: int = 0,
     ) -> None:
-        """Charge what was released. More than was reserved is refused where it passes the limit."""
+        """Charge what was released. More than was reserved is refused where it passes the limit.
+
+        A run that somebody else has gone on with since is left to him.
+        """
         limit = self.limit
         if plan is not None and plan.participation.is_sampled:
             with self.books.reading() as events:
@@ -70,7 +75,7 @@ class OpenRun:
         with self.books.writing() as (events, append):
             state = BooksState.of(events)
             entry = state.entries[self.id]
-            if not entry.is_open:
+            if not entry.is_open or entry.lives != self.lives:
                 return
             cost = limit.cost(statement, plan, steps, state, but=self.id)
             old = entry.cost
