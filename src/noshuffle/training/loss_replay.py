@@ -105,11 +105,11 @@ class Sent(NamedTuple):
 
 def coupling(trace: LossTrace, loss: Tensor, gradient: Tensor | None) -> Coupling:
     """Whether the examples of a loss meet."""
-    if not all(one.dim() and len(one) > 1 for one in trace.outputs):
+    size = min(trace.sizes)
+    if size < 2:
         return Coupling(None)
-    size, is_on = len(trace.outputs[0]), trace.is_on
-    if not is_on or any(len(one) != size for one in trace.outputs):
-        why = "outputs of different lengths" if is_on else "too long, or in a mode of torch"
+    if not trace.is_on or len(trace.sizes) > 1:
+        why = "outputs of different lengths" if trace.is_on else "too long, or in a mode of torch"
         return Coupling(None, (NOT_TRIED.format(why=why),))
     trace.is_on = False
     try:

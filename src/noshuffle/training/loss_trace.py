@@ -67,6 +67,7 @@ class LossTrace(TorchFunctionMode):
         super().__init__()
         self.is_on = True
         self.outputs, self.device = list(outputs), outputs[0].device
+        self.sizes = {len(one) if one.dim() else 0 for one in outputs}
         self.starts = {one.grad_fn._sequence_nr() for one in outputs if one.grad_fn is not None}
         self.inputs = {memory(one) for one in tree_leaves(inputs) if isinstance(one, Tensor)}
         self.earlier = EarlierNumbers() if earlier is None else earlier
@@ -114,15 +115,17 @@ class LossTrace(TorchFunctionMode):
         self.is_on = all(isinstance(one, LossTrace) or one is default for one in above)
         if self.is_on:
             torch._C._push_on_torch_function_stack(self)
+        else:
+            self.drop()
 
     def drop(self) -> None:
-        """End, and forget the calls."""
+        """End, and keep nothing alive."""
         self.is_on, self.calls, self.reads = False, [], {}
+        self.outputs, self.random = [], []
 
     def leave(self) -> None:
         """The same, and off the stack of modes, whatever lies above."""
         self.drop()
-        self.outputs, self.random = [], []
         above = list[Any]()
         if any(one is self for one in _modes()):
             while (one := torch._C._pop_torch_function_stack()) is not self:
