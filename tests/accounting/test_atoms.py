@@ -38,6 +38,12 @@ def test_unequal_composition_is_that_of_all_outcomes() -> None:
     )
 
 
+def test_no_composition_costs_more_than_its_largest_loss() -> None:
+    two = compose([AnyRelease(atoms.laplace(scale=25.0), steps=2)])
+    assert two.epsilon(delta=1.8e-6) <= 2 / 25 * (1 + 1e-11)
+    assert two.epsilon(delta=1.8e-6) > 2 / 25 * (1 - 1e-3)
+
+
 def test_losses_of_known_mechanisms() -> None:
     noise = mechanisms.Laplace(2.0)
     one = compose([AnyRelease(atoms.laplace(scale=2.0))])

@@ -133,9 +133,8 @@ def optimal_sequence(guarantees: Iterable[tuple[float, float]], *, slack: float)
     ]
     if not releases:
         return Guarantee(0.0, -math.expm1(kept))
-    most = sum(epsilon * count for epsilon, count in rows.items())
     found = fourier.compose(releases, direction="remove").epsilon(delta=slack)
-    return Guarantee(min(found, most), -math.expm1(kept))
+    return Guarantee(found, -math.expm1(kept))
 
 
 def optimal_delta(*, epsilon: float, count: int, total: float) -> float:

@@ -216,7 +216,7 @@ class Composed:
             if i and found > top:  # the grid was chosen for the first side
                 step = choose_step(sides[i:], is_upper=True, delta=delta)
                 found = min(found, epsilon_of(side, delta=delta, is_upper=True, step=step))
-            top = max(top, found)
+            top = max(top, min(found, _most(side)))
         return top
 
     def delta(self, *, epsilon: float, bound: str = "upper") -> float:
@@ -269,6 +269,17 @@ class Composed:
             sampled[PoissonRelease(1 / math.sqrt(inverse_variance), 1.0)] = 1
         sides = ("remove", "add") if self.direction == "both" else (self.direction,)
         return mu, [[(r.pair(side), n) for r, n in sampled.items()] for side in sides]
+
+
+def _most(side: list[Block]) -> float:
+    """The largest loss that there is, which may be less than the grid can tell."""
+    tops = [
+        count * float(np.max(pair.losses[pair.masses > 0]))
+        if isinstance(pair, Atoms) and pair.infinity == 0
+        else math.inf
+        for pair, count in side
+    ]
+    return max(0.0, sum(tops)) * (1 + 1e-12)
 
 
 def compose(
