@@ -136,3 +136,20 @@ def test_only_the_command_that_is_asked_for_is_imported(
     monkeypatch.setattr(cli, "application", spied)
     assert cli.main(given) == 2
     assert made == wanted
+
+
+def test_the_trial_of_a_model_imports_no_computer_algebra() -> None:
+    """torch brings sympy along where it can, half a second of every first step."""
+    program = (
+        "import sys, torch\n"
+        "from noshuffle.clipping.factor import Flat\n"
+        "from noshuffle.clipping.ghost import Ghost\n"
+        "engine, x, y = Ghost(), torch.randn(4, 2), torch.tensor([0, 1, 0, 1])\n"
+        "loss = torch.nn.CrossEntropyLoss()\n"
+        "engine.clipped_sum(torch.nn.Linear(2, 2), loss, (x, y), clip=Flat(1.0))\n"
+        "print(engine.fallbacks, 'sympy' in sys.modules)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert told == "[] False\n"
