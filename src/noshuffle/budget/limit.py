@@ -44,7 +44,8 @@ class SpendingLimit:
         if not self.is_individual or state.units is None:
             return shared
         most = UnitSpending.load(self.folder, state.units).most
-        return total([shared, Cost(math.sqrt(most), is_exact=shared.is_exact)])
+        # A unit is charged for the worst pattern of as many steps as it had.
+        return total([shared, Cost(math.sqrt(most), is_exact=most == 0)])
 
     def capacity(self, slack: float) -> float:
         """μ of everything that is not pure ε, beside a failure probability."""
