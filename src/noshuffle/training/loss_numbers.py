@@ -7,7 +7,8 @@ number r that was read before, if
     k = r,   k = a·r^p  (p = ±1, ±1/2, ±2),   k = a ± r,   k = a·e^±r,   k = a·log r
 
 for an a of at most three digits, to within 10⁻¹² (10⁻⁷ for a = 1: NumPy may have computed in single
-precision), and is then computed again with other rows (`loss_replay`). Digits that many numbers
+precision), and is then computed again with other rows (`loss_replay`). r may also be one of the
+`STATISTICS` of the model's inputs, taken before the model was called. Digits that many numbers
 have (0.5, 0.25, 3) prove nothing and are left alone. What is not explained is compared with earlier
 losses that are made of the same calls: numbers and small tensors that have changed may be a
 schedule, or come from a batch, this one or earlier ones.
@@ -48,6 +49,17 @@ FORMS: tuple[tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]], ...] =
     (lambda k, r: k * r.exp(), lambda a, r: a * (-r).exp()),
     (lambda k, r: k / r.log(), lambda a, r: a * r.log()),
 )
+
+
+#: What a factor of a batch may be computed by, of its inputs, before the model is called.
+STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (
+    Tensor.mean, Tensor.sum, Tensor.std, Tensor.var, Tensor.amax, Tensor.amin, Tensor.norm,
+    lambda t: t.abs().amax(), lambda t: t.abs().mean(),
+    lambda t: t.mean(0), lambda t: t.std(0), lambda t: t.var(0), lambda t: t.amax(0),
+    lambda t: t.amin(0), lambda t: t.abs().amax(0), lambda t: t.norm(dim=0),
+)  # fmt: skip
+#: Numbers of inputs that statistics are taken of.
+MOST_NUMBERS = 1 << 22
 
 
 def digits(numbers: Tensor, most: int) -> Tensor:

@@ -49,6 +49,7 @@ from noshuffle.training.loss_branches import FINITE, branch_of
 from noshuffle.training.loss_coupling import COUPLED
 from noshuffle.training.loss_graph import read_loss
 from noshuffle.training.loss_numbers import (
+    STATISTICS,
     Constant,
     constants_of,
     explained,
@@ -137,9 +138,12 @@ class Repetition:
         self._tainted, self._finite = self._dependent()
         #: By number of a read: the constants that are functions of what was read.
         self._known: dict[int, list[tuple[Constant, Callable[[Tensor], Tensor]]]] = {}
+        #: Constants that are functions of a statistic of the inputs, by number of both.
+        self._early: list[tuple[Constant, int, int, Callable[[Tensor], Tensor]]] = []
         self._constants = list(self._constants_of(range(len(trace.calls))))
         for one in self._constants:
             self._explain(one)
+        self._explain_early()
         self._base = self._sent(Exchange(self._rows))
         is_low = any(call.cast for call in trace.calls)
         for c in self._base.back[:1]:
@@ -228,6 +232,8 @@ class Repetition:
         return self._trace.earlier.changed(names, own)
 
     def _is_known(self, one: Constant) -> bool:
+        if any(one.key == early.key for early, *_ in self._early):
+            return True
         return any(one.key == known.key for each in self._known.values() for known, _ in each)
 
     def _explain(self, one: Constant) -> None:
@@ -237,6 +243,17 @@ class Repetition:
                 found = None if read.is_test else explained(one.values, read.values)
                 if found is not None:
                     self._known.setdefault(number, []).append((one, found))
+
+    def _explain_early(self) -> None:
+        """Find constants that were made of the inputs before the model was called."""
+        own = [one for one in self._constants if one.is_telling and not self._is_known(one)]
+        for number, given in enumerate(self._trace.examples if own else ()):
+            for which, statistic in enumerate(STATISTICS):
+                r = values(statistic(given.detach()))
+                for one in own:
+                    found = None if r is None else explained(one.values, r)
+                    if found is not None and not self._is_known(one):
+                        self._early.append((one, number, which, found))
 
     def _constants_of(self, calls: Iterable[int]) -> Iterator[Constant]:
         made = {id(one) for call in self._trace.calls for one in call.made}
@@ -290,6 +307,10 @@ class Repetition:
         with self._same_random():
             ends = [rows.of(one).requires_grad_().clone() for one in self._trace.outputs]
             own.update((id(one), end) for one, end in zip(self._trace.outputs, ends))
+            for one, given, which, function in self._early:
+                new = values(STATISTICS[which](rows.of(self._trace.examples[given])))
+                if new is not None and one.key not in own:
+                    own[one.key] = shaped(function(new), one.what)
             for number, call in enumerate(self._trace.calls):
                 result = self._again(call, own, rows)
                 if number in self._trace.reads:

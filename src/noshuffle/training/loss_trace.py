@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.training.loss_branches import Place
-from noshuffle.training.loss_numbers import EarlierNumbers, values
+from noshuffle.training.loss_numbers import MOST_NUMBERS, EarlierNumbers, values
 from noshuffle.training.loss_rows import Call, memory
 from noshuffle.training.step import generators
 
@@ -69,7 +69,14 @@ class LossTrace(TorchFunctionMode):
         self.outputs, self.device = list(outputs), outputs[0].device
         self.sizes = {len(one) if one.dim() else 0 for one in outputs}
         self.starts = {one.grad_fn._sequence_nr() for one in outputs if one.grad_fn is not None}
-        self.inputs = {memory(one) for one in tree_leaves(inputs) if isinstance(one, Tensor)}
+        given = [one for one in tree_leaves(inputs) if isinstance(one, Tensor)]
+        self.inputs = {memory(one) for one in given}
+        self.examples = [  # what statistics of a batch may have been taken of
+            one
+            for one in given
+            if one.dim() and {len(one)} == self.sizes and one.is_floating_point()
+            if one.numel() <= MOST_NUMBERS
+        ]
         self.earlier = EarlierNumbers() if earlier is None else earlier
         self.random = [(g, g.get_state()) for g in generators(self.device)]
         self.calls: list[Call] = []
@@ -121,7 +128,7 @@ class LossTrace(TorchFunctionMode):
     def drop(self) -> None:
         """End, and keep nothing alive."""
         self.is_on, self.calls, self.reads = False, [], {}
-        self.outputs, self.random = [], []
+        self.outputs, self.random, self.examples = [], [], []
 
     def leave(self) -> None:
         """The same, and off the stack of modes, whatever lies above."""
