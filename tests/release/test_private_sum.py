@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolatio
 from noshuffle.noise import test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.release.private_sum import clipped_rows
+from noshuffle.strategies import identity
 
 MECHANISMS = ("identity", "tree", "blt", "banded_inverse", "banded")
 
@@ -203,3 +206,27 @@ def test_the_statement_of_a_closed_stream_says_what_was_charged(tmp_path: Path) 
     told = json.loads((tmp_path / "r" / "statement.json").read_text())
     assert list(sums.statement().assumptions) == told["assumptions"]
     assert sums.statement().assumptions != reserved
+
+
+def test_threads_take_turns():
+    """A unit that four threads bring at once takes part once; every answer has its row."""
+    plan = Plan(participation=SinglePass(200), strategy=identity(), noise_multiplier=1.0)
+    total = PrivateSum(plan, clip=1.0, shape=())
+    answers, refused = [], []
+
+    def bring(_: int) -> None:
+        for unit in range(30):
+            try:
+                answers.append(total.add([1.0], ids=[unit]))
+            except ParticipationViolation:
+                refused.append(unit)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(bring, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(answers) == total.released == total.step == 30
+    assert len(refused) == 90

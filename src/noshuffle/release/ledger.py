@@ -240,9 +240,11 @@ class Ledger(LedgerFile):
 
     def settle(self) -> None:
         """Tell the table of units what was recorded (once more, if interrupted: it counts once)."""
-        if self._later is not None:
-            self._take(*self._later)
-            self._later = None
+        later = self._later
+        if later is not None:
+            self._take(*later)
+            if self._later is later:  # another thread may have recorded the next step meanwhile
+                self._later = None
 
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:

@@ -26,6 +26,7 @@ part in step 0 and the plan allows one step; keep the order of the plan, or use 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class PrivateSum(OneOwner):
         self._is_named = isinstance(shape, Mapping)
         self._kind = "tensor"
         self._errors: Any = None
+        self._turn = threading.RLock()  # a step belongs to one thread; others wait for its end
         if shape is not None:
             self._open({VALUE: shape} if not isinstance(shape, Mapping) else shape)
 
@@ -163,6 +165,10 @@ class PrivateSum(OneOwner):
         for arrays, tensors for tensors.
         """
         self.check_owner()
+        with self._turn:
+            return self._add(contributions, ids)
+
+    def _add(self, contributions: Any, ids: Any) -> Any:
         if self._statement is not None:
             raise InvalidInput("this sum was closed; open its folder again to go on with it")
         rows, kind = _rows(contributions)

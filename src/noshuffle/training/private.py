@@ -23,6 +23,8 @@ noise buffers, step, random state.
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -90,6 +92,7 @@ class Private(OneOwner):
         self._let_go = guard(parts.optimizer, self)
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = self._is_looked_at = False
+        self._turn = threading.RLock()  # a step belongs to one thread; others wait for its end
         self._statement: PrivacyStatement | None = None
 
     @property
@@ -143,17 +146,26 @@ class Private(OneOwner):
         Returns the mean loss of the batch, which is raw data and not private: look at it, but
         publish only what the statement covers.
         """
-        self.advance(loss_fn, batch, ids=ids)
-        assert self._outcome is not None
-        return self._outcome.loss
+        if os.getpid() != self._owner:  # before the lock: a fork may have inherited it closed
+            self.check_owner()
+        with self._turn:
+            self.advance(loss_fn, batch, ids=ids)
+            assert self._outcome is not None
+            return self._outcome.loss
 
     def advance(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], *, ids: Any = None
     ) -> None:
         """The same step without waiting for its loss, which `outcome` has until the next one."""
+        if os.getpid() != self._owner:
+            self.check_owner()
+        with self._turn:
+            self._advance(loss_fn, batch, ids)
+
+    def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
         self._outcome = None
         if not self._index:
-            warn_if_trained_before(self._parts, batch, stacklevel=5)
+            warn_if_trained_before(self._parts, batch, stacklevel=6)
         if self._copies is not None:
             seed = self._parts.release.seed(self._index, COPIES)
             loss_fn, batch = self._copies.of(loss_fn, batch, ids, seed=seed)
@@ -193,6 +205,11 @@ class Private(OneOwner):
 
     @contextmanager
     def _accumulate(self, sums: BlockSums | None = None) -> Iterator[Step]:
+        self.check_owner()
+        with self._turn:
+            yield from self._accumulated(sums)
+
+    def _accumulated(self, sums: BlockSums | None) -> Iterator[Step]:
         step = self._new_step() if sums is None else Step(self._parts, index=self._index, sums=sums)
         try:
             with at_work(self._listener):
