@@ -11,6 +11,7 @@ from tests.training.loops import (
     CE,
     IMAGES,
     TOKENS,
+    Forward,
     X,
     Y,
     Z,
@@ -22,6 +23,7 @@ from tests.training.loops import (
     models,
     optimizers,
     rows,
+    sequence,
     table,
 )  # fmt: skip
 from torch import nn
@@ -878,19 +880,6 @@ def _(on: Any) -> None:
 # ---- models
 
 
-class Forward(nn.Module):
-    """A model of layers and a forward that is a function of them."""
-
-    def __init__(self, forward: Any, **layers: nn.Module) -> None:
-        super().__init__()
-        self.own = forward
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own(self, *args, **kwargs)
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -899,15 +888,6 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         return 2 * g
-
-
-def sequence(cell: Any) -> Any:
-    return lambda: Forward(
-        lambda m, t: m.out(m.cell(m.embed(t))[0][:, -1]),
-        embed=nn.Embedding(11, 8),
-        cell=cell(8, 8, batch_first=True),
-        out=nn.Linear(8, 4),
-    )
 
 
 def tied() -> nn.Module:
@@ -1236,5 +1216,7 @@ def _(on: Any) -> None:
 
 
 if __name__ == "__main__":
+    from tests.training import loop_list_kinds, loop_list_more  # noqa: F401
+
     grid.grid_step = lambda _: 0.0  # sums that differ in their last bits may meet other points
     print(table())

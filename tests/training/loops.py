@@ -1,9 +1,10 @@
 """Training loops as somebody new to this would write them, each beside its twin.
 
 A loop is `loss.backward(); private.optimizer.step()` in one of its many forms; its twin is written
-by hand with `private.step` (or is the plain loop, where the loop only looks different). Both begin
-with the same weights and the same noise, so they must end with the same weights, or the loop is
-refused by an error, or warned of. Never may a loop be different and silent.
+by hand with `private.step` (or is the plain loop, where the loop only looks different), or with
+nothing but autograd (`by_hand`). Both begin with the same weights and the same noise, so they must
+end with the same weights, or the loop is refused by an error, or warned of. Never may a loop be
+different and silent.
 
     python -m tests.training.loop_list > docs/loops.md          # all of them, and the page
 """
@@ -28,19 +29,22 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import tree
 from noshuffle.training import privatize
 from noshuffle.training.check import ProbablyNotMeant
+from noshuffle.training.loss_graph import hearing
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 6, generator=G), torch.randint(4, (24,), generator=G)
 Z = torch.randn(24, 4, generator=G)  # targets of a regression, and a teacher's scores
 IMAGES = X.reshape(24, 1, 2, 3).repeat(1, 1, 4, 3)
 TOKENS = torch.randint(11, (24, 5), generator=G)
+PADS = torch.tensor([2, 4, 5, 1, 3, 5, 4, 2] * 3)  # lengths
 CE = nn.CrossEntropyLoss()
 INTRODUCTION = """# Loops
 
 Three lines make a training loop private, and everybody writes the others in their own way. Here are
 loops as somebody new to this would write them, each run beside a twin that is written by hand with
-`private.step`: the same initial weights and the same noise, so the same weights in the end, or a
-refusal, or a warning. None may be different and silent. This page is written by
+`private.step`, or with plain autograd an example at a time: the same initial weights and the same
+noise, so the same weights in the end, or a refusal, or a warning. None may be different and silent.
+This page is written by
 
     python -m tests.training.loop_list > docs/loops.md
 
@@ -133,6 +137,76 @@ def loop(
     return add
 
 
+class Forward(nn.Module):
+    """A model of layers and a forward that is a function of them."""
+
+    def __init__(self, forward: Any, **layers: nn.Module) -> None:
+        super().__init__()
+        self.own = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(self, *args, **kwargs)
+
+
+def sequence(cell: Any) -> Any:
+    return lambda: Forward(
+        lambda m, t: m.out(m.cell(m.embed(t))[0][:, -1]),
+        embed=nn.Embedding(11, 8),
+        cell=cell(8, 8, batch_first=True),
+        out=nn.Linear(8, 4),
+    )
+
+
+def one_loss(model: Any, x: Any, y: Any) -> Any:
+    return CE(model(x), y)
+
+
+def by_hand(own: Callable[..., Any] = one_loss, *data: Any, size: int = 8) -> Any:
+    """A twin of plain autograd: Σ_i clip(∇ own(model, row i)), and the noise of an empty step."""
+
+    def twin(on: Any) -> None:
+        optimizer = on.private._parts.optimizer
+        for batch in zip(*(one.split(size) for one in data or (X, Y))):
+            own_parameters = [p for g in optimizer.param_groups for p in g["params"]]
+            total = [torch.zeros_like(p) for p in own_parameters]
+            for i in range(len(batch[0])):
+                loss = own(on.model, *(one[i : i + 1] for one in batch))
+                grads = torch.autograd.grad(loss, own_parameters, allow_unused=True)
+                held = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, total)]
+                norm = float(torch.stack([g.norm() for g in held]).norm())
+                for t, g in zip(total, held):
+                    t += g * min(1.0, 0.8 / max(norm, 1e-30))
+            on.private._listener.forget()
+            on.private.step(CE, *(one[:0] for one in batch), ids=[])
+            rates = [g["lr"] for g in optimizer.param_groups for _ in g["params"]]
+            with torch.no_grad():
+                for p, t, lr in zip(own_parameters, total, rates):
+                    p -= lr * t / 8
+
+    return twin
+
+
+def plain(on: Any, loss_fn: Any = CE, x: Any = X, y: Any = Y) -> None:
+    for a, b in rows(x, y):
+        on.optimizer.zero_grad()
+        loss_fn(on.model(a), b).backward()
+        on.optimizer.step()
+
+
+def every(group: str, name: str, loss: Any, *data: Any, **more: Any) -> None:
+    """A plain loop with this loss of model and rows, beside `by_hand` with that of one example."""
+    more.setdefault("twin", by_hand(loss, *data))
+
+    @loop(group, name, **more)
+    def run(on: Any) -> None:
+        for batch in zip(*(one.split(8) for one in data or (X, Y))):
+            on.optimizer.zero_grad()
+            loss(on.model, *batch).backward()
+            on.optimizer.step()
+
+
 def losses(group: str, name: str, loss_fn: Any, own: Any = None, y: Any = Y, **more: Any) -> None:
     """A plain loop with this loss; `own` is that of one example, if it is written otherwise."""
 
@@ -184,6 +258,16 @@ def started(one: Loop) -> Any:
 
 def outcome(one: Loop) -> str:
     """What becomes of a loop: "equal", "refused: WHY", "equal, warned: WHY", …"""
+    before = {id(one) for one in hearing()}
+    try:
+        return _outcome(one)
+    finally:  # nothing that a loop has left open goes on hearing
+        for own in hearing():
+            if id(own) not in before:
+                own.stop()
+
+
+def _outcome(one: Loop) -> str:
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -209,7 +293,9 @@ def outcome(one: Loop) -> str:
 
 def table() -> str:
     """Every loop and what became of it, as docs/loops.md has it."""
-    found = [(one, outcome(one)) for one in LOOPS]
+    groups = list(dict.fromkeys(one.group for one in LOOPS))
+    own = sorted(LOOPS, key=lambda one: groups.index(one.group))
+    found = [(one, outcome(one)) for one in own]
     lines = []
     for group, each in itertools.groupby(found, key=lambda pair: pair[0].group):
         lines += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.training import loop_list  # noqa: F401
+from tests.training import loop_list, loop_list_kinds, loop_list_more  # noqa: F401
 from tests.training.loops import LOOPS, outcome, table
 
 #: What the loops found when they were first run, looked at in every run of the suite.
@@ -19,6 +19,11 @@ QUICK = (
     "x.std(0)",
     "outputs picked",
     "single rows",
+    "masked mean",
+    "truncated BPTT",
+    "DCGAN",
+    "head outside",
+    "sharpness",
 )
 
 

@@ -53,10 +53,11 @@ class ModelHook:
         self._listener: Callable[[], Listening | None] = weakref.ref(listener)
         self._method = method
 
-    def __call__(self, module: nn.Module, *rest: Any) -> None:
+    def __call__(self, module: nn.Module, *rest: Any) -> Any:
         listener = self._listener()
-        if listener is not None and not listener.is_paused:
-            getattr(listener, self._method)(module, *rest)
+        if listener is None or listener.is_paused:
+            return None
+        return getattr(listener, self._method)(module, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -42,9 +42,16 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from noshuffle.training.loss_coupling import COUPLED, SELECTED, coupled, goes_along, is_number
+from noshuffle.training.loss_coupling import (
+    CONSTANT,
+    COUPLED,
+    SELECTED,
+    coupled,
+    goes_along,
+    is_number,
+)
 
 #: Nodes that hand a number on as it is.
 SAME = ("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone", "ToCopy")
@@ -58,6 +65,11 @@ UNLIKE = (
     "the terms of this loss are divided by different numbers (labels are left out or weighted, one "
     "is a sum and one a mean), which reach the clip; use private.step, and weight_decay of the "
     "optimizer instead of a penalty on weights"
+)
+
+LEARNED = (
+    "a parameter is a term of this loss by itself (a learned weight of the loss, say), and would "
+    "be trained on raw gradients; give a constant, or put it into the model and use a ModelLoss"
 )
 
 
@@ -80,7 +92,7 @@ class LossReading:
         """Whether all labels have the same weight."""
         if self.terms:
             return all(term.is_uniform for term in self.terms)
-        return self.weights is None or bool((self.weights == self.weights[0]).all())
+        return self.weights is None or bool((self.weights == self.weights[:1]).all())
 
     @property
     def numbers(self) -> int:
@@ -183,6 +195,8 @@ def _read(node: Any, ends: set[Any], *, is_term: bool = False) -> LossReading:
         kind = "sum" if all(t.kind == "sum" for t in terms) else "mean"
         refusal = next((t.refusal for t in terms if t.refusal), "")
         return replace(as_mean, kind=kind, refusal=refusal, terms=terms)
+    if name.endswith("AccumulateGrad"):
+        return LossReading(refusal=LEARNED)
     sizes = getattr(node, "_saved_self_sym_sizes", ())
     is_last = name.endswith("Backward0") or len(sizes) == 1
     if name.startswith(("MeanBackward", "SumBackward")) and is_last and _is_once(given):
@@ -225,14 +239,18 @@ def _added(terms: list[LossReading]) -> tuple[str, float, str]:
     """Kind and factor of a sum of terms, and why it is refused, if it is.
 
     The factor of a mean is a weight that the user gave it, and stays; as a tensor it may have been
-    computed from the batch. That of a sum may be one over a count of the batch, and is taken out.
+    computed from the batch. That of a sum may be one over a count of the batch, and is taken out;
+    beside another sum, a small whole number or one over it is a weight (the −½ of a VAE).
     """
     refusal, own = next((t.refusal for t in terms if t.refusal), ""), 1.0
     whole = all(t.is_uniform for t in terms)
     kinds = {"mean" if t.kind == "labels" else t.kind for t in terms}
     if "sum" in kinds:
-        own = terms[0].factor
-        whole = whole and own > 0.0 and all(math.isclose(t.factor, own) for t in terms)
+        own = max(abs(t.factor) for t in terms)
+        weights = [t.factor / own for t in terms]
+        is_one = all(math.isclose(w, weights[0]) for w in weights) and weights[0] > 0.0
+        is_plain = all(t.is_plain and t.divisor == terms[0].divisor for t in terms)
+        whole = whole and (is_one or (is_plain and all(map(_is_constant, weights))))
     if not whole or len(kinds) > 1:
         refusal = refusal or UNLIKE
     elif "mean" in kinds and not all(t.is_plain for t in terms):
@@ -241,6 +259,12 @@ def _added(terms: list[LossReading]) -> tuple[str, float, str]:
             "whole batch; give its weight as a number, float(weight), if it was not"
         )
     return kinds.pop(), own, refusal
+
+
+def _is_constant(weight: float) -> bool:
+    """Whether a weight of at most 1 is one over a small whole number."""
+    turned = 1.0 / abs(weight) if weight else math.inf
+    return turned <= CONSTANT and math.isclose(turned, round(turned))
 
 
 class Divisor(NamedTuple):
@@ -330,6 +354,17 @@ def _nodes(
             stack += [after for after, _ in node.next_functions]
 
 
+def trained_by(loss: Tensor, starts: Collection[int]) -> list[nn.Parameter]:
+    """Parameters that a loss sends gradients to other than through the outputs it is made of."""
+    ends = [
+        after
+        for node in _nodes(loss.grad_fn, starts, set(), [])
+        for after, _ in node.next_functions
+    ]
+    found = [getattr(end, "variable", None) for end in ends]
+    return [one for one in found if isinstance(one, nn.Parameter)]
+
+
 class Hearing(Protocol):
     """Whoever wants to know of backward passes."""
 
@@ -345,15 +380,20 @@ _plain_backward = torch.autograd.backward
 @wraps(_plain_backward)
 def heard_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     """`torch.autograd.backward`, after everybody who listens has read the loss."""
-    hearing: list[Hearing] = list(_HEARING)
-    for one in hearing:
+    now = hearing()
+    for one in now:
         one.begin_backward(tensors, grad_tensors)
     try:
         _plain_backward(tensors, grad_tensors, *args, **options)
     finally:
-        for one in hearing:
+        for one in now:
             one.end_backward()
         _settle()
+
+
+def hearing() -> list[Any]:
+    """Who listens now."""
+    return list(_HEARING)
 
 
 def listen(one: Hearing, *, is_on: bool) -> None:

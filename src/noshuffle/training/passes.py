@@ -5,7 +5,8 @@ and the reduction of the loss taken out (`loss_graph`). Where the model computes
 (the `.loss` of Hugging Face models) nothing but the inputs is needed: its examples are read one by
 one in the second pass. Random layers draw from a generator that is set for the step and the pass,
 as in `private.step`, so the second pass has the same dropout masks; the user's generators go on as
-if nothing had been drawn. State: the passes since the last step.
+if nothing had been drawn. `.grad` that was cleared (`model.zero_grad()`) takes the passes before it
+along, as it does in a plain loop. State: the passes since the last step.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.objective import batch_size, cuttable
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.training.hooks import ModelHook
-from noshuffle.training.loss_graph import LossReading, listen, read_loss
+from noshuffle.training.loss_graph import LossReading, hearing, listen, read_loss, trained_by
 from noshuffle.training.loss_numbers import EarlierNumbers
 from noshuffle.training.loss_replay import coupling
 from noshuffle.training.loss_trace import LossTrace
+from noshuffle.training.outputs import CARRIED, Carried, apart, tensors_of
 from noshuffle.training.step import generators
 
 #: What a Trainer tells a model about the whole batch: it would divide by what all examples have.
@@ -46,15 +49,36 @@ DOUBTS = (
 )
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of an output, in order: itself, or those of a mapping, tuple or list."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if not isinstance(output, tuple | list):
-        return []
-    return [tensor for part in output for tensor in tensors_of(part)]
+OUTSIDE = (
+    "the loss gives raw gradients to a parameter of shape {shape} outside the private model (a "
+    "head, a teacher, a weight of the loss): whatever trains it is not private, and this model "
+    "learns from it; make it part of the model, or freeze it with requires_grad_(False)"
+)
+NONE = "no backward pass through the model since the last step"
+SILENT = f"{NONE}; call loss.backward() first (private.step takes an empty batch)"
+IN_EVAL = f"{NONE}: it was in eval mode, and is heard in training mode only; call model.train()"
+UNSEEN = (
+    f"{NONE}, but a loss.backward(): zero_grad() came after it, or parts of the model, its forward "
+    "or a copy were called instead of model(…)"
+)
+UNKNOWN = (
+    f"{NONE}: it gives a {{kind}}, whose tensors are not seen; let it return a tensor, or a tuple, "
+    "dictionary or dataclass of tensors"
+)
+
+
+def versions(tensors: Iterable[Any]) -> list[int]:
+    """How often each of these tensors was written to."""
+    own = (one for one in tensors if isinstance(one, Tensor) and not one.is_inference())
+    return [one._version for one in own]
+
+
+def are_cleared(parameters: list[nn.Parameter], *, by_value: bool) -> bool:
+    """Whether there is no raw gradient: none at all, or zeros, if those are looked for."""
+    for p in parameters:
+        if p.grad is not None and not (by_value and not bool(p.grad.any())):
+            return False
+    return True
 
 
 class Pass:
@@ -62,13 +86,25 @@ class Pass:
 
     def __init__(self, args: Any, kwargs: Any, *, seed: int) -> None:
         self.args, self.kwargs, self.seed = args, kwargs, seed
-        self.is_random = False
+        self.is_random, self.refusal = False, ""
         self.cast = ""  # the type of an autocast that it ran under, and its device
         self.reading: LossReading | None = None
         #: By number of the output: gradients as they came, and of the examples' own losses.
         self.raw: dict[str, Tensor] = {}
         self.sent_back: dict[str, Tensor] = {}
         self.inner: Tensor | None = None  # ⟨output_i, c_i⟩, which the second pass must find again
+        #: How often inputs and weights had been written to when the pass was over.
+        self.inputs_at: list[int] = []
+        self.weights_at: list[int] = []
+
+    def forget(self) -> None:
+        """The gradients that came back so far were thrown away."""
+        self.reading, self.raw, self.sent_back, self.inner = None, {}, {}, None
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether an input was written to since."""
+        return versions(tree_leaves((self.args, self.kwargs))) != self.inputs_at
 
     @property
     def own_loss(self) -> str | None:
@@ -81,6 +117,10 @@ class Pass:
             return (
                 "gradients came through the model other than by loss.backward(); use private.step"
             )
+        if self.refusal:
+            return self.refusal
+        if grad.dim() and not len(grad):
+            return "an empty batch has no loss; leave it out, or use private.step, which takes one"
         self.raw[key] = self.raw[key] + grad if key in self.raw else grad.detach()
         if self.own_loss is not None:
             if len(self.raw) > 1:
@@ -119,7 +159,13 @@ class Listener:
         self._seed = seed
         self._reading: LossReading | None = None
         self._heard: Pass | None = None  # the pass that the current loss came from
-        self._starts: deque[int] = deque(maxlen=LATEST)
+        self._starts: dict[int, int] = {}  # outputs by sequence number, and the numbers of passes
+        self._carried = Carried()
+        self._passes_ever = 0
+        self.own = [p for p in model.parameters() if p.requires_grad]
+        self.is_zeroed = False  # whether .grad holds nothing of earlier steps
+        self.missed = SILENT  # why there is no pass, where there is none
+        self.warning = ""
         self._before: list[tuple[torch.Generator, Tensor]] = []
         self._handles = [
             model.register_forward_pre_hook(ModelHook(self, "begin")),
@@ -133,12 +179,20 @@ class Listener:
 
     def clear(self) -> None:
         """Forget what was heard. A pass whose loss has not come back yet may still do so."""
-        self.passes, self.refusal = [], ""
+        self.drop()
+        self.refusal = ""
+
+    def drop(self) -> None:
+        """Forget the gradients that came back so far."""
+        for one in self.passes:
+            one.forget()
+        self.passes = []
 
     def forget(self) -> None:
         """The same after a step, or the attempt at one."""
         self.clear()
-        self.count = 0
+        self.count, self.missed, self.is_zeroed = 0, SILENT, False
+        self._carried.end_step()
         self.leave()
 
     def stop(self) -> None:
@@ -155,6 +209,8 @@ class Listener:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward pass begins: its random layers draw what the second one will draw."""
+        if not module.training and torch.is_grad_enabled():
+            self.missed = IN_EVAL
         if module.training and torch.is_grad_enabled() and not self._before:
             self.leave()
             device = next(module.parameters()).device
@@ -162,10 +218,10 @@ class Listener:
             for generator, _ in self._before:
                 generator.manual_seed(self._seed(self.count))
 
-    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A forward pass has ended."""
+    def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """A forward pass has ended; its output is replaced if it has several parts."""
         if not self._before:
-            return
+            return None
         before, self._before = self._before, []
         drawn = [(g, g.get_state()) for g, _ in before]
         one = Pass(args, kwargs, seed=self._seed(self.count))
@@ -175,8 +231,19 @@ class Listener:
         for generator, state in before:
             generator.set_state(state)
         self.count += 1
+        self._passes_ever += 1
+        one.inputs_at, one.weights_at = versions(tree_leaves((args, kwargs))), versions(self.own)
+        if self.is_due and self._carried.has((args, kwargs)):
+            one.refusal = CARRIED
+        given = output
+        if sum(out.grad_fn is not None for out in tensors_of(output)) > 1:
+            with suppress(TypeError):  # a kind that is not made of its parts: as it is
+                output = apart(output)
         outputs = tensors_of(output)
         ends = [out for out in outputs if out.requires_grad and out.grad_fn is not None]
+        self._carried.keep(ends)
+        if not outputs:
+            self.missed = UNKNOWN.format(kind=type(output).__name__)
         for number, out in enumerate(outputs):
             if not out.requires_grad or out.grad_fn is None:
                 continue
@@ -184,12 +251,15 @@ class Listener:
             if torch.is_autocast_enabled(kind):
                 one.cast = f"{kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
             start = out.grad_fn._sequence_nr()
-            self._starts.append(start)
+            self._starts[start] = self._passes_ever
+            if len(self._starts) > LATEST:
+                del self._starts[next(iter(self._starts))]
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
             out.register_hook(hook)  # type: ignore[no-untyped-call]
         if self.is_due and ends:
             self.traces.append(LossTrace(ends, (args, kwargs), self._earlier))
             self.traces[-1].enter()
+        return None if output is given else output
 
     def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
         """A gradient came back to an output: from the loss itself, or on its way."""
@@ -206,7 +276,14 @@ class Listener:
     def begin_backward(self, loss: Any, gradient: Any) -> None:
         """Read the factor and the reduction of a loss while its graph is there."""
         self._heard = None
-        if self.is_paused or not self._starts:
+        if self.is_paused:
+            return
+        if self.missed is SILENT:
+            self.missed = UNSEEN
+        if are_cleared(self.own, by_value=self.is_due or bool(self.passes)):
+            self.drop()  # what came before was cleared with it
+            self.is_zeroed = True
+        if not self._starts:
             return
         given = [loss] if isinstance(loss, Tensor) else list(loss)
         is_plain = gradient is None or isinstance(gradient, Tensor)
@@ -224,6 +301,10 @@ class Listener:
         """
         read, found = partial(read_loss, loss, self._starts, gradient=gradient), None
         reading = read(may_cut=True)
+        if len({self._starts[start] for start in reading.reached}) > 1:
+            return replace(reading, refusal=ONE_LOSS)
+        if self.is_due and reading.reached:
+            self._look_outside(loss)
         trace = next(iter(self.traces), None)
         if trace is not None and trace.starts & reading.reached and not reading.refusal:
             found, doubts = coupling(trace, loss, gradient)
@@ -240,6 +321,13 @@ class Listener:
             while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "noshuffle")):
                 level, frame = level + 1, frame.f_back
             warnings.warn(DOUBTS.format(doubts="; ".join(doubts[:3])), ProbablyNotMeant, level)
+
+    def _look_outside(self, loss: Tensor) -> None:
+        """Keep a warning of parameters that this loss trains outside of private models."""
+        inside = {id(p) for one in hearing() for p in one.own}
+        found = [p for p in trained_by(loss, self._starts) if id(p) not in inside]
+        if found:
+            self.warning = OUTSIDE.format(shape=tuple(found[0].shape))
 
     def end_backward(self) -> None:
         self._reading = None

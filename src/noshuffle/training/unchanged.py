@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,15 +40,59 @@ from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import batch_size
 from noshuffle.clipping.statefulness import put_back_after
-from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.check import warn_if_trained_before
-from noshuffle.training.passes import Listener, Pass, check_factors, inputs_of, size_of, tensors_of
+from noshuffle.training.outputs import tensors_of
+from noshuffle.training.passes import (
+    Listener,
+    Pass,
+    are_cleared,
+    check_factors,
+    inputs_of,
+    size_of,
+    versions,
+)
 from noshuffle.training.step import Parts, Step, seeded
 
 MASKS = (
     "the second pass of `loss.backward()` gives other outputs than the first: it draws other "
-    "dropout masks (the batch is done {why}) or other random numbers; use private.step"
+    "dropout masks (the batch is done {why}) or other random numbers, mixes examples (is the batch "
+    "axis first?), or the model or its hooks keep something between calls; use private.step"
 )
+BEYOND = (
+    "loss.backward() gave gradients beyond those of the passes through the model (a penalty on "
+    "weights, parts of it called by themselves, random numbers, something that the model keeps "
+    "between calls), and they would be lost; use private.step with a ModelLoss, or weight_decay of "
+    "the optimizer"
+)
+MOVED = (
+    "weights were changed between a forward pass and step() (sharpness-aware steps, noise on "
+    "weights), so its gradient cannot be had again; use private.step"
+)
+WRITTEN = (
+    "an input of the model was written to between its forward pass and step(), so its gradient "
+    "cannot be had again; give the model a tensor of its own (x.clone())"
+)
+CLEARED = (
+    "the gradients of loss.backward() were cleared before step() (model.zero_grad()); clear them "
+    "after it, or before backward()"
+)
+UNCUT = (
+    "the model ran on the whole batch and fails on some of its rows ({why}): every tensor that it "
+    "is given must have the example axis first; let the model hold masks and other constants"
+)
+SUMMED = (
+    "the loss is a sum divided by {divisor:g}, which is not its number of examples ({size}): the "
+    "divisor is taken out, and the sum of every example's own terms is clipped; for a mean inside "
+    "each example use private.step"
+)
+
+#: Where torch 2.6 to 2.13 keep the hooks of an optimizer.
+HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 def as_cast(cast: str) -> AbstractContextManager[Any]:
@@ -100,10 +145,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._listener = listener
         self._accumulate = accumulate
         self._inner = parts.optimizer
-        self._steps, self._is_zeroed = 0, False
+        self._steps = 0
         self._factor: float | None = None
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        for name in HOOKS:  # those of the optimizer inside, which runs them
+            setattr(self, name, getattr(self._inner, name, OrderedDict()))
 
     # Groups, state and defaults are those of the optimizer inside; nobody sets them here.
     @property
@@ -131,7 +176,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Forget raw gradients and the passes they came from."""
         self._listener.clear()
         self._inner.zero_grad(set_to_none)
-        self._is_zeroed = True
 
     def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
         """One private step from the backward passes since the last one."""
@@ -139,26 +183,32 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        passes, refusal = self._listener.passes, self._listener.refusal
-        self._listener.leave()
-        self._listener.clear()
+        heard, is_first = self._listener, not self._steps
+        passes, refusal = list(heard.passes), heard.refusal
+        heard.leave()
+        heard.passes, heard.refusal = [], ""
         if refusal:
             raise Unsupported(refusal)
         if not passes:
-            raise InvalidInput(
-                "no backward pass through the model since the last step; call loss.backward() "
-                "first (private.step takes an empty batch)"
-            )
+            raise InvalidInput(heard.missed)
+        is_power = not self._steps & (self._steps + 1)
+        if are_cleared(heard.own, by_value=is_power) and any(map(_sends, passes)):
+            raise InvalidInput(CLEARED)
+        if any(one.is_overwritten for one in passes):
+            raise InvalidInput(WRITTEN)
         factor = check_factors(passes, self._factor)
-        if not self._steps:
+        if is_first:
             warn_if_trained_before(self._parts, inputs_of(passes[0]), stacklevel=4)
+            self._warn_of_divisors(passes)
+        if heard.warning:
+            warnings.warn(heard.warning, ProbablyNotMeant, stacklevel=2)
+            heard.warning = ""
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
-        at, is_first = 0, not self._steps
-        is_power = not self._steps & (self._steps + 1)
+        at, is_zeroed, now = 0, heard.is_zeroed, versions(heard.own)
         with self._accumulate() as step:
-            if is_first or (is_power and self._is_zeroed):  # else .grad holds more than this step's
-                _check_raw(self._parts, passes, factor)
+            if is_first or (is_power and is_zeroed):  # else .grad holds more than this step's
+                _check_raw(self._parts, passes, factor, now)
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
                 part = None if given is None else given[at : at + size]
@@ -169,17 +219,32 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss_fn = ModelLoss(linear_loss, by_row=True)
                 if one.own_loss is not None:
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
-                step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
-                is_near = step.losses.device.type == "cpu"  # no device is waited for
-                if step.can_replay_masks and (one.is_random or is_first or is_near):
-                    _check_again(one, step.losses)
+                try:
+                    step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
+                except (RuntimeError, IndexError) as error:
+                    if not is_first or isinstance(error, NoshuffleError | torch.OutOfMemoryError):
+                        raise
+                    why = str(error).partition("\n")[0]
+                    raise Unsupported(UNCUT.format(why=why)) from error
+                if step.can_replay_masks:
+                    _check_again(one, step.losses, now, is_due=one.is_random or is_power)
                 if is_power and size > 1 and one.own_loss is None and step.can_replay_masks:
                     _check_apart(self._parts, loss_fn, batch)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
-            self._steps, self._factor, self._is_zeroed = self._steps + 1, factor, False
-            self._listener.is_due = not self._steps & (self._steps + 1)
+            self._steps, self._factor = self._steps + 1, factor
+            heard.is_due = not self._steps & (self._steps + 1)
         return loss
+
+    def _warn_of_divisors(self, passes: list[Pass]) -> None:
+        """Warn of a sum over the batch that was divided by something else than its size."""
+        total = sum(map(size_of, passes))
+        for one in passes:
+            by = 0.0 if one.reading is None or one.reading.kind != "sum" else one.reading.divisor
+            if by not in (0.0, 1.0, size_of(one), total, self._parts.planned_batch):
+                text = SUMMED.format(divisor=by, size=size_of(one))
+                warnings.warn(text, ProbablyNotMeant, stacklevel=3)
+                return
 
 
 def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> None:
@@ -199,20 +264,34 @@ def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> No
         ) from None
 
 
-def _check_again(one: Pass, found: Tensor) -> None:
-    """Raise unless the second pass gave the outputs of the first: ⟨output_i, c_i⟩ is the same."""
+def _sends(one: Pass) -> bool:
+    """Whether a gradient other than zero came back."""
+    return any(bool(grad.any()) for grad in one.raw.values())
+
+
+def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> None:
+    """Raise unless the second pass gave the outputs of the first: ⟨output_i, c_i⟩ is the same.
+
+    On a GPU, which would have to be waited for, where masks were drawn or it `is_due`.
+    """
+    is_moved = one.weights_at != now
     if one.inner is None or len(found) != len(one.inner):  # some rows were left out
         return
+    if not (is_due or is_moved) and one.inner.is_cuda:
+        return
     first, again = one.inner.double(), found.double().to(one.inner.device)
-    fine = first.isfinite() & again.isfinite()  # others contribute zero
+    fine = first.isfinite()  # others contribute zero
     first, again = first[fine], again[fine]
-    size = sum(c.double().square().sum() for c in one.sent_back.values())
-    gap, is_low = float((first - again).norm()), one.cast or one.inner.dtype != torch.float32
-    if gap > (5e-2 if is_low else 1e-3) * float(first.norm() + 1e-3 * torch.as_tensor(size).sqrt()):
-        raise Unsupported(MASKS.format(why="in parts or one by one, see private.fallbacks"))
+    size = sum(c[fine].double().square().sum() for c in one.sent_back.values())
+    is_low = one.cast or one.inner.dtype != torch.float32
+    share = 5e-2 if is_low else 1e-5 if is_moved else 1e-3
+    gap, scale = (first - again).norm(), first.norm() + 1e-3 * torch.as_tensor(size).sqrt()
+    if bool((gap > share * scale) | gap.isnan()):
+        why = MASKS.format(why="in parts or one by one, see private.fallbacks")
+        raise Unsupported(MOVED if is_moved else why)
 
 
-def _check_raw(parts: Parts, passes: list[Pass], factor: float | None) -> None:
+def _check_raw(parts: Parts, passes: list[Pass], factor: float | None, now: list[int]) -> None:
     """Raise unless the passes give the raw gradient, up to a factor, and warn of a factor.
 
     A GradScaler's own (`unscale_` by `factor`) is none. Of a gradient that is zero or not finite
@@ -239,11 +318,8 @@ def _check_raw(parts: Parts, passes: list[Pass], factor: float | None) -> None:
         return
     sine2 = 1.0 - dot * abs(dot) / (size * other) if other else 1.0
     if sine2 > (1e-8 if is_exact else 2.5e-3):
-        raise Unsupported(
-            "loss.backward() gave gradients beyond those of the passes through the model (a "
-            "penalty on weights, parts of it called by themselves, random numbers), and they would "
-            "be lost; use private.step with a ModelLoss, or weight_decay of the optimizer"
-        )
+        is_moved = any(one.weights_at != now for one in passes)
+        raise Unsupported(MOVED if is_moved else BEYOND)
     scaled = dot / other
     if min(abs(scaled - 1.0), abs(scaled * (factor or 1.0) - 1.0)) > (1e-3 if is_exact else 0.1):
         warnings.warn(
