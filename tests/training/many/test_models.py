@@ -493,7 +493,8 @@ class Gated(nn.Module):
         self.register_buffer("gate", torch.tensor(gate))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + (self.gate + self.late()) * x.mean(0))
+        shared = x.mean(0).nan_to_num(0.0, 0.0, 0.0)  # a closed gate keeps infinite rows back, too
+        return self.layer(x + (self.gate + self.late()) * shared)
 
 
 @pytest.mark.parametrize("gates", [(0.0, 0.0), (0.0, 1.0)])
