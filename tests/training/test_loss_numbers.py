@@ -19,7 +19,7 @@ from noshuffle.noise import test_source
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity
-from noshuffle.training import loss_trace, privatize
+from noshuffle.training import loss_replay, loss_trace, privatize
 from noshuffle.training.loss_numbers import EarlierNumbers, explained
 from noshuffle.training.loss_replay import Coupling, coupling
 from noshuffle.training.loss_trace import LossTrace
@@ -247,3 +247,15 @@ def test_a_pass_without_its_loss_keeps_no_memory(monkeypatch):
     private.close()
     gc.collect()
     assert out() is None
+
+
+@pytest.mark.parametrize("where", ["trace", "repetition"])
+def test_what_cannot_be_noted_or_repeated_is_warned_of_and_stops_no_loop(monkeypatch, where):
+    def odd(*_):
+        raise KeyError("odd")
+
+    module = loss_trace if where == "trace" else loss_replay
+    monkeypatch.setattr(module, "values", odd)
+    found = finding(lambda o, x, y: CE(o * o.max().item(), y))
+    assert found.refusal is None
+    assert any("could not be tried" in doubt for doubt in found.doubts)

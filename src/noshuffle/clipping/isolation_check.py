@@ -161,7 +161,8 @@ def _sums_up(
     the size of all gradients (a hook, a function of one's own) lets examples mix there."""
     large = 2.0**6 if low else 2.0**14
     seeds = torch.tensor([1.0, large], dtype=losses.dtype, device=losses.device)
-    joined = (losses * seeds).sum()  # torch 2.13 imports sympy (0.5 s) where seeds are given
+    with torch.enable_grad():  # whatever the loop has set around its step
+        joined = (losses * seeds).sum()  # torch 2.13 imports sympy (0.5 s) where seeds are given
     both = torch.autograd.grad(joined, params, retain_graph=True, allow_unused=True)
     gap = size = 0.0
     for own, first, second in zip(both, *truth):

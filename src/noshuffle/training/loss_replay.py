@@ -72,8 +72,8 @@ BRANCH += "loss.backward()"
 NOT_TRIED = "it could not be tried with other rows ({why})"
 #: What rows are multiplied by, besides.
 EXTREME = 1e3
-#: What a call raises that cannot be repeated.
-FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+#: What a call raises that cannot be repeated: anything, with numbers that nobody had in mind.
+FAILURES = Exception
 
 
 class Coupling(NamedTuple):
@@ -110,7 +110,11 @@ def coupling(trace: LossTrace, loss: Tensor, gradient: Tensor | None) -> Couplin
     if size < 2:
         return Coupling(None)
     if not trace.is_on or len(trace.sizes) > 1:
-        why = "outputs of different lengths" if trace.is_on else "too long, or in a mode of torch"
+        why = (
+            "outputs of different lengths"
+            if trace.is_on
+            else "too long, of odd tensors, or in a mode of torch"
+        )
         return Coupling(None, (NOT_TRIED.format(why=why),))
     trace.is_on = False
     try:

@@ -88,7 +88,10 @@ class LossTrace(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.is_on:
-            self._note(func, args, kwargs or {}, result)
+            try:
+                self._note(func, args, kwargs or {}, result)
+            except Exception:  # an odd kind of tensor: the loss is not tried, the loop goes on
+                self.drop()
         return result
 
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
