@@ -24,6 +24,7 @@ QUICK = (
     "DCGAN",
     "head outside",
     "sharpness",
+    "step under torch.no_grad",
 )
 
 
