@@ -11,6 +11,7 @@ products    half precision, wide sums                   gram      norms from inn
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
+captured    what a loss takes from around it
 """
 
 from noshuffle.clipping.causal_lm import next_token

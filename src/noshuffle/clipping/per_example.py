@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from noshuffle.clipping.captured import CapturedTensors
 from noshuffle.clipping.check import UNCOMPILED, as_written, original, refuse_reentrant, trainable
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
@@ -237,9 +238,12 @@ class PerExample:
         except NotNow:
             return Findings()
 
+        captured = CapturedTensors(batch, modules=(model, loss_fn))
+
         def run(i: int, rows: Batch = pair) -> Tensor:
-            with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)):
-                return single_loss(model, loss_fn, take(rows, slice(i, i + 1)))
+            single = take(rows, slice(i, i + 1))
+            with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)), captured:
+                return single_loss(model, loss_fn, single)
 
         def run_two(i: int) -> None:
             # Whoever runs it in batches will say why it does not run.
@@ -253,6 +257,7 @@ class PerExample:
 
         with as_written(model):
             findings = refuse_written(model, run, known.get(key))
+            captured.refuse()
             if in_batches and is_rowwise(loss_fn):
                 refuse_written(model, run_two, findings)
             refuse_memory(model, run, *(partial(run_far, r) for r in extremes(pair, EXTREMES[:2])))
