@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,57 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+class Entropy:
+    """Where nobody watches, keys are the same in every run: those of what asks for them, by name.
+
+    Only in the process of the tests: its children take theirs from the operating system.
+    """
+
+    def __init__(self, system: Callable[[int], bytes]) -> None:
+        self.system, self.process = system, os.getpid()
+        self.name, self.drawn = "", 0
+
+    def __call__(self, size: int, /) -> bytes:
+        if os.getpid() != self.process or not self.name:
+            return self.system(size)
+        self.drawn += 1
+        return hashlib.shake_256(f"{self.name} {self.drawn}".encode()).digest(size)
+
+    def begin(self, name: str) -> None:
+        """The generators of Python, numpy and torch begin alike, whatever ran before."""
+        self.name, self.drawn = name, 0
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
+        torch.manual_seed(0)
+
+
+ENTROPY = Entropy(os.urandom)
+if os.environ.get("CI"):
+    os.urandom = ENTROPY
+    # What `secrets` and numpy's generators without a seed draw from, under a name of its own.
+    random._urandom = ENTROPY  # type: ignore[attr-defined]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The generators of numpy and torch begin alike for every test, whatever ran before it."""
-    np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
-    torch.manual_seed(0)
+    ENTROPY.begin(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
+    """What many tests share is made alike, too, whichever of them comes first in its process."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = ENTROPY.name, ENTROPY.drawn
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    ENTROPY.begin(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
+    try:
+        return (yield)
+    finally:
+        ENTROPY.name, ENTROPY.drawn = before
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,29 +96,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _entropy_by_name(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where nobody watches, keys too are the same in every run: those of the test's name.
-
-    Only in the process of the test: its children take theirs from the operating system.
-    """
-    if not os.environ.get("CI"):
-        yield
-        return
-    system, here, drawn = os.urandom, os.getpid(), 0
-
-    def by_name(size: int, /) -> bytes:
-        nonlocal drawn
-        if os.getpid() != here:
-            return system(size)
-        drawn += 1
-        return hashlib.shake_256(f"{request.node.nodeid} {drawn}".encode()).digest(size)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "urandom", by_name)
-        yield
 
 
 _TEST = re.compile(r"test_contract\.py::test_(\w+)\[(.+)\]$")
