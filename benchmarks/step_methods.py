@@ -83,7 +83,7 @@ def captured(once: Callable[[], None]) -> torch.cuda.CUDAGraph:
             once()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         once()
     return graph
 
