@@ -8,7 +8,9 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    ENTROPY.know(own for name, own in list(sys.modules.items()) if name.split(".")[0] == "tests")
     gc.freeze()
     gc.enable()
 
@@ -45,6 +48,26 @@ class Entropy:
     def __init__(self, system: Callable[[int], bytes]) -> None:
         self.system, self.process = system, os.getpid()
         self.name, self.drawn = "", 0
+        #: Of every generator: how its state is read, how it is set, and where it begins.
+        self.generators: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
+        self._add(random.getstate, random.setstate)
+        self._add(np.random.get_state, np.random.set_state)
+
+    def _add(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.generators.append((get, put, get()))
+
+    def know(self, modules: Iterable[ModuleType]) -> None:
+        """Generators that stand in these modules begin where importing them left off."""
+        for value in (value for module in modules for value in vars(module).values()):
+            if isinstance(value, torch.Generator):
+                self._add(value.get_state, value.set_state)
+            elif isinstance(value, np.random.Generator):
+                bits = value.bit_generator
+                self._add(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+            elif isinstance(value, random.Random):
+                self._add(value.getstate, value.setstate)
 
     def __call__(self, size: int, /) -> bytes:
         if os.getpid() != self.process or not self.name:
@@ -53,11 +76,11 @@ class Entropy:
         return hashlib.shake_256(f"{self.name} {self.drawn}".encode()).digest(size)
 
     def begin(self, name: str) -> None:
-        """The generators of Python, numpy and torch begin alike, whatever ran before."""
+        """Keys of this name; every generator begins alike, whatever ran before."""
         self.name, self.drawn = name, 0
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002 (the global one, which scikit-learn draws from)
         torch.manual_seed(0)
+        for _, put, first in self.generators:
+            put(first)
 
 
 ENTROPY = Entropy(os.urandom)
@@ -77,16 +100,18 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
     """What many tests share is made alike, too, whichever of them comes first in its process."""
     if fixturedef.scope == "function":
         return (yield)
-    before = ENTROPY.name, ENTROPY.drawn
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    ENTROPY.begin(f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]")
+    before, of_torch = (ENTROPY.name, ENTROPY.drawn), torch.get_rng_state()
+    states = [(put, get()) for get, put, _ in ENTROPY.generators]
+    ENTROPY.begin(
+        f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
+    )
     try:
         return (yield)
     finally:
         ENTROPY.name, ENTROPY.drawn = before
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
+        torch.set_rng_state(of_torch)
+        for put, state in states:
+            put(state)
 
 
 @pytest.hookimpl(trylast=True)
