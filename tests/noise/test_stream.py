@@ -403,7 +403,7 @@ def test_of_two_threads_in_one_step_one_is_refused(monkeypatch: pytest.MonkeyPat
     both = threading.Barrier(2)
 
     def slow(*_: object, **__: object) -> None:
-        both.wait(60)  # until the other one was refused
+        both.wait(900)  # until the other one was refused
 
     monkeypatch.setattr(stream, "_whole", None)
     monkeypatch.setattr(stream, "_add_noise", slow)
@@ -412,7 +412,7 @@ def test_of_two_threads_in_one_step_one_is_refused(monkeypatch: pytest.MonkeyPat
         try:
             stream.add_({"w": torch.zeros(8)})
         except NoshuffleError as error:
-            both.wait(60)
+            both.wait(900)
             return str(error)
         return "added"
 
