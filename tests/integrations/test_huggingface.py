@@ -19,9 +19,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 import noshuffle as ns
 from noshuffle.clipping import next_token
-from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
 from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
+from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
 from noshuffle.noise import test_source
 from noshuffle.training import privatize, verify
 
@@ -186,6 +187,9 @@ def test_nothing_raw_is_logged_and_evaluation_works(tmp_path):
         assert not names & {"loss", "train_loss", "grad_norm"}
     assert any("eval_loss" in names for names in seen)
     assert made.state.log_history[-1]["epsilon"] == made.private.epsilon
+    assert output.metrics["total_flos"] == 0  # lengths of texts
+    with pytest.raises(InvalidInput, match="has trained before"):
+        made.train()
 
 
 def test_users_with_many_sequences(tmp_path):
@@ -224,7 +228,17 @@ def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path)
     assert torch.equal(weights(made.model), weights(hand.model))
     assert callback.statement().epsilon == hand.statement().epsilon
     assert not set().union(*made.state.log_history) & {"loss", "train_loss", "grad_norm"}
+    with pytest.raises(InvalidInput, match="6 steps of another"):
+        made.train()
+    callback = PrivateTrainerCallback(callback.plan, clip_norm=0.6, batch_size=8)
+    rows = torch.utils.data.WeightedRandomSampler(torch.ones(ROWS), ROWS)
+    loader = torch.utils.data.DataLoader(Sentences(), 4, sampler=rows)
+    args = arguments(tmp_path, train_sampling_strategy="sequential")
+    with pytest.raises(InvalidInput, match="rows more than once"):
+        callback.on_train_begin(args, made.state, made.control, train_dataloader=loader)
     for options in (
+        {"auto_find_batch_size": True},
+        {"include_num_input_tokens_seen": "all"},
         {"train_sampling_strategy": "random"},
         {"report_to": ["tensorboard"]},
         {"label_smoothing_factor": 0.1},
@@ -232,7 +246,7 @@ def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path)
     ):
         made.args = arguments(tmp_path, **{"train_sampling_strategy": "sequential", **options})
         with pytest.raises(Unsupported, match="does not take"):
-            callback.on_train_begin(made.args, made.state, made.control)
+            callback.on_train_begin(made.args, made.state, made.control, train_dataloader=None)
 
 
 @pytest.mark.slow
@@ -283,6 +297,7 @@ def test_the_callback_form_is_resumed_from_the_checkpoint_of_the_trainer(tmp_pat
         ({"label_smoothing_factor": 0.1}, "put it into loss_fn"),
         ({"ignore_data_skip": True}, "reads rows again"),
         ({"auto_find_batch_size": True}, "part of the plan"),
+        ({"include_num_input_tokens_seen": "non_padding"}, "numbers of tokens are raw"),
         ({"compute_loss_func": lambda out, labels, num_items_in_batch: 0}, "by_row=True"),
     ],
 )
@@ -291,12 +306,71 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path, options, words):
         trainer(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "get_train_dataloader"])
+NOT_CALLED = ["compute_loss", "get_train_dataloader", "get_batch_samples", "_get_train_sampler"]
+
+
+@pytest.mark.parametrize("name", [*NOT_CALLED, "_get_dataloader"])
 def test_a_subclass_whose_method_would_not_be_called_is_refused(tmp_path, name, monkeypatch):
     kind = type("Own", (PrivateTrainer,), {name: lambda self, *args, **options: None})
     monkeypatch.setattr(f"{__name__}.PrivateTrainer", kind)
     with pytest.raises(Unsupported, match=f"a {name} of its own"):
         trainer(tmp_path)
+
+
+class OwnOptimizer(PrivateTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+class OwnStep(PrivateTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.compute_loss(model, inputs).backward()
+        return torch.zeros(())
+
+
+class OwnBoth(OwnOptimizer, OwnStep):
+    """Trained on raw gradients."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(OwnOptimizer, "a SGD outside"), (OwnBoth, "a SGD outside"), (OwnStep, "without batches")],
+)
+def test_a_subclass_that_goes_past_the_run_is_refused(tmp_path, kind, words, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.PrivateTrainer", kind)
+    made = trainer(tmp_path, save_strategy="no")
+    before = weights(made.model)
+    with pytest.raises(InvalidInput, match=words):
+        made.train()
+    assert torch.equal(weights(made.model), before)
+
+
+def in_order(items):
+    items = sorted(items, key=lambda item: int(item["input_ids"].sum()))
+    return torch.utils.data.default_collate(items)
+
+
+def chunked(items):
+    flat = torch.cat([item["input_ids"] for item in items]).roll(3).reshape(len(items), -1)
+    return {"input_ids": flat, "labels": flat}
+
+
+def test_collators_that_mix_rows_are_refused_and_those_that_sort_them_with_units(tmp_path):
+    made = trainer(tmp_path, data_collator=chunked)
+    with pytest.raises(InvalidInput, match="mixes examples"):
+        made.train()
+    made = trainer(tmp_path, data_collator=in_order, units=list(range(ROWS)))
+    with pytest.raises(InvalidInput, match="changes the order"):
+        made.train()
+    loader = trainer(tmp_path, data_collator=in_order).get_train_dataloader()
+    refuse_mixed_rows(loader, has_units=False)
+
+
+def test_evaluation_on_the_training_data_is_warned_of(tmp_path):
+    data = Sentences()
+    with pytest.warns(ProbablyNotMeant, match="eval_dataset is train_dataset"):
+        trainer(tmp_path, data=data, eval_dataset=data)
 
 
 def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):
@@ -319,7 +393,7 @@ def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):
         made.train()
     assert made.private.steps_released == 0
     with pytest.raises(InvalidInput, match="run folder"):
-        made.train(resume_from_checkpoint="somewhere")
+        trainer(tmp_path, plan=whole).train(resume_from_checkpoint="somewhere")
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ from noshuffle.integrations.huggingface_checks import (
     part_size,
     participation_of,
     refuse,
+    refuse_mixed_rows,
     refuse_other_data,
 )
 from noshuffle.plan import Plan
@@ -111,7 +112,8 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._units = None if units is None else np.asarray(units)
         self._parts: list[tuple[Any, Any]] = []
         self._resumed: dict[str, Any] | None = None
-        refuse(self, plan, is_own_loss=loss_fn is output_loss)
+        refuse(self, plan, is_own_loss=loss_fn is output_loss, readers=_readers())
+        self.add_callback(_AtBegin(has_units=units is not None))
         if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -140,6 +142,12 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """Train, from the newest checkpoint of the run folder on if it has one."""
+        if hasattr(self, "private"):
+            raise InvalidInput(
+                f"this PrivateTrainer has trained before ({self.private.steps_released} steps were "
+                "released), and a new run would not count them; make a new one, which goes on with "
+                "the same run=, or has one budget= in privacy= with this one"
+            )
         found = self._checkpoints()
         if resume_from_checkpoint not in (None, False, True):
             raise InvalidInput(
@@ -247,6 +255,11 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def release(self) -> None:
         """One private step of the batches since the last one."""
         parts, self._parts = self._parts, []
+        if not parts:
+            raise InvalidInput(
+                "a step without batches: a training_step of one's own must give its inputs to "
+                "super().training_step(model, inputs), which reads them; other losses are loss_fn="
+            )
         with self.compute_loss_context_manager():
             if len(parts) == 1:
                 self.private.advance(self._loss_fn, (parts[0][0],), ids=parts[0][1])
@@ -261,12 +274,39 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
         """Nothing raw is logged."""
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: lengths of the texts are raw data."""
+        return 0
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log released values only: ε, the learning rate, what the evaluation found."""
         shown = {k: v for k, v in logs.items() if k not in ("loss", "train_loss", "grad_norm")}
         if hasattr(self, "private"):
             shown["epsilon"] = self.private.epsilon
         super().log(shown, *args, **options)
+
+
+def _readers() -> dict[str, type]:
+    """Methods that decide which rows a step reads, and whose they must be."""
+    own = dict.fromkeys(("_get_dataloader", "_get_train_sampler"), PrivateTrainer)
+    return {**own, **dict.fromkeys(("get_train_dataloader", "get_batch_samples"), _Trainer)}
+
+
+class _AtBegin(transformers.TrainerCallback):
+    """Before the first step: the optimizer is that of the private run, and a row an example."""
+
+    def __init__(self, *, has_units: bool) -> None:
+        self.has_units = has_units
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        found = getattr(given["optimizer"], "optimizer", given["optimizer"])
+        if not isinstance(found, _StepOptimizer):
+            raise InvalidInput(
+                f"the optimizer of this training is a {type(found).__name__} outside the private "
+                "run; a create_optimizer of one's own sets self.optimizer and ends with "
+                "`return super().create_optimizer()`"
+            )
+        refuse_mixed_rows(given["train_dataloader"], has_units=self.has_units)
 
 
 class _StepOptimizer(PrivateOptimizer):

@@ -18,12 +18,14 @@ from typing import Any
 import transformers
 
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import Private, privatize
+from noshuffle.training.check import order_of
 
-RAW = ("loss", "train_loss", "grad_norm")
+RAW = ("loss", "train_loss", "grad_norm", "total_flos")
 _TrainerCallback: Any = transformers.TrainerCallback
 
 
@@ -59,7 +61,7 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Put the optimizer into a private run, and go on where the run was."""
-        self._refuse(args, state)
+        self._refuse(args, state, given["train_dataloader"])
         wrapper = given["optimizer"]
         self.private = privatize(given["model"], wrapper.optimizer, self.plan, **self._options)
         wrapper.optimizer = self.private.optimizer
@@ -82,7 +84,13 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
             for name in RAW:
                 record.pop(name, None)
 
-    def _refuse(self, args: Any, state: Any) -> None:
+    def _refuse(self, args: Any, state: Any, loader: Any) -> None:
+        if hasattr(self, "private"):
+            raise InvalidInput(
+                f"this callback has released {self.private.steps_released} steps of another "
+                "train(), which a new run would not count; make a new Trainer and a new callback, "
+                "with the same run= to go on, or one budget= for both"
+            )
         reasons = {
             "an order other than that of the data: give train_sampling_strategy='sequential'": (
                 args.train_sampling_strategy != "sequential"
@@ -97,6 +105,10 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
             "ignore_data_skip, which reads rows again that were released; leave it out": (
                 args.ignore_data_skip
             ),
+            "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
+            "include_num_input_tokens_seen: numbers of tokens are raw data; leave it out": (
+                args.include_num_input_tokens_seen not in ("no", False)
+            ),
             "plans that sample, or protect users; use PrivateTrainer or private.step": (
                 self.plan.participation.is_sampled or self.plan.unit != "example"
             ),
@@ -104,6 +116,10 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
         for reason, applies in reasons.items():
             if applies:
                 raise Unsupported(f"PrivateTrainerCallback does not take {reason}")
+        order = order_of(self.plan, loader)
+        if order.verdict == "refused":
+            raise InvalidInput(f"{order.found}: {order.advice}")
+        refuse_mixed_rows(loader, has_units=False)
         if state.max_steps > self.plan.steps:
             raise InvalidInput(
                 f"the Trainer makes {state.max_steps} steps, the plan has {self.plan.steps}; fit "

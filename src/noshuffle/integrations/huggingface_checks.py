@@ -10,16 +10,19 @@ Used by `huggingface.PrivateTrainer`. No state.
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import of_batch
@@ -87,8 +90,53 @@ def _fingerprint(row: Any) -> str:
     return of_batch((told,), None).hex()[:8]
 
 
-def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool) -> None:
-    """Raise where the Trainer would do something that the guarantee does not cover."""
+def refuse_mixed_rows(loader: Any, *, has_units: bool) -> None:
+    """Raise where the collator makes a row of several examples, or (`has_units`) of another one.
+
+    Tried on the first rows: with one of them exchanged, one row may change, and with all of them
+    moved on by one place, rows move on as well. Of a collator that draws nothing is said.
+    """
+    data, before = loader.dataset, rng_state()
+    if not has_places(data) or (size := min(8, len(data), loader.batch_size or 8)) < 2:
+        return
+    order = range(size)
+
+    def collated(places: list[int]) -> tuple[Any, list[bytes]]:
+        made = loader.collate_fn([data[i] for i in places])  # which may write to them: new ones
+        leaves = tree_leaves(dict(made) if isinstance(made, Mapping) else made)
+        own = [one for one in leaves if isinstance(one, Tensor) and one.shape[:1] == (size,)]
+        flat = [one.cpu().reshape(size, one[0].numel()).contiguous() for one in own]
+        rows = [b"".join(one[i].view(torch.uint8).numpy().tobytes() for one in flat) for i in order]
+        return [one.shape for one in own], rows
+
+    try:
+        shapes, rows = collated([*order])
+        if collated([*order]) != (shapes, rows):
+            return
+        others = [collated([i, *order[1:]]) for i in order[1:4]]
+        changed = [Counter(new) - Counter(rows) for shape, new in others if shape == shapes]
+        is_mixed = any(one.total() > 1 for one in changed)
+        is_sorted = has_units and collated([*order[1:], 0])[1] != [*rows[1:], rows[0]]
+    finally:
+        restore_rng(before)
+    if is_mixed or is_sorted:
+        what = "mixes examples" if is_mixed else "changes the order of examples"
+        raise InvalidInput(
+            f"the collator {what}, so that it cannot be told whose a row is; let row i be made of "
+            "example i alone"
+        )
+
+
+def is_changed(trainer: Any, name: str, base: type) -> bool:
+    """Whether a subclass, or an attribute of the object, stands before a method of `base`."""
+    return getattr(getattr(trainer, name), "__func__", None) is not getattr(base, name)
+
+
+def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str, type]) -> None:
+    """Raise where the Trainer would do something that the guarantee does not cover.
+
+    `readers` are the methods that decide which rows a step reads, and the classes they are of.
+    """
     args, units = trainer.args, trainer._units
     grouped = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
     reasons = {
@@ -117,18 +165,28 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool) -> None:
             args.ignore_data_skip
         ),
         "a compute_loss of its own, which it would not call; give loss_fn=": (
-            type(trainer).compute_loss is not transformers.Trainer.compute_loss
+            is_changed(trainer, "compute_loss", transformers.Trainer)
         ),
-        "a get_train_dataloader of its own: rows are known by their place in train_dataset": (
-            type(trainer).get_train_dataloader is not transformers.Trainer.get_train_dataloader
+        "include_num_input_tokens_seen: numbers of tokens are raw data; leave it out": (
+            args.include_num_input_tokens_seen not in ("no", False)
         ),
         "plans that sample: they need private.sampler; use private.step": (
             plan.participation.is_sampled
         ),
     }
+    for name, base in readers.items():
+        text = f"a {name} of its own: rows are known by their place in train_dataset"
+        reasons[text] = is_changed(trainer, name, base)
     for reason, applies in reasons.items():
         if applies:
             raise Unsupported(f"PrivateTrainer does not take {reason}")
+    if trainer.eval_dataset is not None and trainer.eval_dataset is trainer.train_dataset:
+        warnings.warn(
+            "eval_dataset is train_dataset: what evaluation finds, and all that is chosen by it "
+            "(the best model, an early stop), is raw data; give rows that are not trained on",
+            ProbablyNotMeant,
+            stacklevel=4,
+        )
     data, rule = trainer.train_dataset, plan.participation
     rule = rule.participation if isinstance(rule, Restarted) else rule
     if hasattr(data, "__len__"):
