@@ -94,3 +94,61 @@ def test_rows_without_a_compiler_are_built_and_run_without(
         row.do()
     here = noise.TORCH_CHUNK if known is None else noise.CPU_CHUNK
     assert chunks == [here, here, noise.TORCH_CHUNK, noise.TORCH_CHUNK]
+
+
+MARKDOWN = """
+gpt2-small, batch 32, bf16; 3 rounds
+
+| step | ms (fastest to slowest round) | GiB |
+|---|---|---|
+| plain SGD | 80.0 (79.0 to 81.0) | 20.0 |
+| private step, fast | {ms} (90.0 to 91.0) | 25.0 |
+| Opacus | not measured: absent | |
+"""
+COLUMNS = """
+setting               accountant         epsilon  median s
+q 0.004, 4,800 steps  noshuffle upper    1.47902    0.5000
+q 0.004, 4,800 steps  dp-accounting      failed: absent
+q 0.01, 4,800 steps   noshuffle upper    8.02433    0.2500
+"""
+
+
+def test_rows_of_two_versions_are_matched_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    against = load("against", monkeypatch)
+    item = against.Compared("x", "", "", "ms .*|GiB", "plain")
+    title, time = "gpt2-small, batch 32, bf16", "ms (fastest to slowest round)"
+    assert against.readings(MARKDOWN.format(ms="100.0"), item) == {
+        (title, "plain SGD", time): 80.0,
+        (title, "private step, fast", time): 1.25,
+        (title, "plain SGD", "GiB"): 20.0,
+        (title, "private step, fast", "GiB"): 1.25,
+    }
+    steps = against.Compared("x", "", "", "median s", names=2)
+    assert against.readings(COLUMNS, steps) == {
+        ("", "q 0.004, 4,800 steps · noshuffle upper", ""): 0.5,
+        ("", "q 0.01, 4,800 steps · noshuffle upper", ""): 0.25,
+    }
+    rate = against.Compared("x", "", "", "rounds/s")
+    assert against.readings("| engine | rounds/s |\n|---|---|\n| ours | 4.0 |", rate) == {
+        ("", "ours", ""): 250.0
+    }
+
+
+@pytest.mark.parametrize(("after", "is_worse"), [("102.0", False), ("104.0", True)])
+def test_more_than_three_percent_is_worse(
+    after: str, is_worse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the median of the turns: one slow turn of three decides nothing."""
+    against = load("against", monkeypatch)
+    item = against.Compared("x", "", "", "ms .*", "plain")
+    match = against.Match(item, "", against.Side(FOLDER), against.Side(FOLDER))
+    for side, turns in ((match.before, ("100.0",) * 3), (match.after, (after, "180.0", "99.0"))):
+        for ms in turns:
+            for row, value in against.readings(MARKDOWN.format(ms=ms), item).items():
+                side.values.setdefault(row, []).append(value)
+        match.turns = 3
+    text, worse = against.document([match])
+    assert match.is_worse is is_worse
+    assert worse == int(is_worse)
+    assert ("**worse**" in text) is is_worse
+    assert f"{float(after) / 100:.3f}" in text
