@@ -248,6 +248,39 @@ def test_independent_noise_may_be_shuffled_and_a_callback_is_for_one_fit(tmp_pat
             trainer.fit(Module(), loader)
 
 
+class PastOptimizer(Module):
+    """Trains on raw gradients."""
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        closure()
+        with torch.no_grad():
+            for p in self.parameters():
+                p -= 0.1 * p.grad
+
+
+class Plateau(Module):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def test_raw_steps_and_raw_choices_are_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="1 steps, the private run 0"):
+        fit(tmp_path, PastOptimizer())
+    for module, extra in (
+        (Plateau(), []),
+        (Module(), [pl.callbacks.EarlyStopping("loss_epoch", check_on_train_epoch_end=True)]),
+    ):
+        with pytest.raises(InvalidInput, match="is logged by training_step"):
+            fit(tmp_path, module, extra=extra)
+    module = Module()
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(Unsupported, match="LearningRateFinder"):
+        fit(tmp_path, module, extra=[pl.callbacks.LearningRateFinder(num_training_steps=2)])
+    assert all(map(torch.equal, before, module.parameters()))
+
+
 def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
     class Manual(Module):
         pass

@@ -38,6 +38,7 @@ from noshuffle.training.unchanged import PrivateOptimizer
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for package, name in _NAMES.items() if find_spec(package) is not None]
 _FOUND.sort(key=lambda name: name not in sys.modules)
+_FINDERS = {"LearningRateFinder", "BatchSizeFinder"}
 _Callback: Any = import_module(_FOUND[0]).Callback if _FOUND else object
 
 
@@ -75,6 +76,15 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
     def statement(self) -> PrivacyStatement:
         """The guarantee of what was released so far, with all its assumptions."""
         return self.private.statement()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Before anything is trained: finders take callbacks off, and train on raw gradients."""
+        names = {type(one).__name__ for one in trainer.callbacks} & _FINDERS
+        if names:
+            raise Unsupported(
+                f"PrivateCallback does not take {names.pop()} (Tuner), which trains on raw "
+                "gradients first; choose by public data, or by noshuffle.tune"
+            )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the optimizer into a private run, and go on where the run was."""
@@ -119,6 +129,26 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
     ) -> None:
         if self._ids_of is not None:
             self._ids.append(np.asarray(self._ids_of(batch)))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step was the run's, and nothing goes by what it logged."""
+        if trainer.global_step != self.private.steps_done:
+            raise InvalidInput(
+                f"trainer.fit has made {trainer.global_step} steps, the private run "
+                f"{self.private.steps_done}; an optimizer_step of the module's own calls "
+                "optimizer.step(closure=closure), once, and changes no weights itself"
+            )
+        logged = {one.meta.name for one in trainer._results.values()}
+        plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
+        for one in (*plateaus, *trainer.callbacks):
+            name = getattr(one, "monitor", None) or ""
+            if logged & {name, name.removesuffix("_epoch"), name.removesuffix("_step")}:
+                raise InvalidInput(
+                    f"monitor={name!r} is logged by training_step: raw data, and a schedule, a "
+                    "stop or a choice of checkpoints by it is not covered; monitor validation data"
+                )
 
     def take_ids(self) -> Any:
         """The units of the batches since the last step."""
