@@ -226,6 +226,7 @@ def _write_results(
     if hasattr(model, "classes_"):
         weights["classes"] = model.classes_.tolist()
     record = {"kind": type(model).__name__, "columns": list(table.columns), **weights}
+    record["hashed"] = dict(table.hashed)
     if table.categories is not None:
         record["categories"] = {name: list(listed) for name, listed in table.categories.items()}
     write_json(run.path / "model.json", record)

@@ -3,7 +3,8 @@
 The first line names the columns if one of its cells is neither empty nor a number; otherwise it is
 data and the columns are called 1, 2, 3 … (`has_header` says so beforehand). Every column that is
 asked for must hold numbers. A row with an empty cell, NaN or infinity in one of them, or without
-an id where ids are asked for, counts as zeros: it is there, and adds nothing.
+an id where ids are asked for, counts as zeros: it is there, and adds nothing. A column without a
+name (the index that pandas writes, a comma at the end of every line) is taken only if asked for.
 
 >>> text = io.StringIO("a,b,who\\n1,2,x\\n3,,y\\n")
 >>> table = NumberRows(text, "t.csv", columns=["a", "b"], id="who")
@@ -14,13 +15,15 @@ an id where ids are asked for, counts as zeros: it is there, and adds nothing.
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import math
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO, cast
 
 from noshuffle.errors import InvalidInput
 
@@ -34,12 +37,18 @@ class CellRows:
         self.name, self._reader = name, csv.reader(stream)
         self._lines = self._read()
         self._kept: list[str] | None = None  # a first line that is data
-        first = next(self._lines, None)
+        first = next(filter(None, self._lines), None)
         if first is None:
             raise InvalidInput(f"{name} is empty; give a table, its cells with commas between them")
+        for mark in ";\t|" if len(first) == 1 else "":
+            if mark in first[0]:
+                raise InvalidInput(
+                    f"{name} must have commas between its cells, got {mark!r} in its first line; "
+                    "write it with commas, and numbers with a decimal point"
+                )
         self.names = [cell.strip() for cell in first]
         if has_header is None:
-            has_header = any(cell and _number(cell) is None for cell in self.names)
+            has_header = any(cell and as_number(cell) is None for cell in self.names)
         if not has_header:
             self._kept, self.names = first, [str(i + 1) for i in range(len(first))]
         if len(set(self.names)) < len(first):
@@ -48,7 +57,7 @@ class CellRows:
     def _read(self) -> Iterator[list[str]]:
         try:
             yield from self._reader
-        except (csv.Error, UnicodeDecodeError) as error:
+        except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InvalidInput(
                 f"{self.name} could not be read as a CSV table in UTF-8, after line "
                 f"{self._reader.line_num}: {error}"
@@ -90,6 +99,8 @@ class NumberRows:
         names = self._rows.names
         self._rows.require(*(columns or ()), id)
         self.columns = tuple(columns) if columns else tuple(n for n in names if n != id)
+        if not columns:
+            check_named(self.columns, name)
         if not self.columns:
             raise InvalidInput(f"{name} has no column to add up beside {id!r}")
         self._places = [names.index(column) for column in self.columns]
@@ -102,7 +113,7 @@ class NumberRows:
         who = "" if self._id is None else cells[self._id]
         values = []
         for place, column in zip(self._places, self.columns):
-            value = _number(cells[place]) if cells[place] else math.nan
+            value = as_number(cells[place]) if cells[place] else math.nan
             if value is None:
                 raise InvalidInput(
                     f"{self._rows.at}: column {column!r} holds text ({cells[place][:20]!r}); name "
@@ -115,17 +126,38 @@ class NumberRows:
         return tuple(values), who
 
 
+def check_named(columns: Collection[str], file: str) -> None:
+    """Refuse a column that nobody asked for by name and that has none."""
+    if "" in columns:
+        raise InvalidInput(
+            f"{file} has a column without a name, as pandas writes its index, or a comma too many "
+            "in its first line; name it, or leave it out: to_csv(index=False)"
+        )
+
+
 def open_text(file: Path) -> TextIO:
-    """The file, or standard input for "-"."""
+    """The file, unpacked if it is gzip, or standard input for "-"."""
     if str(file) == "-":
+        if isinstance(sys.stdin, io.TextIOWrapper):  # whatever the terminal speaks
+            sys.stdin.reconfigure(encoding="utf-8-sig", newline="")
         return sys.stdin
     if not file.is_file():
         raise InvalidInput(f"{file} is not a file; give a .csv table, or - for standard input")
-    return io.TextIOWrapper(file.open("rb"), encoding="utf-8-sig", newline="")
+    raw: BinaryIO = file.open("rb")
+    is_packed = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    if is_packed:
+        raw = cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
 
 
-def _number(cell: str) -> float | None:
+def as_number(cell: str) -> float | None:
+    """The number that a cell holds, or None; Python's 1_000 is none.
+
+    >>> as_number("1e3"), as_number("1_000"), as_number("x")
+    (1000.0, None, None)
+    """
     try:
-        return float(cell)
+        return None if "_" in cell else float(cell)
     except ValueError:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,14 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
 
     columns: list[str] = model["columns"]
     listed = {name: values for name, values in model.get("categories", {}).items() if values}
+    hashed: dict[str, int] = model["hashed"] if "hashed" in model else _hashed(columns)
     made = {f"{name}={value}" for name, values in listed.items() for value in values}
-    read = [name for name in columns if name not in made]
-    indicators = [int(name.rpartition("#")[2]) for name in read if "#" in name]
+    made |= {f"{name}#{i}" for name, buckets in hashed.items() for i in range(buckets)}
     table = read_table(
         file,
         target=None,
-        hash_text=max(indicators) + 1 if indicators else None,
-        only={name.rpartition("#")[0] or name for name in read} | set(listed),
+        hash_text=max(hashed.values(), default=None),
+        only={name for name in columns if name not in made} | set(listed) | set(hashed),
         categories=listed or None,
     )
     missing = [name for name in columns if name not in table.columns]
@@ -100,3 +101,9 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     if model["kind"] != "PrivateLogisticRegression":
         return [["prediction"], *([one] for one in told)]
     return [["prediction", "probability"], *map(list, zip(told, chances.max(axis=1).tolist()))]
+
+
+def _hashed(columns: list[str]) -> dict[str, int]:
+    """Text columns and their number of indicators, by their names: what models of 0.1 kept."""
+    found = (re.fullmatch(r"(.*)#(\d+)", name, re.DOTALL) for name in columns)
+    return {match[1]: int(match[2]) + 1 for match in found if match}

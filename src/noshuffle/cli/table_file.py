@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.cli.number_rows import CellRows, open_text
+from noshuffle.cli.number_rows import CellRows, check_named, open_text
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 Array = NDArray[np.float64]
@@ -47,6 +47,7 @@ class Table:
     ids: tuple[str, ...] | None
     weights: Array | None = None
     categories: Categories | None = None
+    hashed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def indicators(self) -> set[str]:
@@ -54,7 +55,8 @@ class Table:
         listed = [
             f"{n}={value}" for n, values in (self.categories or {}).items() for value in values
         ]
-        return {name for name in self.columns if "#" in name} | set(listed)
+        hashed = [f"{n}#{i}" for n, buckets in self.hashed.items() for i in range(buckets)]
+        return {*hashed, *listed}
 
 
 def read_table(
@@ -89,14 +91,16 @@ def read_table(
         for name, column in cells.items()
         if name not in (target, ids, weights) and (only is None or name in only)
     }
-    as_numbers = {name: _numbers(column, empty=empty) for name, column in features.items()}
+    if only is None:
+        check_named(features, str(path))
+    as_numbers = {n: _numbers(column, name=n, empty=empty) for n, column in features.items()}
     if callable(categories):
         texts = {n: c for n, c in features.items() if as_numbers[n] is None}
         categories = categories(texts, None if ids is None else cells[ids])
     unknown = [name for name in categories or () if name not in features]
     if unknown:
         raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")
-    blocks, names = [], []
+    blocks, names, hashed = [], [], {}
     for name, column in features.items():
         numbers = as_numbers[name]
         if categories is not None and name in categories:
@@ -114,26 +118,31 @@ def read_table(
         else:
             blocks.append(_indicators(name, column, hash_text))
             names += [f"{name}#{i}" for i in range(hash_text)]
+            hashed[name] = hash_text
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidInput(f"{path}: two features would be called {twice!r}; rename a column")
     if not names or not len(blocks[0]):
         beside = "that is read" if target is None else f"beside {target!r}"
         raise InvalidInput(f"{path} needs at least one row and one column {beside}")
     if target is None:
-        return Table(np.hstack(blocks), np.empty(0), tuple(names), None, None, categories)
+        none: Array = np.empty(0)
+        return Table(np.hstack(blocks), none, tuple(names), None, None, categories, hashed)
     if "" in cells[target]:
         raise InvalidInput(
             f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "
             "give every row a target, or leave the row out"
         )
-    y: NDArray[Any] | None = _numbers(cells[target])
+    y: NDArray[Any] | None = _numbers(cells[target], name=target)
     if y is None:
         y = np.asarray(cells[target], dtype=str)
-    elif (y == np.rint(y)).all():  # classes 0, 1, 2 read better as integers
+    elif (y == np.rint(y)).all() and np.abs(y).max() < 2**53:  # classes
         y = y.astype(np.int64)
-    given = None if weights is None else _numbers(cells[weights])
+    given = None if weights is None else _numbers(cells[weights], name=weights)
     if weights is not None and given is None:
         raise InvalidInput(f"column {weights!r} holds text; weights are numbers >= 0")
     units = None if ids is None else tuple(cells[ids])
-    return Table(np.hstack(blocks), y, tuple(names), units, given, categories)
+    return Table(np.hstack(blocks), y, tuple(names), units, given, categories, hashed)
 
 
 def _csv(path: Path) -> dict[str, list[str]]:
@@ -160,14 +169,18 @@ def _parquet(path: Path) -> dict[str, list[str]]:
     }
 
 
-def _numbers(column: list[str], *, empty: float = 0.0) -> Array | None:
+def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | None:
     """The column as finite numbers (empty cells as `empty`), or None if it is text."""
     try:
         values = np.array([float(cell) if cell else empty for cell in column])
     except ValueError:
         return None
+    if any("_" in cell for cell in column):  # Python's 1_000, which is no number elsewhere
+        return None
     if not np.isfinite(values[[bool(cell) for cell in column]]).all():
-        raise InvalidInput("cells must be finite numbers, got nan or inf; leave them empty instead")
+        raise InvalidInput(
+            f"column {name!r} must hold finite numbers, got nan or inf; leave such cells empty"
+        )
     return values
 
 

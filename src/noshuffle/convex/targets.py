@@ -43,8 +43,8 @@ class ClassTargets:
         wrong = np.flatnonzero(self.classes_[codes] != y)
         if len(wrong):
             raise InvalidInput(
-                f"y holds {y[wrong[0]]!r}, which is none of the {len(self.classes_)} classes; name "
-                "every class that may come in classes="
+                f"y holds {y[wrong[:1]].tolist()[0]!r}, which is none of the {len(self.classes_)} "
+                "classes; name every class that may come in classes="
             )
         return np.asarray(codes, dtype=np.int64)
 
