@@ -30,7 +30,7 @@ from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
 from noshuffle.strategies.blt import Blt, inverse_parameters
 from noshuffle.strategies.phases import Phases
-from noshuffle.strategies.recipe import Array, Forest, forest_blocks
+from noshuffle.strategies.recipe import Array, Forest, forest_blocks, node_weight
 from noshuffle.strategies.recursions import decaying
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
 from noshuffle.strategies.tree import Tree
@@ -188,7 +188,7 @@ def workload_variance(forest: Forest, workload: Workload) -> Array:
     n = forest.steps
     blocks = list(forest_blocks(forest))
     heights = max(full for _, _, full in blocks).bit_length()
-    weights = np.array([1 / (2 - 2.0**-h) if is_honaker else 1.0 for h in range(heights)])
+    weights = np.array([node_weight(forest.variant, h) for h in range(heights)])
     rates = workload.rates(n)
     K = np.zeros((_STACK + heights, _STACK + heights))
     out = np.zeros(n)

@@ -114,6 +114,11 @@ def forest_rows(leaves: int) -> int:
     return 2 * leaves - leaves.bit_count()
 
 
+def node_weight(variant: str, height: int) -> float:
+    """What a node counts, and the variance of its estimate from itself or its whole subtree."""
+    return 1 / (2 - 2.0**-height) if variant == "honaker" else 1.0
+
+
 def forest_blocks(recipe: Forest) -> Iterator[tuple[int, int, int]]:
     """(first step, real leaves, leaves with virtual ones) of every block, in order."""
     length = recipe.block or recipe.steps
@@ -185,8 +190,8 @@ def _stream_forest(recipe: Forest, steps: int, draws: Array) -> Array:
                 row += 1
             stack.append((height, value))
             if leaf < real - 1 or leaf == full - 1:
-                weight = [1 / (2 - 2.0**-h) if recipe.variant == "honaker" else 1 for h, _ in stack]
-                after = sum((w * v for w, (_, v) in zip(weight, stack)), np.zeros_like(before))
+                counts = (node_weight(recipe.variant, h) * v for h, v in stack)
+                after = sum(counts, np.zeros_like(before))
                 step = start + min(leaf, real - 1)
                 if step < steps:
                     out[step] = after - before

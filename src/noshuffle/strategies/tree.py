@@ -43,6 +43,7 @@ from noshuffle.strategies.recipe import (
     Rows,
     forest_blocks,
     forest_rows,
+    node_weight,
     rows,
     stream,
 )
@@ -139,7 +140,7 @@ class Tree(Strategy):
         leaves = np.append(np.arange(1, real), full)  # the last step reads the completed tree
         out = np.zeros(real)
         for h in range(full.bit_length()):
-            out += (leaves >> h & 1) * _node_variance(h, self.variant)
+            out += (leaves >> h & 1) * node_weight(self.variant, h)
         return out
 
     def _forest(self, n: int) -> Forest:
@@ -159,11 +160,6 @@ class Tree(Strategy):
 
 #: Tree aggregation: variant "plain", "honaker" or "full" (least squares over all nodes).
 tree = Tree
-
-
-def _node_variance(height: int, variant: str) -> float:
-    """Variance of the estimate of one node from itself (plain) or its whole subtree (Honaker)."""
-    return 1 / (2 - 2.0**-height) if variant == "honaker" else 1.0
 
 
 def _node_encoder(real: int, full: int) -> Array:
