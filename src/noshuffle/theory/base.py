@@ -22,6 +22,8 @@ import numpy as np
 
 from noshuffle.errors import InvalidInput, open_unit, positive, whole
 
+Terms = Mapping[str, float]
+
 LIPSCHITZ = "convex L-Lipschitz losses"
 SAMPLED = "rows drawn independently from one distribution, one pass"
 HIGH = "probability 1 - beta"
@@ -57,13 +59,13 @@ class Sizes:
         return math.sqrt(self.d) / (self.epsilon * self.n)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bound:
     """One statement at given sizes: its terms, whether they carry constants, and its conditions."""
 
     name: str
     quantity: str
-    terms: Mapping[str, float]
+    terms: Terms
     is_order: bool
     conditions: tuple[str, ...]
     source: str
@@ -102,20 +104,13 @@ def regret(played: Sequence[float], comparator: Sequence[float]) -> float:
 
 
 def order_only(
-    name: str,
-    quantity: str,
-    terms: Mapping[str, float],
-    *conditions: str,
-    source: str,
-    is_lower: bool = False,
+    name: str, quantity: str, terms: Terms, *conditions: str, source: str, is_lower: bool = False
 ) -> Bound:
     """A statement inside O(·), its logarithms as recalled."""
-    return Bound(
-        name=name,
-        quantity=quantity,
-        terms=terms,
-        is_order=True,
-        conditions=conditions,
-        source=f"{source}; as recalled",
-        is_lower=is_lower,
-    )
+    recalled = f"{source}; as recalled"
+    return Bound(name, quantity, terms, True, conditions, recalled, is_lower)
+
+
+def proved(name: str, quantity: str, terms: Terms, *conditions: str) -> Bound:
+    """A statement with constants that are proved in this project."""
+    return Bound(name, quantity, terms, False, conditions, HERE)

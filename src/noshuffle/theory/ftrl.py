@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from noshuffle.accounting import gaussian
 from noshuffle.errors import Unsupported, positive, whole
-from noshuffle.theory.base import HERE, HIGH, LIPSCHITZ, SAMPLED, Bound, Sizes, order_only
+from noshuffle.theory.base import HIGH, LIPSCHITZ, SAMPLED, Bound, Sizes, order_only, proved
 
 KAIROUZ = "Kairouz et al. 2021, arXiv 2103.00039"
 BALL = "comparator within R of the start"
@@ -113,20 +113,9 @@ def ftrl_regret(
     # √(a + b) is shown as its two shares, so that they add up to the bound.
     whole_bound = s.scale * math.sqrt(2 * (batch_size + private) / s.n)
     share = batch_size / (batch_size + private)
-    return Bound(
-        name="DP-FTRL, constants",
-        quantity="regret",
-        terms={"optimisation": share * whole_bound, "privacy": (1 - share) * whole_bound},
-        is_order=False,
-        conditions=(
-            LIPSCHITZ,
-            BALL,
-            OBLIVIOUS,
-            "best lambda",
-            "in expectation" if expected else HIGH,
-        ),
-        source=HERE,
-    )
+    terms = {"optimisation": share * whole_bound, "privacy": (1 - share) * whole_bound}
+    conditions = LIPSCHITZ, BALL, OBLIVIOUS, "best lambda", "in expectation" if expected else HIGH
+    return proved("DP-FTRL, constants", "regret", terms, *conditions)
 
 
 def ftrl_risk(sizes: Sizes, *, spread: float | None = None, batch_size: int = 1) -> Bound:
@@ -138,14 +127,9 @@ def ftrl_risk(sizes: Sizes, *, spread: float | None = None, batch_size: int = 1)
     s = sizes
     online = ftrl_regret(replace(s, beta=s.beta / 2), spread=spread, batch_size=batch_size)
     drawn = 2 * s.scale * math.sqrt(2 * math.log(2 / s.beta) / s.n)
-    return Bound(
-        name="DP-FTRL, constants",
-        quantity="excess risk",
-        terms={**online.terms, "sampling": drawn},
-        is_order=False,
-        conditions=(LIPSCHITZ, "all models within R", SAMPLED, HIGH),
-        source=HERE,
-    )
+    terms = {**online.terms, "sampling": drawn}
+    conditions = LIPSCHITZ, "all models within R", SAMPLED, HIGH
+    return proved("DP-FTRL, constants", "excess risk", terms, *conditions)
 
 
 def sgd_regret(sizes: Sizes, *, batch_size: int = 1) -> Bound:
@@ -160,14 +144,9 @@ def sgd_regret(sizes: Sizes, *, batch_size: int = 1) -> Bound:
     private = s.d / (gaussian.mu(epsilon=s.epsilon, delta=s.delta) ** 2 * batch_size)
     total = s.scale * math.sqrt((batch_size + private) / s.n)
     share = batch_size / (batch_size + private)
-    return Bound(
-        name="DP-SGD without amplification, constants",
-        quantity="regret",
-        terms={"optimisation": share * total, "privacy": (1 - share) * total},
-        is_order=False,
-        conditions=(LIPSCHITZ, BALL, OBLIVIOUS, "best rate", "in expectation"),
-        source=HERE,
-    )
+    terms = {"optimisation": share * total, "privacy": (1 - share) * total}
+    conditions = LIPSCHITZ, BALL, OBLIVIOUS, "best rate", "in expectation"
+    return proved("DP-SGD without amplification, constants", "regret", terms, *conditions)
 
 
 def best_batch(sizes: Sizes) -> int:
