@@ -16,123 +16,103 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from noshuffle.experiments import fitted
 from noshuffle.experiments.figure import Cell, Request, Results, shipped
-from noshuffle.experiments.lines import Group, StudyLine, StudyTask, groups
+from noshuffle.experiments.lines import StudyLine, StudyTask, groups
 
 Grid = Mapping[float, Mapping[float, float]]
+#: ε, learning rate and trial.
+Run = tuple[float, float, int]
 
 
 def cells(asked: Request) -> list[Cell]:
     """Searches before the figures that need them, in the order of the groups."""
     out: dict[str, Cell] = {}
     for group in groups(asked.settings):
+        trials = [t for t in group.trials if asked.trials is None or t < asked.trials]
         for line in group.lines:
-            searches = _search_cells(group.task, line, asked)
-            trials = group.trials
-            if asked.trials is not None:
-                trials = tuple(t for t in trials if t < asked.trials)
-            finals = _final_cells(group, line, trials, asked, tuple(c.key for c in searches))
-            for cell in (*searches, *finals):
+            made = _LineCells(group.task, line, asked)
+            searches = made.searches()
+            needs = tuple(cell.key for cell in searches)
+            for cell in (*searches, *made.finals(group.epsilons, trials, needs)):
                 out.setdefault(cell.key, cell)
     return list(out.values())
 
 
-def _search_cells(task: StudyTask, line: StudyLine, asked: Request) -> list[Cell]:
-    epsilons = task.search if line.fit else (0.0,)
-    middles = task.middle if line.fit else (task.middle[-1],)
-    factors = task.factors or asked.settings["factors"]
-    runs = [
-        (epsilon, _rounded(middle * line.shift * factor), 0)
-        for epsilon, middle in zip(epsilons, middles)
-        for factor in factors
-    ]
-    found = []
-    for place, part in enumerate(_parts(runs, task.most)):
-        key = f"{task.name}/{line.name}/search/{place}"
-        found.append(_cell(key, task, line, asked, part, is_search=True))
-    step = factors[1] / factors[0]
+@dataclass(frozen=True)
+class _LineCells:
+    """The cells of one line of a task."""
 
-    def widen(results: Results) -> Any:
+    task: StudyTask
+    line: StudyLine
+    asked: Request
+
+    @property
+    def head(self) -> str:
+        return f"{self.task.name}/{self.line.name}"
+
+    def searches(self) -> list[Cell]:
+        task, line = self.task, self.line
+        epsilons = task.search if line.fit else (0.0,)
+        middles = task.middle if line.fit else (task.middle[-1],)
+        factors = task.factors or self.asked.settings["factors"]
+        runs = [
+            (epsilon, _rounded(middle * line.shift * factor), 0)
+            for epsilon, middle in zip(epsilons, middles)
+            for factor in factors
+        ]
+        found = [
+            self._cell(f"search/{place}", partial(self._train, part), 0.9 * len(part))
+            for place, part in enumerate(_parts(runs, task.most))
+        ]
+        widen = partial(self._widen, factors[1] / factors[0])
+        first = tuple(cell.key for cell in found)
+        return [*found, self._cell("widen", widen, 0.9 * len(runs) / len(factors), first)]
+
+    def finals(
+        self, epsilons: Sequence[float], trials: Sequence[int], needs: tuple[str, ...]
+    ) -> list[Cell]:
+        runs = [(epsilon, 0.0, trial) for epsilon in epsilons for trial in trials]
+        return [
+            self._cell(f"final/{trials[0]}-{place}", partial(self._final, part), len(part), needs)
+            for place, part in enumerate(_parts(runs, self.task.most))
+        ]
+
+    def _cell(
+        self, key: str, work: Callable[[Results], Any], runs: float, needs: tuple[str, ...] = ()
+    ) -> Cell:
+        cost = runs * self.task.epochs * self.line.times * (1.3 if self.line.is_sampled else 1.0)
+        kind = f"{self.task.data}/{self.task.model}"
+        return Cell(f"{self.head}/{key}", work, cost=cost, kind=kind, needs=needs)
+
+    def _train(self, runs: Sequence[Run], results: Results, *, is_search: bool = True) -> Any:
+        from noshuffle.experiments.train_lines import train  # torch, and data
+
+        return train(self.task, self.line, runs, self.asked, is_search=is_search)
+
+    def _widen(self, step: float, results: Results) -> Any:
         outer = []
-        for epsilon, tried in search_grid(results, task.name, line.name).items():
+        for epsilon, tried in search_grid(results, self.task.name, self.line.name).items():
             best = max(tried, key=lambda rate: tried[rate])
-            if len(task.factors) == 2:  # one of two is always at an end
+            if len(self.task.factors) == 2:  # one of two is always at an end
                 continue
             if best == max(tried):
                 outer.append((epsilon, _rounded(best * step), 0))
             elif best == min(tried):
                 outer.append((epsilon, _rounded(best / step), 0))
-        if not outer:
-            return {"runs": []}
-        return _work(task, line, asked, outer, results, is_search=True)
+        return self._train(outer, results) if outer else {"runs": []}
 
-    first = tuple(cell.key for cell in found)
-    cost = sum(cell.cost for cell in found) / len(factors)
-    last = Cell(f"{task.name}/{line.name}/widen", widen, cost=cost, kind=_kind(task), needs=first)
-    return [*found, last]
-
-
-def _final_cells(
-    group: Group,
-    line: StudyLine,
-    trials: tuple[int, ...],
-    asked: Request,
-    needs: tuple[str, ...],
-) -> list[Cell]:
-    if not trials:
-        return []
-    task, found = group.task, []
-    runs = [(epsilon, 0.0, trial) for epsilon in group.epsilons for trial in trials]
-    for place, part in enumerate(_parts(runs, task.most)):
-        key = f"{task.name}/{line.name}/final/{trials[0]}-{place}"
-        found.append(_cell(key, task, line, asked, part, is_search=False, needs=needs))
-    return found
-
-
-def _cell(
-    key: str,
-    task: StudyTask,
-    line: StudyLine,
-    asked: Request,
-    runs: Sequence[tuple[float, float, int]],
-    *,
-    is_search: bool,
-    needs: tuple[str, ...] = (),
-) -> Cell:
-    def work(results: Results) -> Any:
-        return _work(task, line, asked, runs, results, is_search=is_search)
-
-    cost = len(runs) * task.epochs * line.times * (0.9 if is_search else 1.0)
-    cost *= 1.3 if line.is_sampled else 1.0
-    return Cell(key, work, cost=cost, kind=_kind(task), needs=needs)
-
-
-def _kind(task: StudyTask) -> str:
-    return f"{task.data}/{task.model}"
-
-
-def _work(
-    task: StudyTask,
-    line: StudyLine,
-    asked: Request,
-    runs: Sequence[tuple[float, float, int]],
-    results: Results,
-    *,
-    is_search: bool,
-) -> Any:
-    from noshuffle.experiments.train_lines import train  # torch, and data
-
-    if not is_search:
-        grid = search_grid(results, task.name, line.name)
-        runs = [(e, _rounded(chosen_rate(grid, e)), trial) for e, _, trial in runs]
-    return train(task, line, runs, asked, is_search=is_search)
+    def _final(self, runs: Sequence[Run], results: Results) -> Any:
+        grid = search_grid(results, self.task.name, self.line.name)
+        chosen = [(e, _rounded(chosen_rate(grid, e)), trial) for e, _, trial in runs]
+        return self._train(chosen, results, is_search=False)
 
 
 def _parts(runs: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
@@ -213,15 +193,9 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
                 epochs, per_epoch = task.layout(size, line.times)
                 rate = task.batch * line.times / size
                 for epsilon in epsilons:
-                    how: dict[str, Any] = {
-                        "epochs": epochs,
-                        "per_epoch": per_epoch,
-                        "epsilon": epsilon,
-                    }
-                    plan = fitted.plan(
-                        line.fit_at(epsilon), **how, delta=settings["delta"], rate=rate
-                    )
-                    z = plan.noise_multiplier
+                    how: dict[str, Any] = {"epochs": epochs, "per_epoch": per_epoch, "rate": rate}
+                    how |= {"epsilon": epsilon, "delta": settings["delta"]}
+                    z = fitted.plan(line.fit_at(epsilon), **how).noise_multiplier
                     yield f"{task.name}/{line.name} {epochs}x{per_epoch} ε={epsilon:g}: {z:.3f}"
 
 
