@@ -25,18 +25,12 @@ import numpy as np
 from noshuffle.experiments.figure import Cell, Figure, Request, Results
 from noshuffle.experiments.figure2_view import CLAIMS, draw, table
 from noshuffle.experiments.train_users import (
-    cohorts_of,
     train_users,
-    user_setting,
     user_task,
     without_validation_users,
 )
 from noshuffle.experiments.user_plans import Settings, felt, fitted, limits, user_epsilon
 from noshuffle.strategies import from_dict, sensitivity
-
-
-def _spaced(ends: Sequence[float], points: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.geomspace(ends[0], ends[1], points)
 
 
 def _mechanisms(settings: Settings, results: Results) -> dict[str, Any]:
@@ -47,10 +41,10 @@ def _mechanisms(settings: Settings, results: Results) -> dict[str, Any]:
     for name in settings["mechanisms"]:
         strategy = fitted(name, part, settings)
         if name == "sampled":
-            noise = _spaced(settings["sampled_noise"], settings["points"])
+            noise = np.geomspace(*settings["sampled_noise"], settings["points"])
         else:
             reach = sensitivity(strategy, part).value
-            noise = reach / _spaced(settings["mu"], settings["points"])
+            noise = reach / np.geomspace(*settings["mu"], settings["points"])
         spread = felt(strategy, settings)
         out[name] = {
             "strategy": strategy.to_dict(),
@@ -58,20 +52,21 @@ def _mechanisms(settings: Settings, results: Results) -> dict[str, Any]:
             "noise": noise.tolist(),
             "level": (noise * spread / settings["clients"]).tolist(),
             "epsilon": [
-                user_epsilon(name, strategy, z, settings, population=population,
-                         cohort=settings["clients"])
+                user_epsilon(
+                    name, strategy, z, settings, population=population, cohort=settings["clients"]
+                )
                 for z in noise
             ],
-        }  # fmt: skip
+        }
     return out
 
 
 def _search(
-    settings: Settings, device: str, head: str, name: str, results: Results
+    settings: Settings, device: str, name: str, results: Results
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Accuracy and loss on validation users, by point and rate; "none" is without noise."""
-    task = without_validation_users(settings["task"])
-    made = results[f"{head}/mechanisms"]
+    head = settings["task"]
+    task, made = without_validation_users(head), results[f"{head}/mechanisms"]
     if name == "none":
         name, points = "identity", {"none": (0.0, settings["largest_rate"])}
         factors = [f * g for f in (0.1, 1.0) for g in settings["factors"]]
@@ -83,10 +78,10 @@ def _search(
         }
         factors = settings["factors"]
     grid = [(key, z, centre * f) for key, (z, centre) in points.items() for f in factors]
-    runs = [user_setting(settings, name, z, rate, "all", 99) for _, z, rate in grid]
-    who = {"all": cohorts_of(name, task, settings, settings["clients"], 99)}
-    strategies = {name: from_dict(made[name]["strategy"])}
-    found = train_users(settings, device, task, runs, strategies, who, settings["clients"])
+    found = train_users(
+        settings, device, task, name, from_dict(made[name]["strategy"]),
+        [(z, rate) for _, z, rate in grid], size=settings["clients"], seed=99,
+    )  # fmt: skip
     out: dict[str, dict[str, tuple[float, float]]] = {}
     for (key, _, rate), scores in zip(grid, found):
         out.setdefault(key, {})[f"{rate:.4g}"] = scores
@@ -112,10 +107,11 @@ def rate_at(
 
 
 def _final(
-    settings: Settings, device: str, head: str, name: str, seed: int, results: Results
+    settings: Settings, device: str, name: str, seed: int, results: Results
 ) -> dict[str, list[float]]:
     """Test accuracy at every noise multiplier, one seed."""
-    task, made = user_task(settings["task"]), results[f"{head}/mechanisms"]
+    head = settings["task"]
+    task, made = user_task(head), results[f"{head}/mechanisms"]
     tried = results[f"{head}/search/{name}"]
     if name == "none":
         name, noise = "identity", [0.0]
@@ -123,10 +119,10 @@ def _final(
     else:
         noise, levels = made[name]["noise"], made[name]["level"]
         rates = [rate_at(level, levels, tried) for level in levels]
-    runs = [user_setting(settings, name, z, r, "all", seed) for z, r in zip(noise, rates)]
-    who = {"all": cohorts_of(name, task, settings, settings["clients"], seed)}
-    strategies = {name: from_dict(made[name]["strategy"])}
-    found = train_users(settings, device, task, runs, strategies, who, settings["clients"])
+    found = train_users(
+        settings, device, task, name, from_dict(made[name]["strategy"]), list(zip(noise, rates)),
+        size=settings["clients"], seed=seed,
+    )  # fmt: skip
     return {"rate": rates, "accuracy": [accuracy for accuracy, _ in found]}
 
 
@@ -144,18 +140,18 @@ def tolerated(levels: Sequence[float], accuracy: Sequence[float], target: float)
     return float(np.exp(np.interp(-target, -falling, np.log(level))))
 
 
-def _targets(settings: Settings, head: str, results: Results, trials: int) -> dict[str, float]:
+def _targets(settings: Settings, results: Results, trials: int) -> dict[str, float]:
     """Accuracies to be reached, by words."""
-    base = float(np.mean([results[f"{head}/final/none/{s}"]["accuracy"] for s in range(trials)]))
+    first = f"{settings['task']}/final/none"
+    base = float(np.mean([results[f"{first}/{s}"]["accuracy"] for s in range(trials)]))
     paper = {f"{100 * r:g} % below no noise": base * (1 - r) for r in settings["relative_targets"]}
     return {**paper, **{f"{t:g} %": t for t in settings["targets"]}}
 
 
-def _computation(
-    settings: Settings, head: str, trials: int, results: Results
-) -> list[dict[str, Any]]:
+def _computation(settings: Settings, trials: int, results: Results) -> list[dict[str, Any]]:
     """2c: ε over clients a round at every target, fixed strategy or fitted anew, the better one."""
-    population, made = len(user_task(settings["task"])), results[f"{head}/mechanisms"]
+    head = settings["task"]
+    population, made = len(user_task(head)), results[f"{head}/mechanisms"]
     again = {}
     for name in ("blt", "tree"):
         for m in settings["cohorts"]:
@@ -163,7 +159,7 @@ def _computation(
                 part = limits(settings, population=population, cohort=m)
                 again[name, m] = fitted(name, part, settings)
     lines = []
-    for words, target in _targets(settings, head, results, trials).items():
+    for words, target in _targets(settings, results, trials).items():
         for name, record in made.items():
             mean = np.mean(
                 [results[f"{head}/final/{name}/{s}"]["accuracy"] for s in range(trials)], 0
@@ -188,9 +184,10 @@ def _computation(
 
 
 def _cohort(
-    settings: Settings, device: str, head: str, name: str, size: int, results: Results
+    settings: Settings, device: str, name: str, size: int, results: Results
 ) -> dict[str, Any] | None:
     """A trained point of 2c, at the last of our targets that the line knows; None without one."""
+    head = settings["task"]
     lines = [line for line in results[f"{head}/computation"] if line["mechanism"] == name]
     points = [(line, p) for line in lines for p in line["points"] if p["clients"] == size]
     if not points:
@@ -198,11 +195,10 @@ def _cohort(
     line, point = points[-1]
     made = results[f"{head}/mechanisms"][name]
     rate = rate_at(line["level"], made["level"], results[f"{head}/search/{name}"])
-    task = user_task(settings["task"])
-    run = user_setting(settings, name, point["noise"], rate, "all", 0)
-    who = {"all": cohorts_of(name, task, settings, size, 0)}
-    strategies = {name: from_dict(point["strategy"])}
-    found = train_users(settings, device, task, [run], strategies, who, size)
+    found = train_users(
+        settings, device, user_task(head), name, from_dict(point["strategy"]),
+        [(point["noise"], rate)], size=size, seed=0,
+    )  # fmt: skip
     return {"target": line["target"], "wanted": line["accuracy"], "epsilon": point["epsilon"],
             "clients": size, "accuracy": found[0][0]}  # fmt: skip
 
@@ -216,22 +212,22 @@ def _study(settings: Settings, asked: Request) -> list[Cell]:
     first = (f"{head}/mechanisms",)
     runs = len(settings["searched"]) * len(settings["factors"])
     for name in names:
-        work: Any = partial(_search, settings, device, head, name)
+        work: Any = partial(_search, settings, device, name)
         cost = 2 * len(settings["factors"]) if name == "none" else runs
         cells.append(Cell(f"{head}/search/{name}", work, cost, head, first))
     finals = []
     for seed in range(trials):
         for name in names:
             key = f"{head}/final/{name}/{seed}"
-            work = partial(_final, settings, device, head, name, seed)
+            work = partial(_final, settings, device, name, seed)
             cost = 1 if name == "none" else settings["points"]
             cells.append(Cell(key, work, cost, head, (*first, f"{head}/search/{name}")))
             finals.append(key)
-    work = partial(_computation, settings, head, trials)
+    work = partial(_computation, settings, trials)
     cells.append(Cell(f"{head}/computation", work, needs=(*first, *finals)))
     for size in settings["trained_cohorts"]:
         for name in settings["mechanisms"]:
-            work = partial(_cohort, settings, device, head, name, size)
+            work = partial(_cohort, settings, device, name, size)
             cost = size / settings["clients"]
             needs = (f"{head}/computation",)
             cells.append(Cell(f"{head}/cohort/{name}/{size}", work, cost, head, needs))

@@ -9,7 +9,7 @@ Each run by itself is private with its ε; what all of a study cost together is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from noshuffle.participation import MinSeparation, Poisson
 from noshuffle.strategies import Strategy
 
 if TYPE_CHECKING:
-    from noshuffle.federated.many import FederatedSetting
     from noshuffle.federated.tasks import FederatedTask
 
 
@@ -48,19 +47,18 @@ def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, se
         sampler = PoissonSampler(part, len(task), key=new_key())
         return [sampler.draw(step) for step in range(settings["rounds"])]
     rule = limits(settings, population=len(task), cohort=size)
-    if len(task) < len(
-        user_task(settings["task"])
-    ):  # the search has fewer users and promises nothing
+    everybody = user_task(settings["task"])
+    if len(task) < len(everybody):  # the search has fewer users and promises nothing
         rule = MinSeparation(rule.steps, max(1, len(task) // size), rule.steps)
     order = in_random_order(task.users, seed=seed)
     return many.admitted_cohorts(rule, task, size=size, check_ins=order)
 
 
 def train_users(
-    settings: Settings, device: str, task: FederatedTask, runs: Sequence[FederatedSetting],
-    strategies: Mapping[str, Strategy], cohorts: Mapping[str, Any], size: int,
+    settings: Settings, device: str, task: FederatedTask, name: str, strategy: Strategy,
+    runs: Sequence[tuple[float, float]], *, size: int, seed: int,
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Test accuracy in % and loss of every run."""
+    """Test accuracy in % and loss of every run: noise multipliers and server rates."""
     import torch
 
     from noshuffle.federated import many
@@ -79,9 +77,14 @@ def train_users(
             return build(settings["model"], classes=task.classes, length=task.shape[0])
         return models.build(settings["model"], task.shape, task.classes)
 
+    given = {key: settings[key] for key in ("client_rate", "clip_norm", "momentum")}
     params = many.train_many(
-        make, task, runs, cohorts=cohorts, strategies=strategies, rounds=settings["rounds"],
-        cohort_size=size, learning_rates=cooldown(settings["rounds"]), device=device,
+        make, task,
+        [many.FederatedSetting(mechanism=name, cohorts="all", noise_multiplier=z, server_rate=rate,
+                               seed=seed, **given) for z, rate in runs],
+        cohorts={"all": cohorts_of(name, task, settings, size, seed)}, strategies={name: strategy},
+        rounds=settings["rounds"], cohort_size=size, device=device,
+        learning_rates=cooldown(settings["rounds"]),
         local=LocalTraining(learning_rate=settings["client_rate"], steps=settings["local_steps"],
                             batch_size=settings["local_batch"]),
         at_once=settings["at_once"],
@@ -91,13 +94,3 @@ def train_users(
         x, y = task.widen(x, y)
     losses, found = (part.cpu().tolist() for part in many.accuracies(make(), params, x, y))
     return [(round(100 * a, 3), loss) for a, loss in zip(found, losses)]
-
-
-def user_setting(settings: Settings, name: str, z: float, rate: float, who: str, seed: int) -> Any:
-    from noshuffle.federated.many import FederatedSetting
-
-    return FederatedSetting(
-        mechanism=name, cohorts=who, noise_multiplier=z, server_rate=rate,
-        client_rate=settings["client_rate"], clip_norm=settings["clip_norm"],
-        momentum=settings["momentum"], seed=seed,
-    )  # fmt: skip
