@@ -22,14 +22,16 @@ least R log(1/β)/δ samples, whatever they show. No state.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from noshuffle.accounting.bins import Overlaps
 from noshuffle.accounting.fresh_positions import FreshPositions
 from noshuffle.accounting.mean_bounds import FINE, LEAST, MeanTest, lowest
-from noshuffle.accounting.moved_draws import WeightedDraws, alone_of, draw_add, draw_remove
+from noshuffle.accounting.moved_draws import MovedDraws, WeightedDraws, alone_of
 from noshuffle.errors import InvalidInput, non_negative, open_unit, positive, whole
 
 Array = np.ndarray
@@ -104,7 +106,7 @@ class SecretPositions:
         sides = DIRECTIONS if direction == "both" else (direction,)
         lower, upper = 0.0, 0.0
         for side in sides:
-            pilot, drawn = self._drawn(side, noise_multiplier, epsilon, samples, seed)
+            pilot, drawn = self._drawn(side, noise_multiplier, epsilon, samples, seed, 0)
             test = self._test(side, epsilon, free, far, pilot)
             low, high = test.bounds(drawn, failure / len(sides))
             lower, upper = max(lower, low), max(upper, high)
@@ -130,9 +132,15 @@ class SecretPositions:
         far = self._far(noise_multiplier, delta)
         near = 0.9 * free
         for stage in (1, 2):  # a rough ε to draw for, from draws that serve nothing else
-            near = self._rough(noise_multiplier, delta, near, samples // 20, seed, stage, free)
+            count = max(1000, samples // 20)
+            rough = [
+                (side, self._drawn(side, noise_multiplier, near, count, seed, stage)[1])
+                for side in DIRECTIONS
+            ]
+            near = lowest(partial(_is_small, rough, delta), free)
         seen = [
-            (side, *self._drawn(side, noise_multiplier, near, samples, seed)) for side in DIRECTIONS
+            (side, *self._drawn(side, noise_multiplier, near, samples, seed, 0))
+            for side in DIRECTIONS
         ]
 
         def test(epsilon: float) -> list[tuple[MeanTest, WeightedDraws]]:
@@ -153,25 +161,6 @@ class SecretPositions:
         lower = below * (1 - FINE) if below > LEAST * upper else 0.0
         return Interval(lower, upper, free, failure, samples)
 
-    def _rough(
-        self,
-        noise: float,
-        delta: float,
-        near: float,
-        samples: int,
-        seed: int | None,
-        stage: int,
-        most: float,
-    ) -> float:
-        """About the ε that has δ, from draws for another one."""
-        count = max(1000, samples)
-        seen = [(s, self._drawn(s, noise, near, count, seed, stage)[1]) for s in DIRECTIONS]
-
-        def is_small(epsilon: float) -> bool:
-            return all(float(drawn.values(side, epsilon).mean()) <= delta for side, drawn in seen)
-
-        return lowest(is_small, most)
-
     def _drawn(
         self,
         side: str,
@@ -188,11 +177,10 @@ class SecretPositions:
         # larger on the diagonal, on the safe side: bounds of inner products need not be a Gram
         more = max(0.0, -float(np.linalg.eigvalsh(K)[0])) + 1e-12 * float(K.max()) + 1e-300
         K = K + np.eye(len(K)) * more
-        root = np.linalg.cholesky(K)
+        moved = MovedDraws(side, K, np.linalg.cholesky(K), self.periods)
         keys = [(DIRECTIONS.index(side), 2 * stage + i) for i in (0, 1)]
         kinds = [np.random.SeedSequence(seed, spawn_key=key) for key in keys]
         first, second = (np.random.default_rng(kind) for kind in kinds)
-        sample = draw_remove if side == "remove" else draw_add
         count = max(500, int(_PILOT * samples))
         alone = alone_of(side, K, self.periods, epsilon)
 
@@ -200,7 +188,7 @@ class SecretPositions:
             parts, size = [], max(1, _CHUNK // len(K))
             for start in range(0, count, size):
                 here = min(size, count - start)
-                parts.append(sample(K, root, tilt, alone is None, self.periods, here, rng))
+                parts.append(moved.draw(tilt, alone is None, here, rng))
             log_ratio, share = (np.concatenate(part) for part in zip(*parts, strict=True))
             return WeightedDraws(log_ratio, share, alone)
 
@@ -240,3 +228,8 @@ class SecretPositions:
             reach, charge = -2 * math.expm1(epsilon - top), _SHARE * delta
         spread = float(np.mean(pilot.values(side, epsilon, top) ** 2))
         return MeanTest(side, epsilon, top, reach, charge, spread)
+
+
+def _is_small(seen: Sequence[tuple[str, WeightedDraws]], delta: float, epsilon: float) -> bool:
+    """Whether the means of both directions are at most δ."""
+    return all(float(drawn.values(side, epsilon).mean()) <= delta for side, drawn in seen)

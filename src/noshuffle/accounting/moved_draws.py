@@ -83,48 +83,39 @@ def _log_means(exponents: Array) -> Array:
     return np.asarray(top[:, 0] + np.log(mean))
 
 
-def draw_remove(
-    K: Array,
-    root: Array,
-    tilt: float,
-    is_mixed: bool,
-    periods: int,
-    count: int,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    """Shifts `tilt` times as long, of half or all draws: log L, and L over the draws' density."""
-    half = K.diagonal() / 2
-    scale = np.where(rng.random(count) < 0.5, 1.0, tilt) if is_mixed else np.full(count, tilt)
-    plain, tilted = np.zeros(count), np.zeros(count)
-    for _ in range(periods):
-        X = rng.standard_normal((count, len(K))) @ root.T
-        X += scale[:, None] * K[rng.integers(len(K), size=count)]
-        plain += _log_means(X - half)
-        if tilt != 1:
-            tilted += _log_means(tilt * X - tilt**2 * half)
-    if tilt == 1:
-        return plain, np.ones(count)
-    return plain, _share(tilted - plain, is_mixed)
+@dataclass(frozen=True)
+class MovedDraws:
+    """Draws of one direction for a Gram matrix K with its Cholesky root, over all periods."""
 
+    side: str
+    K: Array
+    root: Array
+    periods: int
 
-def draw_add(
-    K: Array,
-    root: Array,
-    tilt: float,
-    is_mixed: bool,
-    periods: int,
-    count: int,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    """Q moved by `tilt` (negative: away) along the mean of all positions, half or all draws."""
-    half, along = K.diagonal() / 2, K.mean(axis=1)
-    moved = np.where(rng.random(count) < 0.5, 0.0, tilt) if is_mixed else np.full(count, tilt)
-    plain, tilted = np.zeros(count), np.zeros(count)
-    for _ in range(periods):
-        X = rng.standard_normal((count, len(K))) @ root.T + moved[:, None] * along
-        plain += _log_means(X - half)
-        tilted += tilt * X.mean(axis=1) - tilt**2 * float(along.mean()) / 2
-    return plain, _share(tilted, is_mixed)
+    def draw(
+        self, tilt: float, is_mixed: bool, count: int, rng: np.random.Generator
+    ) -> tuple[Array, Array]:
+        """log L, and L (or one) over the density of the draws, of which half or all are moved.
+
+        By shifts `tilt` times as long ("remove"), or Q by `tilt` (negative: away) along the mean of
+        all positions ("add").
+        """
+        K, is_remove = self.K, self.side == "remove"
+        half, along = K.diagonal() / 2, K.mean(axis=1)
+        still = 1.0 if is_remove else 0.0
+        scale = np.where(rng.random(count) < 0.5, still, tilt) if is_mixed else np.full(count, tilt)
+        plain, tilted = np.zeros(count), np.zeros(count)
+        for _ in range(self.periods):
+            X = rng.standard_normal((count, len(K))) @ self.root.T
+            X += scale[:, None] * (K[rng.integers(len(K), size=count)] if is_remove else along)
+            plain += _log_means(X - half)
+            if not is_remove:
+                tilted += tilt * X.mean(axis=1) - tilt**2 * float(along.mean()) / 2
+            elif tilt != 1:
+                tilted += _log_means(tilt * X - tilt**2 * half)
+        if is_remove and tilt == 1:
+            return plain, np.ones(count)
+        return plain, _share(tilted - plain if is_remove else tilted, is_mixed)
 
 
 def _share(excess: Array, is_mixed: bool) -> Array:
