@@ -12,9 +12,9 @@ allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -84,16 +84,18 @@ def audit_training(
     batches = [people[rows] for rows in _batches(plan, len(people))]
     batch = max(1, *(len(rows) for rows in batches))
     whole_model = CanaryModel(model, canaries)
-    released = _train(
-        plan,
-        whole_model,
-        (x, y, batches),
-        planted,
-        batch_size=batch,
-        clip_norm=clip_norm,
-        learning_rate=learning_rate,
-        progress=progress,
-    )
+    groups = [
+        {"params": list(model.parameters()), "lr": learning_rate},
+        {"params": list(whole_model.canary.parameters()), "lr": float(batch)},
+    ]
+    form: dict[str, Any] = {"batch_size": batch, "clip_norm": clip_norm}
+    private = privatize(whole_model, torch.optim.SGD(groups), plan, **form)
+    released = np.empty((plan.steps, canaries))
+    for step, row in enumerate(_steps(private, whole_model, (x, y, batches), planted, clip_norm)):
+        released[step] = row
+        if progress is not None:
+            progress(step + 1)
+    private.close()
     losses = losses_of(model, x, y)
     claim = plan.mu()
     assert claim is not None
@@ -126,43 +128,26 @@ def _batches(plan: Plan, count: int) -> list[NDArray[np.int64]]:
     ]
 
 
-def _train(
-    plan: Plan,
+def _steps(
+    private: Any,
     model: CanaryModel,
     data: tuple[Tensor, Tensor, list[NDArray[np.int64]]],
     planted: Canaries,
-    *,
-    batch_size: int,
     clip_norm: float,
-    learning_rate: float,
-    progress: Callable[[int], None] | None,
-) -> Array:
-    """One run; returns the released sums of the canaries, from iterates, in units of the clip."""
-    x, y, batches = data
-    groups = [
-        {"params": list(model.inner.parameters()), "lr": learning_rate},
-        {"params": list(model.canary.parameters()), "lr": float(batch_size)},
-    ]
-    optimizer = torch.optim.SGD(groups)
-    private = privatize(model, optimizer, plan, batch_size=batch_size, clip_norm=clip_norm)
+) -> Iterator[Array]:
+    """What every step released of the canaries, from iterates, in units of the clip norm."""
+    (x, y, batches), before = data, _values(model)
     loss = canary_loss(model.count, size=10 * clip_norm)
-    rows, before = np.empty((plan.steps, model.count)), _values(model)
-    for step in range(plan.steps):
-        own = torch.from_numpy(batches[step])
-        birds = planted.rows(step)
-        blank = x.new_zeros((len(birds), *x.shape[1:]))
-        inputs = torch.cat([x[own], blank])
+    for step, rows in enumerate(batches):
+        own, birds = torch.from_numpy(rows), planted.rows(step)
+        inputs = torch.cat([x[own], x.new_zeros((len(birds), *x.shape[1:]))])
         which = torch.cat([torch.full((len(own),), model.count), birds])
         targets = torch.cat([y[own], y.new_zeros(len(birds))])
-        ids = np.concatenate([own.numpy(), unit_ids(birds.numpy(), len(x))])
+        ids = np.concatenate([rows, unit_ids(birds.numpy(), len(x))])
         private.advance(loss, (inputs, which, targets), ids=ids)
         after = _values(model)
-        rows[step] = (before - after) / clip_norm
+        yield (before - after) / clip_norm
         before = after
-        if progress is not None:
-            progress(step + 1)
-    private.close()
-    return rows
 
 
 def unit_ids(rows: NDArray[np.int64], first: int) -> NDArray[np.int64]:
