@@ -41,10 +41,11 @@ def _mechanisms(settings: Settings, results: Results) -> dict[str, Any]:
     for name in settings["mechanisms"]:
         strategy = fitted(name, part, settings)
         if name == "sampled":
-            noise = np.geomspace(*settings["sampled_noise"], settings["points"])
+            low, high = settings["sampled_noise"]
+            noise = np.geomspace(low, high, settings["points"])
         else:
-            reach = sensitivity(strategy, part).value
-            noise = reach / np.geomspace(*settings["mu"], settings["points"])
+            low, high = settings["mu"]
+            noise = sensitivity(strategy, part).value / np.geomspace(low, high, settings["points"])
         spread = felt(strategy, settings)
         out[name] = {
             "strategy": strategy.to_dict(),
