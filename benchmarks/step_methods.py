@@ -6,6 +6,7 @@ function needs beyond its call hangs on it: `private` of ours, `keeps` of a grap
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.batches import Batch
+from noshuffle.training.compiled.graphs import uncollected
 from noshuffle.training.models import build
 
 BATCH = 250
@@ -83,7 +85,8 @@ def captured(once: Callable[[], None]) -> torch.cuda.CUDAGraph:
             once()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    gc.collect()
+    with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         once()
     return graph
 

@@ -9,7 +9,7 @@ written out and are named in `fallbacks`. Before a model is trusted it is tried 
 against plain autograd, once per kind of input; one that fails (parameters used outside their
 layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why. `mode` says
 how much of a batch is done at once (`microbatches`), and `why` tells the choice. That examples do
-not mix is looked at again at calls 8, 16, 32, …, for models that begin to do so later.
+not mix is looked at again at calls 8, 32, 128, …, for models that begin to do so later.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -62,13 +62,19 @@ from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-#: The first call at which examples are looked at again; then at twice as many calls, and so on.
+#: The first call at which examples are looked at again; then at four times as many, and so on: five
+#: looks in 4,800 steps, which for a small network on a GPU take as long as fifty of them.
 AGAIN = 8
 
 
 def is_due(calls: int) -> bool:
-    """Whether a model is looked at again at this call."""
-    return calls >= AGAIN and calls & (calls - 1) == 0
+    """Whether a model is looked at again at this call: 8, 32, 128, … (8 times a power of four)."""
+    return calls >= AGAIN and calls & (calls - 1) == 0 and calls.bit_length() % 2 == 0
+
+
+def looked_at_before(calls: int) -> int:
+    """The call at which a model was looked at before it was at this one."""
+    return calls // 4 if calls > AGAIN else 1
 
 
 @dataclass
@@ -284,8 +290,9 @@ class Ghost:
             self._written_out.say(f"whole model written out per example, {known.reason}")
             warnings.warn(
                 f"the model keeps examples apart no longer ({reason}): it is written out per "
-                f"example from call {known.calls} on, but steps since call {known.calls // 2} may "
-                "not be covered by the statement; begin a new run with a model that stays as it is",
+                f"example from call {known.calls} on, but steps since call "
+                f"{looked_at_before(known.calls)} may not be covered by the statement; begin a new "
+                "run with a model that stays as it is",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -108,23 +108,25 @@ def _counted(
     batch: Batch,
     *,
     low: bool,
-    is_later: bool = False,
+    later: Tensor | None = None,
 ) -> None:
     """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean).
 
-    `is_later`: the model was tried before; a loss that is all but cancelled may move as far as
-    rounding of its inputs moves it.
+    `later`: the losses of the pair where the model was tried before; a loss that is all but
+    cancelled may then move as far as rounding of its inputs moves it.
     """
     with without_gradient(), ExitStack() as stack:
-        if not torch.equal(run(pair), run(pair, seed=1)):  # masks of dropout would differ
+        two = run(pair) if later is None else later
+        if not torch.equal(two, run(pair, seed=1)):  # masks of dropout would differ
             for module in model.modules():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = False
-            if not torch.equal(run(pair), run(pair, seed=1)):
+            two = run(pair)
+            if not torch.equal(two, run(pair, seed=1)):
                 return
-        two, three = run(pair), run(take(pair, torch.tensor([0, 1, 1])))
-        more = _beside(run, pair, batch)
-        moved = (run(tree_map(rounded, pair)) - two).abs() if is_later else torch.zeros_like(two)
+        three, more = run(take(pair, torch.tensor([0, 1, 1]))), _beside(run, pair, batch)
+        has_room = later is not None
+        moved = (run(tree_map(rounded, pair)) - two).abs() if has_room else torch.zeros_like(two)
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
         tolerance = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
         tolerance += room
@@ -179,10 +181,12 @@ def with_same_rng(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Random numbers that leave the user's generators as they were, the same in every block."""
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        if any(p.device.type != "cpu" for p in model.parameters()):
+        if any(p.device.type not in ("cpu", "cuda") for p in model.parameters()):
             torch.manual_seed(seed)
         else:  # torch 2.13 writes the call stack down for every kind of device that is missing
             torch.default_generator.manual_seed(seed)
+            for device in devices:
+                torch.cuda.default_generators[device].manual_seed(seed)
         yield
 
 
@@ -265,5 +269,5 @@ def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
         low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
         low = low or torch.is_autocast_enabled(losses.device.type)
         _alone(run, pair, losses, (), [], low=low)
-        _counted(model, run, pair, batch, low=low, is_later=True)
+        _counted(model, run, pair, batch, low=low, later=losses)
         _beside_extremes(run, pair, losses, low=low)

@@ -513,5 +513,5 @@ def test_runs_in_turn_that_mix_examples_are_found(gates) -> None:
     late[0] = 1.0
     for _ in range(6):
         study.step(x, y)
-    with pytest.raises(Unsupported, match="run 0 mixes examples, after 4 or more steps"):
+    with pytest.raises(Unsupported, match="run 0 mixes examples, after 1 or more steps"):
         study.step(x, y)

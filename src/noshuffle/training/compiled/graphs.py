@@ -14,6 +14,7 @@ the capture itself that way. State: what was staged last.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -101,6 +102,18 @@ def warmed(do: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: what it frees on the device (a run that is gone) ends a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Captured:
     """A function without arguments, captured once and replayed, or simply called."""
 
@@ -110,7 +123,8 @@ class Captured:
         if captures:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (a loader that pins memory) may go on using the device meanwhile.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            graph = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+            with uncollected(), graph:
                 do()
 
     def __call__(self) -> None:

@@ -5,8 +5,8 @@
 Convolutions of one run that fill a GPU by themselves gain nothing from standing side by side. This
 is the sum of `compiled.sum`, the one that `privatize` captures, so it has its kernels and takes
 every model that they take. Nothing waits for the device, nothing branches on data, but at calls 8,
-16, 32, …, where examples are looked at again as `Ghost` does. State: the model whose parameters are
-pointed at one run after the other, what its trial found, and the calls.
+32, 128, …, where examples are looked at again as `Ghost` does. State: the model whose parameters
+are pointed at one run after the other, what its trial found, and the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
 from noshuffle.clipping.check import evaluated
-from noshuffle.clipping.ghost import AGAIN
+from noshuffle.clipping.ghost import is_due, looked_at_before
 from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.objective import Batch, Criterion, batch_size
@@ -93,7 +93,8 @@ class InTurn:
                 if not self._calls:
                     raise Unsupported(f"a loss of run {run} is not finite") from None
             except NotByLayer as reason:
-                since = f", after {self._calls // 2} or more steps" if self._calls else ""
+                before = looked_at_before(self._calls)
+                since = f", after {before} or more steps" if self._calls else ""
                 raise Unsupported(f"run {run} mixes examples{since}: {reason}") from None
 
     def _put(self, params: Mapping[str, Tensor], run: int) -> None:
@@ -116,8 +117,7 @@ class InTurn:
         found, batch = [], tree_map(_channels_last, batch)
         if not is_capturing(self._device):
             self._calls += 1  # a graph is captured behind a first call, and runs nothing of these
-            is_due = self._calls >= AGAIN and self._calls & (self._calls - 1) == 0
-            if is_due and batch_size(batch) > 1:
+            if is_due(self._calls) and batch_size(batch) > 1:
                 self._check_alone(params, batch, runs=range(self.runs))
         for run, norm in enumerate(self._clips):
             self._put(params, run)
