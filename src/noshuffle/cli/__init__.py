@@ -1,5 +1,7 @@
 """The command line. Commands are thin and import late; every error is one line and exit status 2.
 
+With --json standard output is one JSON document, of a refusal too: {"error": …, "status": …}.
+
 noshuffle epsilon   a number and its assumptions
 noshuffle plan      mechanisms side by side at equal privacy
 noshuffle train     train a model privately and keep the evidence
@@ -25,8 +27,8 @@ from functools import cache
 from typing import Any
 
 from noshuffle.cli.application import COMMANDS, application
-from noshuffle.cli.start import leave, let_threads_sleep
-from noshuffle.cli.words import refuse
+from noshuffle.cli.start import leave, let_threads_sleep, steady_streams
+from noshuffle.cli.words import answering, refuse
 from noshuffle.errors import NoshuffleError
 
 __all__ = ["app", "main"]
@@ -42,13 +44,18 @@ def __getattr__(name: str) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status instead of leaving the process."""
-    from typer.main import get_command
-
     given = sys.argv[1:] if arguments is None else arguments
-    own = application(given[:1]) if given[:1] and given[0] in COMMANDS else application()
-    command = get_command(own)
+    with answering(as_json="--json" in given):
+        return _answer(given)
+
+
+def _answer(given: list[str]) -> int:
     try:
-        status = command.main(args=arguments, prog_name="noshuffle", standalone_mode=False)
+        from typer.main import get_command
+
+        own = application(given[:1]) if given[:1] and given[0] in COMMANDS else application()
+        command = get_command(own)
+        status = command.main(args=given, prog_name="noshuffle", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except NoshuffleError as error:
         return refuse(str(error))
@@ -60,9 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         return refuse(f"{where}{error.strerror or error}")
     except sqlite3.DatabaseError as error:
-        return refuse(f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}")
+        return refuse(_of_sqlite(error))
     except UnicodeDecodeError:
         return refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
+    except UnicodeEncodeError as error:
+        return refuse(f"names must be text in UTF-8, got {error.object!a}; rename the file")
+    except MemoryError:
+        return refuse("there is not enough memory for that; ask for fewer steps, rows or buckets")
     except Exception as error:
         # typer may carry its own click: recognise usage errors by shape, not by class.
         if hasattr(error, "format_message"):
@@ -74,7 +85,20 @@ def main(arguments: list[str] | None = None) -> int:
         return refuse("stopped", status=130)
 
 
+def _of_sqlite(error: sqlite3.DatabaseError) -> str:
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")):
+        return (
+            f"the ledger (ledger.sqlite) cannot be opened or written: {error}; look after the "
+            "space on the disk and the permissions of the folder, then go on"
+        )
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"the ledger (ledger.sqlite) is in use by another process: {error}; try again"
+    return f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}"
+
+
 def run() -> None:
     """The command as a process of its own."""
+    steady_streams()
     let_threads_sleep()
     leave(main())

@@ -90,13 +90,14 @@ def report(asked: ReportSettings, output: Output) -> None:
 
     The ledger gets the digest of the new page; a signed run is left as it is (use --output).
     """
+    from noshuffle.release.files import write_bytes
     from noshuffle.release.folder import RunFolder
     from noshuffle.report import page, read_run, write_report
 
     folder, own = RunFolder(asked.run), asked.run / "report.html"
     path = asked.output or own
     if path.resolve() != own.resolve():
-        path.write_text(page(read_run(asked.run)), encoding="utf8")
+        write_bytes(path, page(read_run(asked.run)).encode())
     elif folder.signature_file.exists():
         raise InvalidInput(
             f"{asked.run} is signed, its report.html included; draw the page elsewhere with "

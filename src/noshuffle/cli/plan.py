@@ -66,6 +66,10 @@ def plan(asked: PlanSettings, output: Output) -> None:
     )
     found = _sampled(participation, asked, rows[0]) if asked.sampling else []
     least = _least_rms(participation, asked, rows[0]) if asked.bound else None
+    if asked.plot is not None:
+        from noshuffle.report.tradeoff import draw_plan
+
+        draw_plan(asked.plot, rows, population=asked.population, batch_size=asked.batch_size)
     if output.json:
         more = {} if least is None else {"rms_error_lower_bound": least}
         print_json([{**row.to_dict(), **more} for row in rows] + [row.to_dict() for row in found])
@@ -80,12 +84,8 @@ def plan(asked: PlanSettings, output: Output) -> None:
             f"No mechanism has an rms below {least:.3f} there (certified): {rows[0].name} is "
             f"within {100 * (rows[0].rms / least - 1):.1f} % of the best there can be."
         )
-    if asked.plot is not None:
-        from noshuffle.report.tradeoff import draw_plan
-
-        draw_plan(asked.plot, rows, population=asked.population, batch_size=asked.batch_size)
-        if not output.json:
-            print(f"plot written to {asked.plot}")
+    if asked.plot is not None and not output.json:
+        print(f"plot written to {asked.plot}")
 
 
 def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) -> list[Any]:

@@ -7,6 +7,7 @@ Epochs(epochs=2, steps_per_epoch=8)
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +114,19 @@ def check_picture(path: Path, option: str) -> None:
 
 
 def print_json(record: object) -> None:
-    """Strict JSON: an infinite ε or a score that is no number is null."""
+    """Strict JSON: an infinite ε or a score that is no number is null.
+
+    Characters that the stream cannot write are escaped as JSON has it.
+    """
     import json
 
-    print(json.dumps(_finite(record), indent=2, ensure_ascii=False, allow_nan=False))
+    finite = _finite(record)
+    text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(finite, indent=2, allow_nan=False)
+    print(text)
 
 
 def _finite(value: object) -> object:

@@ -41,6 +41,7 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
     if asked.data is not None:
         os.environ["NOSHUFFLE_DATA"] = str(asked.data)
     from noshuffle import experiments
+    from noshuffle.release.files import write_bytes
 
     folder = asked.out or Path("reproduced") / asked.figure
     say = None if output.json else experiments.to_stderr
@@ -62,8 +63,8 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
     results = store.results
     text, claims = shown.table(results), shown.checked(results)
     lines = "\n".join(str(claim) for claim in claims)
-    (folder / "table.md").write_text(text + "\n", encoding="utf8")
-    (folder / "claims.md").write_text(lines + "\n", encoding="utf8")
+    write_bytes(folder / "table.md", f"{text}\n".encode())
+    write_bytes(folder / "claims.md", f"{lines}\n".encode())
     pictures = [folder / "figure.svg", folder / "figure.png"] if results else []
     for path in pictures:
         shown.draw(results, path)

@@ -14,7 +14,9 @@ finds nothing; what is there afterwards stays until the end. And at the end Pyth
 from __future__ import annotations
 
 import atexit
+import codecs
 import gc
+import io
 import os
 import sys
 import threading
@@ -31,6 +33,20 @@ def let_threads_sleep() -> None:
     """Tell libgomp so, before torch loads it, unless the user has said how threads wait."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+def steady_streams() -> None:
+    """Streams that are there (`>&-` closes one) and take every character (ε on an old terminal).
+
+    What standard output cannot write is escaped as on the error stream; bytes of file names that
+    are no UTF-8 come out as they are.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
 @contextmanager

@@ -10,11 +10,27 @@ The library speaks of Python arguments; a person who typed options reads options
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+#: Whether the command that runs was asked for JSON.
+_AS_JSON: ContextVar[bool] = ContextVar("as_json", default=False)
+
+
+@contextmanager
+def answering(*, as_json: bool) -> Iterator[None]:
+    """Refusals in here are JSON on standard output as well."""
+    token = _AS_JSON.set(as_json)
+    try:
+        yield
+    finally:
+        _AS_JSON.reset(token)
 
 
 def in_options(message: str, names: Iterable[str]) -> str:
@@ -33,8 +49,11 @@ def in_options(message: str, names: Iterable[str]) -> str:
 
 
 def refuse(message: str, *, status: int = 2) -> int:
-    """One line on the error stream; returns the exit status."""
-    print(f"noshuffle: {' '.join(message.split())}", file=sys.stderr)
+    """One line on the error stream, and JSON if it was asked for; returns the exit status."""
+    line = " ".join(message.split())
+    print(f"noshuffle: {line}", file=sys.stderr)
+    if _AS_JSON.get():
+        print(json.dumps({"error": line, "status": status}, indent=2))
     return status
 
 

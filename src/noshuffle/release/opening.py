@@ -141,7 +141,8 @@ def _damage_named(file: Path) -> Iterator[None]:
         raise
     except (sqlite3.DatabaseError, zlib.error, ValueError, TypeError, KeyError) as error:
         raise VerificationFailed(
-            f"{file} is damaged ({error}); bring it back, or begin a new run from the model"
+            f"{file} is damaged ({error}), or the disk is full; bring it back, or begin a new run "
+            "from the model"
         ) from None
 
 
