@@ -29,7 +29,6 @@ from noshuffle.noise.fused import is_ready
 from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.philox import split_seed
 from noshuffle.noise.source import Source
-from noshuffle.noise.table_rows import is_row_numbers
 from noshuffle.strategies.recipe import Recipe
 
 #: Lengths whose maps lie on the device, and by how many the table grows.
@@ -113,18 +112,6 @@ class FusedLazyNoise(LazyNoise):
         most = int(lengths[-1])
         more = torch.from_numpy(self._skips.between(most - lengths, stop=most))
         self._maps = torch.cat([self._maps, more.to(self._device)])
-
-    def _checked(self, rows: Tensor) -> Tensor:
-        if not is_row_numbers(rows):
-            return super()._checked(rows)  # which says what is wrong
-        rows = rows.to(self._device)
-        if len(rows):
-            ordered = rows.sort().values
-            is_twice = (ordered[1:] == ordered[:-1]).any().to(torch.int64)
-            low, high, twice = torch.stack([ordered[0], ordered[-1], is_twice]).tolist()
-            if low < 0 or high >= self.shape[0] or twice:
-                return super()._checked(rows)
-        return rows
 
     def _rows_at_once(self) -> int:
         return max(1, CHUNK // ((self.buffers + 2) * self._width))

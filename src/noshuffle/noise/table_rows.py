@@ -25,21 +25,17 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput
 
 
-def is_row_numbers(rows: Tensor) -> bool:
-    """Whether this is a list of whole numbers, be they rows of the table or not."""
-    return isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1
-
-
 def checked_rows(rows: Tensor, *, count: int) -> Tensor:
-    """The rows, if they are distinct rows of a table of `count` rows."""
-    if not is_row_numbers(rows):
+    """The rows, if they are distinct rows of a table of `count` rows; one wait for a device."""
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
         raise InvalidInput("rows must be a one-dimensional tensor of int64 row numbers")
     if len(rows):
         ordered = rows.sort().values
-        low, high = int(ordered[0]), int(ordered[-1])
+        is_twice = (ordered[1:] == ordered[:-1]).any().to(torch.int64)
+        low, high, twice = torch.stack([ordered[0], ordered[-1], is_twice]).tolist()
         if low < 0 or high >= count:
             raise InvalidInput(f"rows must be from 0 to {count - 1}, got {low} to {high}")
-        if bool((ordered[1:] == ordered[:-1]).any()):
+        if twice:
             raise InvalidInput("rows must be named once; sum the gradients of equal rows first")
     return rows
 
