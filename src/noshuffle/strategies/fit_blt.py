@@ -117,11 +117,8 @@ def _fitted(task: Task, buffers: int, taps: int, gains: bool) -> Fit:
 
 def _check(task: Task, participation: Participation, *, taps: int, gains: bool) -> None:
     beta, n = task.workload.beta, task.steps
-    if (taps or gains) and task.participations > 1 and not isinstance(participation, Epochs):
-        raise Unsupported(
-            "taps and gains over several participations are proved for Epochs (same order every "
-            "epoch) only; fit a plain blt for MinSeparation"
-        )
+    if taps or gains:
+        check_gains(participation, task.workload if gains else prefix())
     if taps and task.participations == 1:
         raise Unsupported("taps need Epochs with at least 2 epochs; fit without taps")
     if taps and task.participations > TAPS_LIMIT:
@@ -139,13 +136,22 @@ def _check(task: Task, participation: Participation, *, taps: int, gains: bool) 
             "taps under a schedule are fitted for rms error without momentum; leave out the "
             "schedule or the taps (the guarantee does not depend on the workload)"
         )
-    if gains and beta:
-        raise Unsupported("gains are fitted without momentum; fit them for prefix sums")
     if gains and task.participations > 1 and (task.is_max or n > GAINS_LIMIT):
         raise Unsupported(
             f"gains over several epochs are fitted for rms error and at most {GAINS_LIMIT} steps, "
             f"got {'max error' if task.is_max else f'{n} steps'}; fit with taps only"
         )
+
+
+def check_gains(participation: Participation, workload: Workload) -> None:
+    """Refuse gains (or taps, with prefix sums) where no proof or no search is known."""
+    if layout(participation).most > 1 and not isinstance(participation, Epochs):
+        raise Unsupported(
+            "taps and gains over several participations are proved for Epochs (same order every "
+            "epoch) only; fit a plain blt for MinSeparation"
+        )
+    if workload.beta:
+        raise Unsupported("gains are fitted without momentum; fit them for prefix sums")
 
 
 # ---- objectives: log of the squared error and of the squared sensitivity, with gradients

@@ -19,10 +19,10 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.errors import Unsupported, one_of
-from noshuffle.participation import Epochs, Participation
+from noshuffle.participation import Participation
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
-from noshuffle.strategies.fit_blt import fit_blt
+from noshuffle.strategies.fit_blt import check_gains, fit_blt
 from noshuffle.strategies.fit_forms import Fit, cost, layout
 from noshuffle.strategies.fit_gains import search_gains
 from noshuffle.strategies.recipe import Array
@@ -102,13 +102,7 @@ def check_two_sided(participation: Participation, workload: Workload) -> None:
             f"steps × epochs, got {n:,} steps and {k} epochs; fit a blt with taps, or fewer, "
             "larger steps"
         )
-    if workload.beta:
-        raise Unsupported("gains are fitted without momentum; fit them for prefix sums")
-    if k > 1 and not isinstance(participation, Epochs):
-        raise Unsupported(
-            "taps and gains over several participations are proved for Epochs (same order every "
-            "epoch) only; fit a plain blt for MinSeparation"
-        )
+    check_gains(participation, workload)
 
 
 def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> TwoSidedBlt:

@@ -44,16 +44,12 @@ def check_own(strategy: Strategy, steps: int) -> None:
     if is_built_in(strategy):
         return
     try:
-        _checked(strategy, steps)
-    except TypeError:  # cannot be hashed: checked every time
         _check(strategy, steps)
+    except TypeError:  # cannot be hashed: checked every time
+        _check.__wrapped__(strategy, steps)
 
 
 @lru_cache(maxsize=64)
-def _checked(strategy: Strategy, steps: int) -> None:
-    _check(strategy, steps)
-
-
 def _check(strategy: Strategy, n: int) -> None:
     lead = min(n, LEADING_STEPS)
     C, N = strategy.encoder(lead), strategy.noising(lead)
