@@ -57,7 +57,6 @@ class ClaimAudit(Finding):
         return REFUTED if max(proved) > self.claimed_epsilon else HOLDS
 
     def words(self) -> str:
-        """The finding as text."""
         epsilon, low, high = self.estimate.epsilons(self.delta)
         shift = "" if self.is_shift else " (spreads differ: no Gaussian shift, guesses decide)"
         return (

@@ -72,7 +72,6 @@ class NoiseAudit(Finding):
         return HOLDS if self.is_planned and self.estimate.sure <= self.claimed_mu else REFUTED
 
     def words(self) -> str:
-        """The finding as text."""
         own, (i, j) = self.estimate, self.worst_entry
         bare = "; some combination of steps has no noise at all" if math.isinf(own.mu) else ""
         return (

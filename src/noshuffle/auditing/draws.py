@@ -55,7 +55,6 @@ class DrawAudit(Finding):
         return HOLDS if min(p for *_, p in self.tests.values()) > LEVEL else REFUTED
 
     def words(self) -> str:
-        """The finding as text."""
         counts = "; ".join(
             f"{name}: {found:.0f}, expected {expected:.0f} (p = {p:.2g})"
             for name, (found, expected, p) in self.tests.items()

@@ -49,7 +49,6 @@ class Attack(Finding):
         return REFUTED if self.excess and self.is_random else HOLDS
 
     def words(self) -> str:
-        """The finding as text."""
         at = dict(self.curve)
         near = min(at, key=lambda x: abs(x - 0.01))
         return (

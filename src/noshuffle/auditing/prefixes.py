@@ -91,7 +91,6 @@ class PlanAudit(Finding):
         return tuple(sorted(false, key=lambda stop: stop.stated / stop.low))
 
     def words(self) -> str:
-        """The finding as text."""
         lines = [
             f"{self.answer}: ε of {len(self.stops)} stopping points from the emitted noise",
             f"mechanism: {self.mechanism}",

@@ -54,7 +54,6 @@ class CanaryAudit(Finding):
         return REFUTED if is_above else HOLDS
 
     def words(self) -> str:
-        """The finding as text."""
         own, d = self.estimate, self.delta
         return (
             f"{self.answer}: {self.canaries:,} canaries, attacker sees the {self.attacker}\n"
