@@ -25,19 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--within", type=float, help="seconds after which no cell is begun")
     parser.add_argument("--only", nargs="*", default=[], help="cells whose key begins so")
     parser.add_argument("--out", type=Path, help="folder of the results (reproduced/FIGURE)")
-    asked = parser.parse_args(arguments)
-    if asked.data:
-        os.environ["NOSHUFFLE_DATA"] = str(asked.data)
+    asked = vars(parser.parse_args(arguments))
+    figure, data, out = (asked.pop(name) for name in ("figure", "data", "out"))
+    if data:
+        os.environ["NOSHUFFLE_DATA"] = str(data)
     try:
-        store, outcome = run(
-            asked.figure,
-            asked.out or Path("reproduced") / asked.figure,
-            quick=asked.quick,
-            trials=asked.trials,
-            device=asked.device,
-            only=asked.only,
-            within=asked.within,
-        )
+        store, outcome = run(figure, out or Path("reproduced") / figure, **asked)
     except NoshuffleError as error:
         print(error, file=sys.stderr)
         return 2

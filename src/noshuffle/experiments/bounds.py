@@ -51,13 +51,7 @@ def _solve(name: str, sizes: Sizes, x: Any, seed: int) -> tuple[Any, int, theory
         given = {"mechanism": "identity", "regularization": bound.order * sizes.n}
     else:
         given["mechanism"] = "tree" if name.endswith("tree") else "blt"
-        plan = Plan.fit(
-            SinglePass(-(-sizes.n // batch)),
-            mechanism=given["mechanism"],
-            epsilon=sizes.epsilon,
-            delta=sizes.delta,
-        )
-        spread = plan.noise_multiplier * error(plan.strategy, plan.steps).max
+        spread = _spread(sizes, -(-sizes.n // batch), given["mechanism"])
         bound = theory.ftrl_regret(sizes, spread=spread, batch_size=batch, expected=True)
     run = solvers.ftrl(
         losses.linear(), x, None, epsilon=sizes.epsilon, delta=sizes.delta, domain=Ball(1.0),
@@ -87,10 +81,15 @@ def _risk(sizes: Sizes, seeds: Sequence[int], results: Results) -> dict[str, Any
         x[:, 0] += 0.5
         run, _, _ = _solve("DP-FTRL, BLT", sizes, x, seed)
         found.append(0.5 * float(run.weights[0]) + 0.5)
-    plan = Plan.fit(SinglePass(sizes.n // BATCH), mechanism="blt", epsilon=sizes.epsilon,
-                    delta=sizes.delta)  # fmt: skip
-    spread = plan.noise_multiplier * error(plan.strategy, plan.steps).max
+    spread = _spread(sizes, sizes.n // BATCH, "blt")
     return _record(found, theory.ftrl_risk(sizes, spread=spread, batch_size=BATCH))
+
+
+def _spread(sizes: Sizes, steps: int, mechanism: str) -> float:
+    """Largest deviation of the noise in a running sum of one pass, in clip norms."""
+    asked: dict[str, Any] = {"epsilon": sizes.epsilon, "delta": sizes.delta}
+    plan = Plan.fit(SinglePass(steps), mechanism=mechanism, **asked)
+    return plan.noise_multiplier * error(plan.strategy, plan.steps).max
 
 
 def _record(found: Sequence[float], bound: theory.Bound | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ against computation at fixed accuracy (2c).
     sampled      independent noise, cohorts drawn by secret coin flips (amplified)
 
 Each is trained at `points` noise multipliers z. What the model feels is the level of noise on its
-iterates (`user_plans`), so rates are tried around `rate_noise`/level. 2c: the largest level that
+iterates (`users`), so rates are tried around `rate_noise`/level. 2c: the largest level that
 reaches a target (linear in log level between trained points) stays the same for every m when z
 grows with m; ε follows from z and the limits of m. Lines are computed; `trained_cohorts` are
 trained at the z that a line predicts. Targets: the paper's, 2.6 % and 8.6 % below the model without
@@ -24,12 +24,16 @@ import numpy as np
 
 from noshuffle.experiments.figure import Cell, Figure, Request, Results
 from noshuffle.experiments.figure2_view import CLAIMS, draw, table
-from noshuffle.experiments.train_users import (
+from noshuffle.experiments.users import (
+    Settings,
+    felt,
+    fitted,
+    limits,
     train_users,
+    user_epsilon,
     user_task,
     without_validation_users,
 )
-from noshuffle.experiments.user_plans import Settings, felt, fitted, limits, user_epsilon
 from noshuffle.strategies import from_dict, sensitivity
 
 

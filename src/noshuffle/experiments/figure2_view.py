@@ -29,11 +29,7 @@ def heads(results: Results) -> list[str]:
 
 def curve(results: Results, head: str, name: str) -> tuple[list[dict[str, float]], int]:
     """Noise multiplier, ε, mean accuracy and its deviation at every point; and how many seeds."""
-    made = results[f"{head}/mechanisms"][name]
-    start = f"{head}/final/{name}/"
-    found = [value["accuracy"] for key, value in results.items() if key.startswith(start)]
-    if not found:
-        raise KeyError(start)
+    made, found = results[f"{head}/mechanisms"][name], _finals(results, head, name)
     mean = np.mean(found, 0)
     spread = np.std(found, 0, ddof=1) if len(found) > 1 else np.zeros(len(mean))
     points = [
@@ -43,12 +39,13 @@ def curve(results: Results, head: str, name: str) -> tuple[list[dict[str, float]
     return points, len(found)
 
 
-def without_noise(results: Results, head: str) -> float:
-    start = f"{head}/final/none/"
+def _finals(results: Results, head: str, name: str) -> list[list[float]]:
+    """Accuracies of every seed."""
+    start = f"{head}/final/{name}/"
     found = [value["accuracy"] for key, value in results.items() if key.startswith(start)]
     if not found:
         raise KeyError(start)
-    return float(np.mean(found))
+    return found
 
 
 def at_epsilon(points: Sequence[dict[str, float]], epsilon: float) -> float | None:
@@ -73,7 +70,7 @@ def table(results: Results) -> str:
                 rows.append((title, *("–" if a is None else f"{a:.2f}" for a in found)))
         lines += markdown(("mechanism", *(f"ε = {e:g}" for e in grid)), rows)
         with suppress(KeyError):
-            lines += ["", f"without noise {without_noise(results, head):.2f} %"]
+            lines += ["", f"without noise {np.mean(_finals(results, head, 'none')):.2f} %"]
         rows = []
         for line in results.get(f"{head}/computation", []):
             told = ", ".join(
@@ -110,8 +107,8 @@ def draw(results: Results, path: Path) -> None:
             axes[1].errorbar([p["noise"] for p in points], accuracy, spread, fmt="o-", **style)
         with suppress(KeyError):
             for axis in axes[:2]:
-                axis.axhline(without_noise(results, head), color="0.5", ls="--", lw=1,
-                             label="no noise")  # fmt: skip
+                level = float(np.mean(_finals(results, head, "none")))
+                axis.axhline(level, color="0.5", ls="--", lw=1, label="no noise")
         axes[0].set(xscale="log", xlabel="ε of a user", ylabel="accuracy, %", title=f"2a: {head}")
         axes[0].legend(fontsize=6.5, frameon=False)
         axes[1].set(xscale="log", xlabel="noise multiplier", title="2b: over noise multipliers")
