@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-#: Examples that take long on a busy machine are not wrong. Where nobody watches, the same examples
-#: in every run, so that a change is judged by itself; everywhere else other ones every time.
-settings.register_profile("here", deadline=None)
-settings.register_profile("watched by nobody", deadline=None, derandomize=True, database=None)
+#: Examples that take long on a busy machine are not wrong, nor are those that are drawn slowly.
+#: Where nobody watches, the same examples in every run, so that a change is judged by itself;
+#: everywhere else other ones every time.
+patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("here", **patient)
+settings.register_profile("watched by nobody", derandomize=True, database=None, **patient)
 settings.load_profile("watched by nobody" if os.environ.get("CI") else "here")
 
 
@@ -91,31 +93,36 @@ if os.environ.get("CI"):
     random._urandom = ENTROPY  # type: ignore[attr-defined]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """No test begins in the last minute of a day: statements name the day of their release."""
-    if (left := -time.time() % 86_400) < 60:
-        time.sleep(left)
-    ENTROPY.begin(item.nodeid)
+class Alike:
+    """Hooks of all tests: this file's own ones are not those of the doctests in src."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """No test begins in the last minute of a day: statements name the day of their release."""
+        if (left := -time.time() % 86_400) < 60:
+            time.sleep(left)
+        ENTROPY.begin(item.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        """What many tests share is made alike, too, whichever of them comes first."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before, of_torch = (ENTROPY.name, ENTROPY.drawn), torch.get_rng_state()
+        states = [(put, get()) for get, put, _ in ENTROPY.generators]
+        number = getattr(request, "param_index", 0)
+        ENTROPY.begin(f"{fixturedef.baseid}::{fixturedef.argname}[{number}]")
+        try:
+            return (yield)
+        finally:
+            ENTROPY.name, ENTROPY.drawn = before
+            torch.set_rng_state(of_torch)
+            for put, state in states:
+                put(state)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
-    """What many tests share is made alike, too, whichever of them comes first in its process."""
-    if fixturedef.scope == "function":
-        return (yield)
-    before, of_torch = (ENTROPY.name, ENTROPY.drawn), torch.get_rng_state()
-    states = [(put, get()) for get, put, _ in ENTROPY.generators]
-    ENTROPY.begin(
-        f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
-    )
-    try:
-        return (yield)
-    finally:
-        ENTROPY.name, ENTROPY.drawn = before
-        torch.set_rng_state(of_torch)
-        for put, state in states:
-            put(state)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Alike())
 
 
 @pytest.hookimpl(trylast=True)
