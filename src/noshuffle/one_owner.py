@@ -6,7 +6,7 @@ Two objects that stand at the same step under the same key would put the same no
 data, and the difference of what they release would be free of noise. A ledger in memory is copied
 along and knows nothing of its twin. So the three ways by which an object becomes two are closed:
 `copy`, `pickle` and `os.fork`. A forked process may hold such an object (workers of a DataLoader
-do), but not use it.
+do), but not use it. Threads may share one: methods that are `in_turn` wait for each other.
 
 >>> import copy
 >>> class Noise(OneOwner):
@@ -21,9 +21,30 @@ same noise on different data; keep what state_dict() gives, or build a new one w
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn, Self, SupportsIndex
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar
 
 from noshuffle.errors import ReplayRefused, Unsupported
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def in_turn(method: _Method) -> _Method:
+    """A method that belongs to one thread at a time; others wait for its end.
+
+    Its object has a lock `_turn`, and where a fork may inherit that closed, `check_owner`.
+    """
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **options: Any) -> Any:
+        if hasattr(self, "check_owner"):
+            self.check_owner()
+        with self._turn:
+            return method(self, *args, **options)
+
+    return alone  # type: ignore[return-value]
 
 
 class OneOwner:
@@ -34,10 +55,11 @@ class OneOwner:
     """
 
     _owner: int
+    _turn: Any
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         made = super().__new__(cls)
-        made._owner = os.getpid()
+        made._owner, made._turn = os.getpid(), threading.RLock()
         return made
 
     def check_owner(self) -> None:

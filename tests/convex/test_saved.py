@@ -9,6 +9,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +298,25 @@ def test_neighbours_that_shift_batches_are_refused() -> None:
     x, y = table(100)
     with pytest.raises(Unsupported, match="other batches"):
         PrivateSVC(neighbours="add-remove", **QUICK).fit(x, y)
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two threads in one sum at once could be added to it after its noise."""
+    x, y = table(60)
+    model, inside, most = PrivateLogisticRegression(classes=[0, 1], batch_size=10, **QUICK), 0, 0
+    learn = type(model)._learn
+
+    def slow(*args: Any, **options: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.02)
+        inside -= 1
+        learn(*args, **options)
+
+    monkeypatch.setattr(type(model), "_learn", slow)
+    with ThreadPoolExecutor(3) as pool:
+        starts = (0, 20, 40)
+        list(pool.map(lambda i: model.partial_fit(x[i : i + 20], y[i : i + 20]), starts))
+    assert (most, model.n_rows_) == (1, 60)
+    assert not any(name.startswith("_turn") for name in pickle.loads(pickle.dumps(model)).__dict__)

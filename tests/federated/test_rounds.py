@@ -8,6 +8,8 @@ import random
 import shutil
 import signal
 import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from noshuffle import MinSeparation, Plan, Poisson
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.federated import Rounds, ServerOptimizer, observed_participation
+from noshuffle.federated.server_checks import checked_sum
 from noshuffle.noise import test_source as a_source
 from noshuffle.release.verify import verify
 
@@ -431,3 +434,27 @@ def test_verify_works_out_the_prints_of_rounds(tmp_path: Path, kind: type) -> No
     assert (
         "round 1 lists other users than those it was opened for" in verify(tmp_path / "a").refuted
     )
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread has a round of its own, from its charge to its update."""
+    rounds, inside, most = rounds_in(None), 0, 0
+
+    def slow(*args: Any, **options: Any) -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.02)
+        inside -= 1
+        return checked_sum(*args, **options)
+
+    monkeypatch.setattr("noshuffle.federated.server_checks.checked_sum", slow)
+    server, zero = rounds.server, {"w": torch.zeros(3), "scale": torch.tensor(0.0)}
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda i: server.step(zero, cohort=[f"user {i}"]), range(3)))
+    assert (most, server.round, server.ledger.released) == (1, 3, 3)
+    rounds.begin(USERS)
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(rounds.finish) for _ in range(3)]
+    assert sorted(job.exception() is None for job in jobs) == [False, False, True]
+    assert (most, server.round) == (1, 4)

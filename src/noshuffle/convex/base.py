@@ -8,6 +8,8 @@ their gradients a `clip_norm`, and the number of rows is a public `horizon`.
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from noshuffle.convex.weighting import (
     without_missing,
 )
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
+from noshuffle.one_owner import in_turn
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
 from noshuffle.release.repeated import warn_if_fitted_before
@@ -202,6 +205,12 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             )
         return values, notes
 
+    @property
+    def _turn(self) -> Any:
+        """Held by the thread that fits; a forked process has a lock of its own."""
+        return self.__dict__.setdefault(f"_turn{os.getpid()}", threading.RLock())
+
+    @in_turn
     def fit(
         self,
         X: Any,
@@ -255,6 +264,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         """Predict these rows, then learn from them."""
         return self._partial_fit(X, y, None, sample_weight, ids, run)
 
+    @in_turn
     def _partial_fit(
         self,
         X: Any,
@@ -329,7 +339,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         the difference of their answers would be free of noise; so copies cannot go on. `save`
         keeps a stream alive across processes.
         """
-        state = dict(super().__getstate__())
-        for secret in ("_stream", "_progress", "_finished", "_said"):
-            state.pop(secret, None)
-        return state
+        secret = ("_stream", "_progress", "_finished", "_said")
+        own = dict(super().__getstate__())
+        return {k: v for k, v in own.items() if k not in secret and not k.startswith("_turn")}

@@ -23,6 +23,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.convex.stream import LearningStream
 from noshuffle.errors import InvalidInput, Unsupported, one_of
+from noshuffle.one_owner import in_turn
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import seal
@@ -64,6 +65,7 @@ class Saveable:
         """Take up the stream that wrote `state`."""
         raise NotImplementedError
 
+    @in_turn
     def save(self, folder: str | Path) -> Self:
         """Write the model and its live stream into a folder, from which `load` goes on.
 

@@ -42,6 +42,7 @@ from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort, plain
 from noshuffle.federated.server import ServerOptimizer
+from noshuffle.one_owner import in_turn
 from noshuffle.release import checkpoint
 
 #: What a delta may be sent in.
@@ -99,11 +100,13 @@ class Rounds:
         self._at_least = at_least
         self._save_every = save_every
         self._open: _OpenRound | None = None
+        self._turn, self.check_owner = server._turn, server.check_owner
 
     @property
     def is_open(self) -> bool:
         return self._open is not None
 
+    @in_turn
     def begin(self, checked_in: Users) -> Invitation | None:
         """Open the next round with the first admitted users of the list; None to wait for more.
 
@@ -143,6 +146,7 @@ class Rounds:
             )
         return drawn
 
+    @in_turn
     def receive(
         self,
         user: UserId,
@@ -205,6 +209,7 @@ class Rounds:
                 )
         return None
 
+    @in_turn
     def finish(self) -> RoundReport:
         """Sum what came, release, save. Who did not answer counts as zero."""
         now = self._now()
@@ -245,6 +250,7 @@ class Rounds:
             present=torch.ones(len(parts), dtype=torch.bool),
         )
 
+    @in_turn
     def abandon(self) -> None:
         """Give the open round up: nothing is published, its noise is skipped, the charge stays."""
         self._now()
@@ -256,6 +262,7 @@ class Rounds:
             raise InvalidInput("no round is open; begin one first")
         return self._open
 
+    @in_turn
     def save(self) -> None:
         """Checkpoint and statement into the run folder.
 
@@ -266,6 +273,7 @@ class Rounds:
             raise ReplayRefused("another process has gone on with this run; stop this one")
         self.server.save()
 
+    @in_turn
     def resume(self) -> tuple[int, ...]:
         """Load the newest checkpoint and pass over what is unknown; the rounds passed over."""
         server = self.server
@@ -281,6 +289,7 @@ class Rounds:
             server.write_statement()  # which tells how many processes went on with the run
         return skipped
 
+    @in_turn
     def close(self, *, keep_keys: bool = False) -> None:
         """Save, and let go of the ledger; an open round is given up.
 

@@ -48,7 +48,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolatio
 from noshuffle.federated import server_checks as checks
 from noshuffle.federated.cohort import Cohort, Users, checked_users, plain
 from noshuffle.noise import Source
-from noshuffle.one_owner import OneOwner
+from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.facts import (
@@ -165,6 +165,7 @@ class ServerOptimizer(OneOwner):
         """
         return self._release.identify(checked_users(users))
 
+    @in_turn
     def open(self, users: Users) -> Cohort:
         """Charge a cohort for the next round; send work only after this has returned.
 
@@ -218,6 +219,7 @@ class ServerOptimizer(OneOwner):
         release.open(admission)
         return admission
 
+    @in_turn
     def step(
         self,
         sum_of_clipped_deltas: Mapping[str, Tensor] | ClippedSum,
@@ -265,6 +267,7 @@ class ServerOptimizer(OneOwner):
             )
         return self._open[1]
 
+    @in_turn
     def skip_unknown(self) -> tuple[int, ...]:
         """Pass over rounds that were charged and whose result is unknown; returns their numbers.
 
@@ -284,6 +287,7 @@ class ServerOptimizer(OneOwner):
         """
         return self._statement or self._release.statement()
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Everything but the key, between rounds; goes into `release.checkpoint` as it is."""
         if self._is_torn or self._open is not None:
@@ -297,6 +301,7 @@ class ServerOptimizer(OneOwner):
             "random": torch.get_rng_state(),
         }
 
+    @in_turn
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; another plan, key, cohort, model or optimizer is refused.
 
@@ -315,9 +320,11 @@ class ServerOptimizer(OneOwner):
         torch.set_rng_state(state["random"])
         self._open, self._is_torn = None, False
 
+    @in_turn
     def save(self) -> None:
         self._release.save(self.state_dict())
 
+    @in_turn
     def load(self) -> None:
         state = self._release.saved()
         if state is not None:
@@ -327,6 +334,7 @@ class ServerOptimizer(OneOwner):
         """Bring statement.json up to date with the ledger, if there is a run folder."""
         self._release.write_statement()
 
+    @in_turn
     def close(self, *, keep_keys: bool = False) -> None:
         """Let go of the ledger and of the run folder, which another process may then go on with.
 

@@ -26,7 +26,6 @@ part in step 0 and the plan allows one step; keep the order of the plan, or use 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from noshuffle.clipping import Flat
 from noshuffle.clipping.factor import FINE_SLACK, clip_factor
 from noshuffle.errors import InvalidInput, one_of, positive
 from noshuffle.noise import Source
-from noshuffle.one_owner import OneOwner
+from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.account import Account
@@ -100,7 +99,6 @@ class PrivateSum(OneOwner):
         self._is_named = isinstance(shape, Mapping)
         self._kind = "tensor"
         self._errors: Any = None
-        self._turn = threading.RLock()  # a step belongs to one thread; others wait for its end
         if shape is not None:
             self._open({VALUE: shape} if not isinstance(shape, Mapping) else shape)
 
@@ -155,6 +153,7 @@ class PrivateSum(OneOwner):
             self._errors = error(self.plan.strategy, self.plan.steps).per_step
         return float(self._errors[steps - 1]) * self.plan.noise_multiplier * self.clip
 
+    @in_turn
     def add(self, contributions: Any, *, ids: Any = None) -> Any:
         """Take the contributions of the next step, one row per unit; the private increment.
 
@@ -164,11 +163,6 @@ class PrivateSum(OneOwner):
         they are clipped. An empty step releases noise alone. Returns a number for numbers, an array
         for arrays, tensors for tensors.
         """
-        self.check_owner()
-        with self._turn:
-            return self._add(contributions, ids)
-
-    def _add(self, contributions: Any, ids: Any) -> Any:
         if self._statement is not None:
             raise InvalidInput("this sum was closed; open its folder again to go on with it")
         rows, kind = _rows(contributions)
@@ -252,14 +246,17 @@ class PrivateSum(OneOwner):
         """ε so far; `statement()` says what it means."""
         return self.release.epsilon_after(self.released)
 
+    @in_turn
     def save(self) -> Path:
         """Write a checkpoint and the statement into the run folder."""
         return self.release.save({**self.release.state_dict(), "model": dict(self._totals)})
 
+    @in_turn
     def skip(self) -> None:
         """Pass over the next step, which was released before and cannot be repeated."""
         self.release.skip()
 
+    @in_turn
     def close(self, *, keep_keys: bool = False) -> None:
         """Save, bring the evidence up to date, let go of it; a finished stream is sealed."""
         if self._statement is not None:

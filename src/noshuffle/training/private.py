@@ -24,7 +24,6 @@ noise buffers, step, random state.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from noshuffle.clipping.check import UNCOMPILED, original
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.one_owner import OneOwner
+from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
@@ -92,7 +91,6 @@ class Private(OneOwner):
         self._let_go = guard(parts.optimizer, self)
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = self._is_looked_at = False
-        self._turn = threading.RLock()  # a step belongs to one thread; others wait for its end
         self._statement: PrivacyStatement | None = None
 
     @property
@@ -272,6 +270,7 @@ class Private(OneOwner):
             )
         return self._optimizer
 
+    @in_turn
     def skip(self) -> None:
         """Pass over the next step, which was released before and cannot be repeated.
 
@@ -317,6 +316,7 @@ class Private(OneOwner):
         else:
             self._epoch_rng = (self._index, rng_state())
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """The whole state but the keys."""
         return {
