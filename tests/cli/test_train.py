@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noshuffle.cli import main
+from noshuffle.cli import main, train_parts
 from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_parts import accuracy_of, make_model, participation_of, right_answers
 from noshuffle.datasets import DataSet
@@ -293,14 +293,13 @@ def test_participation_follows_the_settings() -> None:
         participation_of(user, small())
 
 
-def test_accuracy_counts_right_answers() -> None:
+def test_accuracy_counts_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     data = small()
     model = make_model(TrainSettings.of({"model": "linear"}), data)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         model[1].bias[0] = 1.0  # type: ignore[index, union-attr]
-    assert right_answers(model, data.x_test, data.y_test, chunk=5).tolist() == [1.0] * len(
-        data.y_test
-    )
+    monkeypatch.setattr(train_parts, "CHUNK", 5)
+    assert right_answers(model, data.x_test, data.y_test).tolist() == [1.0] * len(data.y_test)
     assert accuracy_of(model, data.x_test, data.y_test) == 1.0

@@ -96,10 +96,6 @@ def note_baseline(own: Budget | None, bare: Any) -> None:
         own.unprotected(BASELINE).open(BASELINE, bare)
 
 
-def _epsilon(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _record(own: Budget, picture: Path) -> dict[str, Any]:
     spent = own.total()
     return {
@@ -107,7 +103,7 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
         "name": own.name,
         **{name: own.limit[name] for name in ("epsilon", "delta", "pure", "unit", "neighbours")},
         "individual": own.is_individual,
-        "spent_epsilon": _epsilon(spent.epsilon(own.delta)),
+        "spent_epsilon": spent.epsilon(own.delta),
         "mu": spent.mu,
         "failure_probability": spent.slack,
         "exact": spent.is_exact,
@@ -115,8 +111,8 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
         "runs": [
             {
                 "what": entry.what,
-                "epsilon": _epsilon(entry.cost.epsilon(own.delta)),
-                "reserved_epsilon": _epsilon(entry.reserved.epsilon(own.delta)),
+                "epsilon": entry.cost.epsilon(own.delta),
+                "reserved_epsilon": entry.reserved.epsilon(own.delta),
                 "is_open": entry.is_open,
                 "began": entry.began,
                 "run": entry.run or None,

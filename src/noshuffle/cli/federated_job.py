@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.federated_parts import Job, assemble
 from noshuffle.cli.federated_settings import FederatedSettings, Limits
 from noshuffle.cli.job_view import JobProgress, JobResult, JobWords, Say, Stopped, Watch
+from noshuffle.cli.promise import finite
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.clients import LossFn, cross_entropy, squared_error
@@ -95,23 +95,19 @@ class FederatedResult(JobResult):
     def to_record(self) -> dict[str, Any]:
         return {
             **super().to_record(),
-            "test_loss": _finite(self.loss),
+            "test_loss": self.loss,
             "rounds": self.steps,
             "is_complete": self.is_complete,
             "skipped_rounds": list(self.skipped),
             "rounds_per_second": self.rate,
             "limits": None if self.limits is None else self.limits.to_record(),
-            "users": [{**vars(row), "epsilon": _finite(row.epsilon)} for row in self.users],
+            "users": [vars(row) for row in self.users],
         }
 
 
 def loss_of(task: FederatedTask) -> LossFn:
     """Cross entropy for labels, the squared error for numbers (nothing is rescaled)."""
     return cross_entropy if task.has_labels else squared_error
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def run_job(
@@ -241,11 +237,11 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
     if server.run is None:
         return
     row = {
-        "test_loss": _finite(loss),
-        **({"test_accuracy": _finite(accuracy)} if job.task.has_labels else {"test_error": loss}),
-        "epsilon": _finite(server.statement().epsilon),
-        "clip_norm": _finite(server.clip_norm),
-        "learning_rate": _finite(float(server.optimizer.param_groups[0]["lr"])),
+        "test_loss": loss,
+        **({"test_accuracy": accuracy} if job.task.has_labels else {"test_error": loss}),
+        "epsilon": server.statement().epsilon,
+        "clip_norm": server.clip_norm,
+        "learning_rate": float(server.optimizer.param_groups[0]["lr"]),
     }
     test = {}
     if kind == "summary":  # every task that can be asked for by name is a published data set
@@ -253,7 +249,7 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
         is_public = not job.settings.is_own
         about = {"words": words, "rows": len(job.task.x_test), "is_public": is_public}
         test = {"test_data": about}
-    server.run.append_metrics({"kind": kind, "step": server.round, **row, **test})
+    server.run.append_metrics({"kind": kind, "step": server.round, **finite(row), **test})
 
 
 def _tell_operator(job: Job, report: RoundReport) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from noshuffle.cli.from_record import setting
 from noshuffle.cli.mechanisms import HELP
@@ -120,18 +121,19 @@ def print_json(record: object) -> None:
     """
     import json
 
-    finite = _finite(record)
-    text = json.dumps(finite, indent=2, ensure_ascii=False, allow_nan=False)
+    told = finite(record)
+    text = json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
-        text = json.dumps(finite, indent=2, allow_nan=False)
+        text = json.dumps(told, indent=2, allow_nan=False)
     print(text)
 
 
-def _finite(value: object) -> object:
+def finite(value: Any) -> Any:
+    """The same with None for every number in it that is none, as JSON has it."""
     if isinstance(value, dict):
-        return {name: _finite(own) for name, own in value.items()}
+        return {name: finite(own) for name, own in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(own) for own in value]
+        return [finite(own) for own in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
+from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
@@ -35,6 +36,9 @@ from noshuffle.release.units import Ids
 from noshuffle.strategies import Strategy, release_sums
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import models
+
+#: Held-out rows that are scored together.
+CHUNK = 1000
 
 
 def participation_of(settings: TrainSettings, data: DataSet) -> Participation:
@@ -235,18 +239,20 @@ def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return float(right_answers(model, x, y).mean())
 
 
-def right_answers(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, *, chunk: int = 1000
-) -> torch.Tensor:
+def right_answers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Of every held-out example, whether the answer is right (the share of its characters)."""
+    return torch.cat([
+        (scores.argmax(1) == target).double().reshape(len(target), -1).mean(1)
+        for scores, target in answers(model, x, y)
+    ]).cpu()  # fmt: skip
+
+
+def answers(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs in eval mode and targets of held-out examples, some at a time."""
     device = next(model.parameters()).device
-    right = []
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for begin in range(0, len(x), chunk):
-            scores = model(x[begin : begin + chunk].to(device))
-            target = y[begin : begin + chunk].to(device)
-            right.append((scores.argmax(1) == target).double().reshape(len(target), -1).mean(1))
-    model.train(was_training)
-    return torch.cat(right).cpu()
+    with evaluated(model), torch.no_grad():
+        for begin in range(0, len(x), CHUNK):
+            part, target = (t[begin : begin + CHUNK].to(device) for t in (x, y))
+            yield model(part), target

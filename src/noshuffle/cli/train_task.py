@@ -21,12 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from noshuffle.cli.train_parts import accuracy_of
+from noshuffle.cli.train_parts import accuracy_of, answers
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput, imported
-
-#: Held-out rows that are scored together.
-CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,8 @@ class TrainTask:
         """On held-out data: the share of right answers, or the mean loss."""
         if self.name == "classification":
             return accuracy_of(model, data.x_test, data.y_test)
-        device, was_training = next(model.parameters()).device, model.training
-        model.eval()
-        total = 0.0
-        with torch.no_grad():
-            for at in range(0, len(data.x_test), CHUNK):
-                x, y = (t[at : at + CHUNK].to(device) for t in (data.x_test, data.y_test))
-                total += len(x) * float(self.loss_fn(model(x), y))
-        model.train(was_training)
+        pairs = answers(model, data.x_test, data.y_test)
+        total = sum(len(y) * float(self.loss_fn(out, y)) for out, y in pairs)
         return total / len(data.x_test) if len(data.x_test) else float("nan")
 
 

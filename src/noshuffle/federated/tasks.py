@@ -18,7 +18,6 @@ out whole for testing (MNIST has test writers of its own). A text is cut into wi
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +32,7 @@ from torch import Tensor
 from noshuffle.datasets.images import digits as central_digits
 from noshuffle.datasets.store import needed
 from noshuffle.datasets.text import ENGLISH, GERMAN, Symbols, read_roles
-from noshuffle.errors import DataUnavailable, InvalidInput, one_of, whole
+from noshuffle.errors import DataUnavailable, InvalidInput, imported, one_of, whole
 from noshuffle.federated.clients import NO_TARGET
 
 if TYPE_CHECKING:
@@ -239,12 +238,7 @@ def load_task(name: str) -> FederatedTask:
 
 
 def _own(name: str) -> FederatedTask:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidInput(f"task {name!r} could not be imported: {error}") from None
-    task = function()
+    task = imported(task=name)()
     if not isinstance(task, FederatedTask):
         raise InvalidInput(
             f"{name} must return a noshuffle.federated.tasks.FederatedTask, got "
