@@ -22,7 +22,7 @@ import numpy as np
 
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
-from noshuffle.release.account import is_in_one_piece
+from noshuffle.release.account import is_in_one_piece, uncounted
 from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.ledger_tables import Evidence, broken_link
 from noshuffle.release.opening import known_steps
@@ -68,7 +68,6 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
         steps = plan.steps
     elif rows and facts.get("identified_by") == "ids":
         units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
-    name = origin.partition("/")[0]
-    before = [one for one in run.ancestors() if one.budget.partition("/")[0] != name]
+    before = uncounted(run.ancestors(), origin)
     said = spent(plan, steps, ancestors=before)
     return DeadRun(said, None if before else plan, steps, units, nullcontext(lock), len(rows))

@@ -119,7 +119,7 @@ def enter(
                 "release more than was charged; give budget="
             )
         return None
-    before, notes = _uncounted(ancestors, budget.name), ledger.notes("life")
+    before, notes = uncounted(ancestors, budget.name), ledger.notes("life")
     # A ledger in another file than in its last life was copied or restored: its newest keys alone
     # name it, so that it pays for itself.
     files = [life.get("inode") for life in notes[-2:]]
@@ -159,7 +159,7 @@ def leave(
         return
     ledger.check_owner()  # a forked process has a copy of a run that goes on
     facts, units, rows = ledger.facts(), None, ledger.released
-    before = _uncounted(ancestors, charge.origin.partition("/")[0])
+    before = uncounted(ancestors, charge.origin)
     has_rows = ledger.released == released and facts.get("identified_by") == "ids"
     if has_rows and not before and not plan.participation.is_sampled:
         ids, seen = ledger.units()
@@ -182,6 +182,7 @@ def is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
     return facts.get("adaptive_clip") in COUNTS or plan.participation.is_sampled
 
 
-def _uncounted(ancestors: Sequence[Ancestor], name: str) -> list[Ancestor]:
+def uncounted(ancestors: Sequence[Ancestor], origin: str) -> list[Ancestor]:
     """Runs that this one was forked from, as far as they do not draw on the same budget."""
+    name = origin.partition("/")[0]
     return [one for one in ancestors if one.budget.partition("/")[0] != name]

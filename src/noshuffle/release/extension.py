@@ -97,17 +97,24 @@ def extend(
         }
         if is_sealed:
             folder.write_ring(ring)
-            file = folder.ledger_file
-            told: dict[str, Any] = {"version": __version__, "torch": torch.__version__}
-            ledger.begin_life(
-                keys=ring.lives[-1].name, ring=ring.digest, inode=file.stat().st_ino, **told
-            )
+            begin_life(ledger, ring, folder.ledger_file)
         ledger.rebind(KIND, body, new)
         _apply(folder, ledger, plan)
     finally:
         ledger.close()
         del lock
     return folder
+
+
+def begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
+    """Let the ledger know that a process goes on under the newest keys of this ring."""
+    ledger.begin_life(
+        keys=ring.lives[-1].name,
+        ring=ring.digest,
+        version=__version__,
+        torch=torch.__version__,
+        inode=None if file is None else file.stat().st_ino,
+    )
 
 
 def finish(folder: RunFolder) -> None:

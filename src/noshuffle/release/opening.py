@@ -3,16 +3,12 @@
     new       keys on the disk → plan.json → ledger, life 0
     again     plan equal, ledger no older than what the folder knows → fresh keys for all draws that
               no released step has used (`keys`) → one more life in the ledger, then on the disk
-    fork      the old run can release nothing more → a new folder that carries its spending
+    fork      the old run can release nothing more → a new folder that carries its spending: its
+              statement covers both, μ² = μ_old² + μ_new²
 
-When a released step would have to be repeated with other data, the old noise must not be used
-again: a fork is a new run with fresh keys and a plan of its own, and its statement covers both,
-μ² = μ_old² + μ_new².
-
-The ledger hears of new keys before the key file holds them, so a crash in between leaves a life
-that nobody uses, and keys that the ledger does not know of mean that its rows were lost. A ledger
-that knows of fewer steps than statement.json or a checkpoint was rolled back: it is refused, since
-its ε would be too small. A folder that was copied or restored goes on, under fresh keys.
+The ledger hears of new keys before the key file holds them: keys that it does not know of mean that
+its rows were lost. A ledger that knows of fewer steps than statement.json or a checkpoint was
+rolled back, and is refused. A folder that was copied or restored goes on, under fresh keys.
 
 State: none.
 """
@@ -36,7 +32,7 @@ from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
-from noshuffle.release.extension import finish
+from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
 from noshuffle.release.files import read_json, write_json
 from noshuffle.release.folder import FolderLock, RunFolder, take
@@ -44,7 +40,6 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, Ancestor
 from noshuffle.strategies.recipe import Recipe
-from noshuffle.version import __version__
 
 Run = RunFolder | str | Path | None
 MakeLedger = Callable[..., Ledger]
@@ -90,7 +85,7 @@ def open_run(
     kind = (source or Source(bytes(32))).on(device).kind
     if folder is None:
         ring, ledger = KeyRing.new(source).on(kind), make(path=None)
-        _begin_life(ledger, ring, None)
+        begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     is_new = not folder.is_started
     if is_new:
@@ -115,7 +110,7 @@ def open_run(
         if not is_new:
             row = rows_used(StepPlans.of(recipe), ledger.released)
             ring = ring.renewed(step=ledger.released, row=row)
-        _begin_life(ledger, ring, folder.ledger_file)
+        begin_life(ledger, ring, folder.ledger_file)
         if not is_new:
             folder.write_ring(ring)
         opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
@@ -144,16 +139,6 @@ def _damage_named(file: Path) -> Iterator[None]:
             f"{file} is damaged ({error}), or the disk is full; bring it back, or begin a new run "
             "from the model"
         ) from None
-
-
-def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
-    ledger.begin_life(
-        keys=ring.lives[-1].name,
-        ring=ring.digest,
-        version=__version__,
-        torch=torch.__version__,
-        inode=None if file is None else file.stat().st_ino,
-    )
 
 
 def _ledger_path(folder: RunFolder, plan: Plan) -> Path:

@@ -5,8 +5,7 @@
 (De et al. 2022, arXiv 2204.13650). The K copies stay one contribution of one row, so sensitivity
 and noise do not depend on K; what K costs is time. Copies are drawn anew in every step from the
 generators of torch, before the step (`privatize` sets them, so that a replay draws the same).
-Training then sees images (batch, K, …), and needs ids: a row looks different in every epoch. No
-state.
+Training then sees images (batch, K, …), and needs ids: a row looks different in every epoch.
 
 >>> copies = Augment(copies=3, shift=2)(torch.arange(32.0).reshape(2, 1, 4, 4))
 >>> copies.shape, bool((copies[0] < 16).all())
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
 from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.training.step import seeded
+
+#: The part of a step whose seed copies are drawn from; no batch comes in so many.
+COPIES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,3 +136,30 @@ def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
         return losses.reshape(-1, many).mean(1)
 
     return ModelLoss(by_row, by_row=True)
+
+
+class CopiedBatches:
+    """The batches of one run with copies of their rows, drawn as a replay would draw them.
+
+    State: the last loss, over copies, and whether a transform was found to treat rows alone.
+    """
+
+    def __init__(self, augment: Augment) -> None:
+        self._augment = augment
+        self._spread: tuple[Any, ModelLoss] | None = None
+        self._is_tried = False
+
+    def of(
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any, *, seed: int
+    ) -> tuple[ModelLoss, tuple[Any, ...]]:
+        """The loss over copies, and the batch with them: (batch, K, …) and the targets."""
+        if ids is None:
+            raise InvalidInput("augment= needs ids=: a row looks different in every epoch")
+        if not batch or not isinstance(batch[0], Tensor):
+            raise InvalidInput("augment= needs batches of one tensor of inputs and their targets")
+        if self._spread is None or self._spread[0] is not loss_fn:
+            self._spread = (loss_fn, mean_over_copies(loss_fn))
+        with seeded(seed, batch[0].device):
+            copies = self._augment(batch[0])
+            self._is_tried = self._is_tried or self._augment.check_alone(batch[0])
+        return self._spread[1], (copies, *batch[1:])

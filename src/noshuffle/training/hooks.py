@@ -1,12 +1,9 @@
 """What a private run hangs on the model and the optimizer that it was given.
 
-A model can change under a run: a layer exchanged, `load_state_dict(assign=True)`, parameters frozen
-or unfrozen. Steps would then train objects that are not in the model any more, or release sums of
-others. `ParameterGuard` knows the place of every parameter, and is asked before each step.
-
-An optimizer can be stepped by somebody else: an old loop with `loss.backward(); optimizer.step()`
-trains on raw gradients, and the statement would know nothing of it. `guard` refuses that for as
-long as the run lives. (`passes` hears such a loop for `private.optimizer`.) State: the places.
+A model can change under a run: a layer exchanged, parameters frozen or unfrozen. Steps would train
+objects that are not in the model any more: `ParameterGuard` is asked before each. An optimizer can
+be stepped by an old loop on raw gradients, of which the statement would know nothing: `guard`
+refuses that for as long as the run lives. State: the places of the parameters.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -22,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,23 +31,11 @@ from noshuffle.errors import InvalidInput, Unsupported
 _MARK = "_is_in_private_step"
 
 
-class Listening(Protocol):
-    """Who hears the passes through a model (`passes.Listener`)."""
-
-    is_paused: bool
-    count: int  # passes since the last step
-    traces: list[Any]  # those whose losses are looked at
-
-    def forget(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-
 class ModelHook:
-    """A hook that keeps nothing alive, and is inert in copies and pickles of the model."""
+    """A hook of a `passes.Listener`, inert in copies and pickles of the model; keeps none alive."""
 
-    def __init__(self, listener: Listening, method: str) -> None:
-        self._listener: Callable[[], Listening | None] = weakref.ref(listener)
+    def __init__(self, listener: Any, method: str) -> None:
+        self._listener: Callable[[], Any] = weakref.ref(listener)
         self._method = method
 
     def __call__(self, module: nn.Module, *rest: Any) -> Any:
@@ -140,10 +125,9 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @contextmanager
-def at_work(
-    listener: Listening | None, optimizer: torch.optim.Optimizer | None = None
-) -> Iterator[None]:
-    """While a step runs the model nothing is heard; an optimizer that is given may be moved."""
+def at_work(listener: Any, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """While a step runs the model its `passes.Listener` (None: there is none) hears nothing; an
+    optimizer that is given may be moved."""
     own: dict[str, Any] = {} if optimizer is None else optimizer.__dict__
     before = own.get(_MARK, False), listener is not None and listener.is_paused
     own[_MARK] = True
@@ -157,7 +141,5 @@ def at_work(
         own[_MARK] = before[0]
         if listener is not None:
             listener.is_paused = before[1]
-            if (
-                optimizer is not None and listener.count
-            ):  # a release was tried: what was heard before is not for it
-                listener.forget()
+            if optimizer is not None and listener.count:
+                listener.forget()  # a release was tried: what was heard before is not for it

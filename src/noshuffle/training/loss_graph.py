@@ -1,12 +1,12 @@
 """What a loss was multiplied by, and how it was reduced: read off its graph.
 
-A loop that says `(loss / 4).backward()` (gradient accumulation), `scaler.scale(loss).backward()`
-or takes a mean over the valid tokens of a batch sends back
+A loop that says `(loss / 4).backward()`, `scaler.scale(loss).backward()` or takes a mean over the
+valid tokens of a batch sends back
 
     ∂L/∂output_i = s · r · ∂ℓ_i/∂output_i,       s: the factor on the whole loss, r: its reduction
 
-and a clip norm means nothing until s·r is out again. s may also be a function of the batch, which
-no clip of single examples would bound, so a factor on the whole loss is taken out, whatever it is:
+and a clip norm means nothing until s·r is out again. s may be a function of the batch, which no
+clip of single examples would bound, so it is taken out, whatever it is:
 
     mean over N numbers           r = 1/B                     (N a multiple of the batch size B)
     sum                           r = 1; divided by B, it is a mean
@@ -14,16 +14,12 @@ no clip of single examples would bound, so a factor on the whole loss is taken o
     sum of such terms             means, each times a number of Python, which is the user's weight
                                   and stays; or sums with one factor; else refused
 
-and anything else (the root of a mean, a norm of all outputs) is refused: its factor is a function
-of the whole batch, and is not seen. A sum divided by a number other than B is no mean, whatever
-that number is: it may count the tokens of a batch, and one token less must not change how all
-others are read. torch's own cross entropy with probabilities divides by the number of its rows in
-C++ (`DivBackward1`, which no loop in Python makes), and is a mean.
+and anything else (the root of a mean, a norm of all outputs) is refused: its factor is not seen. A
+sum divided by a number other than B is no mean: it may count the tokens of a batch. torch's own
+cross entropy with probabilities divides by its rows in C++ (`DivBackward1`), and is a mean.
 
-torch keeps on each node what its derivative needs; a backward pass frees it, so `heard_backward`
-stands in for `torch.autograd.backward` while somebody listens (torch 2.11 to 2.13:
-`Tensor.backward` looks it up when it is called). Losses that compare examples with each other are
-refused where the graph shows it. State: who listens.
+A backward pass frees what torch keeps on a node, so `heard_backward` stands in for
+`torch.autograd.backward` while somebody listens (torch 2.11 to 2.13). State: who listens.
 
 >>> import torch
 >>> outputs = torch.zeros(4, 3, requires_grad=True)
@@ -38,7 +34,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -365,14 +361,7 @@ def trained_by(loss: Tensor, starts: Collection[int]) -> list[nn.Parameter]:
     return [one for one in found if isinstance(one, nn.Parameter)]
 
 
-class Hearing(Protocol):
-    """Whoever wants to know of backward passes."""
-
-    def begin_backward(self, loss: Any, gradient: Any) -> None: ...
-
-    def end_backward(self) -> None: ...
-
-
+#: Who wants to know of backward passes: `passes.Listener`s.
 _HEARING: WeakSet[Any] = WeakSet()
 _plain_backward = torch.autograd.backward
 
@@ -396,7 +385,7 @@ def hearing() -> list[Any]:
     return list(_HEARING)
 
 
-def listen(one: Hearing, *, is_on: bool) -> None:
+def listen(one: Any, *, is_on: bool) -> None:
     """Begin or end to hear of backward passes; torch has its own function while nobody does."""
     (_HEARING.add if is_on else _HEARING.discard)(one)
     _settle()

@@ -1,27 +1,22 @@
 """Whether what one example sends back changes with the others, tried on the loss that a loop made.
 
 A loss Σ_i ℓ_i sends c_i = ∂ℓ_i/∂output_i back to row i, and c_i depends on row i alone. Weights of
-a batch (its standard deviation, counts of its labels, one row that others are compared with) break
-that, and leave no node in a graph where they were computed without gradients. So the calls between
-a forward pass and `backward` (`loss_trace`) are repeated with other rows:
+a batch computed without gradients break that and leave no node in a graph. So the calls between a
+forward pass and `backward` (`loss_trace`) are repeated with other rows:
 
     row_i ← row_{i+1} for all i in a set S, in the outputs and in everything that has a row for each
 
 and c_j, j ∉ S, must be what it was, factor and reduction taken out (`loss_graph`). The sets are the
-bits of the row numbers and their complements, so that every pair (i ∈ S, j ∉ S) is tried: 2⌈log₂ B⌉
-repetitions of the loss, without the model; for two of the sets once more with S a thousand times as
-large. Tests (`if x.max() > 3`) must go the same way. Numbers that were read are known again where
-they come back (`loss_numbers`). There is a doubt, and the loop is warned, where nothing can be
-decided:
-
-    a test on the batch that goes the same way, or one on a number (`loss_branches`)
-    a number of many digits that came up after a read, or one that has changed since an earlier
-    loss, if c would be another without it
-    a loss that cannot be repeated
+bits of the row numbers and their complements: every pair (i ∈ S, j ∉ S) is tried by 2⌈log₂ B⌉
+repetitions, without the model; for two sets once more with S a thousand times as large. Tests
+(`if x.max() > 3`) must go the same way; numbers that were read are known again (`loss_numbers`).
+What cannot be decided is a doubt, and the loop is warned: a test on the batch that goes the same
+way or on a number (`loss_branches`), a number of many digits that came up after a read or has
+changed since, if c would be another without it, a loss that cannot be repeated.
 
 Guarantees: none beyond what was tried. Not seen: rows that change nothing today (a maximum that
-another row has), and tensors with a row for each example that were made before the model was
-called: these are data. State: none.
+another row has), and tensors with a row for each example made before the model was called: these
+are data. State: none.
 
 >>> import torch
 >>> outputs = torch.randn(4, 3).requires_grad_() * 1
@@ -38,7 +33,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +54,7 @@ from noshuffle.training.loss_numbers import (
 )
 from noshuffle.training.loss_rows import Call, constant_tensors, has_rows, is_data, memory
 from noshuffle.training.loss_trace import LOGGING, LossTrace, places_of
+from noshuffle.training.step import seeded
 
 IS_CONSTANT = (
     "{found}. Only a tensor of {size} rows that the model was not given did this: if it is a "
@@ -308,7 +303,9 @@ class Repetition:
     def _sent(self, rows: Exchange, instead: dict[Any, Any] | None = None) -> Sent:
         """c of the examples with these rows; nothing if the loss cannot be read."""
         own, read = dict[Any, Any](instead or {}), dict[int, Tensor]()
-        with self._same_random():
+        with seeded(0, self._trace.device):
+            for generator, state in self._trace.random:
+                generator.set_state(state)
             ends = [rows.of(one).requires_grad_().clone() for one in self._trace.outputs]
             own.update((id(one), end) for one, end in zip(self._trace.outputs, ends))
             for one, given, which, function in self._early:
@@ -358,17 +355,6 @@ class Repetition:
             if isinstance(before, Tensor) and isinstance(after, Tensor):
                 own[id(before)] = after
         return result
-
-    @contextmanager
-    def _same_random(self) -> Iterator[None]:
-        now = [(g, g.get_state()) for g, _ in self._trace.random]
-        try:
-            for generator, state in self._trace.random:
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in now:
-                generator.set_state(state)
 
 
 def is_of_numpy(one: Tensor) -> bool:

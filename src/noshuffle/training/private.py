@@ -42,7 +42,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.augment import Augment
+from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import (
     LoaderCheck,
@@ -52,7 +52,6 @@ from noshuffle.training.check import (
 )
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
-from noshuffle.training.copied_batches import COPIES, CopiedBatches
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
@@ -208,7 +207,9 @@ class Private(OneOwner):
             yield from self._accumulated(sums)
 
     def _accumulated(self, sums: BlockSums | None) -> Iterator[Step]:
-        step = self._new_step() if sums is None else Step(self._parts, index=self._index, sums=sums)
+        step = self._new_step()
+        if sums is not None:
+            step = Step(self._parts, index=self._index, sums=sums.clipped_sum)
         try:
             with at_work(self._listener):
                 yield step

@@ -6,15 +6,13 @@
     noise    add row t of z·ζ·C⁻¹Z, divide by the planned batch size               (release)
     update   any torch optimizer: post-processing                                  (optim)
 
-A batch may come in several parts (gradient accumulation): `add` for each, then one `release`. The
-raw sum never leaves this file. Random layers of the model draw from generators that are set anew
-for every step and part (`seeded`), so that masks do not depend on what else has drawn, and an
-honest replay has the same. State: the sum in the making, gone after `release`.
+A batch may come in several parts: `add` for each, then one `release`. Random layers draw from
+generators that are set anew for every step and part (`seeded`), so that an honest replay has the
+same masks. State: the sum in the making, gone after `release`; it never leaves this file.
 
-A GPU works behind the host, so the fingerprint of a batch there is begun in `add` and waited for in
-`release`. Units with ids are admitted before their gradient is computed; a batch without ids is its
-own unit, known by its content only, so its sum is begun meanwhile and thrown away if the ledger
-refuses. The order is strict for a replay, a batch in parts, and on_violation="drop" without ids.
+A GPU works behind the host: the fingerprint of a batch there is begun in `add` and waited for in
+`release`, and the sum of a batch without ids is begun meanwhile, thrown away if the ledger refuses.
+The order is strict for a replay, a batch in parts, and on_violation="drop" without ids.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -131,18 +129,9 @@ class Parts:
         return self.release.divisor_now
 
 
-class PartSums(Protocol):
-    """Clipped sums of parts of a batch by another way than the engine's (`compiled.blocks`)."""
-
-    def clipped_sum(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        *,
-        rng: Callable[[], AbstractContextManager[None]],
-    ) -> ClippedSum | None:
-        """That of one part, to be read before the next; None where the engine has to do it."""
-        ...
+#: The clipped sum of one part of a batch by another way than the engine's, to be read before the
+#: next one (`compiled.blocks`); None where the engine has to do it.
+PartSum = Callable[..., ClippedSum | None]
 
 
 class Step:
@@ -157,7 +146,7 @@ class Step:
     #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
     can_replay_masks = True
 
-    def __init__(self, parts: Parts, *, index: int, sums: PartSums | None = None) -> None:
+    def __init__(self, parts: Parts, *, index: int, sums: PartSum | None = None) -> None:
         check_in_step(parts, index)
         self._by_graph = sums
         self.parts = parts
@@ -217,7 +206,7 @@ class Step:
         own_seed = parts.release.seed(self.index, len(self._sums)) if seed is None else seed
         rng, part = partial(seeded, own_seed, parts.device), None
         if self._by_graph is not None and batch_size(batch):
-            part = self._by_graph.clipped_sum(loss_fn, batch, rng=rng)
+            part = self._by_graph(loss_fn, batch, rng=rng)
         if part is None:
             with rng():
                 part = parts.engine.clipped_sum(

@@ -30,10 +30,10 @@ from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled import signal as compiled_signal
+from noshuffle.training.compiled import graphs as compiled_graphs
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.compiled.flat import Flattened
-from noshuffle.training.compiled.signal import Signal
+from noshuffle.training.compiled.graphs import Signal
 from noshuffle.training.compiled.sum import candidates, short
 from noshuffle.training.compiled.update import update_for
 from noshuffle.training.models import build
@@ -591,7 +591,7 @@ def test_a_signal_is_waited_for_and_a_lost_one_is_an_error(monkeypatch):
         signal.wait()
     signal.reset()
     signal.expect()
-    monkeypatch.setattr(compiled_signal, "_PATIENCE", 600)
+    monkeypatch.setattr(compiled_graphs, "_PATIENCE", 600)
     with pytest.raises(NoshuffleError, match="lost a step"):
         signal.wait()
 

@@ -1,11 +1,9 @@
 """Clipped sums of blocks as graphs that are replayed: batches in parts, steps over many ranks.
 
-A block takes some hundred small operations, and a GPU waits for the host to start each of them. As
-in `compiled`, the sum of a block is captured once and replayed for every block of the same size:
-stage the rows, replay, read. Everything else of the step stays as it is in `step` (`group.step`):
-blocks are admitted before they are staged, and their sums are added up there. What is captured are
-the operations of the run's own engine on as many rows, so that a block has the bits that it has on
-a rank that captures nothing (sharded parameters, say).
+A block takes some hundred small operations, and a GPU waits for the host to start each of them. The
+sum of a block is captured once and replayed for every block of the same size; everything else stays
+as it is in `step` (`group.step`). What is captured are the operations of the run's own engine on as
+many rows, so a block has the bits that it has on a rank that captures nothing.
 
 State: the programs, and in them the last block's sum, until `forget`.
 """
@@ -23,7 +21,7 @@ from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.training.compiled.choice import reseed
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
-from noshuffle.training.step import Parts
+from noshuffle.training.step import Parts, generators
 
 #: Sizes of blocks that are captured: the usual one, and that of the last block of a batch.
 MOST_SIZES = 2
@@ -115,13 +113,6 @@ class BlockSums(Programs):
 def _draws(program: Program) -> bool:
     """Whether a replay takes random numbers from torch; leaves their state to the caller."""
     reseed(program)
-    before = _generators(program.device)
+    before = [(own, own.get_state()) for own in generators(program.device)]
     program.sum()
-    return _generators(program.device) != before
-
-
-def _generators(device: torch.device) -> tuple[bytes, ...]:
-    states = [torch.default_generator.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return tuple(state.numpy().tobytes() for state in states)
+    return any(not torch.equal(own.get_state(), state) for own, state in before)

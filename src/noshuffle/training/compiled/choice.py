@@ -26,6 +26,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.training.compiled.flat import Sums
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.sum import candidates
+from noshuffle.training.step import generators
 
 #: The fact of a ledger that names the form, and whether it is exact.
 FACT = "program"
@@ -115,9 +116,8 @@ def agree(found: Sums, truth: Sums, *, bound: float, is_half: bool = False) -> b
 
 def reseed(program: Program) -> None:
     """The same random numbers again, for layers that draw; the caller restores the state."""
-    torch.default_generator.manual_seed(0)
-    if program.device.type == "cuda":
-        torch.cuda.manual_seed(0)
+    for own in generators(program.device):
+        own.manual_seed(0)
 
 
 def _repeats(program: Program) -> bool:

@@ -4,12 +4,9 @@
     sum       per-example gradients, clip, sum                   → losses, then norms to the host
     release   digest of the sum; add the noise, divide, update   → 24 bytes to the host
 
-The host stages a batch (rows beyond it stay zero, with weight zero), replays `digest` where the
-batch has no ids, replays `sum`, writes the ledger while the device is at work on it, and replays
-`release`. The digest of the sum is read some time during the next step; a replay asks for it before
-it is released. Nothing here decides anything: order and guard are those of `step`.
-
-State: the buffers, and what the last step left in them until the next one.
+The ledger is written while the device is at work on `sum`; the digest of the sum is read some time
+during the next step (a replay asks for it first). Nothing here decides anything: order and guard
+are those of `step`. State: the buffers, and what the last step left in them until the next one.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from noshuffle.release.guard import Mask
 from noshuffle.release.threshold import AdaptiveThreshold
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
-from noshuffle.training.compiled.graphs import BatchBuffers, Captured, repeatable, warmed
-from noshuffle.training.compiled.signal import Signal
+from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, repeatable, warmed
 from noshuffle.training.compiled.staged import StagedClip, StagedUsers
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step import Parts

@@ -1,13 +1,10 @@
 """Captured programs by kind of batch: when one fits, when it must be forgotten, when none can be.
 
-A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses. A
-batch is given the program that was captured for exactly these; a tensor of model or loss that lies
-elsewhere than at the capture, or another layer, makes all programs worthless. `Compiled` captures
-whole steps this way, `blocks` the clipped sums of blocks. At calls 8, 32, 128, … the model is
-looked at once more without a graph; if it has begun to mix examples, gradients are written out from
-there on, by eager steps.
-
-State: the programs, what they must keep alive, and the log `fallbacks`.
+A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses: a
+batch is given the program that was captured for exactly these, and a tensor of model or loss that
+lies elsewhere makes all programs worthless. `Compiled` captures whole steps, `blocks` clipped sums.
+At calls 8, 32, 128, … the model is looked at without a graph; if it has begun to mix examples, steps
+are eager from there on. State: the programs, what they must keep alive, and the log `fallbacks`.
 """
 
 from __future__ import annotations

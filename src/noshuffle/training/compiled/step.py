@@ -3,21 +3,15 @@
     host      admit ids ─ stage ─ start sum ─ ledger, digest of the last sum ─ release
     device                        sum, its digest  ──────────────────────────►  noise, update
 
-The host writes the ledger while the device computes, and waits for nothing of the step itself. As
-in `Step`, units are admitted before their gradient is computed, the row is durable before noise and
-update run, and a replay needs the same sum to the bit.
+The host writes the ledger while the device computes, and waits for nothing of the step itself; the
+order is that of `Step`. A clip norm that moves is learned from the norms of a step when the next
+one is staged.
 
-A clip norm that moves is learned from the norms of a step when the next one is staged: the device
-counts by itself for the digest, and nothing of the release waits for the host.
-
-Two differences. The digest of a sum is read when the next one is under way, and reaches the disk
-with its row: after a crash the last step is passed over, not repeated. And the sum of a batch
-without ids is begun while its fingerprint is on its way; if the ledger then refuses, it is made
-zero and nothing was released (with on_violation="drop" the order is the strict one).
-
-A smaller batch is padded with rows of weight zero; a larger one, or one of another kind than the
-few that were captured, takes the eager way and `fallbacks` says so. Python code of model and loss
-runs at capture only. State: programs by kind of batch (`programs`), and the log `fallbacks`.
+Two differences. The digest of a sum is read when the next one is under way: after a crash the last
+step is passed over, not repeated. And the sum of a batch without ids is begun while its fingerprint
+is on its way; if the ledger refuses, it is made zero (with on_violation="drop" the order is
+strict). Smaller batches are padded with rows of weight zero; larger ones, or of another kind than
+the few captured, go the eager way. State: programs by kind of batch, and the log `fallbacks`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from noshuffle.clipping.objective import take
 from noshuffle.release import digest, fingerprint
 from noshuffle.release.units import Ids
+from noshuffle.training.step import seeded
 
 
 def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:
@@ -65,11 +65,7 @@ def block_prints(
     ]
 
 
-@contextmanager
-def block_rng(place: str, *, key: bytes, device: torch.device) -> Iterator[None]:
+def block_rng(place: str, *, key: bytes, device: torch.device) -> AbstractContextManager[None]:
     """Random numbers of the block at a place: the same whoever computes it, and in a replay."""
     word = hashlib.blake2b(place.encode(), key=key, digest_size=7).digest()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(word, "little"))
-        yield
+    return seeded(int.from_bytes(word, "little"), device)

@@ -28,8 +28,9 @@ from noshuffle.clipping.objective import Batch, Criterion, batch_size
 from noshuffle.clipping.units import is_capturing
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
-from noshuffle.training.compiled.flat import Sums, TotalFn
+from noshuffle.training.compiled.flat import TotalFn
 from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
+from noshuffle.training.step import seeded
 
 
 class InTurn:
@@ -73,11 +74,14 @@ class InTurn:
     ) -> TotalFn:
         """The quickest way from forms to the sum that agrees with the engine."""
         keep = torch.ones(batch_size(batch), dtype=torch.bool, device=self._device)
-        wanted = _with_same_rng(truth, batch, keep)
+        with seeded(0, self._device):  # layers that draw, draw the same
+            wanted = truth(batch, keep)
         for by_matrix in (True, False):
             try:
                 found = clipped(forms, self._model, batch, clip=Flat(norm), by_matrix=by_matrix)
-                if agree(_with_same_rng(found, batch, keep), wanted, bound=norm):
+                with seeded(0, self._device):
+                    own = found(batch, keep)
+                if agree(own, wanted, bound=norm):
                     return found
             except Unsupported:
                 continue
@@ -134,10 +138,3 @@ def _channels_last(leaf: Any) -> Any:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _with_same_rng(total: TotalFn, batch: tuple[Any, ...], keep: Tensor) -> Sums:
-    """Layers that draw, draw the same."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return total(batch, keep)
