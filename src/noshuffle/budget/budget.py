@@ -1,22 +1,11 @@
 """Budget: a limit on what all runs on the same data cost together, kept on the disk.
 
-    budget = noshuffle.Budget("budgets/people", epsilon=8.0, delta=1e-5)
-    private = noshuffle.privatize(…, budget=budget)          # reserves what the whole run will cost
-    …
-    private.close()                                          # charged for what it released
-    print(budget.words())
-
-A run reserves its whole cost before it starts, and is refused where that would pass the limit. It
-is charged for what it released when it is closed; one that died in a run folder is charged for what
-its ledger shows when somebody looks (`sweep`), one that died in memory for all of it. Costs are
-(μ, s) and add up as in `accounting.gdp`: exact where all runs are Gaussian, an upper bound
-otherwise. The limit is a privacy filter: whether there is a next run, and with which mechanism,
-noise and settings, may depend on everything that was released before. For that it must be fixed
-before the first run, so it cannot be changed.
-
-`individual=True` follows every unit (`units`): a run goes on without those that have used up the
-limit instead of being refused. `pure` sets a part of ε aside for runs of pure ε (or of a direct
-proof of (ε, δ)), which is then added up as it is; with `delta=0` that is all of it.
+A run reserves its whole cost before it starts, is refused where that would pass the limit, and is
+charged for what it released when it is closed; one that died in a run folder for what its ledger
+shows (`sweep`), one that died in memory for all of it. Costs are (μ, s) and add up as in
+`accounting.gdp`. The limit is a privacy filter: the next run may depend on everything released
+before, so it is fixed before the first run. `individual=True` follows every unit (`units`); `pure`
+sets a part of ε aside for runs of pure ε (with `delta=0` all of it). See docs/budget.md.
 
 State: the folder; nothing in memory, so copies, pickles and forks are the same budget.
 

@@ -5,15 +5,13 @@ Andrew, Thakkar, McMahan, Ramaswamy, "Differentially private learning with adapt
 
     count = Σ_u (1[‖g_u‖ ≤ C] − ½) + N(0, σ_b²),     b̃ = count/m + ½,     C ← C · exp(−η (b̃ − γ))
 
-Each unit moves the count by ½ (zero-out neighbours), so the count is a Gaussian mechanism with
-noise multiplier 2σ_b, released at every step. Gradients and count together cost what one release
-with multiplier z costs if the gradients use z_Δ = (z⁻² − (2σ_b)⁻²)^(−½).
+Each unit moves the count by ½ (zero-out neighbours): a Gaussian mechanism with noise multiplier
+2σ_b. Gradients and count together cost what one release with multiplier z costs if the gradients
+use z_Δ = (z⁻² − (2σ_b)⁻²)^(−½).
 
-With correlated noise the clip norm must stay constant while noise is being cancelled: the estimate
-moves at every step, and the threshold in force takes it over only where the mechanism allows a
-change (`may_change`). Two thresholds in a row give the noisy count back to the last bit, so it must
-come rounded to the grid of its noise (`release.threshold`), or its low bits would tell the count.
-State: the threshold in force and the running estimate, a value; `update` returns the next one.
+The estimate moves at every step, the threshold in force only where the mechanism allows a change
+(`may_change`). Two thresholds in a row give the noisy count back to the last bit, so it must come
+rounded to the grid of its noise (`release.threshold`). State: a value; `update` returns the next.
 
 >>> config = QuantileClip(initial=1.0, units=100)
 >>> state = start(config)

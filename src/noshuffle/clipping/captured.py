@@ -1,15 +1,13 @@
 """Tensors that a loss has from elsewhere than from its arguments.
 
-A loss of `private.step` is called with one example at a time, so that its gradient is that of the
-example alone. What it takes from around it is the same in each of these calls:
+A loss of `private.step` is called with one example at a time. What it takes from around it is the
+same in each of these calls:
 
     private.step(lambda out, y: (w * ce(out, y)).sum(), x, y)       # w of the whole batch
 
-multiplies every example's loss by Σ_j w_j, and one example moves the gradients of all. So the
-tensors of the calls that a single example goes through are looked at: those that lie in the memory
-of the batch are refused, those that have a row for each of its examples are warned of (a table of
-constants may have as many by chance). What modules keep is none of them. State: the tensors
-that the calls made, weakly.
+and one example moves the gradients of all. So the tensors of the calls that a single example goes
+through are looked at: those in the memory of the batch are refused, those that have a row for each
+of its examples warned of. What modules keep is none. State: the tensors that calls made, weakly.
 
 >>> import torch
 >>> batch = torch.ones(4, 3)

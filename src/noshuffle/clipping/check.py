@@ -1,11 +1,10 @@
 """What a model must not contain: layers through which one example changes another's gradient.
 
-Clipping bounds one example's gradient. Batch normalisation in training mode mixes the batch into
-every gradient, so no bound on one example holds; an embedding with `max_norm` rewrites its own
-weights with the data, and one with `scale_grad_by_freq` counts across the batch. All are refused;
-batch normalisation in eval mode (a fixed affine map) and dropout are allowed. So are refused what
-autograd does not carry through clipping: sparse embedding gradients, reentrant checkpoints and
-hooks on parameters, which per-example gradients never pass through.
+Batch normalisation in training mode mixes the batch into every gradient; an embedding with
+`max_norm` rewrites its own weights with the data, and one with `scale_grad_by_freq` counts across
+the batch. All are refused (batch normalisation in eval mode and dropout are allowed), and so is
+what autograd does not carry through clipping: sparse embedding gradients, reentrant checkpoints and
+hooks on parameters.
 
 >>> from torch import nn
 >>> validate(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)))

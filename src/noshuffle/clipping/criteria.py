@@ -1,8 +1,7 @@
 """Criteria by row: torch's own whose row form is known, and cross entropy read as memory has it.
 
-A language model gives scores [B, T, V]; torch wants the classes second, copies the scores into that
-order and goes over them with strides: on a CPU, that takes longer than the product which made them.
-With all positions as rows, nothing is copied:
+A language model gives scores [B, T, V]; torch wants the classes second and copies. With all
+positions as rows, nothing is copied:
 
     cross_entropy(scores[b, :, t], y[b, t]) over b, t  =  cross_entropy(rows[n], y[n]) over n
 

@@ -4,18 +4,15 @@
     OuterGradient   Σ_t g[b,t] a[b,t]ᵀ           linear maps: output gradients times inputs
     RowGradient     row index[b,t] += g[b,t]     embeddings
 
-Each gives its squared norms, its weighted sum over examples, and itself written out. For a linear
-map, ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩ (two T×T Gram matrices) is cheaper than the
-product of size o×i when T² is small; the cost decides (mixed ghost clipping: Bu, Mao, Xu 2022;
-ghost norms: Goodfellow 2015, Li et al. 2022). A parameter used in several places has several forms;
-`merge` joins them and the cross terms are exact.
+For a linear map, ‖Σ_t g_t a_tᵀ‖² = Σ_{t,s} ⟨a_t, a_s⟩⟨g_t, g_s⟩ (two T×T Gram matrices) is cheaper
+than the product of size o×i when T² is small; the cost decides (mixed ghost clipping: Bu, Mao, Xu
+2022; ghost norms: Goodfellow 2015, Li et al. 2022). `merge` joins the forms of one parameter; cross
+terms are exact.
 
-Where the steps nearly cancel, the Gram sum loses digits and could come out far too small, so that
-too little would be clipped. Rounding moves it by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u the unit
-roundoff and κ ≈ √i + √o, and that much is added: a squared norm here is never too small (without
-cancellation, by less than 1e-5 too large in single precision). In half precision and TF32 the
-entries are rounded once more when the factors go in, by at most v each (`roundoff`), which moves
-the gradient by about v·√Σ_t ‖g_t‖²‖a_t‖²; the norm is increased by that, too (0.4 % for bfloat16).
+Where steps nearly cancel, rounding moves the Gram sum by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u
+the unit roundoff and κ ≈ √i + √o, and that much is added: a squared norm here is never too small.
+In half precision and TF32 entries are rounded once more when the factors go in, by at most v each
+(`roundoff`); the norm is increased by v·√Σ_t ‖g_t‖²‖a_t‖², too (0.4 % for bfloat16).
 
 >>> import torch
 >>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)

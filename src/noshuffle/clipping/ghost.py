@@ -4,12 +4,10 @@
     norms     from (a, g) of each layer by its rule, added over layers
     sum       Σ_b f_b g_b a_bᵀ, one ordinary weight gradient per layer with the factors inside
 
-(book-keeping: Bu, Wang, Zha, Karypis 2023.) Layers without a rule have their own gradients
-written out and are named in `fallbacks`. Before a model is trusted it is tried on two examples
-against plain autograd, once per kind of input; one that fails (parameters used outside their
-layers, examples that mix) goes to `PerExample` as a whole, and `fallbacks` says why. `mode` says
-how much of a batch is done at once (`microbatches`), and `why` tells the choice. That examples do
-not mix is looked at again at calls 8, 32, 128, …, for models that begin to do so later.
+(book-keeping: Bu, Wang, Zha, Karypis 2023.) Layers without a rule have their own gradients written
+out. A model is tried on two examples against plain autograd, once per kind of input; one that fails
+goes to `PerExample` as a whole. `fallbacks` and `why` say so. That examples do not mix is looked at
+again at calls 8, 32, 128, …
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 

@@ -5,10 +5,9 @@
     lean   two or more parts, each done as above and added to one sum: the memory of a part
     auto   fast where the device has room for it, else lean with as few parts as fit
 
-Examples are clipped one by one and the sum is kept in single precision, so the mode changes speed
-and memory and nothing else. What a step needs is measured once on two small pieces of the first
-batch, bytes(n) = fixed + n·per_example, and compared with what the device has left; a step that
-runs out of memory all the same is repeated in twice as many parts. No state here.
+What a step needs is measured once on two small pieces of the first batch, bytes(n) = fixed +
+n·per_example, and compared with what the device has left; a step that runs out of memory all the
+same is repeated in twice as many parts. No state here.
 
 >>> decide("lean", 32, None, 0)[0], decide("auto", 32, Need(2**30, 2**28), 6 * 2**30)[0]
 (2, 2)

@@ -1,20 +1,18 @@
 """How a loss is written, what a batch may hold, and how a loss is read one example at a time.
 
-The ordinary call is `step(loss_fn, inputs, *targets)` with any torch criterion. Its value for
-example i is the criterion of a batch that holds only example i,
+The loss of example i is the criterion of a batch that holds only example i,
 
     ℓ_i(θ) = loss_fn(model(x_i[None]), *y_i[None]),
 
-so a mean over tokens, an ignored index or a class weight never couples two examples, whatever
-the criterion's reduction (a result with several entries is summed). A batch holds (`cuttable`)
+so a mean over tokens, an ignored index or a class weight never couples two examples, whatever the
+reduction (a result with several entries is summed). A batch holds (`cuttable`)
 
     tensors                       example axis first; dictionaries, tuples and lists of them too
     None, bool, int, float, str   a setting, the same for every example
     other mappings                taken as dictionaries (the BatchEncoding of a tokenizer)
 
-and nothing else. A NumPy array, a list of numbers or an object of one's own cannot be cut by
-example: every loss would see all of them, and one changed row would move the whole sum, whatever
-each gradient is clipped to. No state.
+and nothing else: what cannot be cut by example every loss would see whole, and one changed row
+would move the whole sum. No state.
 
 >>> import torch
 >>> outputs, targets = torch.zeros(2, 3), torch.tensor([0, -100])

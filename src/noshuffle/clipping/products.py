@@ -1,16 +1,11 @@
 """Matrix products of gradients that never round a result to half precision.
 
-Inputs in bfloat16 or float16 are multiplied as they are and added up in float32 (a product of two
-such numbers is exact there), so that no float32 copy of a large tensor is made. Where a device
-cannot do that, the inputs are widened first: the same numbers, more memory.
-
-A factor per example goes into the smaller of the two inputs of Σ_b f_b x_bᵀ y_b. In half precision
-the scaled input is rounded once more, and TF32 rounds inside the product; `roundoff` is the size of
-that step. Norms on a GPU leave room for it (`factor.slack`), or an example could pass the clip
-norm. A CPU with matrix units may round to bfloat16 (after `set_float32_matmul_precision`); there
-norms and sums are taken in full precision (`exactly`), whatever model and loss run in. Torch's
-older and newer names for these settings refuse to tell of each other: both are read. State: none
-here; torch's own, put back.
+Inputs in half precision are multiplied as they are and added up in float32, where a device can do
+that, else widened first. A factor per example goes into the smaller input of Σ_b f_b x_bᵀ y_b and
+is rounded once more there; TF32 rounds inside the product: norms on a GPU leave room for `roundoff`
+(`factor.slack`). A CPU with matrix units may round to bfloat16; there norms and sums are taken in
+full precision (`exactly`). Torch's older and newer names for these settings refuse to tell of each
+other: both are read. State: none here; torch's own, put back.
 
 >>> import torch
 >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)

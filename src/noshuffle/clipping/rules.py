@@ -3,18 +3,14 @@
     @rule(nn.Linear)
     def linear(layer, a, g, size): …  ->  {"weight": OuterGradient(…), "bias": DenseGradient(…)}
 
-`a` is the input, `g` the gradient at the output, both with the example axis first; the first axis
-may also be examples × positions (a flattened batch), which is why rules reshape to (size, -1, …).
-A rule applies to its own class, and to subclasses that keep its `forward`.
-
-Layers of Hugging Face models that are not torch's own go by name and parameters (`named_rule`):
+`a` is the input, `g` the gradient at the output, both with the example axis first, which may also
+be examples × positions (a flattened batch): rules reshape to (size, -1, …). A rule applies to its
+own class, and to subclasses that keep its `forward`. Layers of Hugging Face models go by name and
+parameters (`named_rule`), and the trial on two examples decides whether such a rule fits:
 
     Conv1D       y = x W + b with W stored [in, out]                       (GPT-2)
     *RMSNorm     y = w · x/√(mean x² + ε), or (1 + w) · …                  (Llama, Qwen, Gemma, T5)
     *Scaled*Embedding   a row of the table times a constant                (Gemma, BART)
-
-The trial on two examples decides whether such a rule fits; where it does not, the model is read
-once more without them. Nothing is imported from transformers.
 
 `@rewrite(nn.LSTM)` is for layers whose inside must be seen: the function runs in place of
 `forward`, computes the same, and records on a tape what it computed. No state but the two tables.

@@ -1,22 +1,19 @@
 """A model as it was when it was last looked at, and whether it still is: its parts, its tensors.
 
-What an engine knows about a model (which parameters are trained, which layers are watched, that no
-layer couples examples) stays true until somebody changes the model. To compare with a `Snapshot`
-walks the modules once; to find it all out again does so half a dozen times.
+What an engine knows about a model stays true until somebody changes it; to compare with a
+`Snapshot` walks the modules once.
 
     same    the same module objects of the same classes under the same names, in the same modes,
             with the same parameter objects that ask for a gradient, compiled or not as before
 
-`Watch` compares the tensors of a model around a step. What is not trained has no noise: whatever a
-forward pass leaves there is published with the model. So all that the trial of a model has not
-found to change in the same way whatever the data (`statefulness.Findings`) must be as before:
+`Watch` compares the tensors of a model around a step: what is not trained has no noise, so all that
+the trial has not allowed (`statefulness.Findings`) must be as before:
 
     always              the same objects at the same places, in the same memory, of the same version
     small, on a CPU     the same numbers, which also shows writes through `.data`
 
 Not seen: writes of a CUDA graph, and through `.data` into tensors that are trained, large or on a
-GPU; plain attributes, whose effect on a loss only the trial looks at; what changes in every run,
-once the trial has allowed it. State: the modules, except the model itself, so that it can go.
+GPU; plain attributes; what the trial has allowed. State: the modules, except the model itself.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()); shot = Snapshot(model)

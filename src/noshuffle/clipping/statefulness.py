@@ -1,21 +1,18 @@
 """What a model keeps from one run to the next, and whether any of it is the data's.
 
-Noise covers the gradients of trained parameters and nothing else. A running mean in a buffer or in
-a frozen parameter, a code book that follows its codes, a bias that the first batch initialises
-would publish raw statistics beside private weights; a layer that adds its last input to the present
-one lets an example move the gradients of the next ones. So a model is tried before it is trusted,
-each run from the same state and under the same random numbers:
+Noise covers the gradients of trained parameters and nothing else: a running mean in a buffer, a
+bias that the first batch initialises would publish raw statistics; a layer that adds its last input
+to the present one lets an example move the gradients of the next. So a model is tried before it is
+trusted, each run from the same state and under the same random numbers:
 
     written      what is kept after example 0  ≠  after example 1                →  refused, by name
                  (in batches, too: after examples 0 and 1  ≠  after 0 and 0)
     remembered   loss of 0 after a run of 0  ≠  loss of 0 after a run of 1       →  refused
 
-Counters, caches that depend on shapes and power iterations on weights come out the same and may
-change (`Findings.may_change`). What is kept only to be looked at (attention maps) changes no loss
-and may stay. Where a loss does not come out the same twice (a schedule that counts calls outside
-the model) the second question has no answer. Objects of classes other than `ModelState` names, and
-globals, are not seen, but for their effect on a loss. `snapshot.Watch` goes on after every step
-with what was found here. No state.
+Counters, caches that depend on shapes and power iterations come out the same and may change
+(`Findings.may_change`). Where a loss does not come out the same twice the second question has no
+answer. Objects of classes other than `ModelState` names, and globals, are seen by their effect on a
+loss alone. `snapshot.Watch` goes on after every step with what was found here. No state.
 
 >>> class Mean(torch.nn.Linear):
 ...     def forward(self, x):

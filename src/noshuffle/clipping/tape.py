@@ -1,15 +1,13 @@
 """What a run of the model leaves behind: where to read output gradients, and what to make of them.
 
-`watching(model, layers, seen)` installs hooks for one run, so that no state stays in the user's
-model. Each layer call is handed to `seen`; layers with a rewrite run it in place of their own
-forward and write on the tape themselves. A `Site` is a point of the graph whose gradient is wanted,
-with a function from that gradient to per-example gradients. It is called as soon as the gradient
-arrives, so that only linear maps and embeddings keep theirs during the backward pass. A later
-in-place change of the output does no harm.
+`watching(model, layers, seen)` installs hooks for one run; layers with a rewrite run it in place of
+their own forward and write on the tape themselves. A `Site` is a point of the graph whose gradient
+is wanted, with a function from that gradient to per-example gradients, called as soon as it
+arrives, so that only linear maps and embeddings keep theirs during the backward pass.
 
-Autograd is asked only for the sites that have no other site behind them (`outermost`): all others
-lie on the way, and no weight gradient is computed. A `Route` remembers which ones these were; a run
-in which it does not lead to every site is repeated without it (`RouteIncomplete`).
+Autograd is asked only for the sites that have no other site behind them (`outermost`): no weight
+gradient is computed. A `Route` remembers which ones these were; a run in which it does not lead to
+every site is repeated without it (`RouteIncomplete`).
 
 >>> import torch
 >>> tape = GradientTape(size=2); x = torch.ones(2, 1, requires_grad=True)

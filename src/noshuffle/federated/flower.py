@@ -4,18 +4,11 @@
     aggregate_train   every reply on its own: taken, or one line in the log → noise, update, saved
     start             from the round the ledger is at to the last one, or until nobody is free
 
-A subclass of Flower's base class of the message API, and not of FedAvg, which weighs clients by
-their number of examples and so lets one of them count for more than the clip norm. Everything
-private is in `ServerOptimizer`; what is here carries messages. Flower knows no resume, the run
-folder does: a run that was stopped, by a crash too, goes on in a new run of Flower under new node
-ids; under a test source the outcome is that of a run never stopped, bit for bit.
-
+No subclass of FedAvg, which weighs clients by their number of examples and so lets one count for
+more than the clip norm. A run that was stopped goes on in a new run of Flower, under new node ids.
 Clients' own metrics are not collected and federated evaluation is not done: both would release
 functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters
 on data that the server holds; keep those public, or held out from people outside the guarantee.
-
-What an app on Flower needs can be imported from here. A client that is started anew for every
-message is up sooner with `flower_client`, which does without the server's half.
 
 State: which node was asked for whom in the open round, and the messages that asked.
 """

@@ -3,15 +3,11 @@
     app's train function:   arrays → arrays (new parameters)
     mod:                    Δ = new − sent,   sent back: Δ · min(1, ζ/‖Δ‖), step, user
 
-and ‖Δ‖ where the server says that its clip norm follows a quantile.
+and ‖Δ‖ where the clip norm follows a quantile. Any ClientApp that returns its new parameters as one
+ArrayRecord will do; its metrics are dropped: no noise covers them. A client is the partition id of
+its node, or what `user_fn` makes of the context; with `PublicKeys` it is not asked.
 
-The mod goes around any ClientApp that returns its new parameters as one ArrayRecord, which is
-Flower's own convention. Metrics that the app returns are dropped: they are functions of private
-data that no noise covers. A client is the partition id of its node configuration, or whatever
-`user_fn` makes of the context; with the strategy's `PublicKeys` it is not asked at all.
-
-State: none, or the file of a `Timer` in the app's own storage (Flower's Context.state is empty in
-the next run). The timer is claimed before the training function is called.
+State: none, or the file of a `Timer`, claimed before the training function is called.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """Who is behind a Flower node: a stable user id for each node of this run.
 
-Node ids are new with every run (in a simulation) or with every start of a SuperNode (without
-registered keys), so no limit may be counted by them. Three ways to know a user:
+Node ids are new with every run or start of a SuperNode, so no limit may be counted by them:
 
     Handshake          ask the node: its partition id, or whatever the app's user_fn says
     PublicKeys         the node's key at the SuperLink, if it was registered; the node is not asked
     UnregisteredKeys   the same for any key; only by this name, since a restart makes a new one
 
-A handshake believes the client; keys are proved to the SuperLink with every request. Which way it
-was is `user_identity`, a fact of the ledger and a sentence of the statement.
+A handshake believes the client; keys are proved to the SuperLink. Which way it was is
+`user_identity`, a fact of the ledger and a sentence of the statement.
 
 Guarantees: `online` never gives two users one node, or one user two nodes. A claim to an id is
 refused while another node that has it is online; of several that come at once none is believed. A
-node that names a second id is left out for the rest of the run. Nothing here costs anybody else a
-round.
+node that names a second id is left out for the rest of the run.
 
 State: which node said what, for one run of Flower.
 """

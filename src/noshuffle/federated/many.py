@@ -3,14 +3,10 @@
     slot (k, u)     θ_k → local steps of user u → Δ → clip to ζ_k           all slots side by side
     run k           θ_k ← momentum step on −(Σ_u clip(Δ_ku) + z_k ζ_k · row t of C⁻¹Z_k) / m
 
-Every pair of a run and a user of its cohort is one slot; slots of all runs are stacked and trained
-`at_once` together (see `stack`). Runs have their own noise (`training.many.release`), rates, clip
-norms, initial weights, mechanism and cohorts; local steps and the schedule of server rates are
-shared. Cohorts come from code that guards participation (`admitted_cohorts`) or that samples.
-
-A study shows many models of the same data, and makes no statement. Under a test source run k equals
-a run of `ServerOptimizer` with the same cohorts and tensors called "k/name", up to rounding (of
-noisy sums: to 2⁻¹⁰ of their noise).
+Slots of all runs are stacked and trained `at_once` together (`stack`). Runs have their own noise
+(`training.many.release`), rates, clip norms, weights, mechanism and cohorts (`admitted_cohorts`, or
+sampled). A study makes no statement. Under a test source run k equals a run of `ServerOptimizer`
+with the same cohorts and tensors called "k/name", up to rounding.
 """
 
 from __future__ import annotations

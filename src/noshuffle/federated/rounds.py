@@ -5,13 +5,9 @@
     finish   sum in order of user id, unweighted → noise, update → checkpoint
     resume   last checkpoint; rounds whose outcome is unknown are passed over
 
-The intent is the ledger row of the round: step (= row of noise) and cohort. After a crash the
-checkpoint covers the last intent and nothing is lost, or it does not, and the row is passed over:
-somebody may have seen the model that came of it, so nothing else may ever be published under it.
-Rounds that were not begun get fresh keys at every start (`release.keys`); under a test source going
-on is, bit for bit, the run that never stopped.
-
-Any engine drives this: it brings check-ins, carries messages, and hands replies in.
+The intent is the ledger row of the round: step (= row of noise) and cohort. A row that no
+checkpoint covers is passed over: somebody may have seen the model that came of it. Under a test
+source going on is, bit for bit, the run that never stopped. Any engine drives this.
 State: the open round with the replies so far, in memory only.
 
 >>> from noshuffle import MinSeparation, Plan

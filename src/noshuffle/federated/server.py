@@ -2,16 +2,12 @@
 
     ĝ_t = −(Σ_{u in cohort} clip(Δ_u) + row t of z·ζ·C⁻¹Z) / m,      θ_{t+1} = optimizer(θ_t, ĝ_t)
 
-m is the planned cohort size, whoever answers: drop-outs only make the sum smaller. The optimizer
-is any of torch's; it sees released values only, hence costs no privacy. Keys, noise, guard, ledger
-and statement are those of `release.Release`, as in central training (Kairouz et al. 2021, arXiv
-2103.00039, section 5).
+m is the planned cohort size, whoever answers. The optimizer sees released values only. The door is
+`release.Release`, as in central training (Kairouz et al. 2021, arXiv 2103.00039, section 5).
 
-A round has two halves. `open` charges the cohort: the step (which is the number of its noise row)
-and the users are durable in the ledger when it returns, and only then may work be sent. `step`
-takes the sum and releases. A round that was opened and whose result is unknown (a crash) is passed
-over by `skip_unknown`: its row of noise is drawn and thrown away, nothing is published, the charge
-stays. Publishing anything else under that row could cancel its noise against the first time.
+`open` charges the cohort: step and users are durable when it returns, and only then may work be
+sent. `step` takes the sum and releases. A round whose result is unknown (a crash) is passed over by
+`skip_unknown`: publishing anything else under its row could cancel its noise.
 
 State: parameters, optimizer, the open round, and what `Release` keeps.
 

@@ -4,11 +4,9 @@
     cell              as in `clipping.lstm`   one batched product and one fused cell a character
     loss of client u  Σ_i w_i mean_t CE_it / Σ_i w_i,      zero where Σ_i w_i = 0
 
-Clients stand in the first axis of every tensor. The gradient of a weight is one batched product
-over all characters of its client, so time is walked twice with two or three calls a character,
-whatever the number of clients: quick on a GPU, and fit for a CUDA graph. torch's fused cell is used
-on CUDA, the plain one elsewhere. With G sets of parameters for N clients, set j belongs to clients
-jN/G … (j+1)N/G − 1, and is read once. Equal to `vmap(grad(loss))` over the model up to rounding.
+Clients stand in the first axis; time is walked twice with two or three calls a character, whatever
+their number: fit for a CUDA graph. With G sets of parameters for N clients, set j belongs to
+clients jN/G … (j+1)N/G − 1. Equal to `vmap(grad(loss))` over the model up to rounding.
 
 >>> from noshuffle.training.models import CharLSTM
 >>> model = CharLSTM(5, embedding=3, hidden=4)

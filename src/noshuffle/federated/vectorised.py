@@ -1,21 +1,17 @@
 """Many clients' local training at once: the steps of `clients.local_train` under vmap.
 
-Every client has its own parameters, stacked along a first axis; local step s of all clients is one
-call. Batches are padded with rows of the same user at weight zero,
+Parameters are stacked along a first axis; local step s of all clients is one call. Batches are
+padded with rows of the same user at weight zero,
 
     loss_u = Σ_i w_i loss_i / Σ_i w_i,        no step at all where Σ_i w_i = 0,
 
-so nothing of one user ever enters another's arithmetic, a NaN included. Results agree with
-`clients.trained` up to rounding.
+so nothing of one user ever enters another's arithmetic, a NaN included. On a CPU results do not
+depend on the other clients: a client's shapes follow from its own data (`width`), so that one by
+itself (`trained_alone`) gets the bits it has in any group. Hence parameters are stacked from the
+first step on, and one client is computed as two, since a stack of one convolution goes another way.
 
-On a CPU they do not depend on the other clients: products of a stack are computed matrix by matrix,
-and a client's shapes follow from its own data (`width`), so that a client by itself
-(`trained_alone`) gets the bits it has in any group. Hence parameters are stacked from the first
-step on, although clients still share them then, and one client is computed as two, since a stack of
-one convolution goes another way.
-
-LSTM layers are written out in time (`recurrent`); other recurrent layers have no batched form, and
-models with batch statistics change themselves: both are left to the loop.
+LSTM layers are written out in time (`recurrent`); other recurrent layers, and models with batch
+statistics, are left to the loop.
 
 >>> can_vectorise(nn.Linear(2, 2)), can_vectorise(nn.GRU(2, 2))
 (True, False)

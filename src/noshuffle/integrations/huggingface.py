@@ -3,21 +3,16 @@
     trainer = PrivateTrainer(model, args, train_dataset=data, data_collator=collator,
                              plan=plan, clip_norm=1.0, run="runs/NAME")
 
-A step of the Trainer (`gradient_accumulation_steps` batches of `per_device_train_batch_size`) is
-one private step: what the model gives as `.loss` is asked for example by example, clipped and
-summed over all of these batches, and released once. `num_items_in_batch`, the division for
-accumulation and `max_grad_norm` act on the whole batch, so they have no place here: `clip_norm`
-decides the scale. Data are read in their order. Losses of the training data are raw: they are not
-logged, ε is.
+A step of the Trainer (`gradient_accumulation_steps` batches) is one private step: `.loss` is asked
+for example by example. `num_items_in_batch`, the division for accumulation and `max_grad_norm` act
+on the whole batch and have no place here. Data are read in their order. Losses are raw: not logged.
 
-Under `accelerate launch` or torchrun with several processes the step is that of the group
-(`training.distributed`), and `per_device_train_batch_size` counts for each of them. Every process
-reads the same batches and takes its rows: accelerate would deal out batches and repeat rows to make
-the ends meet, and DDP would add up raw gradients, so neither has a part in it.
+With several processes the step is that of the group (`training.distributed`): every process reads
+the same batches and takes its rows, since accelerate would repeat rows to make the ends meet, and
+DDP would add up raw gradients.
 
-With a run folder training goes on where it was, whoever killed it: the folder holds the state of
-the model, the optimizer, the schedule, the noise and the Trainer, written (by rank 0) whenever the
-Trainer saves. State: the batches of the step in the making.
+With a run folder training goes on where it was, whoever killed it: it holds model, optimizer,
+schedule, noise and Trainer, written whenever the Trainer saves. State: the batches of the step.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@
                                                                run="runs/NAME")])
     trainer.fit(module, loader)
 
-`training_step` stays as it is: its loss goes back through the model, the passes since the last step
-are heard (`training.passes`), and the optimizer's step makes them private; the division for
-`accumulate_grad_batches` and the scale of 16-bit training are taken out (`training.loss_graph`).
-What `training_step` logs is raw data, and is its author's to keep.
+`training_step` stays as it is: passes since the last step are heard (`training.passes`), and the
+optimizer's step makes them private. What `training_step` logs is raw, and its author's to keep.
 
 With a run folder a checkpoint is written before every epoch, and the same script started again goes
-on there by itself; steps that were released after it leave again with the same sums. State: the
-run, and ids of the batches since the last step.
+on there by itself. State: the run, and ids of the batches since the last step.
 """
 
 from __future__ import annotations

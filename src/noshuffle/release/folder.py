@@ -8,13 +8,9 @@
     ancestors.json    the runs it was forked from, if any
     checkpoints/      whole states, and `key.json` (mode 0600): who reads it can remove the noise
 
-Every file is replaced atomically. A folder belongs to one plan and one ring of keys; anything else
-is refused rather than overwritten.
-
-One live process per run folder: it holds a lock of the operating system on `.lock` (`take`), and a
-second one is told so at once. The ledger alone already keeps two processes from using one row of
-noise; but a second one would read checkpoints that are about to be replaced, or pass over the round
-that the first has open. The system lets go of the lock when its process ends, by SIGKILL too. Runs
+Every file is replaced atomically. A folder belongs to one plan and one ring of keys, and has one
+live process, which holds a lock of the operating system on `.lock` (`take`): a second one would
+read checkpoints that are about to be replaced, or pass over the round that the first has open. Runs
 of one process share it; a fork does not inherit it. Where there are no locks, the ledger decides.
 
 >>> import tempfile

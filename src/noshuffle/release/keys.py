@@ -2,17 +2,13 @@
 
     ring = ((step 0, row 0, key_0), (step s_1, row r_1, key_1), …)         one entry a life
 
-If one key served the run for ever, two continuations of one folder (a clone, a snapshot, a ledger
-that lost its newest rows) would put the same noise on different sums, and the difference would be
-free of noise. So every process that goes on with a run takes fresh entropy of the operating system
-for all draws that no released step has used; draws that were used keep their key, since trees,
-taps and banded inverses need them again. Two continuations are then at worst a second release,
-which composes. The same holds for secret samples of batches, but not where a draw of an earlier
-step decides about later rows too (`Participation.keeps_draws`): a budget refuses a second one.
-
-A key serves one ledger: a `Source` that is given goes into the first key together with fresh
-entropy, so that it may be given to several runs. Test sources stay as they are, for ever: their
-runs are reproducible, and their statements say NOT PRIVATE.
+If one key served for ever, two continuations of one folder (a clone, a ledger that lost rows) would
+put the same noise on different sums. So every process takes fresh entropy for all draws that no
+released step has used; used ones keep their key, since trees, taps and banded inverses need them
+again. Two continuations are then at worst a second release, which composes. The same holds for
+secret samples, but not where a draw decides about later rows too (`Participation.keeps_draws`): a
+budget refuses a second one. A `Source` that is given is mixed with fresh entropy; test sources stay
+as they are, and their statements say NOT PRIVATE.
 
 State: none; a ring is a value, and `folder` keeps it in a file of mode 0600 until it is sealed.
 

@@ -5,14 +5,10 @@
     commit   the row of the step is on the disk, with a keyed digest of the sum    (ledger)
     noise    add row t of z·ζ·C⁻¹Z on the grid, divide by the planned constant     (noise)
 
-A driver (a training step, its CUDA graphs, many ranks, a federated server, a convex solver, K runs
-at once) never sees a key, never draws, and never writes a row. What was released is a fact of the
-ledger, not an inference from what went in: a step that was released before is released again only
-if its sum has the same digest, and that is written down too. Otherwise the step is passed over
-(`skip`): its noise is drawn and thrown away, nothing is published, its charge stays.
-
-A digest may follow its row (`Later`): a device need not be waited for. A step whose digest never
-reached the disk is not repeated, only passed over.
+A driver never sees a key, never draws, and never writes a row. A step that was released before is
+released again only if its sum has the same digest; otherwise it is passed over (`skip`): its noise
+is drawn and thrown away, nothing is published, its charge stays. A digest may follow its row
+(`Later`); a step whose digest never reached the disk is not repeated, only passed over.
 
 State: that of the run (`run_state`), and the step whose noise may be used.
 

@@ -9,8 +9,7 @@ Everything is recomputed from the evidence, and every disagreement is one senten
     statement     equal, field by field, to the one that plan, ledger and ancestors give, and about
                   a row that the ledger has
 
-It reads and never writes; no model, data or device is needed. The fingerprint of a batch and the
-digest of a sum need the data: they are for a replay, and are not worked out again here.
+It reads and never writes. Fingerprints of batches and digests of sums need the data: for a replay.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     print(private.check(loader, loss_fn))
 
 reads the first batch twice (random states are put back), compares order, number and size of the
-batches with the plan, tries the loss on a few examples, and says what is slow, what is legal and
-probably not meant, and what would be refused later. Nothing is released, nothing is charged.
-`first_look` says the part that is free at the first step of every run, by `warnings`. No state.
+batches with the plan, tries the loss on a few examples, and says what is slow, probably not meant,
+or refused later. `first_look` says the free part at the first step, by `warnings`. No state.
 
 >>> row = CheckFinding("order", "the sampler shuffles", "refused", "give shuffle=False")
 >>> print(LoaderCheck((row,)))

@@ -2,22 +2,11 @@
 
     clipped sums of all ranks  →  added up  →  one noise  →  ÷ planned batch  →  update
 
-The model is either whole on every rank (as with DDP) or sharded by FSDP2 (`fully_shard`). Sums are
-reduced before noise; the noise of an element is a function of (key, step, name, index), so a rank
-draws that of its own shard and the result is the same for any number of ranks, bit for bit (see
-`group.step`). Participation, ledger, divisor and checkpoints are those of the run as a whole; rank
-0 holds the files.
-
-    torchrun --nproc-per-node 4 train.py
-
-    dist.init_process_group("gloo")
-    private = privatize_distributed(model, optimizer, plan, clip_norm=1.0, batch_size=256)
-    for x, y, ids in batches:                       # the same batches on every rank
-        mine = private.rows(len(x))                 # the rows that are this rank's
-        private.step(loss_fn, x[mine], y[mine], ids=ids[mine])
-
-With FSDP2 the whole parameters and one 64-bit sum of every parameter are on each device while it
-clips; what stays sharded are parameters at rest, optimizer state and noise buffers.
+The model is whole on every rank (as with DDP) or sharded by FSDP2 (`fully_shard`; while it clips, a
+device holds the whole parameters and one 64-bit sum of each). The noise of an element is a function
+of (key, step, name, index), so a rank draws that of its own shard and the result is the same for
+any number of ranks, bit for bit (`group.step`). Rank 0 holds the files. docs/distributed.md has a
+script.
 
 >>> privatize_distributed(nn.Linear(2, 1), None, None, batch_size=4)
 Traceback (most recent call last):

@@ -2,17 +2,13 @@
 
     for every batch:  private step → callbacks → evaluation, metrics, checkpoint when due
 
-Batches come from a DataLoader, a generator, a list or `TensorBatches`; several epochs need
-something that can be iterated again. With a run folder the loop first loads the newest checkpoint
-and goes on behind it: steps that were already released are replayed from the same batches, in the
-order and with the augmentations they had, and leave again only with the same sums. Steps that were
-not released yet get noise under fresh keys (with a test source, the noise they would have had).
+Batches come from a DataLoader, a generator, a list or `TensorBatches`. With a run folder the loop
+first loads the newest checkpoint and goes on behind it: released steps are replayed from the same
+batches, and leave again only with the same sums; others get noise under fresh keys.
 
-`metrics.jsonl` holds released values only: step, ε, learning rate, the norm of the private
-gradient, a noisy histogram of norms where one is paid for, and what `evaluate` makes of the
-released model. ε protects the training data; for the people in the data that `evaluate` reads, its
-figures are covered only if that data is public. The loss of a batch is raw: it goes to the
-callbacks alone.
+`metrics.jsonl` holds released values only. ε protects the training data; for the people in the data
+that `evaluate` reads, its figures are covered only if that data is public. The loss of a batch is
+raw: it goes to the callbacks alone.
 """
 
 from __future__ import annotations

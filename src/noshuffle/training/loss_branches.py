@@ -1,11 +1,10 @@
 """Whether a number that was read from a batch decides what a loss is, by the source that reads it.
 
-`x.max().item()` leaves torch, and what Python does with it leaves no call behind: a log is
-harmless, `w = 30.0 if top > 3 else 1.0` is not. The place of a read is followed in the syntax tree
-of its file, through arithmetic, calls, names of the same function and `return`. A choice is a test,
-a comparison, an index, min or max; it counts if what it gives, or what an `if` sets, leaves out or
-jumps over, comes to `backward` or out of the function. Not: `assert` and `raise` (they end a run),
-isnan, isfinite and isinf, `if loss < best: best = loss`, prints, meters and lists.
+`x.max().item()` leaves torch: a log is harmless, `w = 30.0 if top > 3 else 1.0` is not. The place
+of a read is followed in the syntax tree of its file, through arithmetic, calls, names of the same
+function and `return`. A choice is a test, a comparison, an index, min or max; it counts if what it
+gives, or what an `if` sets, leaves out or jumps over, comes to `backward` or out of the function.
+Not: `assert` and `raise`, isnan, isfinite and isinf, `if loss < best: best = loss`, prints, lists.
 
 Guarantees: none; attributes, containers and code without source are not followed, so that this is
 good for warnings only. State: a cache of parsed files.

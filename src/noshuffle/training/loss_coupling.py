@@ -1,12 +1,9 @@
 """Operations of a loss in which the examples of a batch meet, as far as its graph shows them.
 
-A loss Σ_i ℓ_i has one term an example, and clipping bounds what one term adds. A softmax along the
-batch, a product of outputs with outputs, a selection of tokens under a mean or a factor below the
-reduction join examples: one of them then moves the gradients of all. `coupled` looks at one node of
-torch's graph (2.11 to 2.13). What was computed without gradients leaves no node, and is not seen
-here: `loss_replay` tries the loss with other rows.
-
-State: none.
+Clipping bounds what one term of Σ_i ℓ_i adds. A softmax along the batch, a product of outputs with
+outputs, a selection of tokens under a mean or a factor below the reduction join examples: one of
+them then moves the gradients of all. `coupled` looks at one node of torch's graph (2.11 to 2.13);
+what was computed without gradients leaves none (`loss_replay` tries that). State: none.
 
 >>> import torch
 >>> outputs = torch.zeros(4, 3, requires_grad=True)

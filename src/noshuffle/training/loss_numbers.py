@@ -1,17 +1,15 @@
 """Numbers that a loss has from elsewhere: read from the batch before, or changed since last time.
 
-What leaves torch (`.item()`, `.numpy()`) comes back as a number without a past. Whether it is one
-of the batch is told from its digits: a constant k that a loss was called with is explained by a
-number r that was read before, if
+What leaves torch (`.item()`, `.numpy()`) comes back as a number without a past. A constant k that a
+loss was called with is explained by a number r that was read before, if
 
     k = r,   k = a·r^p  (p = ±1, ±1/2, ±2),   k = a ± r,   k = a·e^±r,   k = a·log r
 
 for an a of at most three digits, to within 10⁻¹² (10⁻⁷ for a = 1: NumPy may have computed in single
 precision), and is then computed again with other rows (`loss_replay`). r may also be one of the
-`STATISTICS` of the model's inputs, taken before the model was called. Digits that many numbers
-have (0.5, 0.25, 3) prove nothing and are left alone. What is not explained is compared with earlier
-losses that are made of the same calls: numbers and small tensors that have changed may be a
-schedule, or come from a batch, this one or earlier ones.
+`STATISTICS` of the model's inputs. Digits that many numbers have (0.5, 3) prove nothing. What is
+not explained is compared with earlier losses of the same calls: what has changed may be a
+schedule, or come from a batch.
 
 Guarantees: a number that is explained was read, but for chances of 10⁻⁶; of others nothing is said.
 State: the numbers of earlier losses.

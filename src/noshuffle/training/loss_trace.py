@@ -1,9 +1,8 @@
 """The calls of torch between a forward pass and `backward`, noted.
 
-What a loss was made of is not all in its graph: weights under `no_grad`, masks and numbers that
-were read leave no node there. A torch function mode sees every call, and `loss_replay` repeats them
-with other rows. What the user's code is given stays as it is: numbers that are read are plain
-numbers. State: the calls since the last forward pass, at most `MOST_CALLS` and `MOST_BYTES`.
+Weights under `no_grad`, masks and numbers that were read leave no node in a graph. A torch function
+mode sees every call, and `loss_replay` repeats them with other rows; what the user's code is given
+stays as it is. State: the calls since the last forward pass, at most `MOST_CALLS` and `MOST_BYTES`.
 
 >>> import torch
 >>> outputs = torch.ones(4, 3).requires_grad_() * 1

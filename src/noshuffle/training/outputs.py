@@ -1,15 +1,14 @@
 """The tensors of a model's output in an unchanged loop: found, told apart, and known again.
 
-A hook on an output that another output was computed from (μ of a VAE, the hidden state beside the
-logits) would hear the gradient of both,
+A hook on an output that another output was computed from (μ of a VAE) would hear the gradient of
+both,
 
     ∂L/∂μ  =  what the loss sends to μ itself  +  (∂reconstruction/∂μ)ᵀ ∂L/∂reconstruction,
 
-and the second part would count twice. `apart` gives the loop a copy of every output (of a large one
-a view, which may not be written to), and nothing inside the model was computed from that. `Carried`
-knows outputs again that come back as inputs of a later step (truncated backpropagation through
-time): the examples of their batch would act on that of another one, which no participation counts.
-State: of `Carried`, a few numbers of each.
+and the second part would count twice: `apart` gives the loop a copy of every output (of a large one
+a view, which may not be written to). `Carried` knows outputs again that come back as inputs of a
+later step: the examples of their batch would act on that of another one, which no participation
+counts. State: of `Carried`, a few numbers of each.
 
 >>> import torch
 >>> mu = torch.zeros(2, requires_grad=True) * 1

@@ -1,12 +1,10 @@
 """The passes of an unchanged loop, kept for `private.optimizer`.
 
 A forward hook keeps the inputs of a pass; hooks on its outputs keep c = ∂ℓ/∂output, with the factor
-and the reduction of the loss taken out (`loss_graph`). Where the model computes its loss itself
-(the `.loss` of Hugging Face models) nothing but the inputs is needed: its examples are read one by
-one in the second pass. Random layers draw from a generator that is set for the step and the pass,
-as in `private.step`, so the second pass has the same dropout masks; the user's generators go on as
-if nothing had been drawn. `.grad` that was cleared (`model.zero_grad()`) takes the passes before it
-along, as it does in a plain loop. State: the passes since the last step.
+and the reduction of the loss taken out (`loss_graph`). Of a model that computes its loss itself
+nothing but the inputs is needed. Random layers draw from a generator that is set for the step and
+the pass; the user's generators go on as if nothing had been drawn. `.grad` that was cleared takes
+the passes before it along, as in a plain loop. State: the passes since the last step.
 """
 
 from __future__ import annotations

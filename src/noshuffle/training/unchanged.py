@@ -5,21 +5,16 @@ back into the model's output,
 
     ∇_θ ℓ_i = (∂ model(x_i) / ∂θ)ᵀ c_i,      c_i = ∂ℓ_i/∂output_i = ∂L/∂output_i / (s·r_i),
 
-so a forward hook keeps the inputs, a hook on the output keeps c (`passes`), and `step` runs the
-clipping engine on the linear loss ⟨model(x_i), c_i⟩, whose gradient is the same. s and r are the
-factor on the loss L and its reduction (`loss_graph`): an accumulation's division, a GradScaler's
-scale and a mean over the tokens of a batch are taken out before the clip. A model that gives its
-loss itself (`model(**batch).loss`) is asked for it example by example. The raw `.grad` of the
-backward pass is thrown away. Dropout masks of the second pass are those of the first. This costs a
-second pass; `private.step` is faster, and checks participation before any gradient.
+so hooks keep the inputs and c (`passes`), and `step` runs the clipping engine on the linear loss
+⟨model(x_i), c_i⟩, whose gradient is the same; s and r are the factor on L and its reduction
+(`loss_graph`). A model that gives its loss itself is asked for it example by example. The raw
+`.grad` is thrown away; this second pass has the dropout masks of the first.
 
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
-on one example; the statement says so, and steps 1, 2, 4, 8, … try it (`loss_replay`). Gradients
-that do not come through the model's output (a penalty on weights) are not in c: the first step (and
-the 2nd, 4th, 8th, … after a `zero_grad`)
-compares the raw gradient with that of the passes, refuses a loop in which something is missing, and
-warns where it was scaled or clipped before the step, which has no effect. State: the factor of the
-last step, and the number of steps.
+on one example: the statement says so, and steps 1, 2, 4, 8, … try it (`loss_replay`). Gradients
+that do not come through the model's output are not in c: the first step (and the 2nd, 4th, … after
+a `zero_grad`) compares the raw gradient with that of the passes. State: the factor of the last
+step, and the number of steps.
 """
 
 from __future__ import annotations

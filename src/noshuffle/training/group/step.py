@@ -7,10 +7,9 @@
     record   rank 0, durable, before any rank goes on
     noise    every rank for its own shard, or all the same for what is replicated
 
-A batch is cut into blocks of `block` units (`batch_blocks`). A block is clipped in one piece by
-whoever has it (on a GPU by replaying one captured sum, `blocks`); everything that follows is exact
-integer addition. So two runs agree bit for bit if their batches have the same blocks, as far as the
-same block gives the same bits on both machines. State: the sum in the making, until `release`.
+A block of `block` units (`batch_blocks`) is clipped in one piece by whoever has it; all that
+follows is exact integer addition, so two runs agree bit for bit if their batches have the same
+blocks. State: the sum in the making, until `release`.
 """
 
 from __future__ import annotations

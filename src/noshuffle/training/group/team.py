@@ -3,12 +3,9 @@
     meet(tag, work)   every rank works, all learn all results, and one failure is everybody's
     lead(tag, work)   rank 0 alone works (files, ledger), all learn its result or its failure
 
-A rank that raised alone would leave the others waiting in the next collective call. So every
-meeting carries a value or an error, and a tag: ranks that stand at different places (one took
-another step, or added a further part of its batch) refuse by name instead of mixing.
-
-Values travel pickled over the process group, raw figures and the noise key among them: the network
-between the ranks must be as trusted as the machines. State: none.
+A rank that raised alone would leave the others waiting, so every meeting carries a value or an
+error, and a tag: ranks that stand at different places refuse by name. Values travel pickled, raw
+figures and the noise key among them: the network must be as trusted as the machines. State: none.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@
 
 One unit moves part k by at most ζ_k/u_k = 1/z_k a step, hence v by √Σ 1/z_k² = 1/z_J. So the runs
 of one strategy and one participation are together one run of their plan with the noise multiplier
-z_J, μ² = Σ μ_k²: one `Release` keeps their keys, noise, guard, rows and statement. Other strategies
-or participations have a `Release` of their own, and their μ² add up, which is a bound: the unit
-that is worst for one need not be worst for the other.
+z_J, μ² = Σ μ_k². Others have a `Release` of their own, and their μ² add up, which is a bound.
 
 Noise of one element depends on its key, run, name and place alone (a tensor is called "k/name"), so
-under a test source run k is, up to the rounding of noisy values (to u_k times the grid of noise of
-size one), the run of `privatize` that has tensors of these names. A run without noise is left as it
-is. State: the releases, in memory; a study cannot be resumed.
+under a test source run k is, up to the rounding of noisy values, the run of `privatize` that has
+tensors of these names. State: the releases, in memory; a study cannot be resumed.
 
 >>> [round(joint_multiplier(z), 12) for z in ([2.0], [2.0] * 4)]
 [2.0, 1.0]

@@ -3,14 +3,10 @@
     g[k, i] = ∇ loss(θ_k; x_i)          per run k and example i
     θ_k ← momentum step on (Σ_i clip(g[k, i], ζ_k) + z_k ζ_k · row t of C_k⁻¹Z_k) / B
 
-All runs share the data order, the loss and the batch size; plan (or noise multiplier), clip norm,
-learning rate, momentum, initial weights and every element of their noise are their own. The models
-run side by side in the form that suits them (`sum`); on CUDA a step of all runs is one graph.
-
-Each run is private by itself with the noise of its own setting, if the rows come as its plan says:
-`ids` let the study check that. A study as a whole shows many models of the same data, which costs
-`joint_mu`; with ids, `statement()` says so in full. It cannot be resumed: what is to be kept is
-trained with `privatize`, also the slow twin (`release`).
+All runs share the data order, the loss and the batch size; everything else is their own. The models
+run side by side in the form that suits them (`sum`); on CUDA a step of all runs is one graph. Each
+run is private by itself if the rows come as its plan says (`ids` let the study check that); showing
+all of them costs `joint_mu`. A study cannot be resumed.
 
 >>> from noshuffle.strategies import identity
 >>> x = torch.randn(64, 5); y = (x[:, 0] > 0).long()

@@ -2,13 +2,11 @@
 
     sums_k = Σ_i f[i, k]·G[i, k],      f[i, k] = min(1, c_k/‖G[i, k]‖),  0 for rows left out
 
-`Stacked` is taken where it knows every layer, otherwise `Vmapped` with outer products for linear
-layers; both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do
-(a model that branches on its data) is done one run after the other (`OneByOne`), and so are large
-convolutions on a CPU: grouped ones and gradients written out take longer there than the engine's
-own loops. A GPU that one run's convolutions fill takes them in turn (`InTurn`), still in one graph.
-Rows are worked on as many at a time as keep the gradients written out within `MOST_NUMBERS`.
-Nothing waits for the device (but `OneByOne`), nothing branches on data. No state.
+`Stacked` where it knows every layer, otherwise `Vmapped` with outer products for linear layers;
+both only if they agree with plain `Vmapped` on the first two examples. What vmap cannot do, and
+large convolutions on a CPU, are done one run after the other (`OneByOne`); a GPU that one run's
+convolutions fill takes them in turn (`InTurn`). Gradients written out stay within `MOST_NUMBERS` at
+a time. Nothing waits for the device (but `OneByOne`), nothing branches on data. No state.
 """
 
 from __future__ import annotations
