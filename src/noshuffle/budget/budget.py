@@ -257,9 +257,9 @@ class Budget:
                     "with the newest state in its own folder, or begin a new run"
                 )
             cost = self._limit.cost(statement, plan, steps, state, but=known.id if known else "")
-            self._limit.check(
-                state, what, cost, but=known.id if known else "", is_shared=_is_shared(plan)
-            )
+            # A run that cannot leave units out charges everybody.
+            is_shared = plan is None or plan.participation.is_sampled
+            self._limit.check(state, what, cost, but=known.id if known else "", is_shared=is_shared)
             process = _process()
             if known is not None:
                 new = [life for life in lives if life not in known.lives]
@@ -359,11 +359,6 @@ class Budget:
     def _units_of(self, ids: Any, state: BooksState) -> Ids:
         check_kind(state.kind_of_ids, kind_of_ids(ids))
         return as_ids(ids, secret=secret_of(self.folder, self.limit))
-
-
-def _is_shared(plan: Plan | None) -> bool:
-    """Whether a run charges everybody, because it cannot leave units out."""
-    return plan is None or plan.participation.is_sampled
 
 
 def _process() -> str:

@@ -12,7 +12,7 @@ from noshuffle.cli import start
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.from_record import given, takes
 from noshuffle.cli.settings import KeptTrainSettings, RunOptions, TrainSettings
-from noshuffle.cli.train_extension import TrainOptions, bring_to_end, extend_run
+from noshuffle.cli.train_extension import TrainOptions, extend_run
 
 
 @takes(given(TrainSettings), TrainOptions)
@@ -25,8 +25,11 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
     if run.extend is not None:
         settings, path = extend_run(run, stated)
     else:
-        if run.resume is not None:
-            bring_to_end(run.resume)
+        if run.resume is not None:  # an extension whose process was killed
+            from noshuffle.release.extension import finish
+            from noshuffle.release.folder import RunFolder
+
+            finish(RunFolder(run.resume))
         settings, path = run.settings_and_folder("train", KeptTrainSettings, stated)
     with start.imports():
         from noshuffle.cli.job import run_job

@@ -84,14 +84,6 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     return settings, run.extend
 
 
-def bring_to_end(run: Path) -> None:
-    """An extension whose process was killed: its settings are the run's from then on."""
-    from noshuffle.release.extension import finish
-    from noshuffle.release.folder import RunFolder
-
-    finish(RunFolder(run))
-
-
 def _cut(stages: tuple[tuple[int, int], ...], steps: int) -> tuple[tuple[int, int], ...]:
     """(steps, batch size) of the first so many steps."""
     out = []

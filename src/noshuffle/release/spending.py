@@ -97,7 +97,8 @@ def spent(
     if any(part.unit != own.unit or part.neighbours != own.neighbours for part in parts):
         raise InvalidInput("a fork must keep the unit and the neighbours of the run it came from")
     mus = [part.mu for part in parts if part.mu is not None]
-    own = own.with_assumptions(words, *(f"Of an earlier run: {n}" for n in _inherited(ancestors)))
+    inherited = [note for one in ancestors if one.released for note in one.notes]
+    own = own.with_assumptions(words, *(f"Of an earlier run: {note}" for note in inherited))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
         epsilon = gaussian.epsilon(mu=mu, delta=own.delta) if math.isfinite(mu) else math.inf
@@ -121,10 +122,6 @@ def spent(
         rho=None,
         exact=False,
     )
-
-
-def _inherited(ancestors: Sequence[Ancestor]) -> list[str]:
-    return [note for ancestor in ancestors if ancestor.released for note in ancestor.notes]
 
 
 def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:

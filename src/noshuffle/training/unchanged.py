@@ -187,7 +187,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not passes:
             raise InvalidInput(heard.missed)
         is_power = not self._steps & (self._steps + 1)
-        if are_cleared(heard.own, by_value=is_power) and any(map(_sends, passes)):
+        came = (grad for one in passes for grad in one.raw.values())
+        if are_cleared(heard.own, by_value=is_power) and any(bool(grad.any()) for grad in came):
             raise InvalidInput(CLEARED)
         if any(one.is_overwritten for one in passes):
             raise InvalidInput(WRITTEN)
@@ -257,11 +258,6 @@ def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> No
             f"examples must not mix in the model, or what `loss.backward()` sends back into one is "
             f"another's too: {reason}; use private.step, which takes them one by one"
         ) from None
-
-
-def _sends(one: Pass) -> bool:
-    """Whether a gradient other than zero came back."""
-    return any(bool(grad.any()) for grad in one.raw.values())
 
 
 def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> None:
