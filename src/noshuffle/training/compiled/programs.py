@@ -3,7 +3,7 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses: a
 batch is given the program that was captured for exactly these, and a tensor of model or loss that
 lies elsewhere makes all programs worthless. `Compiled` captures whole steps, `blocks` clipped sums.
-At calls 8, 32, 128, … the model is looked at without a graph; if it has begun to mix examples, steps
+At calls 8, 32, 128, … the model is looked at without a graph; if it mixes examples by now, steps
 are eager from there on. State: the programs, what they must keep alive, and the log `fallbacks`.
 """
 
