@@ -320,6 +320,26 @@ def test_the_best_of_a_search_says_what_its_run_said_and_does_not_go_on() -> Non
             private_search(quick(), x, y, [{name: 1}], epsilon=2.0)
 
 
+def test_rows_are_as_long_as_the_clip_norm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the noise of the columns' squares floors most deviations: without a stretch 1.35."""
+    seen: list[GradientRule] = []
+    standardise = GradientRule._standardise
+
+    def watched(self: GradientRule) -> None:
+        standardise(self)
+        seen.append(self)
+
+    monkeypatch.setattr(GradientRule, "_standardise", watched)
+    rng, p = np.random.default_rng(5), 40
+    x = rng.normal(size=(3000, p)) * 0.4 * 10 ** rng.uniform(-1, 0, p)
+    x = np.clip(x + rng.uniform(-0.5, 0.5, p), -1, 1)
+    epsilon = gaussian.epsilon(mu=40 * math.sqrt(p + 1) / len(x), delta=1e-6)
+    for seed in range(4):
+        quick(epsilon=epsilon, bounds=(-1, 1), test_seed=seed).fit(x, x[:, 0] > 0)
+    found = [np.sqrt(np.mean(((x - r._centre) * r._scale) ** 2) * p) for r in seen]
+    assert found == pytest.approx([3.0] * 4, abs=0.5)
+
+
 def test_steps_are_shorter_where_a_class_is_rare() -> None:
     """By the share that the first released gradient tells, or by the number of classes."""
     rng, n, p = np.random.default_rng(3), 3000, 5
@@ -327,15 +347,17 @@ def test_steps_are_shorter_where_a_class_is_rare() -> None:
     noisy = x @ rng.normal(size=p) + rng.logistic(size=n)
 
     def rate(
-        share: float, *, worth: float, make: type = PrivateLogisticRegression, **more
+        share: float, *, worth: float, seed: int = 0, make: type = PrivateLogisticRegression, **more
     ) -> float:
         y = (noisy > np.quantile(noisy, 1 - share)).astype(int)
         epsilon = gaussian.epsilon(mu=worth * math.sqrt(p + 1) / n, delta=1e-6)
-        settings = {"epsilon": epsilon, "bounds": (-1, 1), "classes": [0, 1], "test_seed": 0}
+        settings = {"epsilon": epsilon, "bounds": (-1, 1), "classes": [0, 1], "test_seed": seed}
         return make(**settings, solver="gd", **more).fit(x, y).learning_rate_
 
-    for share in (0.25, 0.5, 0.75):
-        assert rate(share, worth=100) == pytest.approx(8 * min(share, 1 - share), abs=0.5)
+    for share in (0.25, 0.75):  # a run has a deviation of 0.4, the mean of eight one of 0.14
+        found = np.mean([rate(share, worth=100, seed=seed) for seed in range(8)])
+        assert found == pytest.approx(2.0, abs=0.4)
+    assert rate(0.5, worth=100) == pytest.approx(4.0, abs=0.5)
     assert rate(0.05, worth=100) == 1.0
     assert rate(0.05, worth=250) == rate(0.05, worth=10) == 4.0
     assert rate(0.05, worth=100, learning_rate=3.0) == 3.0

@@ -10,8 +10,10 @@ clipped gradient of a linear model is that of another convex loss), "objective" 
 Poisson, whose slopes are bounded and smooth without that. Targets are clamped to `target_bounds`;
 predictions are in their units. Those with a logarithm are scaled to [0, 1] by the larger bound;
 "gd" spends one reading on the mean of y in private and starts there. Clipping leaves out part of
-residuals beyond clip_norm/‖(x', 1)‖, about a third of a unit of the scaled target; a skewed y is
-then predicted below its mean, and a larger clip_norm trades that for noise (gamma: 3 by default).
+residuals beyond clip_norm/‖(x', 1)‖, about a third of a unit of the scaled target; a skewed y, or
+one with outliers, is then predicted below its mean. The last readings tell by how much, and the
+intercept makes up for it where the noise lets it be seen (`gradient_rule`; not with intervals); a
+larger clip_norm trades the rest for noise (gamma: 3 by default).
 
 >>> import numpy as np
 >>> rng = np.random.default_rng(0)

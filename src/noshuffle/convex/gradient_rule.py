@@ -11,19 +11,24 @@ release the sums of (x, x²) over the columns, the others clipped gradients:
 
 At θ = 0 every residual of two classes is ±½, so that the intercept of the first released gradient
 tells the share of the rarer class, π̂ = ½(1 − |ḡ|/min(½, c/‖(x', 1)‖)), up to noise and with the
-root mean square of ‖(x', 1)‖ by what was released: where `eases`, steps are multiplied by
+root mean square ϱ of ‖x'‖ by what was released: where `eases`, steps are multiplied by
 max(2π̂, ¼) (`schedule` says why).
 
 Before them one reading may count rows, by class where classes are to be balanced (`census`): a row
 is one unit of one count. Then n̂_k rows of class k (n̂ in all) were released, rows of class k weigh
 u_k = min_j n̂_j/n̂_k ≤ 1, and means are multiplied by n/n̂ (rows that were left out) and, for balance,
-by n̂/(K min_j n̂_j) but at most 4. Models of log y learn the mean of y from it. Weights of rows
-(`weighting`) multiply clipped gradients.
+by n̂/(K min_j n̂_j) but at most 4. Models of log y learn the mean of y from it.
+Clipped slopes make their predictions ŷ too small: as many readings as there are of columns compare
+the means of y and ŷ at the end, for an intercept larger by log(mean of y / mean of ŷ). Weights of
+rows (`weighting`) multiply clipped gradients.
 
 m̂ is shrunk towards the mean of all columns by the share of its spread that is noise (Lindley), and
-σ̂² = q − m̂² is floored by its noise, so that what noise hides is not blown up. All of it is
-post-processing: the x' of a row depends on the row and on what was released. Clipped gradients of
-linear models are gradients of another convex loss (Song, Steinke, Thakkar, Thakurta 2021).
+σ̂² = q − m̂² is floored by its noise, so that what noise hides is not blown up. Rows are shorter for
+that than gradients are clipped for: all columns grow by one factor, at most 4, until ϱ = 3, where
+ϱ² = Σ 9v/(σ̂²p) and v is the shrunken q − m̂² (that itself, whose noise is in σ̂², too, would be too
+much). All of it is post-processing: the x' of a row depends on the row and on what was
+released, and its gradient is clipped afterwards. Clipped gradients of linear models are gradients
+of another convex loss (Song, Steinke, Thakkar, Thakurta 2021).
 
 `schedule` says how many steps are worth their noise. Sparse rows are taken as they
 are, and models without an intercept are scaled but not centred.
@@ -48,12 +53,17 @@ from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.rule import Rule, Watch
 from noshuffle.convex.schedule import LENGTH, eased
+from noshuffle.convex.shrinkage import kept_share, shrunk
 from noshuffle.errors import non_negative, positive
 
 #: Momentum, clipping of (x, x²) in units of √p.
 MOMENTUM, TYPICAL = 0.9, math.sqrt(0.6)
+#: Rows that the floor of σ̂ made shorter than 3 are stretched by at most this.
+MOST_STRETCH = 4.0
 #: Balanced classes multiply steps by at most this.
 MOST_GAIN = 4.0
+#: Predictions of models of log y are multiplied by at most this.
+MOST_SHIFT = 8.0
 #: Variance below which a column within [−1, 1] counts as constant.
 _FLOOR = 1e-4
 
@@ -87,6 +97,8 @@ class GradientRule(Rule):
     #: Models of log y start at the logarithm of the mean target, which the first reading releases,
     #: and divide gradients by this power of it. None: targets are not read for that.
     level_power: float | None = None
+    #: Readings at the end that compare means of y and of predictions (models of log y).
+    balances: int = 0
     #: Readings of the run that come before those of this rule (`ranges`).
     lead: int = 0
     #: Readings at the end that release what confidence intervals need (see `inference`).
@@ -95,7 +107,7 @@ class GradientRule(Rule):
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
     _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
-    _STATE += ("_slopes", "_spread", "learning_rate")
+    _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
@@ -107,7 +119,7 @@ class GradientRule(Rule):
         self._before = self._counting + self.readings  # readings before the first gradient
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
-        self._gain = self._level = 1.0
+        self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
         # Sums of gradients at the answer and of `spread_sum`.
         self._slopes = np.zeros(p + 1)
         self._spread = np.zeros((p + 1) * (p + 2) if self.spreads else 0)
@@ -116,11 +128,13 @@ class GradientRule(Rule):
         self._moments = np.zeros(self._columns)
         self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
         self._count = self._taken = 0
-        self.learning_rate = self.rate
+        self.learning_rate, self._row_length = self.rate, self.length
 
     @property
     def weights(self) -> Array:
-        return self._unscaled(self._answer)
+        theta = self._answer.copy()
+        theta[:, -1] += self._shift
+        return self._unscaled(theta)
 
     def _unscaled(self, theta: Array) -> Array:
         """Weights for rows as they come, from those for standardised ones."""
@@ -131,7 +145,7 @@ class GradientRule(Rule):
         """What is known of the error of the weights, in their own coordinates."""
         q, phase = self.features + 1, self._phase
         m = self._steps - self.spreads - self._descent
-        unit = phase.plan.noise_multiplier * self.clip_norm / phase.batch_size
+        unit = self._deviation
         kept = np.arange(q) < self.features + int(self.fit_intercept)
         own = np.ix_(kept, kept)
         half = q * (q + 1) // 2
@@ -166,6 +180,8 @@ class GradientRule(Rule):
             out[: len(counts)] = self.clip_norm * (1 - CLIP_SLACK) * counts
         elif self._count < self._before:
             out[: self._columns] = self._column_sums(x, there)
+        elif self.balances and self._count >= self._steps - self.balances:
+            out[:2] = self._balance_sum(x, y, weight)
         elif self._count >= self._last:
             rows, residual, bends = self._residuals(x, y, weight, theta=self._answer)
             rows = np.hstack([rows, np.full((len(y), 1), float(self.fit_intercept))])
@@ -215,14 +231,8 @@ class GradientRule(Rule):
         self, x: Any, y: Targets, weight: Array | None, *, theta: Array
     ) -> tuple[Any, Array, Array]:
         """Standardised rows, clipped residuals and (where it is asked for) curvatures."""
-        far = np.zeros(x.shape[0], dtype=bool)
-        rows = np.zeros((x.shape[0], self.features)) if self.length == 0 else x
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.length > 0 and self.readings:
-                rows = (x - self._centre) * self._scale
-                # Once scaled it may be too large for a number, and 0·∞ is not 0.
-                far = ~np.isfinite(rows).all(axis=1)
-                rows[far] = 0.0
+            rows, far = self._standardised(x)
             margins = rows @ theta[:, :-1].T + theta[:, -1]
             residual = self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
@@ -243,6 +253,26 @@ class GradientRule(Rule):
             phi = self.loss.phi.curvature_fn(margins[:, 0], self.loss.targets(margins, y)[:, 0])
             bends = np.where(free & ~far, phi * factor, 0.0)
         return rows, residual, bends
+
+    def _standardised(self, x: Any) -> tuple[Any, Any]:
+        """Rows as the descent reads them, and which of them are too long for a number."""
+        far = np.zeros(x.shape[0], dtype=bool)
+        rows = np.zeros((x.shape[0], self.features)) if self.length == 0 else x
+        if self.length > 0 and self.readings:
+            rows = (x - self._centre) * self._scale
+            far = ~np.isfinite(rows).all(axis=1)
+            rows[far] = 0.0  # 0·∞ is not 0
+        return rows, far
+
+    def _balance_sum(self, x: Any, y: Targets, weight: Array | None) -> Array:
+        """Of (y − ŷ, ŷ/2), y and ŷ = min(e^s, 1) within [0, 1]: a row has norm √1.25 at most."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows, far = self._standardised(x)
+            margins = (rows @ self._answer[:, :-1].T)[:, 0] + self._answer[0, -1]
+        told = np.where(far | np.isnan(margins), 0.0, np.exp(np.minimum(margins, 0.0)))
+        there = np.ones(len(y)) if weight is None else weight / self.most_weight
+        unit = self.clip_norm * (1 - CLIP_SLACK) / math.sqrt(1.25)
+        return unit * np.array([there @ (np.clip(y, 0.0, 1.0) - told), there @ told / 2.0])
 
     def _column_sums(self, x: Array, there: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -269,6 +299,11 @@ class GradientRule(Rule):
             if self._count == self._before:
                 self._standardise()
             return
+        if self.balances and self._count > self._steps - self.balances:
+            self._gap = self._gap + mean[:2] / self.balances
+            if self._count == self._steps:
+                self._balance()
+            return
         if self.spreads and self._count > self._last:
             self._spread += mean[: len(self._spread)]
             return
@@ -284,14 +319,35 @@ class GradientRule(Rule):
         self._velocity = MOMENTUM * self._velocity + gradient
         # Steps along a column are shorter where its penalty is so large that they would diverge.
         self._theta = self._theta - rate / np.maximum(1.0, rate * own) * self._velocity
-        total = (self._descent if self.spreads else self._steps) - self._before
-        if 2 * (self._count - self._before) > total:
+        if 2 * (self._count - self._before) > self._descents:
             self._average, self._taken = self._average + self._theta, self._taken + 1
+
+    @property
+    def _descents(self) -> int:
+        """Gradient steps."""
+        end = self._descent if self.spreads else self._steps - self.balances
+        return end - self._before
+
+    @property
+    def _deviation(self) -> float:
+        """Of the noise of an entry of a released mean."""
+        return self._phase.plan.noise_multiplier * self.clip_norm / self._phase.batch_size
+
+    def _balance(self) -> None:
+        """The intercept grows by log(mean of y / mean of ŷ), by what of it is no noise.
+
+        Clipping cuts slopes of rows with y > ŷ, the others are bounded: ŷ is too small if anything.
+        Rows are centred, so that by Jensen's inequality the mean of ŷ is not below e^b.
+        """
+        gap, told = self._gap[:1], 2.0 * self._gap[1]
+        told = max(told, math.exp(min(self._answer[0, -1], 0.0)))
+        hidden = 2.0 * self._deviation / math.sqrt(self.balances)
+        ratio = 1.0 + kept_share(gap, hidden) * max(gap[0], 0.0) / told
+        self._shift = math.log(min(ratio, MOST_SHIFT))
 
     def _rarer_share(self, intercept: float) -> float:
         """Of two classes, from the intercept of the gradient at zero."""
-        square = self._moments[self.features :] / self.readings
-        length = math.sqrt(1.0 + self._scale**2 @ np.maximum(square - self._centre**2, 0.0))
+        length = math.hypot(1.0, self._row_length)
         most = min(0.5, self.clip_norm / (self.most_weight * length))
         return 0.5 * (1.0 - abs(intercept) / most)
 
@@ -329,14 +385,15 @@ class GradientRule(Rule):
 
     def _standardise(self) -> None:
         """Centre and scale of the columns from what was released."""
-        p = self.features
         mean, square = np.split(self._moments / self.readings, 2)
         noise = self._phase.plan.noise_multiplier * self._typical * self._share
         noise *= self._filled / (self._phase.batch_size * math.sqrt(self.readings))
         if self.fit_intercept:
-            apart = mean - mean.mean()
-            spread = float(apart @ apart)
-            kept = max(0.0, 1.0 - p * noise**2 / spread) if spread > 0 else 0.0
-            self._centre = mean.mean() + kept * apart
+            self._centre = shrunk(mean, noise)
         variance = np.maximum(square - self._centre**2, 0.0) + 2.0 * noise + _FLOOR
-        self._scale = self.length / (np.sqrt(variance) * math.sqrt(p))
+        self._scale = self.length / (np.sqrt(variance) * math.sqrt(self.features))
+        # The floor leaves rows too short for the clip norm: all columns grow by one factor.
+        likely = np.maximum(shrunk(square - self._centre**2, noise), 0.0)
+        found = math.sqrt(self._scale**2 @ likely)
+        stretch = min(max(self.length / max(found, 1e-9), 1.0), MOST_STRETCH)
+        self._scale, self._row_length = self._scale * stretch, found * stretch

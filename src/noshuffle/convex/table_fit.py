@@ -177,7 +177,7 @@ class TableFit:
         if self.solver_ == "gd":
             found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
             self._schedule, self._passes = found, found.readings + found.steps
-            self._passes += int(self._census() > 0) + self._spreads()
+            self._passes += int(self._census() > 0) + self._spreads() + self._balances()
             self._passes += 2 * self._repeats()
         elif self.solver_ == "sums":
             self._passes = 1
@@ -206,6 +206,12 @@ class TableFit:
         # Of models of log y the curvature lies far below its bound: the noise hides it sooner.
         share = 4 if self._LEVEL_POWER is None else 2
         return max(2, round(self._schedule.steps / share)) if self.inference else 0
+
+    def _balances(self) -> int:
+        """Readings at the end in which models of log y compare means of y and of predictions."""
+        if self._LEVEL_POWER is None or self.inference or not self.fit_intercept:
+            return 0
+        return self._schedule.readings
 
     def _refuse_inference(self, loss: MarginLoss, outputs: int) -> None:
         if self.solver_ == "sums":
@@ -346,6 +352,7 @@ class TableFit:
             has_many_rows=self.rows_per_unit is not None,
             is_balanced=self._is_balanced(),
             level_power=self._LEVEL_POWER,
+            balances=self._balances(),
             spreads=self._spreads(),
             lead=2 * self._repeats(),
         )
