@@ -4,13 +4,9 @@
 
 One run, its score included, is held to μ; the search then costs what `accounting.selection` says
 (Papernot and Steinke 2022; Liu and Talwar 2019): with a geometric K of mean 20, two to three times
-the ε of one run, where 20 runs side by side cost five to six times, counted or not. `law="all"`
-trains every setting once and takes the best noisy score: the Gaussian composition of all of them,
-exactly, and cheaper for two or three settings.
-
-The number of runs, the settings and the noise of the scores are drawn by the operating system. How
-many runs there were, how long they took and how the others did must stay secret: nothing of it is
-returned.
+the ε of one run. `law="all"` trains every setting once and takes the best noisy score: the Gaussian
+composition of all of them, exactly. The number of runs, the settings and the noise of the scores
+are drawn by the operating system; how many runs there were and how the others did stays secret.
 
 State: none; every run draws on a `Trial`, which refuses what would cost more than its share.
 """

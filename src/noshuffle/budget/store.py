@@ -3,14 +3,10 @@
     books.sqlite   one row per event: the limit, reservations, settlements, named exceptions
     budget.json    the limit in plain text, and the newest link that was written down there
 
-Rows have the chain of a run's ledger (`release.ledger_tables`): one that was changed, cut out or
-put in between breaks every later link, and a log that was cut at its end or put back as a whole
-lacks the link that budget.json names. Whoever rewrites all of it can make new links. An addition is
-one transaction that begins with the look at the books, so of two processes that want the last of a
-budget one comes second and sees what the first has taken. Plain rollback journal, synchronous =
-EXTRA: a row is on the disk when the call returns.
-
-State: none between calls; every call opens the file.
+Rows have the chain of a run's ledger (`release.ledger_tables`); a log that was cut at its end or
+put back as a whole lacks the link that budget.json names. An addition is one transaction that
+begins with the look at the books, so of two processes that want the last of a budget one sees what
+the other has taken. Plain rollback journal, synchronous = EXTRA. State: none between calls.
 """
 
 from __future__ import annotations

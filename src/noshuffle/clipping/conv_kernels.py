@@ -10,11 +10,9 @@ which of its taps r lie inside the picture (a bit each). The same loop then give
     squares   ‖G_b‖²                     of each tile, to be added up in float64
     total     Σ_b f_b·G_b                with f_b = 0 leaving b out, whatever it holds
 
-so what is added up is what the norms were taken of, rounding of TF32 and bfloat16 included: no room
-has to be left for it. (Norms over few positions and many channels are cheaper by `conv_gram`.) Two
-products an example instead of the one of a plain weight gradient, and nothing of size batch ×
-weights, or batch × windows, is ever in memory. State: none. The module can
-be imported without Triton, but its kernels not be launched.
+so what is added up is what the norms were taken of, rounding included: no room has to be left for
+it. (Norms over few positions and many channels are cheaper by `conv_gram`.) State: none. The module
+can be imported without Triton, but its kernels not be launched.
 
 >>> taps_inside((3, 3), (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
 432

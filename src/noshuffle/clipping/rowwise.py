@@ -5,14 +5,10 @@
     OuterGradient with one step    ‖a[b]‖² · ‖g[b]‖²
     OuterGradient                                         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
 
-`native_rows` reads the matrices where they lie. The bias of a linear layer has the matrix g that
-the weight's gradient is made of, which is read once for both. What is not float32 in ordinary
-memory, or too small to be worth it, is left to the forms themselves: they are the twins of these
-functions.
-
-A GPU takes as long to start an operation as to do a small one, and a transformer has a hundred
-biases and norm layers: `bundled` puts [B, n_1], [B, n_2], … into one [B, n_1 + n_2 + …], with one
-norm and one weighted sum. State: where the matrices of one step lie.
+`native_rows` reads the matrices where they lie; the bias of a linear layer has the matrix g of its
+weight, read once for both. What is not float32 in ordinary memory, or too small, is left to the
+forms themselves: the twins of these functions. On a GPU `bundled` puts [B, n_1], [B, n_2], … into
+one [B, n_1 + n_2 + …], with one norm and one weighted sum. State: where the matrices of a step lie.
 
 >>> form = DenseGradient(torch.randn(64, 2048))
 >>> Rowwise({"w": [form]}).take_squares()

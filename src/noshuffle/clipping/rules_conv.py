@@ -4,13 +4,11 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
     grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
 
-in each group. On a CPU compiled loops take the norms from there (`native_conv`), and on a GPU whose
-products are rounded (TF32, half precision) kernels take norms and sum, where windows would be large
-(`conv_kernels`). Elsewhere the windows are a strided view until a product needs them, and the
-weighted sum over examples is torch's own weight gradient, which needs none. Windows that do not
-overlap (stride = kernel: the patches of a vision transformer) are no more numbers than the input,
-so these layers are linear maps, in half precision as they are. State: which kernels agreed with
-that, by device and type.
+in each group. On a CPU compiled loops take the norms from there (`native_conv`), on a GPU whose
+products are rounded kernels take norms and sum, where windows would be large (`conv_kernels`).
+Elsewhere windows are a strided view, and the weighted sum is torch's own weight gradient. Windows
+that do not overlap (the patches of a vision transformer) make a linear map. State: which kernels
+agreed with that, by device and type.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     check_ins(t) → rounds.begin → local training of the invited → rounds.receive → rounds.finish
 
-Clients are trained all at once where that is quicker (`vectorised`), one by one otherwise. On a CPU
-the arithmetic of every client is that of a client on its own machine (`flower_client.task_client`),
-bit for bit, whichever other clients it is trained with.
-
-Everything that is random in a simulation (who checks in, who fails to answer) is a function of the
-round number, so a run that was stopped and resumed is the run that was not.
+Clients are trained all at once where that is quicker (`vectorised`). On a CPU the arithmetic of
+every client is that of a client on its own machine (`flower_client.task_client`), bit for bit.
+Who checks in or fails to answer is a function of the round number, so a run that was stopped and
+resumed is the run that was not.
 
 >>> order = in_random_order(["ada", "bob", "eve"], seed=1)
 >>> order(4) == order(4), sorted(order(4))

@@ -4,14 +4,12 @@
     record   on the disk when it returns (`ledger_file`); only then is the noisy gradient used
 
 A step that was released before may be repeated only if its clipped sum is the same to the bit: its
-row holds a keyed digest of the sum, `release` compares. `path=None` keeps the record in memory.
+row holds a keyed digest of the sum. Without ids a batch is its own unit, named by its content: a
+weaker check, and the statement says so; every epoch must then bring the batches of the one before
+(`guard.is_batch_known`), under independent noise in any order.
 
-Without ids a batch is its own unit, named by its content: a weaker check, and the statement says
-so. Every epoch must then bring the batches of the one before (`guard.is_batch_known`), under
-independent noise in any order.
-
-State: the file; the table of units, which learns of the last recorded step when it is next asked
-(`settle`); the units of batches that came before.
+State: the file (`path=None`: memory); the table of units, which learns of the last recorded step
+when it is next asked (`settle`); the units of batches that came before.
 
 >>> from noshuffle.participation import SinglePass
 >>> ledger = Ledger(SinglePass(steps=10))

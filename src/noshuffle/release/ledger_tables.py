@@ -14,11 +14,8 @@ row before it (SHA-256),
     link_0 = H(""),      link_i = H(link_{i−1} ‖ kind ‖ fields),
 
 so a row that was changed, cut out or put in between breaks every later link, and a cut at the end
-disagrees with the link that statement.json and the checkpoints name. Whoever rewrites all of it can
-make new links; only a signature (`seal`) shows that.
-
-Who took part is kept as compressed differences of 64-bit integers: a batch in natural order takes
-some thirty bytes.
+disagrees with the link that statement.json and the checkpoints name. Only a signature (`seal`)
+shows that all of it was rewritten. Who took part is kept as compressed differences of integers.
 
 >>> encode_units(np.arange(250)).__len__() < 40
 True

@@ -286,10 +286,6 @@ class Release(RunState):
         if self.threshold.is_adaptive:
             self.threshold.learn(sums, step=step)
 
-    def learn_later(self, see: Callable[[], list[ClippedSum]], *, step: int) -> None:
-        """The same with norms that are on their way: waited for when a clip norm is asked for."""
-        self.threshold.learn_later(see, step=step)
-
     def refusal(self, step: int) -> ReplayRefused:
         """Why a released step cannot be repeated."""
         why = "the digest of its sum did not reach the disk before the process ended"

@@ -3,12 +3,10 @@
     tag = GHASH_H(bytes) ⊕ AES_K(nonce),      H = AES_K(0)                GMAC, NIST SP 800-38D
 
 under a key derived from the secret of the run. Two different messages of b blocks of 16 bytes share
-a tag with probability at most b·2⁻¹²⁸ for whoever does not know the key, and a ledger never holds
-the tag itself but a keyed hash of it. Types and shapes are the caller's to add.
-
-Processors multiply in GF(2¹²⁸) by an instruction: `native/ghash.c` does it on torch's threads, and
-the `cryptography` package elsewhere, with the same tags. They are compared before the first use in
-a process, on messages that end inside blocks, pieces and calls. State: none.
+a tag with probability at most b·2⁻¹²⁸ for whoever does not know the key, and a ledger holds a keyed
+hash of it only. Types and shapes are the caller's to add. `native/ghash.c` multiplies in GF(2¹²⁸)
+on torch's threads, the `cryptography` package elsewhere, with the same tags: they are compared
+before the first use in a process. State: none.
 
 >>> zeros = torch.zeros(2)
 >>> of_group([zeros], b"secret") == of_group([-zeros], b"secret")

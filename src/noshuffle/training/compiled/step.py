@@ -132,7 +132,7 @@ class Compiled(Programs):
                 if is_released:
                     program.release()
                     if program.moving is not None:
-                        release.learn_later(program.see, step=index)
+                        parts.threshold.learn_later(program.see, step=index)
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
