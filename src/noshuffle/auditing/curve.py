@@ -42,8 +42,6 @@ def epsilon_of(mu: float, *, delta: float) -> float:
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if delta_of(mu, epsilon=middle) > delta else (low, middle)
-        if middle in (low, high) and low == high:
-            break
     return high
 
 

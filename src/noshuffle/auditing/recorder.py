@@ -19,8 +19,8 @@ array([[1., 2.]], dtype=float32)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,12 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput, Unsupported
 
 
-class ReleaseRecorder:
+class ReleaseRecorder(ExitStack):
     """Rows that were released so far; `stop` (or the end of a with-block) stops listening."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._rows: list[NDArray[np.float32]] = []
-        self._stops: list[Callable[[], None]] = []
 
     def hear(self, row: Any) -> None:
         """One release more."""
@@ -50,19 +50,7 @@ class ReleaseRecorder:
 
     def stop(self) -> None:
         """Listen no longer."""
-        while self._stops:
-            self._stops.pop()()
-
-    def __enter__(self) -> ReleaseRecorder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+        self.close()
 
 
 def record_optimizer(optimizer: Any, parameter: Tensor) -> ReleaseRecorder:
@@ -79,8 +67,7 @@ def record_optimizer(optimizer: Any, parameter: Tensor) -> ReleaseRecorder:
         released = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         recorder.hear(released.detach().float().cpu().numpy())
 
-    handle = optimizer.register_step_pre_hook(before_step)
-    recorder._stops.append(handle.remove)
+    recorder.callback(optimizer.register_step_pre_hook(before_step).remove)
     return recorder
 
 
@@ -109,7 +96,7 @@ def record_strategy(strategy: Any, array: str) -> ReleaseRecorder:
     def put_back() -> None:
         strategy.configure_train, strategy.aggregate_train = configure, aggregate
 
-    recorder._stops.append(put_back)
+    recorder.callback(put_back)
     return recorder
 
 

@@ -101,10 +101,10 @@ def _classes(start: int, stop: int, gap: int) -> list[Pattern]:
     return [tuple(range(j, stop, gap)) for j in range(start, min(start + gap, stop))]
 
 
-def _best_of(X: Array, patterns: Iterable[Pattern], *, rest: float = 0.0) -> Worst:
-    """The worst of listed patterns; `rest` bounds those that are not in the list."""
+def _best_of(X: Array, patterns: Iterable[Pattern]) -> Worst:
+    """The worst of listed patterns."""
     sizes = sorted(((float(np.abs(X[np.ix_(p, p)]).sum()), p) for p in patterns), reverse=True)
-    low, high, best, solved = -1.0, rest, sizes[0][1], 0
+    low, high, best, solved = -1.0, 0.0, sizes[0][1], 0
     for size, pattern in sizes:
         if size <= low:
             break
