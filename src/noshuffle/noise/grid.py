@@ -3,18 +3,14 @@
     released = g·round((x + n)/g + U),       g = 2^(⌊log₂ σ⌋ − 10),       U uniform on (−½, ½)
 
 with x the sum, n its noise and σ the deviation of what is drawn afresh in this step. The last bits
-of x + n in float32 would be those of x, and rule candidates for x out (Mironov 2012; Jin et al.
-2022); on this grid every answer can come from every x, and the log of a likelihood ratio is off by
-about 2⁻²⁴ a released number (docs/proofs.md). What is released is a function of the real sum x + n
-and of coins U that do not depend on x: post-processing. The price is a variance of g²/6 at most.
-
-U costs no random words. Two words make two normals, a radius and an angle, and float32 has no room
-for the low byte of either unless the word is small:
+of x + n in float32 would be those of x (Mironov 2012; Jin et al. 2022); what is released is a
+function of the real sum and of coins U that do not depend on x (docs/proofs.md, "Rounding to a
+grid"). U costs no random words: it is made of the low bytes of the two words of a pair,
 
     U = (angle byte + (radius byte + ½)/2⁸)/2⁸ − ½        for the first number of the pair,
                                                           −U for the second
 
-They come of the newest row of the step, whose words were never used before. With y = x + n,
+in the newest row of the step, whose words were never used before. With y = x + n,
 
     released = ((y + g·U) + 1.5·2²³ g) − 1.5·2²³ g        (2⁵² in float64)
 

@@ -16,17 +16,10 @@ The joint law of all values read, and of the whole table after `flush_`, is that
 also when private data or earlier values decide which rows are touched (docs/proofs.md): what is
 still to be drawn for a row is independent of everything that was read.
 
-It is valid exactly when
-  1. nobody sees a row between its touches: `flush_` before every release of the table. A table with
-     stale rows tells which rows were touched, and so do the state kept here and the time of a step:
-     treat them as data;
-  2. a row is brought up to date to step t − 1 before step t reads it (`SparseSGD.read_`). Without
-     that the run is still private, but it is not the eager run;
-  3. on the row only weighted sums matter: w − Σ_τ rate_τ·(g_τ + y_τ), with weights fixed before the
-     run. Momentum, weight decay and Adam need eager noise;
-  4. steps that are repeated after a crash repeat their touches and flushes too; a flush left out,
-     or one more, would give a released sum a second noise. So flush at steps fixed beforehand, or
-     save the state between a flush and what it releases.
+It is valid exactly when nobody sees a row between its touches (`flush_` before every release of the
+table), a row is up to date to step t − 1 before step t reads it (`SparseSGD.read_`), only sums with
+weights fixed before the run reach a row, and repeated steps repeat their touches and flushes; why,
+and what follows, is in docs/lazy-noise.md, "When it is valid".
 
 A process that goes on with a saved table draws the numbers of all steps that no released step has
 reached under a fresh key: `source.rekeyed(released steps, new_key())`.
