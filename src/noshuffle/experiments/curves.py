@@ -147,14 +147,12 @@ def _percent(point: Point) -> str:
     return f"{100 * point.mean:.2f}{more}"
 
 
-def compare(
-    task: str, line: str, other: str, *, at: Callable[[float], bool] = lambda epsilon: True
-) -> Callable[[Results], ClaimVerdict]:
+def compare(task: str, line: str, other: str) -> Callable[[Results], ClaimVerdict]:
     """Whether one line is at or above another at every ε that both have."""
 
     def decide(results: Results) -> ClaimVerdict:
         first, second = curve(results, task, line), curve(results, task, other)
-        both = [e for e in first if e in second and at(e)]
+        both = [e for e in first if e in second]
         if not both:
             return not_tested("no ε in common")
         told = "; ".join(beside(first[e], second[e]) for e in both)

@@ -142,18 +142,16 @@ def norm_bars(axes: Axes, found: NormHistogram) -> None:
     axes.set_ylim(0, 1.1 * float(shares.max() + 100 * found.error))
 
 
-def label_ends(
-    axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]], *, gap: float = 0.055
-) -> None:
+def label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
     """Names at the right ends of lines (height, name, colour), moved apart where they would touch.
 
-    Heights are on the axes' own scale; `gap` is the least distance as a share of it.
+    Heights are on the axes' own scale; the least distance is a share of it.
     """
     place = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(place.transform((x, y))[1]), text, c) for y, text, c in ends)
     last = -1.0
     for height, text, colour in wanted:
-        last = max(height, last + gap)
+        last = max(height, last + 0.055)
         axes.annotate(
             text, (1.01, last), xycoords="axes fraction", color=colour, va="center", fontsize=9
         )
