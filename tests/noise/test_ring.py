@@ -296,15 +296,6 @@ def test_rings_that_make_no_sense_are_refused() -> None:
         Source(key(1)).rekeyed(3, b"short")
 
 
-def test_a_part_of_a_study_derives_every_key() -> None:
-    """Sharing a later key, two runs of a study would share their noise."""
-    source = ringed("aes", 3)
-    one, two = (source.derived(label, person=b"part") for label in (b"one", b"two"))
-    assert [row for row, _ in one.later] == [3]
-    assert len({name for each in (one, two, source) for _, name in each.ring}) == 6
-    assert one == source.derived(b"one", person=b"part")
-
-
 @pytest.mark.parametrize("name", ["identity", "bisr", "tree-honaker", "blt"])
 def test_states_load_where_the_used_rows_have_their_keys(name: str) -> None:
     recipe = STRATEGIES[name].recipe(N)

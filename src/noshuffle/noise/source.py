@@ -156,12 +156,6 @@ class Source:
         kept = tuple(pair for pair in self.later if pair[0] < first_row)
         return replace(self, later=(*kept, (first_row, key)))
 
-    def derived(self, label: bytes, *, person: bytes) -> Source:
-        """A source of its own for a labelled part of a study: every key hashed with the label."""
-        first, *others = (_keyed_hash(label, key, person, KEY_BYTES) for key in self._keys)
-        later = tuple((row, key) for (row, _), key in zip(self.later, others))
-        return replace(self, key=first, later=later)
-
     def segment(self, row: int) -> int:
         """Which key a row is drawn under: 0 for `key`, i for the i-th of `later`."""
         return bisect_right(self.later, row, key=itemgetter(0))
