@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.noise import Source
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.ledger_tables import SCHEMA
 from noshuffle.release.release import Release
 from noshuffle.strategies import banded_inverse, blt, dense, identity, tree
 from noshuffle.strategies.base import Strategy
@@ -264,3 +267,22 @@ def test_keys_that_no_step_has_used_may_be_missing(tmp_path: Path) -> None:
     left(opened(tmp_path, identity()))
     keys.write_bytes(old)
     give(opened(tmp_path, identity()), torch.ones(WIDE))
+
+
+@pytest.mark.parametrize("tables", [0, 1, 2, 3])
+def test_a_run_that_was_killed_while_its_ledger_was_made_begins(
+    tmp_path: Path, tables: int
+) -> None:
+    """Twice, since the second life finds what the first left."""
+    strategy = strategies()["tree"]
+    release = opened(tmp_path / "run", strategy)
+    left(release)
+    for name in ("", "-wal", "-shm"):
+        (tmp_path / f"run/ledger.sqlite{name}").unlink(missing_ok=True)
+    with closing(sqlite3.connect(tmp_path / "run/ledger.sqlite")) as db:
+        for statement in SCHEMA.split(";")[:tables]:
+            db.execute(statement)
+    left(opened(tmp_path / "run", strategy))
+    again = opened(tmp_path / "run", strategy)
+    give(again, torch.zeros(WIDE))
+    assert again.released == 1

@@ -229,6 +229,10 @@ class LedgerTables:
         found = self.db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return None if found is None else str(found[0])
 
+    def names(self) -> set[str]:
+        """The tables that there are."""
+        return {str(name) for (name,) in self.db.execute("SELECT name FROM sqlite_master")}
+
     def bound(self) -> dict[str, str]:
         """Every fact that was bound, and how many steps the summary covers."""
         return {str(k): str(v) for k, v in self.db.execute("SELECT name, value FROM meta")}

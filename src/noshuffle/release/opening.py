@@ -93,7 +93,8 @@ def open_run(
         folder.begin(plan, ring)
     lock = take(folder.path)
     if not is_new:
-        finish(folder)
+        with _damage_named(folder.ledger_file):
+            finish(folder)
         if folder.plan() != plan:
             raise InvalidInput(
                 f"{folder.path} holds a run with another plan; use a new folder, or that plan (a "
