@@ -134,6 +134,12 @@ class Plan:
             raise InvalidInput("give exactly one of epsilon and noise_multiplier")
         instance_of(Participation, participation=participation)
         workload = checked_workload(workload)
+        if sampling and (accountant or tree_accounting or options):
+            named = {"accountant": accountant, "tree_accounting": tree_accounting, **options}
+            raise InvalidInput(
+                "sampling= compares kinds by their own accountants and fits; leave out "
+                + ", ".join(f"{name}=" for name, value in named.items() if value)
+            )
         is_bins = isinstance(participation, BallsInBins) and mechanism == "best"
         if is_bins and epsilon is not None and not (neighbours or accountant or options):
             assert isinstance(participation, BallsInBins)
@@ -146,6 +152,7 @@ class Plan:
                 sampling=sampling,
                 epsilon=epsilon,
                 delta=delta,
+                neighbours=neighbours,
                 unit=unit,
                 workload=workload,
                 max_buffers=max_buffers,

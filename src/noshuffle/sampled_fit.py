@@ -27,7 +27,7 @@ from functools import cache
 from typing import Any
 
 from noshuffle.bins_fit import fit_bins
-from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
@@ -82,16 +82,29 @@ def alternatives(
     kinds: Sequence[str] = KINDS,
     unsampled: str | Strategy = "best",
     workload: Workload | None = None,
+    neighbours: str = "",
+    max_buffers: int | None = None,
     **options: Any,
 ) -> list[SamplingRow]:
     """Rows for the kinds that apply, the least noise first.
 
-    `fit_plan` is `Plan.fit`, `unsampled` the mechanism of "none"; `options` are its own.
+    `fit_plan` is `Plan.fit`, `unsampled` the mechanism of "none"; `options` are its own. Secret
+    positions have no proof for replace-one, and are left out there (refused if nothing remains).
     """
     instance_of(Epochs, participation=participation)
     for kind in kinds:
         one_of(("none", *DRAWN), sampling=kind)
+    if neighbours == "replace-one":
+        kinds = [kind for kind in kinds if kind not in ("bins", "separated")]
+        if not kinds:
+            raise Unsupported(
+                "secret positions are accounted for add-remove or zero-out neighbours, not "
+                'replace-one; use sampling="poisson" or "cyclic"'
+            )
+    if max_buffers is not None:
+        whole(at_least=0, max_buffers=max_buffers)
     common = {"epsilon": epsilon, "delta": delta, "workload": workload, **options}
+    common |= {"neighbours": neighbours, "max_buffers": max_buffers}
 
     def row(kind: str, part: Participation, mechanism: str | Strategy) -> SamplingRow:
         plan = fit_plan(part, mechanism=mechanism, **common)
@@ -110,9 +123,12 @@ def alternatives(
         def turns(groups: int) -> SamplingRow:
             return row("cyclic", CyclicPoisson(n, groups, groups / b), "best")
 
-        rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, b))
+        most = b if max_buffers is None else min(b, max_buffers + 1)
+        rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, most))
     if "separated" in kinds:
         widths = {1: "identity", max(1, b // 8): "best"}
+        if max_buffers is not None and b // 8 > max_buffers + 1:
+            widths = {1: "identity"}
         fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in widths.items()]
         rows["separated"] = min(fresh, key=lambda each: each.rms)
     if "bins" in kinds:
@@ -120,6 +136,8 @@ def alternatives(
         tried = [rows["none"].plan.strategy, rows["cyclic"].plan.strategy]
         own = fit_bins(part, epsilon=epsilon, delta=delta, workload=workload or Workload())
         for strategy in tried if own is None else [*tried, own]:
+            if max_buffers is not None and strategy.buffers(n) > max_buffers:
+                continue
             with suppress(Unsupported):  # trees
                 found.append(row("bins", part, strategy))
         if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,3 +83,18 @@ def test_the_best_kind_of_sampling_is_taken() -> None:
     for wrong in ({"mechanism": "tree"}, {"epsilon": None, "noise_multiplier": 1.0}):
         with pytest.raises(InvalidInput):
             Plan.fit(Epochs(3, 16), **{**common, **wrong})
+
+
+def test_what_was_asked_for_holds_under_every_sampling() -> None:
+    """Neighbours and buffers were dropped on the way: replace-one gave a plan for add-remove."""
+    common: dict[str, Any] = {"mechanism": "best", "epsilon": 1.0, "sampling": "any"}
+    swapped = Plan.fit(Epochs(2, 4), neighbours="replace-one", **{**common, "sampling": "cyclic"})
+    assert swapped.neighbours == "replace-one"
+    assert 0.99 < swapped.epsilon() <= 1.0
+    with pytest.raises(Unsupported, match="not replace-one"):
+        Plan.fit(Epochs(2, 8), neighbours="replace-one", **{**common, "sampling": "bins"})
+    kept = {**common, "epsilon": 4.0, "max_buffers": 1}
+    assert Plan.fit(Epochs(2, 4), **kept).strategy.buffers(8) <= 1, "unlimited: 3"
+    for more in ({"accountant": "rdp"}, {"bands": 3}, {"tree_accounting": "nodes"}):
+        with pytest.raises(InvalidInput, match=f"leave out {next(iter(more))}="):
+            Plan.fit(Epochs(2, 8), **common, **more)

@@ -104,6 +104,9 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
         kinds=KINDS[1:] if asked.sampling == "any" else (asked.sampling,),
         unsampled=unsampled.plan.strategy,
         workload=Workload(beta=asked.momentum),
+        neighbours=asked.neighbours,
+        unit=asked.unit,
+        max_buffers=asked.max_buffers,
     )
 
 
