@@ -7,6 +7,7 @@ simulation (who comes, who fails to answer) is a function of seed and round, nev
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from noshuffle.cli.federated_settings import (
     limits_of,
 )
 from noshuffle.cli.mechanisms import mechanism_named
+from noshuffle.cli.settings import begun
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, char_models
@@ -182,18 +184,19 @@ def assemble(
     is_begun = folder is not None and folder.is_started
     plan = folder.plan() if folder is not None and is_begun else make_plan(settings, task)
     clip = make_clip(settings, plan)
-    if folder is not None and not is_begun:  # nothing that is refused leaves a folder behind
-        folder.write_config({"kind": "federated", **settings.to_dict()})
-    server = ServerOptimizer(
-        model,
-        plan,
-        clip=clip,
-        cohort_size=settings.clients_per_round,
-        optimizer_fn=make_optimizer_fn(settings),
-        source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
-        run=folder,
-        budget=budget,
-    )
+    config = {"kind": "federated", **settings.to_dict()}
+    # Nothing that is refused above leaves a folder behind.
+    with nullcontext() if folder is None or is_begun else begun(folder, config):
+        server = ServerOptimizer(
+            model,
+            plan,
+            clip=clip,
+            cohort_size=settings.clients_per_round,
+            optimizer_fn=make_optimizer_fn(settings),
+            source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
+            run=folder,
+            budget=budget,
+        )
     if settings.amplified:
         server.sampler(len(task))
     rounds = Rounds(server, save_every=settings.checkpoint_every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from noshuffle import datasets
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
-from noshuffle.cli.settings import TrainSettings, stages_of
+from noshuffle.cli.settings import TrainSettings, begun, stages_of
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
     clip_of,
@@ -60,22 +61,21 @@ def run_job(
     say("fitting the mechanism")
     finish(folder)
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
-    if not folder.is_started:
-        folder.write_config(settings.to_dict())
-    lock = take(path)
     optimizer = make_optimizer(settings, model)
-    private = privatize(
-        model,
-        optimizer,
-        plan,
-        **clip_of(settings),
-        batch_size=settings.batch_size,
-        source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
-        run=folder,
-        budget=budget,
-        augment=settings.augment,
-        average=settings.average or None,
-    )
+    with nullcontext() if folder.is_started else begun(folder, settings.to_dict()):
+        lock = take(path)
+        private = privatize(
+            model,
+            optimizer,
+            plan,
+            **clip_of(settings),
+            batch_size=settings.batch_size,
+            source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
+            run=folder,
+            budget=budget,
+            augment=settings.augment,
+            average=settings.average or None,
+        )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
     batches = _batches(settings, data, private)

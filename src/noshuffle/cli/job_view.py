@@ -20,7 +20,7 @@ from rich.table import Table
 
 from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
-from noshuffle.cli.settings import RunOptions, RunSettings, check_device
+from noshuffle.cli.settings import RunOptions, RunSettings, check_device, check_new_folder
 from noshuffle.cli.words import refuse
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
@@ -138,6 +138,8 @@ def run_and_tell(
         private_key(run.sign)  # refused before the work, not after it
     own = opened(run.budget, has_baseline=settings.baseline)
     console = Console(stderr=True, quiet=run.json)
+    if run.is_new:
+        check_new_folder(path)  # again: imports take a while, and others may have begun there
     try:
         with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
             told = {"watch": watch, "say": say, "is_stopped": is_stopped, "budget": own}

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from noshuffle.cli import promise
 from noshuffle.cli.budget import BUDGET_HELP
 from noshuffle.cli.from_record import check_fields, setting
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
+
+if TYPE_CHECKING:
+    from noshuffle.release.folder import RunFolder
 
 #: Options by the heading of the help that they stand under.
 privacy = partial(setting, heading="Privacy")
@@ -234,6 +239,11 @@ class RunOptions:
         if self.keep_keys and self.sign is not None:
             raise InvalidInput("--sign signs a sealed run; leave out --keep-keys")
 
+    @property
+    def is_new(self) -> bool:
+        """Whether a run is to be begun."""
+        return self.resume is None
+
     def settings_and_folder(
         self, kind: str, record: type[Made], given: dict[str, Any]
     ) -> tuple[Made, Path]:
@@ -292,15 +302,44 @@ def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
 
 
 def dated(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    """A folder of this second that is not there yet."""
+    path = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    others = (path.with_name(f"{path.name}-{i}") for i in count(2))
+    return next(one for one in chain([path], others) if not one.exists())
 
 
 def check_new_folder(out: Path) -> None:
     """Refuse to begin a run in a file or in a folder that holds something."""
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(file.name != ".lock" for file in out.iterdir()):
         raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")
+
+
+@contextmanager
+def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
+    """Begin a run in here: its folder is this process's alone, and holds its settings.
+
+    Those of a run that was refused are taken away again. Another process that began in the same
+    folder meanwhile keeps its own.
+    """
+    from noshuffle.release.files import read_json
+    from noshuffle.release.folder import take
+
+    home.path.mkdir(parents=True, exist_ok=True)
+    lock = take(home.path)
+    kept = read_json(home.config_file) if home.config_file.exists() else None
+    if home.is_started or kept not in (None, json.loads(json.dumps(config))):
+        raise InvalidInput(f"{home.path} holds another run, begun meanwhile; use another --out")
+    home.write_config(config)
+    try:
+        yield
+    except BaseException:
+        if not home.is_started:
+            home.config_file.unlink(missing_ok=True)
+        raise
+    finally:
+        del lock
 
 
 def check_device(name: str) -> None:

@@ -10,6 +10,7 @@ import csv
 import io
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from noshuffle.cli.from_record import argument, check_fields, given, setting, ta
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, JSON_HELP, TEST_SEED_HELP, print_json
-from noshuffle.cli.settings import check_new_folder, dated, kept_settings
+from noshuffle.cli.settings import begun, check_new_folder, dated, kept_settings
 from noshuffle.cli.words import refuse, say
 from noshuffle.errors import InvalidInput, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, SinglePass
@@ -142,8 +143,11 @@ class _Run:
         steps = 0 if is_begun else settings.steps or self._count()
         self.table = self._open()
         self.assumptions = [_SCHEMA] if settings.id is None else [_SCHEMA, _BEYOND]
+        told = {"kind": "sum", "file": file.name, "summed": list(self.table.columns)}
+        told["further_assumptions"] = self.assumptions
         if is_begun:
             self.plan = self.folder.plan()
+            self._check_columns()
         else:
             most = min(settings.max_participations, steps)
             self.plan = Plan.fit(
@@ -153,19 +157,17 @@ class _Run:
                 delta=settings.delta,
                 unit="example" if settings.id is None else "user",
             )
-            told = {"kind": "sum", "file": file.name, "summed": list(self.table.columns)}
-            told["further_assumptions"] = self.assumptions
-            self.folder.write_config({**told, **asdict(settings)})
         seed = settings.test_seed
-        self.sums: PrivateSum = PrivateSum(
-            self.plan,
-            clip=settings.clip,
-            shape=(len(self.table.columns),),
-            on_violation="drop" if settings.id is not None else "refuse",
-            run=self.folder,
-            source=None if seed is None else test_source(seed=seed),
-            budget=budget,
-        )
+        with nullcontext() if is_begun else begun(self.folder, {**told, **asdict(settings)}):
+            self.sums: PrivateSum = PrivateSum(
+                self.plan,
+                clip=settings.clip,
+                shape=(len(self.table.columns),),
+                on_violation="drop" if settings.id is not None else "refuse",
+                run=self.folder,
+                source=None if seed is None else test_source(seed=seed),
+                budget=budget,
+            )
         self.folder.forget_metrics_after(self.sums.step)
         self.rows = 0
         self.is_cut = self.is_reading = False
@@ -177,6 +179,17 @@ class _Run:
         return NumberRows(
             open_text(self.file), name, columns=names, id=asked.id, has_header=asked.header
         )
+
+    def _check_columns(self) -> None:
+        """Refuse to go on with other columns: totals would change their meaning half-way."""
+        from noshuffle.release.files import read_json
+
+        summed, here = read_json(self.folder.config_file).get("summed"), list(self.table.columns)
+        if summed is not None and summed != here:
+            raise InvalidInput(
+                f"{self.table.name} has the columns {', '.join(here)}, the run sums "
+                f"{', '.join(summed)}; give the same table again"
+            )
 
     def _count(self) -> int:
         """Steps that the file fills; the whole file is read, so that nothing odd comes later."""

@@ -29,6 +29,10 @@ class TrainOptions(RunOptions):
         "--batch-size, --clip-norm and --mechanism may change",
     )
 
+    @property
+    def is_new(self) -> bool:
+        return super().is_new and self.extend is None
+
 
 def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSettings, Path]:
     """Extend the run in its folder; its new settings."""

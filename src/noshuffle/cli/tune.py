@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,14 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
         for rate in _numbers(search.learning_rates, [settings.lr * f for f in (0.25, 0.5, 1, 2, 4)])
         for norm in _numbers(search.clip_norms, [settings.clip_norm])
     ]
-    found = _search(settings, choices, search, opened(search.budget))
+    own = opened(search.budget)
+    out.mkdir(parents=True, exist_ok=True)  # what cannot be kept is not searched for
+    try:
+        found = _search(settings, choices, search, own)
+    except BaseException:
+        with suppress(OSError):
+            out.rmdir()
+        raise
     _keep(found, out)
     record = {"run": str(out), "settings_tried": len(choices), "score": found.score}
     best = {"lr": found.setting.lr, "clip_norm": found.setting.clip_norm} if found.setting else None
@@ -115,7 +123,6 @@ def _keep(found: Tuned, out: Path) -> None:
 
     from noshuffle.release.files import write_json
 
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "statement.json", found.statement.to_dict())
     if found.setting is not None:
         write_json(out / "config.json", {"kind": "tune", **found.setting.to_dict()})

@@ -87,12 +87,13 @@ def open_run(
         ring, ledger = KeyRing.new(source).on(kind), make(path=None)
         begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = take(folder.path)  # before the first file: two that begin here would mix keys and plans
     is_new = not folder.is_started
     if is_new:
         ring = KeyRing.new(source).on(kind)
         folder.begin(plan, ring)
-    lock = take(folder.path)
-    if not is_new:
+    else:
         with _damage_named(folder.ledger_file):
             finish(folder)
         if folder.plan() != plan:

@@ -1,0 +1,103 @@
+"""The beginning of a run: one process in a folder, and nothing in the way of the next try."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import datetime
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from noshuffle.cli import main, tune
+from noshuffle.cli.job_view import JobWords, run_and_tell
+from noshuffle.cli.settings import RunOptions, TrainSettings, begun, dated
+from noshuffle.errors import InvalidInput, ReplayRefused
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.release.folder import RunFolder, take
+from noshuffle.release.private_sum import PrivateSum
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
+def test_two_that_begin_in_one_folder_do_not_mix(tmp_path: Path) -> None:
+    """Before, the second wrote its keys, plan and settings over those of the first."""
+    ready, told = os.pipe()
+    first = os.fork()
+    if first == 0:
+        try:
+            lock = take(tmp_path)
+            os.write(told, b"held" if lock is not None else b"none")
+            signal.pause()  # until it is killed
+        finally:
+            os._exit(1)  # the tests are the parent's
+    try:
+        assert os.read(ready, 4) == b"held"
+        plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
+        with pytest.raises(ReplayRefused, match="a run goes on"):
+            PrivateSum(plan, clip=1.0, shape=(1,), run=tmp_path)
+        with pytest.raises(ReplayRefused, match="a run goes on"), begun(RunFolder(tmp_path), {}):
+            pass
+        assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+
+
+def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(KeyError), begun(folder, {"a": (1,)}):
+        raise KeyError(folder.config_file.read_text())
+    assert not folder.config_file.exists()
+    folder.write_config({"a": [1]})
+    with begun(folder, {"a": (1,)}):  # killed before it began, and resumed
+        pass
+    with pytest.raises(InvalidInput, match="holds another run"), begun(folder, {"a": (2,)}):
+        pass
+    assert json.loads(folder.config_file.read_text()) == {"a": [1]}
+
+
+def test_a_folder_that_was_begun_during_the_imports(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    job = Mock()
+    settings = TrainSettings.of({})
+    with pytest.raises(InvalidInput, match="is not empty"):
+        run_and_tell("train", job, settings, tmp_path, RunOptions(), JobWords())
+    job.assert_not_called()
+
+
+def test_a_sum_goes_on_with_the_same_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("a,b\n1,2\n")
+    line = "sum t.csv --mechanism tree --steps 3 --out r --clip 1"
+    assert main(line.split()) == 0
+    Path("t.csv").write_text("b,a\n1,2\n3,4\n")
+    capsys.readouterr()
+    assert main(["sum", "t.csv", "--resume", "r"]) == 2
+    assert "has the columns b, a, the run sums a, b" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr("noshuffle.cli.settings.datetime", Mock(now=lambda: now))
+    for name in ("x-20260102-030405", "x-20260102-030405-2", "x-20260102-030405-3"):
+        assert dated("x") == Path("runs", name)
+        Path("runs", name).mkdir(parents=True)
+
+
+def test_what_cannot_be_kept_is_not_searched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(tune, "_search", search)
+    (tmp_path / "file").write_text("")
+    line = ["tune", "--learning-rates", "0.1", "--out"]
+    assert main([*line, str(tmp_path / "file" / "x")]) == 2
+    search.assert_not_called()
+    assert main([*line, str(tmp_path / "x")]) == 130
+    assert not (tmp_path / "x").exists()
