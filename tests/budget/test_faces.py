@@ -22,7 +22,7 @@ from noshuffle.convex.losses import logistic
 from noshuffle.convex.solvers import dp_gd, ftrl_ls, noisy_max, objective_perturbation
 from noshuffle.errors import BudgetExceeded, InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.federated import ServerOptimizer
-from noshuffle.release.repeated import RepeatedFit
+from noshuffle.release.repeated import RepeatedFit, sketch
 from noshuffle.training.many import Setting, Study
 
 DELTA = 1e-5
@@ -84,6 +84,22 @@ def test_repeated_fits_without_a_budget_warn() -> None:
     regression = PrivateLinearRegression(epsilon=1.0, target_bounds=(-1, 1), mechanism="tree")
     with pytest.warns(RepeatedFit):
         regression.fit(x[20:], x[20:, 0])
+
+
+@pytest.mark.parametrize("kind", ["numbers", "coins", "one column"])
+def test_long_tables_are_known_by_their_first_rows(kind: str) -> None:
+    """Also where the two columns that order the rows tell few of them apart, or none."""
+    rng = np.random.default_rng(np.random.SeedSequence(7))
+    x = rng.standard_normal((6000, 9))
+    x[:, : {"numbers": 0, "coins": 8, "one column": 8}[kind]] = 0.0
+    x[:, :8] += rng.integers(2, size=(6000, 8)) if kind == "coins" else 0.0
+    own = sketch(x)
+    assert len(own) == 64
+    assert own == sketch(x[::-1]) == sketch(np.asfortranarray(x)) == sketch(np.vstack([x, x[:9]]))
+    assert len(own & sketch(x[:4800])) > 24  # a fold
+    assert len(own & sketch(x[:800])) < 32  # a seventh of the rows: not the same data
+    assert not own & sketch(x + 1.0)
+    assert not sketch(np.repeat(x[:2000], 3, axis=0))
 
 
 def test_a_budget_survives_clone_and_pickle(budget: Budget, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-_SIZE, _FITS, _BLOCK = 64, 256, 4096
+_SIZE, _FITS, _BLOCK, _FIRST = 64, 256, 4096, 1024
 #: Share of a sketch from which on two tables count as the same data.
 _ALIKE = 0.25
 _SEED = int.from_bytes(os.urandom(8), "little")
@@ -29,18 +30,35 @@ class RepeatedFit(UserWarning):
 
 
 def sketch(x: Any) -> frozenset[int]:
-    """The smallest hashes of the rows; empty where most rows stand several times."""
-    draws = np.random.default_rng((_SEED, x.shape[1])).standard_normal(x.shape[1])
-    hashes = [np.empty(0, dtype=np.uint64)]
+    """The hashes of the first rows in a random order; empty where most rows stand several times.
+
+    Rows are ordered by a hash of two columns, then by one of the whole row, which only those at
+    the beginning need: the same ones wherever in a table they stand.
+    """
+    random = np.random.default_rng((_SEED, x.shape[1]))
+    draws, columns = random.standard_normal(x.shape[1]), random.permutation(x.shape[1])[:2]
+    short = np.zeros(x.shape[0], dtype=np.uint64)
+    if isinstance(x, np.ndarray):
+        short = _hashes(x[:, columns], draws[columns])
+    if len(short) > _FIRST:
+        chosen = np.flatnonzero(short <= np.partition(short, _FIRST)[_FIRST])
+        x, short = x[chosen], short[chosen]
+    whole = _hashes(x, draws)
+    whole = whole[np.lexsort((whole, short))]
+    distinct = whole[np.flatnonzero(np.diff(whole, prepend=~whole[:1]))]
+    return frozenset(distinct[:_SIZE].tolist() if 2 * len(distinct) >= len(whole) else ())
+
+
+def _hashes(x: Any, draws: NDArray[np.float64]) -> NDArray[np.uint64]:
+    hashes = np.empty(x.shape[0], dtype=np.uint64)
     for first in range(0, x.shape[0], _BLOCK):
         block = x[first : first + _BLOCK]
         # Row by row the same sum, to the last bit, wherever in a table a row stands.
         dense = np.multiply(block, draws).sum(1) if isinstance(x, np.ndarray) else block @ draws
         bits = np.asarray(dense, dtype=np.float64).ravel().view(np.uint64)
         bits = (bits ^ (bits >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
-        hashes.append(bits ^ (bits >> np.uint64(29)))
-    distinct = np.unique(np.concatenate(hashes))
-    return frozenset(distinct[:_SIZE].tolist() if 2 * len(distinct) >= x.shape[0] else ())
+        hashes[first : first + _BLOCK] = bits ^ (bits >> np.uint64(29))
+    return hashes
 
 
 def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> None:
