@@ -340,6 +340,21 @@ def test_rows_are_as_long_as_the_clip_norm_asks(monkeypatch: pytest.MonkeyPatch)
     assert found == pytest.approx([3.0] * 4, abs=0.5)
 
 
+def test_small_targets_are_not_buried_under_noise_for_their_bounds() -> None:
+    """A tenth of the bounds: squared errors were 37 times those of the mean."""
+    rng = np.random.default_rng(2)
+    x = rng.uniform(-1, 1, (1000, 20))
+    y = 0.05 * x @ rng.normal(size=20) / 20**0.5 + 0.01 * rng.normal(size=1000)
+    common = {"bounds": (-1, 1), "target_bounds": (-1, 1), "delta": 1e-6}
+    hidden = [
+        PrivateLinearRegression(epsilon=0.3, test_seed=seed, **common).fit(x, y).score(x, y)
+        for seed in range(4)
+    ]
+    assert np.mean(hidden) > -10
+    seen = PrivateLinearRegression(epsilon=30.0, test_seed=0, **common).fit(x, y)
+    assert seen.score(x, y) > 0.8
+
+
 def test_steps_are_shorter_where_a_class_is_rare() -> None:
     """By the share that the first released gradient tells, or by the number of classes."""
     rng, n, p = np.random.default_rng(3), 3000, 5
