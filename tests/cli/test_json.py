@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def test_json_and_nothing_else(
     monkeypatch.chdir(home)
     line, keys = LINES[command]
     make_ready(line, home)
+    for folder in (folder for folder, maker in MAKERS.items() if maker == command):
+        shutil.rmtree(home / folder, ignore_errors=True)
     capsys.readouterr()
     assert main([*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=not_json)
