@@ -93,6 +93,9 @@ if os.environ.get("CI"):
     random._urandom = ENTROPY  # type: ignore[attr-defined]
 
 
+HAS_MKLDNN = torch._C._get_mkldnn_enabled()
+
+
 class Alike:
     """Hooks of all tests: this file's own ones are not those of the doctests in src."""
 
@@ -101,6 +104,9 @@ class Alike:
         """No test begins in the last minute of a day: statements name the day of their release."""
         if (left := -time.time() % 86_400) < 60:
             time.sleep(left)
+        # On some processors torch 2.13 leaves oneDNN for good when it fails at a bfloat16 product;
+        # float32 products then have other last bits than those of a process of their own.
+        torch._C._set_mkldnn_enabled(HAS_MKLDNN)
         ENTROPY.begin(item.nodeid)
 
     @pytest.hookimpl(wrapper=True)
