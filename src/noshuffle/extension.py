@@ -122,6 +122,12 @@ def _longer(
             assert per_epoch is not None
             stages.append(Epochs(epochs, per_epoch))
         return stages[0] if len(stages) == 1 else Stages(tuple(stages))
+    drawn = (SinglePass, Poisson, FixedSize, TruncatedPoisson, CyclicPoisson)
+    if not isinstance(part, (*drawn, MinSeparation)):
+        raise Unsupported(
+            f"a run of {part.kind} is not extended: its draws or restarts cover the whole run; "
+            "start another run, and count both in a Budget"
+        )
     if epochs or per_epoch:
         raise InvalidInput(
             f"epochs= extends a plan of epochs, this one has {part.kind}; use steps="
@@ -132,11 +138,8 @@ def _longer(
         return MinSeparation(kept + steps, part.separation, part.max_participations + most)
     if most:
         raise InvalidInput("max_participations= extends a plan of MinSeparation")
-    if isinstance(part, SinglePass | Poisson | FixedSize | TruncatedPoisson | CyclicPoisson):
-        return replace(part, steps=kept + steps)
-    raise Unsupported(
-        f"a run of {part.kind} is not extended: its draws or restarts cover the whole run; fork it"
-    )
+    assert isinstance(part, drawn)
+    return replace(part, steps=kept + steps)
 
 
 def _cut(part: Epochs | Stages, kept: int) -> list[Epochs]:

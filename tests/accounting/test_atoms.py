@@ -60,6 +60,8 @@ def test_losses_of_known_mechanisms() -> None:
     assert true <= twice.delta(epsilon=0.4) < true * 1.001
     with pytest.raises(InvalidInput, match="sum to 1"):
         atoms.discrete(p, 2 * q)
+    with pytest.raises(InvalidInput, match="add"):
+        AnyRelease(there, 2)  # type: ignore[arg-type]
 
 
 def test_profiles_are_chords() -> None:

@@ -179,6 +179,7 @@ def test_plan_says_what_no_mechanism_is_below(capsys: pytest.CaptureFixture[str]
     assert main(line.split()) == 0
     said = " ".join(capsys.readouterr().out.split())
     least = float(said.partition("rms below ")[2].split()[0])
+    assert "secret draws would buy at this ε: --sampling any" in said
     part = Epochs(4, 16)
     plan = Plan.fit(part, mechanism="banded", epsilon=8.0)
     unit = plan.noise_multiplier / plan.sensitivity.value

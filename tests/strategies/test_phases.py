@@ -11,7 +11,14 @@ from noshuffle import strategies as st
 from noshuffle.auditing.emitted import emitted_rows
 from noshuffle.auditing.worst import worst
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass, Stages
+from noshuffle.participation import (
+    BallsInBins,
+    Epochs,
+    MinSeparation,
+    Participation,
+    SinglePass,
+    Stages,
+)
 from noshuffle.plan import Plan
 from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.sensitivity import prefix_sensitivity
@@ -114,6 +121,13 @@ def test_what_goes_on_is_the_phase_of_the_last_kept_step():
     assert plan.extended(steps=1, mechanism="continue").strategy.parts[-1].used == 4
     with pytest.raises(Unsupported, match="does not go on"):
         plan.extended(steps=3, after=3, mechanism="continue")
+
+
+def test_secret_positions_are_not_extended_and_no_other_way_is_promised():
+    plan = Plan(participation=BallsInBins(2, 4), strategy=st.identity(), noise_multiplier=1.0)
+    for more in ({"epochs": 1}, {"steps": 4}):
+        with pytest.raises(Unsupported, match="start another run"):
+            plan.extended(**more)
 
 
 def test_noise_across_a_stage_is_refused():

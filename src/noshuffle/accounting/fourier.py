@@ -152,6 +152,8 @@ class AnyRelease:
     def __post_init__(self) -> None:
         whole(steps=self.steps)
         instance_of(Atoms, remove=self.remove)
+        if self.add is not None:
+            instance_of(Atoms, add=self.add)
 
     def pair(self, side: str) -> Atoms:
         """One of them, seen from this side; the same from both if only one was given."""

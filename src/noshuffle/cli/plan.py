@@ -75,6 +75,8 @@ def plan(asked: PlanSettings, output: Output) -> None:
         print_json([{**row.to_dict(), **more} for row in rows] + [row.to_dict() for row in found])
     else:
         _print_table(rows, participation.words())
+        if isinstance(participation, Epochs) and not found and asked.target_epsilon is not None:
+            say("What secret draws would buy at this ε: --sampling any.")
     if found and not output.json:
         print("If positions can be drawn in secret (against the best of the table without):")
         for row in found:
