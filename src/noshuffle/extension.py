@@ -163,9 +163,12 @@ def _continued(plan: Any, kept: int, part: Participation) -> Strategy:
     *before, end = _phases(plan, kept)
     last = end.strategy
     if not isinstance(last, ToeplitzStrategy) or last.has_gains:
+        advice = "give the mechanism of a new phase by name"
+        if part.is_sampled:  # phases have no proof there
+            advice = "start another run, and count both in a Budget"
         raise Unsupported(
             f"the noise of {last.name!r} was planned for its number of steps and does not go on; "
-            "give the mechanism of a new phase by name"
+            + advice
         )
     if not isinstance(plan.strategy, Phases):
         return last

@@ -123,7 +123,8 @@ class Plan:
         """Choose the strategy (by name, as an object, or "best") and the noise.
 
         With mechanism "best", `sampling` says what may be drawn in secret for `Epochs`: "none",
-        "poisson", "cyclic", "bins" or "any", which takes the least noise (see `sampled_fit`).
+        "poisson", "cyclic", "separated", "bins" or "any", which takes the least
+        noise of all but "separated" (see `sampled_fit`).
         Of a run of unknown length (`SinglePass.open()`) `reach` is the number of steps up to which
         its error is to be small; ε holds for every length.
 

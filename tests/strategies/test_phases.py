@@ -13,6 +13,7 @@ from noshuffle.auditing.worst import worst
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
     BallsInBins,
+    CyclicPoisson,
     Epochs,
     MinSeparation,
     Participation,
@@ -128,6 +129,9 @@ def test_secret_positions_are_not_extended_and_no_other_way_is_promised():
     for more in ({"epochs": 1}, {"steps": 4}):
         with pytest.raises(Unsupported, match="start another run"):
             plan.extended(**more)
+    plan = Plan.fit(CyclicPoisson(8, 2, 0.5), mechanism="best", noise_multiplier=1.0)
+    with pytest.raises(Unsupported, match="start another run"):
+        plan.extended(steps=4, mechanism="banded")
 
 
 def test_noise_across_a_stage_is_refused():
