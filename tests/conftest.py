@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 #: Examples that take long on a busy machine are not wrong, nor are those that are drawn slowly.
 #: Where nobody watches, the same examples in every run, so that a change is judged by itself;
@@ -26,6 +27,10 @@ patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthChe
 settings.register_profile("here", **patient)
 settings.register_profile("watched by nobody", derandomize=True, database=None, **patient)
 settings.load_profile("watched by nobody" if os.environ.get("CI") else "here")
+if os.environ.get("CI") and hasattr(providers, "_get_local_constants"):
+    # Hypothesis 6.131 and later tries the numbers that stand in modules imported so far as well:
+    # other ones in every order of the tests, and after every change of any file.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 # Triton chooses its interpreter when it is imported, which may be long before a kernel is tested.
