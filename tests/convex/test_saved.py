@@ -27,6 +27,8 @@ from noshuffle.errors import (
     ReplayRefused,
     Unsupported,
 )
+from noshuffle.release.verdict import CONSISTENT
+from noshuffle.release.verify import verify
 
 QUICK: dict[str, Any] = {"mechanism": "tree", "test_seed": 0}
 
@@ -108,6 +110,7 @@ def test_a_killed_process_comes_back_over_the_end_of_a_phase(tmp_path: Path) -> 
     model = PrivateLogisticRegression(classes=[0, 1], mechanism="tree", batch_size=64)
     model.partial_fit(x[:900], y[:900]).save(tmp_path / "s")
     lost = killed(tmp_path / "s", 900, 2500)  # phases end at 1024 and 2048
+    assert verify(tmp_path / "s").answer == CONSISTENT, verify(tmp_path / "s").refuted
     again = PrivateLogisticRegression.load(tmp_path / "s").partial_fit(x[900:2500], y[900:2500])
     np.testing.assert_array_equal(again.coef_, lost.coef_)
     assert len(again._stream.phases) == 3
@@ -115,6 +118,14 @@ def test_a_killed_process_comes_back_over_the_end_of_a_phase(tmp_path: Path) -> 
     keys = [tmp_path / "s" / f"phase-{i}" / "checkpoints" / "key.json" for i in (1, 2, 3)]
     assert [key.exists() for key in keys] == [False, False, True]  # finished phases are sealed
     assert PrivateLogisticRegression.load(tmp_path / "s").n_rows_ == 2500
+    found = verify(tmp_path / "s")
+    assert (found.answer, found.released) == (CONSISTENT, 40)
+    assert found.epsilon == max(
+        verify(tmp_path / "s" / f"phase-{i}").epsilon or math.inf for i in (1, 2, 3)
+    )
+    assert "no unit lies in two phases" in str(found.unchecked)
+    (tmp_path / "s" / "phase-2" / "statement.json").unlink()
+    assert str(verify(tmp_path / "s").refuted).startswith("('phase-2: statement.json")
 
 
 def test_two_continuations_of_a_copy_have_independent_noise(
@@ -320,3 +331,15 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         list(pool.map(lambda i: model.partial_fit(x[i : i + 20], y[i : i + 20]), starts))
     assert (most, model.n_rows_) == (1, 60)
     assert not any(name.startswith("_turn") for name in pickle.loads(pickle.dumps(model)).__dict__)
+
+
+def test_a_stream_takes_the_run_folder_that_it_began_with_at_every_call(tmp_path: Path) -> None:
+    x, y = table(60)
+    model = PrivateLogisticRegression(classes=[0, 1], horizon=60, batch_size=20, **QUICK)
+    for first in range(0, 60, 20):
+        piece = slice(first, first + 20)
+        model.partial_fit(x[piece], y[piece], run=tmp_path / "run")
+        if first == 0:
+            with pytest.raises(Unsupported, match="goes with the first partial_fit"):
+                model.partial_fit(x[piece], y[piece], run=tmp_path / "other")
+    assert verify(tmp_path / "run").released == 3

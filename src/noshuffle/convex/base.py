@@ -299,7 +299,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             )
         if not goes_on:
             self._begin(X.shape[1], rows=None, run=run)
-        elif run is not None:
+        elif run is not None and not self._stream.lives_in(run):
             raise Unsupported("a run folder goes with the first partial_fit of a stream")
         self._learn(X, targets, ids, weight)
         said = self._notes if goes_on else ()

@@ -37,6 +37,8 @@ def write_stream(folder: Path, stream: LearningStream, progress: Any) -> None:
     buffer, state = io.BytesIO(), stream.state()  # which sums, and scores, the rows that wait
     torch.save({**state, "progress": dict(vars(progress)), "format": FORMAT}, buffer)
     write_bytes(folder / STREAM, buffer.getvalue(), mode=0o600)
+    if not stream.has_ended:
+        stream.release.bring_up_to_date()
     for number in range(1, len(stream.phases)):
         finished = RunFolder(folder / f"phase-{number}")
         if finished.key_file.exists():

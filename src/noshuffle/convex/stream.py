@@ -104,6 +104,10 @@ class LearningStream(OneOwner):
         """Whether the evidence is kept in a run folder that the caller gave."""
         return self._run is not None
 
+    def lives_in(self, run: str | Path) -> bool:
+        """Whether this is the run folder that the stream began with."""
+        return self._run is not None and Path(self._run).resolve() == Path(run).resolve()
+
     def _begin(self) -> None:
         if self.horizon is None:
             phase = next_phase(self.budget, self.phases, batch_size=self.batch_size)
@@ -139,7 +143,8 @@ class LearningStream(OneOwner):
             budget=self._account if len(self.phases) == 1 else None,
         )
         self.charge = self.charge or self.release.charge  # no unit lies in two phases
-        self._has_ended = False
+        self.release.write_statement()
+        self.has_ended = False
         self.units.secret = self.units.secret or self.release.id_secret.hex()
         if self.units.kind:
             self._bind_kind(self.units.kind)
@@ -217,9 +222,9 @@ class LearningStream(OneOwner):
 
     def end_run(self, *, keep_keys: bool = False) -> None:
         """Bring the evidence of the phase up to date and let go of it."""
-        if not self._has_ended:
+        if not self.has_ended:
             self.release.close_run(keep_keys=keep_keys)
-        self._has_ended = True
+        self.has_ended = True
 
     def extend(self) -> None:
         """After `close`, more rows came: new ones, which form phases of their own."""

@@ -6,6 +6,7 @@ crash at any instant the reader sees one complete version.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,8 @@ def file_digest(path: Path) -> str:
 
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace a file atomically; it has its permissions from the first byte on."""
+    if not path.name:
+        raise OSError(errno.EISDIR, "a file is needed, a folder was given", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

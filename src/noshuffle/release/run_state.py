@@ -230,6 +230,13 @@ class RunState(OneOwner):
         self.write_statement()  # names the newest row, so that none can be cut off
         return path
 
+    def bring_up_to_date(self) -> None:
+        """Write down what is released so far, if there is a run folder."""
+        if self.folder is not None:
+            self.ledger.flush()
+            self.note_files()
+            self.write_statement()
+
     def note_files(self) -> None:
         folder = self.need_folder()
         self.ledger.note("files", files=folder.published())
@@ -267,10 +274,7 @@ class RunState(OneOwner):
         """
         self.ledger.settle()
         self.settle_budget()
-        if self.folder is not None:
-            self.ledger.flush()
-            self.note_files()
-            self.write_statement()
+        self.bring_up_to_date()
         self.ledger.close()
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
