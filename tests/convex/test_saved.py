@@ -110,7 +110,8 @@ def test_a_killed_process_comes_back_over_the_end_of_a_phase(tmp_path: Path) -> 
     model = PrivateLogisticRegression(classes=[0, 1], mechanism="tree", batch_size=64)
     model.partial_fit(x[:900], y[:900]).save(tmp_path / "s")
     lost = killed(tmp_path / "s", 900, 2500)  # phases end at 1024 and 2048
-    assert verify(tmp_path / "s").answer == CONSISTENT, verify(tmp_path / "s").refuted
+    (stale,) = verify(tmp_path / "s").refuted
+    assert "phase-3: statement.json covers 0 steps, the ledger has 7; resume the run" in stale
     again = PrivateLogisticRegression.load(tmp_path / "s").partial_fit(x[900:2500], y[900:2500])
     np.testing.assert_array_equal(again.coef_, lost.coef_)
     assert len(again._stream.phases) == 3

@@ -56,7 +56,7 @@ NOISE = (
     Mutant(
         "the same nodes in every tree after a restart",
         "noise/step_plan.py",
-        "base = index * forest_rows(full)",
+        "base = index * _rows_before(full)",
         "base = 0",
         TREE,
         "restart",

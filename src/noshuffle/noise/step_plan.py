@@ -46,7 +46,6 @@ from noshuffle.strategies.recipe import (
     Recipe,
     Recursive,
     Rows,
-    forest_rows,
     rows,
 )
 
@@ -213,7 +212,7 @@ def _forest(recipe: Forest, t: int) -> StepPlan:
     full = length
     if recipe.completion:
         full = 1 << (length - 1).bit_length()
-    base = index * forest_rows(full)
+    base = index * _rows_before(full)
     if is_end and recipe.completion and not is_last_block:
         leaves, merged = range(s, full), [h for h in range(s.bit_length()) if s >> h & 1]
         top = full.bit_length() - 1
@@ -224,9 +223,9 @@ def _forest(recipe: Forest, t: int) -> StepPlan:
     store = -1 if is_end else top
     if not is_honaker:
         last = leaves[-1]
-        return StepPlan(((base + forest_rows(last) + top, 1.0),), outer=outer, store=store)
+        return StepPlan(((base + _rows_before(last) + top, 1.0),), outer=outer, store=store)
     draws = tuple(
-        (base + forest_rows(leaf) + h, 2.0 ** (h - top))
+        (base + _rows_before(leaf) + h, 2.0 ** (h - top))
         for leaf in leaves
         for h in range(_trailing_ones(leaf) + 1)
     )
@@ -236,6 +235,12 @@ def _forest(recipe: Forest, t: int) -> StepPlan:
 
 def _weight(height: int, is_honaker: bool) -> float:
     return 1.0 / (2.0 - 2.0**-height) if is_honaker else 1.0
+
+
+def _rows_before(leaf: int) -> int:
+    """Nodes that the leaves before this one complete (`strategies.recipe.forest_rows`; a step stays
+    in this file)."""
+    return 2 * leaf - leaf.bit_count()
 
 
 def _trailing_ones(s: int) -> int:

@@ -105,15 +105,19 @@ class RunFolder:
         Guarantees: the keys are on the disk, readable by their owner only, before this returns; a
         folder with another run or somebody else's files is refused.
         """
+        self.refuse_strangers()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.write_ring(ring)
+        write_bytes(self.plan_file, plan.to_json().encode())
+
+    def refuse_strangers(self) -> None:
+        """Raise where a run cannot begin: there is one, or somebody else's files are."""
         found = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
         ours = ("checkpoints", "config.json", "ancestors.json")
         strangers = [name for name in found if name not in ours and not name.startswith(".")]
         if self.is_started or strangers:
             what = "plan.json" if self.is_started else strangers[0]
             raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.write_ring(ring)
-        write_bytes(self.plan_file, plan.to_json().encode())
 
     def write_ring(self, ring: KeyRing) -> None:
         """Keep the keys; durable when this returns."""

@@ -87,6 +87,8 @@ def open_run(
         ring, ledger = KeyRing.new(source).on(kind), make(path=None)
         begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
+    if not folder.is_started:
+        folder.refuse_strangers()  # whose folder then stays as it is, without a lock
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = take(folder.path)  # before the first file: two that begin here would mix keys and plans
     is_new = not folder.is_started
