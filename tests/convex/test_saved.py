@@ -126,7 +126,7 @@ def test_a_killed_process_comes_back_over_the_end_of_a_phase(tmp_path: Path) -> 
     )
     assert "no unit lies in two phases" in str(found.unchecked)
     (tmp_path / "s" / "phase-2" / "statement.json").unlink()
-    assert str(verify(tmp_path / "s").refuted).startswith("('phase-2: statement.json")
+    assert verify(tmp_path / "s").refuted[0].startswith("phase-2: statement.json cannot be read")
 
 
 def test_two_continuations_of_a_copy_have_independent_noise(
