@@ -125,6 +125,9 @@ def test_a_killed_process_comes_back_over_the_end_of_a_phase(tmp_path: Path) -> 
         verify(tmp_path / "s" / f"phase-{i}").epsilon or math.inf for i in (1, 2, 3)
     )
     assert "no unit lies in two phases" in str(found.unchecked)
+    shutil.copytree(tmp_path / "s", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "phase-2")
+    assert verify(tmp_path / "cut").refuted == ("phase-2 is not in the folder any more",)
     (tmp_path / "s" / "phase-2" / "statement.json").unlink()
     assert verify(tmp_path / "s").refuted[0].startswith("phase-2: statement.json cannot be read")
 

@@ -102,19 +102,29 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
 
 
 def _together(path: str, phases: list[Verdict]) -> Verdict:
-    """The phases of a stream as one: no unit lies in two of them, so ε is the largest."""
+    """The phases of a stream as one: ε is the largest, if no unit lies in two of them.
+
+    What binds them together (model.pkl, stream.pt) is in no ledger, so this is never PROVED.
+    """
 
     def lines(name: str) -> tuple[str, ...]:
         all_of = [(Path(one.path).name, line) for one in phases for line in getattr(one, name)]
         return tuple(f"{phase}: {line}" for phase, line in all_of)
 
-    apart = ("that no unit lies in two phases: their ledgers are compared as the rows come",)
+    names = [Path(one.path).name for one in phases]
+    missing = {f"phase-{i + 1}" for i in range(len(phases))} - set(names)
+    lost = tuple(f"{name} is not in the folder any more" for name in sorted(missing))
+    loose = (
+        "that no unit lies in two phases",
+        f"that no phase followed {names[-1]}",
+        "the files beside the phases, which no ledger knows of",
+    )
     known = [one for one in phases if one.epsilon is not None]
     largest = max(known, key=lambda one: one.epsilon or 0.0, default=phases[0])
     return Verdict(
         path,
-        lines("refuted"),
-        (*lines("unchecked"), *(apart if len(phases) > 1 else ())),
+        (*lost, *lines("refuted")),
+        (*lines("unchecked"), *loose),
         lines("not_private"),
         lines("checked"),
         all(one.is_signed for one in phases),
