@@ -18,9 +18,8 @@ Before them one reading may count rows, by class where classes are to be balance
 is one unit of one count. Then n̂_k rows of class k (n̂ in all) were released, rows of class k weigh
 u_k = min_j n̂_j/n̂_k ≤ 1, and means are multiplied by n/n̂ (rows that were left out) and, for balance,
 by n̂/(K min_j n̂_j) but at most 4. Models of log y learn the mean of y from it.
-Clipped slopes make their predictions ŷ too small: as many readings as there are of columns compare
-the means of y and ŷ at the end, for an intercept larger by log(mean of y / mean of ŷ). Weights of
-rows (`weighting`) multiply clipped gradients.
+Clipped slopes make their predictions too small: as many readings as there are of columns correct
+the intercept at the end (`calibration`). Weights of rows (`weighting`) multiply clipped gradients.
 
 m̂ is shrunk towards the mean of all columns by the share of its spread that is noise (Lindley), and
 σ̂² = q − m̂² is floored by its noise, so that what noise hides is not blown up. Rows are shorter for
@@ -50,6 +49,7 @@ import numpy as np
 
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
+from noshuffle.convex.calibration import LARGEST, calibration_sum, growth
 from noshuffle.convex.inference import Law, law_of, reach, spread_sum
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.moments import pack, unpack_square
@@ -68,8 +68,6 @@ MOST_STRETCH = 4.0
 MOST_GAIN = 4.0
 #: Share of a velocity that is no noise from which on regressions follow all of it.
 VISIBLE = 0.5
-#: Predictions of models of log y are multiplied by at most this.
-MOST_SHIFT = 8.0
 #: Variance below which a column within [−1, 1] counts as constant.
 _FLOOR = 1e-4
 
@@ -126,6 +124,7 @@ class GradientRule(Rule):
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
         self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
+        self._balance_unit = self.clip_norm * (1 - CLIP_SLACK) / LARGEST
         # Sums of gradients at the answer and of `spread_sum`.
         self._slopes = np.zeros(p + 1)
         self._spread = np.zeros((p + 1) * (p + 2) if self.spreads else 0)
@@ -271,14 +270,12 @@ class GradientRule(Rule):
         return rows, far
 
     def _balance_sum(self, x: Any, y: Targets, weight: Array | None) -> Array:
-        """Of (y − ŷ, ŷ/2), y and ŷ = min(e^s, 1) within [0, 1]: a row has norm √1.25 at most."""
+        """What `calibration` needs, a row as long as the clip norm at most."""
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
             margins = (rows @ self._answer[:, :-1].T)[:, 0] + self._answer[0, -1]
-        told = np.where(far | np.isnan(margins), 0.0, np.exp(np.minimum(margins, 0.0)))
-        there = np.ones(len(y)) if weight is None else weight / self.most_weight
-        unit = self.clip_norm * (1 - CLIP_SLACK) / math.sqrt(1.25)
-        return unit * np.array([there @ (np.clip(y, 0.0, 1.0) - told), there @ told / 2.0])
+        there = None if weight is None else weight / self.most_weight
+        return self._balance_unit * calibration_sum(y, np.where(far, np.nan, margins), there)
 
     def _column_sums(self, x: Array, there: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -306,9 +303,10 @@ class GradientRule(Rule):
                 self._standardise()
             return
         if self.balances and self._count > self._steps - self.balances:
-            self._gap = self._gap + mean[:2] / self.balances
+            self._gap = self._gap + mean[:2] / (self.balances * self._balance_unit)
             if self._count == self._steps:
-                self._balance()
+                noise = self._deviation / (self._balance_unit * math.sqrt(self.balances))
+                self._shift = growth(self._gap, intercept=self._answer[0, -1], deviation=noise)
             return
         if self.spreads and self._count > self._last:
             self._spread += mean[: len(self._spread)]
@@ -349,18 +347,6 @@ class GradientRule(Rule):
     def _deviation(self) -> float:
         """Of the noise of an entry of a released mean."""
         return self._phase.plan.noise_multiplier * self.clip_norm / self._phase.batch_size
-
-    def _balance(self) -> None:
-        """The intercept grows by log(mean of y / mean of ŷ), by what of it is no noise.
-
-        Clipping cuts slopes of rows with y > ŷ, the others are bounded: ŷ is too small if anything.
-        Rows are centred, so that by Jensen's inequality the mean of ŷ is not below e^b.
-        """
-        gap, told = self._gap[:1], 2.0 * self._gap[1]
-        told = max(told, math.exp(min(self._answer[0, -1], 0.0)))
-        hidden = 2.0 * self._deviation / math.sqrt(self.balances)
-        ratio = 1.0 + kept_share(gap, hidden) * max(gap[0], 0.0) / told
-        self._shift = math.log(min(ratio, MOST_SHIFT))
 
     def _rarer_share(self, intercept: float) -> float:
         """Of two classes, from the intercept of the gradient at zero."""
