@@ -1,8 +1,41 @@
-"""What tests of commands share: pictures that cost nothing, unless a test asks for real ones."""
+"""What tests of commands share: a live process beside them, and pictures that cost nothing."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
 import pytest
+
+from noshuffle.release.folder import take
+
+
+@pytest.fixture
+def held_elsewhere() -> Callable[[Path], AbstractContextManager[int]]:
+    """A run folder whose lock another process holds meanwhile: that process."""
+
+    @contextmanager
+    def held(folder: Path) -> Iterator[int]:
+        ready, told = os.pipe()
+        other = os.fork()
+        if other == 0:
+            try:
+                lock = take(folder)
+                os.write(told, b"held" if lock is not None else b"none")
+                signal.pause()  # until it is killed
+            finally:
+                os._exit(1)  # the tests are the parent's
+        try:
+            assert os.read(ready, 4) == b"held"
+            yield other
+        finally:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)
+
+    return held
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,33 +17,20 @@ from noshuffle.cli.settings import RunOptions, TrainSettings, begun, dated
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.folder import RunFolder, take
+from noshuffle.release.folder import RunFolder
 from noshuffle.release.private_sum import PrivateSum
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
-def test_two_that_begin_in_one_folder_do_not_mix(tmp_path: Path) -> None:
+def test_two_that_begin_in_one_folder_do_not_mix(tmp_path: Path, held_elsewhere: Any) -> None:
     """Before, the second wrote its keys, plan and settings over those of the first."""
-    ready, told = os.pipe()
-    first = os.fork()
-    if first == 0:
-        try:
-            lock = take(tmp_path)
-            os.write(told, b"held" if lock is not None else b"none")
-            signal.pause()  # until it is killed
-        finally:
-            os._exit(1)  # the tests are the parent's
-    try:
-        assert os.read(ready, 4) == b"held"
+    with held_elsewhere(tmp_path):
         plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
         with pytest.raises(ReplayRefused, match="a run goes on"):
             PrivateSum(plan, clip=1.0, shape=(1,), run=tmp_path)
         with pytest.raises(ReplayRefused, match="a run goes on"), begun(RunFolder(tmp_path), {}):
             pass
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
-    finally:
-        os.kill(first, signal.SIGKILL)
-        os.waitpid(first, 0)
 
 
 def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
 from noshuffle.release import checkpoint
-from noshuffle.release.folder import take
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
 
@@ -94,26 +94,13 @@ def test_a_finished_run_resumes_to_itself(run: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
 def test_a_second_process_beside_a_live_one_gets_one_clear_line(
-    unsealed: Path, capsys: pytest.CaptureFixture[str]
+    unsealed: Path, capsys: pytest.CaptureFixture[str], held_elsewhere: Any
 ) -> None:
     run = unsealed
-    ready, told = os.pipe()
-    live = os.fork()
-    if live == 0:
-        try:
-            lock = take(run)
-            os.write(told, b"held" if lock is not None else b"none")
-            signal.pause()  # until it is killed
-        finally:
-            os._exit(1)  # the tests are the parent's
-    try:
-        assert os.read(ready, 4) == b"held"
+    with held_elsewhere(run) as live:
         assert main(["train", "--resume", str(run), "--json", "--keep-keys"]) == 2
         line = capsys.readouterr().err
         assert f"a run goes on in {run} already (process {live})" in line.replace("\n", " ")
-    finally:
-        os.kill(live, signal.SIGKILL)
-        os.waitpid(live, 0)
     again = ["train", "--resume", str(run), "--json", "--keep-keys"]
     assert main(again) == 0  # nothing is left to clear away
 
