@@ -6,7 +6,6 @@ function needs beyond its call hangs on it: `private` of ours, `keeps` of a grap
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +17,6 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.batches import Batch
-from noshuffle.training.compiled.graphs import uncollected
 from noshuffle.training.models import build
 
 BATCH = 250
@@ -85,8 +83,7 @@ def captured(once: Callable[[], None]) -> torch.cuda.CUDAGraph:
             once()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    gc.collect()
-    with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph):
         once()
     return graph
 

@@ -61,7 +61,7 @@ from noshuffle.errors import one_of
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
 #: The first call at which examples are looked at again; then at four times as many, and so on: five
-#: looks in 4,800 steps, which for a small network on a GPU take as long as fifty of them.
+#: looks in 4,800 steps, since one takes as long as many steps of a small network on a GPU.
 AGAIN = 8
 
 

@@ -15,7 +15,6 @@ the capture itself that way. State: what was staged last; the counts.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,18 +109,6 @@ def warmed(do: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collection: what it frees on the device (a run that is gone) ends a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class Captured:
     """A function without arguments, captured once and replayed, or simply called."""
 
@@ -131,8 +118,7 @@ class Captured:
         if captures:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (a loader that pins memory) may go on using the device meanwhile.
-            graph = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-            with uncollected(), graph:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 do()
 
     def __call__(self) -> None:
