@@ -64,3 +64,39 @@ def test_unchanged_loop_and_adaptive_clipping_on_the_gpu():
         optimizer.step(ids=batch.ids)
     assert private.steps_released == 4
     assert private._parts.threshold.clip.norm != 0.1
+
+
+@pytest.mark.parametrize("compile", ["auto", False])
+def test_a_user_captures_a_graph_beside_a_private_run(compile):
+    """A run that is alive hears of every backward pass; that of another model it does not touch."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 6, generator=g).cuda(), torch.randint(3, (8,), generator=g).cuda()
+    private, loss_fn = make(compile=compile), nn.CrossEntropyLoss()
+    for _ in range(2):
+        private.step(loss_fn, x, y)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def once():
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = once()
+    losses = []
+    for _ in range(3):
+        graph.replay()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    private.step(loss_fn, x, y)
+    assert private.steps_released == 3

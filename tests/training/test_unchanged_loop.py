@@ -15,7 +15,7 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import tree
-from noshuffle.training import privatize
+from noshuffle.training import passes, privatize
 from noshuffle.training.check import ProbablyNotMeant
 
 
@@ -310,3 +310,31 @@ def test_a_second_pass_is_compared_in_every_step_on_a_cpu():
     with pytest.raises(Unsupported, match="gives other outputs than the first"):
         ordinary_step(private, tokens, y)
     assert private.steps_released == 2
+
+
+def test_the_losses_of_other_models_are_left_alone(monkeypatch):
+    """Nothing of a private run is looked at while somebody else captures a graph of his own: a
+    number that is read from a GPU meanwhile ends the capture."""
+    looked, plain = [], passes.are_cleared
+
+    def counted(parameters, **options):
+        if parameters is private._listener.own:  # runs of other tests may still listen
+            looked.append(1)
+        return plain(parameters, **options)
+
+    monkeypatch.setattr(passes, "are_cleared", counted)
+    x, y = torch.randn(8, 1, 6, 6), torch.randint(4, (8,))
+    loss_fn, other = nn.CrossEntropyLoss(), convolutional()
+    private = make(convolutional())
+    private.step(loss_fn, x, y)  # leaves private gradients in .grad
+    loss_fn(other(x), y).backward()
+    assert looked == []
+    private = make(ours := convolutional())
+    for is_captured in (False, True):
+        monkeypatch.setattr(passes, "is_captured", lambda _, is_it=is_captured: is_it)
+        loss_fn(ours(x), y).backward()
+        assert looked == [1]
+        loss_fn(other(x), y).backward()
+        assert len(looked) == 1 + (not is_captured)
+        looked.clear()
+    private.optimizer.zero_grad()

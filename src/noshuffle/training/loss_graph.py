@@ -350,6 +350,15 @@ def _nodes(
             stack += [after for after, _ in node.next_functions]
 
 
+def reaches(loss: Tensor, starts: Collection[int]) -> bool:
+    """Whether a loss is made of one of these outputs; reads nothing of any number."""
+    reached = set[int]()
+    for _ in _nodes(loss.grad_fn, starts, reached, []):
+        if reached:
+            break
+    return bool(reached)
+
+
 def trained_by(loss: Tensor, starts: Collection[int]) -> list[nn.Parameter]:
     """Parameters that a loss sends gradients to other than through the outputs it is made of."""
     ends = [

@@ -24,8 +24,16 @@ from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.objective import batch_size, cuttable
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
+from noshuffle.noise.fused import is_captured
 from noshuffle.training.hooks import ModelHook
-from noshuffle.training.loss_graph import LossReading, hearing, listen, read_loss, trained_by
+from noshuffle.training.loss_graph import (
+    LossReading,
+    hearing,
+    listen,
+    reaches,
+    read_loss,
+    trained_by,
+)
 from noshuffle.training.loss_numbers import EarlierNumbers
 from noshuffle.training.loss_replay import coupling
 from noshuffle.training.loss_trace import LossTrace
@@ -278,12 +286,14 @@ class Listener:
             return
         if self.missed is SILENT:
             self.missed = UNSEEN
+        if not self._starts:  # no pass was heard: this loss is of another model
+            return
+        given = [loss] if isinstance(loss, Tensor) else list(loss)
+        if self._is_graph_of_others(given):
+            return
         if are_cleared(self.own, by_value=self.is_due or bool(self.passes)):
             self.drop()  # what came before was cleared with it
             self.is_zeroed = True
-        if not self._starts:
-            return
-        given = [loss] if isinstance(loss, Tensor) else list(loss)
         is_plain = gradient is None or isinstance(gradient, Tensor)
         own = gradient if is_plain else next(iter(gradient))
         if len(given) == 1 and isinstance(given[0], Tensor):
@@ -291,6 +301,13 @@ class Listener:
             return
         refusal = "several losses in one backward(); add them up"
         self._reading = LossReading(refusal=refusal, reached=frozenset(self._starts))
+
+    def _is_graph_of_others(self, losses: list[Any]) -> bool:
+        """Whether a CUDA graph of another model is being captured: a number that were read from
+        the device meanwhile would end the capture."""
+        if not any(isinstance(one, Tensor) and is_captured(one.device) for one in losses):
+            return False
+        return not any(isinstance(one, Tensor) and reaches(one, self._starts) for one in losses)
 
     def _read(self, loss: Tensor, gradient: Tensor | None) -> LossReading:
         """Factor and reduction of a loss; refused where its examples meet, if it is its turn.
