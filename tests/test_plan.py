@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle.accounting import gaussian
+from noshuffle import plan_accountant
+from noshuffle.accounting import composition, gaussian
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.participation import (
     Epochs,
@@ -20,6 +21,7 @@ from noshuffle.participation import (
     Poisson,
     Restarted,
     SinglePass,
+    TruncatedPoisson,
 )
 from noshuffle.plan import Plan
 from noshuffle.strategies import banded, blt, identity, sqrt_toeplitz, tree
@@ -288,6 +290,63 @@ def test_a_fixed_size_batch_of_everybody_costs_at_least_the_gaussian_of_two_clip
                 accountant=accountant,
             )
             assert plan.epsilon() >= gaussian.epsilon(mu=2 * 3 / noise, delta=plan.delta)
+
+
+def poisson_plan(steps: int, rate: float) -> Plan:
+    return Plan(participation=Poisson(steps, rate), strategy=identity(), noise_multiplier=2.0)
+
+
+def test_fixed_size_batches_for_each_kind_of_neighbours() -> None:
+    """What is left out costs at most what is replaced, and more than a shift of one clip norm."""
+    part = FixedSize(steps=480, batch=250, population=10_000)
+    plans = {
+        kind: Plan(participation=part, strategy=identity(), noise_multiplier=2.0, neighbours=kind)
+        for kind in ("zero-out", "add-remove", "replace-one")
+    }
+    epsilon = {kind: plan.epsilon() for kind, plan in plans.items()}
+    poisson = poisson_plan(480, 0.025).epsilon()
+    assert poisson < 0.9 * epsilon["zero-out"] < 0.8 * epsilon["add-remove"]
+    assert epsilon["add-remove"] < epsilon["replace-one"]
+    half = replace(poisson_plan(480, 0.025), noise_multiplier=1.0)
+    assert epsilon["add-remove"] == pytest.approx(half.epsilon(), rel=1e-9)
+    assert replace(plans["add-remove"], accountant="rdp").epsilon() >= epsilon["add-remove"]
+    assert replace(plans["zero-out"], accountant="rdp").epsilon() >= epsilon["zero-out"]
+    said = plans["add-remove"].statement()
+    assert said.sensitivity == 2.0
+    assert "another takes its place" in said.words()
+    assert "stay as they are" in plans["zero-out"].statement().words()
+    again = Plan.from_json(plans["add-remove"].to_json())
+    assert again.epsilon() == epsilon["add-remove"]
+    fitted = Plan.fit(part, mechanism="identity", epsilon=1.0, neighbours="add-remove")
+    assert 0.999 < fitted.epsilon() <= 1.0
+
+
+def test_units_that_go_one_by_one_are_drawn_more_often() -> None:
+    """The last of three leaves 38 of 40: its rate is that of 38 units."""
+    plan = Plan(
+        participation=FixedSize(steps=6, batch=10, population=40),
+        strategy=identity(),
+        noise_multiplier=4.0,
+        neighbours="add-remove",
+    )
+    fewer = replace(plan, participation=FixedSize(steps=6, batch=10, population=38))
+    found = plan.epsilon(group=3)
+    curve, one = plan_accountant.curve_of(fewer, 6), found / 3
+    delta = float(curve(np.array([one]))[0])
+    assert composition.group(epsilon=one, delta=delta, size=3).delta <= plan.delta
+    careless = float(plan_accountant.curve_of(plan, 6)(np.array([one]))[0])
+    assert careless < 0.99 * delta
+    with pytest.raises(Unsupported, match="where 31 are removed"):
+        plan.epsilon(group=31)
+    with pytest.raises(Unsupported, match="all 40 units"):
+        replace(plan, participation=FixedSize(steps=6, batch=40, population=40))
+    cut = Plan(
+        participation=TruncatedPoisson(6, 0.2, 10, 40), strategy=identity(), noise_multiplier=4.0
+    )
+    more = replace(cut, participation=TruncatedPoisson(6, 0.2, 10, 42))
+    one = cut.epsilon(group=3) / 3
+    delta = float(plan_accountant.curve_of(more, 6)(np.array([one]))[0])
+    assert composition.group(epsilon=one, delta=delta, size=3).delta <= cut.delta
 
 
 @pytest.mark.parametrize(("noise", "most"), [(1.0, 14.2), (2.0, 1.97), (4.0, 0.66)])

@@ -44,7 +44,13 @@ from noshuffle.errors import (
     whole,
 )
 from noshuffle.extension import extended
-from noshuffle.participation import AnyOrderEpochs, BallsInBins, Epochs, Participation
+from noshuffle.participation import (
+    AnyOrderEpochs,
+    BallsInBins,
+    Epochs,
+    FixedSize,
+    Participation,
+)
 from noshuffle.plan_strategy import chosen
 from noshuffle.sampled_fit import fit_sampled
 from noshuffle.statement import PrivacyStatement, sentences, so_far
@@ -264,8 +270,13 @@ class Plan:
 
     @property
     def multiplier_of_sensitivity(self) -> float:
-        """Two when a unit is replaced by another, one when it is zeroed out, added or removed."""
-        return 2.0 if self.neighbours == "replace-one" else 1.0
+        """Two when a unit is replaced by another, one when it is zeroed out, added or removed.
+
+        In batches of a fixed size another one takes the place of a unit that is removed.
+        """
+        part, neighbours = self.participation, self.neighbours
+        is_swap = neighbours == "add-remove" and isinstance(part, FixedSize)
+        return 2.0 if is_swap or neighbours == "replace-one" else 1.0
 
     def mu(self, steps: int | None = None) -> float | None:
         """The GDP parameter of the first `steps` steps, or of the run; None under sampling."""

@@ -2,7 +2,7 @@
 
     unsampled          exact      one Gaussian mechanism with μ = S/z
     Poisson, cyclic    fourier    loss distributions of the draws, z/S a draw; or rdp
-    FixedSize          fourier    the worst pair; or rdp
+    FixedSize          fourier    the worst pair (`accounting.fixed_size`); or rdp
     TruncatedPoisson   fourier    with what a full batch costs (`accounting.atoms`)
     BallsInBins        bins       overlaps of the shifts (`accounting.bins`)
     SeparatedBins      bins       the same in every epoch (`accounting.fresh_positions`)
@@ -53,10 +53,11 @@ def defaults(participation: Participation) -> tuple[str, str]:
 
 def refuse_what_is_not_proved(plan: Any) -> None:
     """Refuse pairs of participation, neighbours and accountant without a proof."""
-    if isinstance(plan.participation, FixedSize) and plan.neighbours == "add-remove":
+    is_whole = isinstance(plan.participation, FixedSize) and plan.participation.rate == 1
+    if is_whole and plan.neighbours == "add-remove":
         raise Unsupported(
-            "batches of a fixed size are accounted for replace-one (or zero-out) "
-            'neighbours, not add-remove; use neighbours="replace-one" or Poisson sampling'
+            f"batches of all {plan.participation.batch} units cannot be drawn without one of them; "
+            'use a smaller batch, or neighbours="zero-out"'
         )
     is_bins = isinstance(plan.participation, BallsInBins | SeparatedBins)
     if is_bins != (plan.accountant == "bins") or (is_bins and plan.neighbours == "replace-one"):
@@ -92,19 +93,23 @@ def refuse_what_is_not_proved(plan: Any) -> None:
 
 def sampled_epsilon(plan: Any, steps: int) -> float:
     """ε of so many steps with a secret draw each, as seen by a unit that joins `most` of them."""
-    z, part = plan.noise_multiplier / plan.sensitivity.value, plan.participation
-    if z == 0:
+    part = plan.participation
+    if plan.noise_multiplier == 0:
         return math.inf
     if isinstance(part, BallsInBins | SeparatedBins):
         found: bins.Overlaps | FreshPositions = plan.positions(steps)
         return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
     if plan.accountant == "rdp":
         assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
+        sampling, noise = renyi_law(plan)
         turns = part.most_within(steps)
-        common: dict[str, Any] = {"rate": part.rate, "steps": turns, "delta": plan.delta}
-        if isinstance(part, FixedSize):  # one swap moves the clipped sum by at most 2ζ
-            return renyi.epsilon(noise_multiplier=z / 2, sampling="fixed", **common)
-        return renyi.epsilon(noise_multiplier=z, **common)
+        return renyi.epsilon(
+            noise_multiplier=noise,
+            rate=part.rate,
+            steps=turns,
+            delta=plan.delta,
+            sampling=sampling,
+        )
     return sampled_release(plan, steps).epsilon(delta=plan.delta)
 
 
@@ -128,27 +133,49 @@ def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
     return curve
 
 
+def renyi_law(plan: Any) -> tuple[str, float]:
+    """The sampling whose Rényi bound covers a step, and the noise in what a unit moves.
+
+    In a batch of a fixed size that is two clip norms. Removed or added, the worst pair is that of
+    Poisson sampling; a zero is one of the units that may take the place of another.
+    """
+    z = plan.noise_multiplier / plan.sensitivity.value
+    if not isinstance(plan.participation, FixedSize):
+        return "poisson", z
+    return ("poisson" if plan.neighbours == "add-remove" else "fixed"), z / 2
+
+
+def direction_of(plan: Any) -> str:
+    """The direction of the Fourier accountant by participation and neighbours."""
+    if isinstance(plan.participation, FixedSize):
+        return {"zero-out": "fixed-zero", "add-remove": "fixed-add-remove"}.get(
+            plan.neighbours, "fixed"
+        )
+    return "replace" if plan.neighbours == "replace-one" else "both"
+
+
 def sampled_release(plan: Any, steps: int) -> fourier.Composed:
     """The first steps of a plan with coin flips or random batches, as a loss distribution."""
     part, z = plan.participation, plan.noise_multiplier / plan.sensitivity.value
-    direction = "replace" if plan.neighbours == "replace-one" else "both"
-    if isinstance(part, FixedSize):
-        direction = "fixed"
     if isinstance(part, TruncatedPoisson):
-        cut = fourier.TruncatedRelease(z, part.rate, part.cap, part.population, steps)
+        is_zeroed = plan.neighbours == "zero-out"
+        cut = fourier.TruncatedRelease(z, part.rate, part.cap, part.population, steps, is_zeroed)
         return fourier.compose([cut])
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
-    return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction)
+    return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction_of(plan))
 
 
 def group_epsilon(plan: Any, size: int) -> float:
-    """ε of any `size` units together, at the plan's δ: kμ, or the group's curve under sampling."""
+    """ε of any `size` units together, at the plan's δ: kμ, or the group's curve under sampling.
+
+    Units that go one by one leave fewer to draw from, and such that come find more.
+    """
     whole(group=size)
     if size == 1 or plan.noise_multiplier == 0:
         return float(plan.epsilon())
     if not plan.participation.is_sampled:
         return gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
-    curve, low, high = curve_of(plan, plan.steps), 0.0, float(plan.epsilon())
+    curve, low, high = curve_of(_for_group(plan, size), plan.steps), 0.0, float(plan.epsilon())
     most = math.inf
     if isinstance(plan.participation, BallsInBins | SeparatedBins):  # as if they were known
         mu = plan.positions(plan.steps).mu(plan.noise_multiplier)
@@ -167,6 +194,24 @@ def group_epsilon(plan: Any, size: int) -> float:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return min(most, size * high)
+
+
+def _for_group(plan: Any, size: int) -> Any:
+    """The plan whose curve covers every one of `size` units that go or come one after another."""
+    part = plan.participation
+    if plan.neighbours != "add-remove":
+        return plan
+    if isinstance(part, FixedSize):
+        left = part.population - size + 1
+        if part.batch >= left:
+            raise Unsupported(
+                f"batches of {part.batch} of {part.population} units cannot be drawn where {size} "
+                'are removed; use a smaller group, or neighbours="zero-out"'
+            )
+        return replace(plan, participation=replace(part, population=left))
+    if isinstance(part, TruncatedPoisson):
+        return replace(plan, participation=replace(part, population=part.population + size - 1))
+    return plan
 
 
 def _fresh_epsilon(known: FreshPositions, delta: float, noise: float) -> float:

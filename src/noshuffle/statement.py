@@ -22,7 +22,7 @@ from statistics import NormalDist
 from typing import Any
 
 from noshuffle.errors import MAX_STEPS
-from noshuffle.participation import Participation, Restarted
+from noshuffle.participation import FixedSize, Participation, Restarted, TruncatedPoisson
 
 #: How often an attacker of `meaning` accuses somebody who did not take part.
 FALSE_ALARMS = 0.01
@@ -129,6 +129,14 @@ _NEIGHBOURS = {
     "everybody else's steps stay as they are.",
     "replace-one": "Neighbouring data sets differ in one {unit}, which is replaced by any other.",
 }
+#: Where others do not stay when a unit is added or removed.
+_DISPLACED = {
+    FixedSize: "Neighbouring data sets differ by adding or removing one {unit}; batches are as "
+    "large without it, so another takes its place. How many there are is told by the plan, and not "
+    "protected.",
+    TruncatedPoisson: "Neighbouring data sets differ by adding or removing one {unit}; everybody "
+    "else's steps stay as they are, but for one that leaves a full batch for it.",
+}
 
 
 def sentences(
@@ -141,7 +149,10 @@ def sentences(
     accountant: str,
 ) -> tuple[str, ...]:
     """Every assumption behind a plan's statement; `is_exact` is said of the sensitivity."""
-    out = [_NEIGHBOURS[neighbours].format(unit=unit)]
+    words = _NEIGHBOURS[neighbours]
+    if neighbours == "add-remove":
+        words = _DISPLACED.get(type(participation), words)
+    out = [words.format(unit=unit)]
     out.append(_order(participation))
     out.append(
         f"The contribution of one {unit} to one step is clipped to the clip norm before it is "

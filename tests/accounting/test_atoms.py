@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from scipy.special import log_ndtr
 
-from noshuffle.accounting import atoms, composition, fourier, gaussian, loss_sum, mechanisms
+from noshuffle.accounting import (
+    atoms,
+    composition,
+    fourier,
+    gaussian,
+    loss_distribution,
+    loss_sum,
+    mechanisms,
+)
 from noshuffle.accounting.fourier import AnyRelease, TruncatedRelease, compose
 from noshuffle.errors import InvalidInput, Unsupported
 
@@ -107,6 +115,46 @@ def test_cut_batches_move_by_two_where_they_are_full() -> None:
     assert true > 1.5 * plain.delta(epsilon=2.0)  # a cut that nobody counts
     roomy = compose([TruncatedRelease(z, rate, 3, others)])
     assert roomy.delta(epsilon=1.0) == pytest.approx(plain.delta(epsilon=1.0), rel=1e-6)
+
+
+def test_a_unit_that_is_zeroed_out_keeps_its_place_in_a_full_batch() -> None:
+    """All subsets, cut to one unit in every order, for every data in one dimension, at every γ."""
+    rate, cap, z, others = 0.6, 1, 1.0, 2
+    axis = np.linspace(-12, 12, 4001)
+
+    def law(units: list[float]) -> np.ndarray:
+        out = np.zeros_like(axis)
+        for drawn in itertools.product((0, 1), repeat=len(units)):
+            chance = math.prod(rate if one else 1 - rate for one in drawn)
+            came = [value for value, one in zip(units, drawn) if one]
+            kept = list(itertools.combinations(came, min(cap, len(came))))
+            for each in kept:
+                out += chance / len(kept) * np.exp(-((axis - sum(each)) ** 2) / (2 * z * z))
+        return out / out.sum()
+
+    data = [(1.0, [rest] * others) for rest in (-1.0, 0.0, 1.0)] + [(1.0, [1.0, -1.0])]
+    cases = [(law([own, *rest]), law([0.0, *rest])) for own, rest in data]
+    size = {"noise_multiplier": z, "rate": rate, "cap": cap, "population": others + 1}
+    pairs = atoms.truncated_pairs(**size, is_zeroed=True)
+    removed = atoms.truncated_pairs(**size)
+    room = []
+    for side in (0, 1):
+        high, other = (
+            loss_distribution.above(both[side], step=1e-3, tail=1e-15) for both in (pairs, removed)
+        )
+        for epsilon in (-1.5, -0.8, -0.3, 0.0, 0.3, 0.8, 1.5):
+            stated, before = (
+                float(one.mass @ np.maximum(-np.expm1(np.minimum(epsilon - one.losses, 0)), 0))
+                + one.infinity
+                for one in (high, other)
+            )
+            true = max(
+                np.maximum(p - math.exp(epsilon) * q, 0).sum()
+                for p, q in (each[:: -1 if side else 1] for each in cases)
+            )
+            assert true <= stated + 1e-6
+            room.append(true / before)
+    assert max(room) > 1.01, "the pair of a unit that is removed does not cover it"
 
 
 def test_losses_that_end_below_an_empty_part_of_the_grid() -> None:

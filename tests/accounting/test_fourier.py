@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -195,45 +194,6 @@ def test_refusals() -> None:
         fourier.MixtureRelease(1.0, (0.0, 1.0), (0.5, 0.6))
     with pytest.raises(InvalidInput, match="replace"):
         fourier.compose([fourier.MixtureRelease(1.0, (0.0, 1.0), (0.5, 0.5))], direction="replace")
-
-
-def outputs(x: np.ndarray, *, q: float, z: float, others: float, own: float) -> np.ndarray:
-    """Density of a step whose batch holds our unit (`own`) or one more of the others, at x."""
-    density = np.zeros_like(x)
-    for weight, mean in ((1 - q, others), (q, own)):
-        density += weight * np.exp(-0.5 * ((x - mean) / z) ** 2) / (z * math.sqrt(2 * math.pi))
-    return density
-
-
-def test_fixed_size_covers_every_replacement() -> None:
-    """One step at γ on both sides of 1, and two steps with their own data, by brute force."""
-    q, z, delta = 0.1, 1.3, 1e-3
-    x = np.linspace(-9, 9, 1201)
-    cases = [(-1.0, 1.0, -1.0), (1.0, 1.0, -1.0), (0.0, 1.0, -1.0), (-1.0, 1.0, 0.0)]
-    steps = [
-        (outputs(x, q=q, z=z, others=v, own=a), outputs(x, q=q, z=z, others=v, own=b))
-        for v, a, b in cases
-    ]
-    build = {"noise_multiplier": z, "rate": q}
-    grid = loss_distribution.above(mixture.fixed_pair(**build), step=1e-3, tail=1e-15)
-    half = mixture.remove_pair(noise_multiplier=z / 2, rate=q)
-    assert grid.mass.sum() + grid.infinity == pytest.approx(1, abs=1e-12)
-    one_sided = []
-    for epsilon in (-0.5, -0.1, -0.01, 0.0, 0.01, 0.5, 1.5):
-        true = [np.maximum(p - math.exp(epsilon) * o, 0).sum() * (x[1] - x[0]) for p, o in steps]
-        stated = grid_delta(grid, epsilon)
-        assert 0.999 * stated - 1e-6 < max(true) < stated + 1e-6  # a sum over x has its own error
-        one_sided.append(hockey_stick(half, [epsilon])[0] / max(true))
-    assert one_sided[0] < 0.99, "below γ = 1 the remove pair alone would be no bound"
-
-    composed = fourier.Composed((fourier.PoissonRelease(z, q, 2),), "fixed")
-    epsilon = composed.epsilon(delta=delta)
-    assert composed.epsilon(delta=delta, bound="lower") > 0.999 * epsilon
-    worst = 0.0
-    for (p1, q1), (p2, q2) in itertools.product(steps, repeat=2):
-        gap = np.outer(p1, p2) - math.exp(epsilon) * np.outer(q1, q2)
-        worst = max(worst, float(np.maximum(gap, 0).sum()) * (x[1] - x[0]) ** 2)
-    assert 0.9 * delta < worst <= delta
 
 
 @pytest.mark.parametrize("cap", [0.3, 0.02])

@@ -81,6 +81,8 @@ PLANS: list[tuple[Participation, str, str]] = [
     (Poisson(24, 0.1), "identity", ""),
     (Poisson(24, 0.1), "identity", "replace-one"),
     (FixedSize(24, 10, 100), "identity", ""),
+    (FixedSize(24, 10, 100), "identity", "add-remove"),
+    (FixedSize(24, 10, 100), "identity", "zero-out"),
     (CyclicPoisson(24, 4, 0.2), "best", ""),
     (BallsInBins(3, 8), "blt", ""),
     (SeparatedBins(3, 8, 3), "best", ""),

@@ -21,7 +21,11 @@ batch and order known, that is one sampled Gaussian step, of noise z at rate q w
 others came, of noise z/2 at rate q B/(k + 1) where k ≥ B came. The others are n − 1 or n; with one
 more coin for n − 1 of them, K ~ Binomial(n, q) is k or k + 1, so a label K < B is met with (z, q)
 and K ≥ B with (z/2, q B/K) at most. Labels are binned, with the largest rate of each bin; they
-are the same with and without the unit, and the curve is jointly convex. No state.
+are the same with and without the unit, and the curve is jointly convex.
+
+A unit that is zeroed out keeps its place: of a full batch another goes for it all the same. There
+the pair is that of `fixed_size`, of noise z at rate q B/K, which is not below (z, q) at K = B. No
+state.
 
 >>> response = randomized_response(epsilon=1.0)
 >>> round(float(response.masses.sum()), 12), response.infinity
@@ -31,11 +35,12 @@ are the same with and without the unit, and the curve is jointly convex. No stat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import bdtrc
 
+from noshuffle.accounting import fixed_size
 from noshuffle.accounting.mixture import Joined, Pair, add_pair, remove_pair
 from noshuffle.errors import InvalidInput, non_negative, positive, unit_rate, whole
 
@@ -61,7 +66,7 @@ class Atoms:
 class Blend:
     """Pairs with weights that sum to one; which one is met is known to everybody."""
 
-    parts: tuple[tuple[float, Pair], ...]
+    parts: tuple[tuple[float, Pair | Joined], ...]
 
     @property
     def anchor(self) -> float:
@@ -152,9 +157,9 @@ def _turns_up(x: Array, y: Array, a: int, b: int, c: int) -> bool:
 
 
 def truncated_pairs(
-    *, noise_multiplier: float, rate: float, cap: int, population: int
+    *, noise_multiplier: float, rate: float, cap: int, population: int, is_zeroed: bool = False
 ) -> tuple[Blend, Blend]:
-    """(remove, add) of Poisson batches that are cut to `cap` units."""
+    """(remove, add) of Poisson batches that are cut to `cap` units; the unit may keep its place."""
     positive(noise_multiplier=noise_multiplier)
     unit_rate(rate=rate)
     whole(cap=cap, population=population)
@@ -162,12 +167,18 @@ def truncated_pairs(
     is_rare = bdtrc(cap - 1, population, rate) < 1e-6
     counts = [min(cap + width * i, population + 1) for i in range(1 if is_rare else 6)]
     tails = [min(1.0, float(bdtrc(n - 1, population, rate)) * (1 + 1e-9)) for n in counts]
+    removed, added = fixed_size.removed_pair, fixed_size.added_pair
+    zeroed, unzeroed = fixed_size.zeroed_pair, fixed_size.unzeroed_pair
+    swaps = (zeroed, unzeroed) if is_zeroed else (removed, added)
     blends = []
-    for make in (remove_pair, add_pair):
-        parts = [(1 - tails[0], make(noise_multiplier=noise_multiplier, rate=rate))]
+    for make, make_swap in zip((remove_pair, add_pair), swaps, strict=True):
+        own = make(noise_multiplier=noise_multiplier, rate=rate)
+        if is_zeroed:  # the parts of a `Joined` meet at 0
+            own = replace(own, anchor=0.0)
+        parts: list[tuple[float, Pair | Joined]] = [(1 - tails[0], own)]
         for count, tail, after in zip(counts, tails, [*tails[1:], 0.0], strict=True):
             if tail > after:
-                swap = make(noise_multiplier=noise_multiplier / 2, rate=rate * cap / count)
+                swap = make_swap(noise_multiplier=noise_multiplier, rate=rate * cap / count)
                 parts.append((tail - after, swap))
         blends.append(Blend(tuple(parts)))
     return blends[0], blends[1]

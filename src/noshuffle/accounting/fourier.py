@@ -10,9 +10,10 @@ is that of Doroshenko et al. (2022). Masses are multiplied by e^{λ·loss} befor
 divided after it, with λ at the saddle point, which makes small δ as accurate as large ones.
 
     bound="upper"   never below the truth         bound="lower"   never above the truth
-    direction       "remove", "add", "both" (the larger), "replace" (replace-one neighbours), or
-                    "fixed" (the same where every step is a uniform batch of a fixed size, rate =
-                    batch/population); noise_multiplier always counts the noise in one clip norm
+    direction       "remove", "add", "both" (the larger) or "replace" (replace-one neighbours);
+                    "fixed", "fixed-zero" and "fixed-add-remove" where every step is a uniform batch
+                    of a fixed size, rate = batch/population: one unit replaced, zeroed out, or
+                    added or removed; noise_multiplier always counts the noise in one clip norm
 
 The grid follows from the steps (`grid=None`); memory is bounded whatever their number. At small
 rates rare, large losses are added up apart (`rare_losses`). Releases of any other mechanism, by
@@ -33,14 +34,13 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.accounting import gaussian, rare_losses
+from noshuffle.accounting import fixed_size, gaussian, rare_losses
 from noshuffle.accounting.atoms import Atoms, Blend, truncated_pairs
 from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
 from noshuffle.accounting.mixture import (
     Joined,
     Pair,
     add_pair,
-    fixed_pair,
     mixture_pairs,
     remove_pair,
     replace_pair,
@@ -59,14 +59,32 @@ from noshuffle.errors import (
 )
 
 BOUNDS = ("upper", "lower")
-DIRECTIONS = ("both", "remove", "add", "replace", "fixed")
+#: The sides of each direction, the larger of which counts.
+_SIDES: dict[str, tuple[str, ...]] = {
+    "both": ("remove", "add"),
+    "remove": ("remove",),
+    "add": ("add",),
+    "replace": ("replace",),
+    "fixed": ("fixed",),
+    "fixed-zero": ("fixed-zero remove", "fixed-zero add"),
+    "fixed-add-remove": ("fixed remove", "fixed add"),
+}
+DIRECTIONS = tuple(_SIDES)
+#: Directions that several kinds of releases have; all others are those of `PoissonRelease`.
+_COMMON = ("both", "remove", "add")
+#: Where a unit in every batch moves the sum by two clip norms.
+_TWICE = ("replace", "fixed", "fixed-add-remove")
 #: How much coarser the grid is that shows that a direction is not the larger one.
 _COARSE = 8.0
 _PAIRS: dict[str, Callable[..., Pair | Joined]] = {
     "remove": remove_pair,
     "add": add_pair,
     "replace": replace_pair,
-    "fixed": fixed_pair,
+    "fixed": fixed_size.replaced_pair,
+    "fixed-zero remove": fixed_size.zeroed_pair,
+    "fixed-zero add": fixed_size.unzeroed_pair,
+    "fixed remove": fixed_size.removed_pair,
+    "fixed add": fixed_size.added_pair,
 }
 
 
@@ -125,6 +143,8 @@ class TruncatedRelease:
     cap: int
     population: int
     steps: int = 1
+    #: Whether the unit is zeroed out and keeps its place, instead of being added or removed.
+    is_zeroed: bool = False
 
     def __post_init__(self) -> None:
         whole(steps=self.steps)
@@ -137,6 +157,7 @@ class TruncatedRelease:
             rate=float(self.rate),
             cap=self.cap,
             population=self.population,
+            is_zeroed=self.is_zeroed,
         )
         return remove if side == "remove" else add
 
@@ -180,7 +201,7 @@ class Composed:
             raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
             instance_of(_RECORDS, releases=release)
-            if self.direction in ("replace", "fixed") and not isinstance(release, PoissonRelease):
+            if self.direction not in _COMMON and not isinstance(release, PoissonRelease):
                 raise InvalidInput(f"direction {self.direction!r} is for PoissonRelease only")
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
@@ -264,12 +285,12 @@ class Composed:
             else:
                 key = replace(release, steps=1)
                 sampled[key] = sampled.get(key, 0) + release.steps
-        mu = math.sqrt(inverse_variance) * (2 if self.direction in ("replace", "fixed") else 1)
+        mu = math.sqrt(inverse_variance) * (2 if self.direction in _TWICE else 1)
         if not sampled:
             return mu, [[]]
         if inverse_variance > 0:
             sampled[PoissonRelease(1 / math.sqrt(inverse_variance), 1.0)] = 1
-        sides = ("remove", "add") if self.direction == "both" else (self.direction,)
+        sides = _SIDES[self.direction]
         return mu, [[(r.pair(side), n) for r, n in sampled.items()] for side in sides]
 
 

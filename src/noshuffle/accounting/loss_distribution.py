@@ -184,7 +184,7 @@ def support(pair: Pair, tail: float) -> tuple[float, float]:
 
 
 def loss_range(pair: Loss, tail: float) -> tuple[float, float]:
-    """The losses at the ends of the support."""
+    """The losses at the ends of what is put on the grid."""
     if isinstance(pair, Joined):
         return loss_range(pair.under, tail)[0], loss_range(pair.over, tail)[1]
     if isinstance(pair, Blend):
@@ -192,7 +192,7 @@ def loss_range(pair: Loss, tail: float) -> tuple[float, float]:
         return min(low for low, _ in found), max(high for _, high in found)
     if isinstance(pair, Atoms):
         return float(pair.losses.min()), float(pair.losses.max())
-    ends = pair.loss(np.array(support(pair, tail)))
+    ends = pair.loss(np.clip(support(pair, tail), *pair.within))
     return float(ends[0]), float(ends[1])
 
 
@@ -276,7 +276,7 @@ def _cells(pair: Loss, step: float, tail: float, cap: float) -> _Cells:
         return _blended_cells(pair, step, tail)
     if isinstance(pair, Atoms):
         return _atom_cells(pair, step)
-    x_low, x_high = support(pair, tail)
+    x_low, x_high = (float(x) for x in np.clip(support(pair, tail), *pair.within))
     ends = pair.loss(np.array([x_low, x_high]))
     start = math.floor((ends[0] - pair.anchor) / step)
     stop = max(start + 1, math.ceil((min(ends[1], cap) - pair.anchor) / step))

@@ -4,14 +4,13 @@
     add           the two exchanged (and mirrored, so that the loss still grows with x)
     replace       P = (1 − q) N(0, σ²) + q N(1, σ²)      Q = (1 − q) N(0, σ²) + q N(−1, σ²)
     mixture       P = Σ p_i N(c_i, σ²)                   Q = N(0, σ²)
-    fixed         the curve of "remove" from ε = 0 on, of "add" below it (a `Joined`)
 
 The first two are the tight pair for Poisson sampling with add/remove neighbours (Zhu, Dong, Wang,
 2022). The third is for replace-one neighbours: two contributions of the clip norm in opposite
 directions, and no other replacement is worse (docs/proofs.md, "One unit for another"). The last is
 for banded noise and other sums over several steps (Choquette-Choo et al., 2024). Losses are
-computed so that small ones keep their relative accuracy. For "fixed" see docs/proofs.md, "Batches
-of a fixed size". No state.
+computed so that small ones keep their relative accuracy. Batches of a fixed size are in
+`fixed_size`. No state.
 
 >>> pair = remove_pair(noise_multiplier=1.0, rate=0.5)
 >>> float(pair.loss(np.array([0.5]))[0])
@@ -68,11 +67,16 @@ class Pair:
     lower: Mixture
     #: A loss that many outcomes share, put on the grid so that they need no rounding.
     anchor: float = 0.0
+    #: Where the loss grows, if not everywhere; a `Joined` needs no other part of it.
+    within: tuple[float, float] = (-math.inf, math.inf)
 
     def mirrored(self) -> Pair:
-        """Q over P, mirrored, so that the loss still grows with x; for a Q centred at zero."""
-        upper = tuple((weight, -mean) for weight, mean in self.upper)
-        return Pair(self.sigma, self.lower, upper, -self.anchor)
+        """Q over P, mirrored, so that the loss still grows with x."""
+        upper, lower = (
+            tuple((weight, 0.0 - mean) for weight, mean in side)
+            for side in (self.lower, self.upper)
+        )
+        return Pair(self.sigma, upper, lower, -self.anchor, (-self.within[1], -self.within[0]))
 
     def loss(self, x: Array) -> Array:
         """log P(x)/Q(x)."""
@@ -146,14 +150,6 @@ def replace_pair(*, noise_multiplier: float, rate: float) -> Pair:
     """Poisson sampling, one unit replaced; noise counted in the clip norm of one contribution."""
     pair = remove_pair(noise_multiplier=noise_multiplier, rate=rate)
     return replace(pair, lower=pair.mirrored().lower, anchor=0.0)
-
-
-def fixed_pair(*, noise_multiplier: float, rate: float) -> Pair | Joined:
-    """Uniform batches of a fixed size, one unit replaced; noise counted in one clip norm."""
-    over = remove_pair(noise_multiplier=noise_multiplier / 2, rate=rate)  # one swap moves 2ζ
-    if rate == 1:
-        return over
-    return Joined(replace(over, anchor=0.0), replace(over.mirrored(), anchor=0.0))
 
 
 def mixture_pairs(

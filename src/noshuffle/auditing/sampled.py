@@ -4,7 +4,7 @@ The rows that the stream emits, whitened (Σ = M·Mᵀ), are N(0, 1) without a u
 mixture over what may have been drawn (P):
 
     Poisson, cyclic         turns that touch different rows: `turns`, c² = (Σ⁻¹)_tt / z²
-    fixed size              twice c: whoever comes in replaces somebody
+    fixed size              twice c: whoever comes in replaces somebody, who sends −c or the same
     Poisson with a cap      from below an attack, from above a label that is told: `capped`
     balls in bins           one position for all epochs: `positions`, K = sums of Σ⁻¹ / z²
     separated bins          a position in every epoch of the unit, whose beginning is public
@@ -62,11 +62,11 @@ def epsilon_of_draws(
     if is_capped:
         size = {"rate": part.rate, "cap": part.cap, "population": part.population}
         return epsilon_of_capped(shifts.tolist(), **size, delta=delta, numbers=numbers)
-    kinds = ["remove", "add"]
-    if is_replaced and part.kind == "fixed-size":
-        shifts, kinds = 2 * shifts, ["remove", "add", "remove add"]
-    elif is_replaced:
-        kinds = ["replace"]
+    kinds = ["replace"] if is_replaced else ["remove", "add"]
+    if part.kind == "fixed-size" and neighbours == "zero-out":
+        kinds = ["opposed", "remove", "opposed add", "remove against"]
+    elif part.kind == "fixed-size":
+        shifts, kinds = 2 * shifts, ["remove", "add", *["remove add"] * is_replaced]
 
     def turns(kind: str) -> list[Labelled]:
         names = kind.split()

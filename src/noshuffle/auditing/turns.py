@@ -56,15 +56,18 @@ class Turn:
     """One step in which a unit takes part with probability `rate`, and shifts x by `shift`.
 
     `kind`: "remove" is drawn from the world with the unit, "add" from that without it; "replace"
-    is compared with a world in which it sends the opposite.
+    is compared with a world in which it sends the opposite. "opposed" is drawn from the world with
+    a unit in whose place somebody sends the opposite, and compared with one in which it sends
+    nothing and keeps the place: shifts of two and one; "against" is drawn from the latter.
     """
 
     kind: str
     rate: float
     shift: float
 
-    def log_ratio(self, x: Array) -> Array:
-        exponent = self.shift * x - self.shift**2 / 2
+    def log_ratio(self, x: Array, times: float = 1.0) -> Array:
+        shift = times * self.shift
+        exponent = shift * x - shift**2 / 2
         if self.rate == 1:
             return exponent
         return np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + exponent)
@@ -73,10 +76,13 @@ class Turn:
         own = self.log_ratio(x)
         if self.kind == "add":
             return -own, np.zeros_like(x)
+        if self.kind in ("opposed", "against"):
+            there = self.log_ratio(x, times=2.0)
+            return (there - own, there) if self.kind == "opposed" else (own - there, own)
         return (own - self.log_ratio(-x) if self.kind == "replace" else own), own
 
     def grid(self, tilt: float, points: int = 2**14) -> Array:
-        reach = 10 + (tilt + 1) * self.shift
+        reach = 10 + (tilt + 1) * self.shift * (2 if self.kind in ("opposed", "against") else 1)
         return np.linspace(-reach, reach, points)
 
 

@@ -41,7 +41,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
-from noshuffle.plan_accountant import sampled_release
+from noshuffle.plan_accountant import direction_of, renyi_law, sampled_release
 from noshuffle.statement import PrivacyStatement
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
@@ -135,9 +135,8 @@ def _cost(
             return _in_bins(plan, steps, _SHARE * delta)
         if isinstance(plan.participation, TruncatedPoisson):
             return _composed(sampled_release(plan, steps), _SHARE * delta)
-        noise = plan.noise_multiplier / plan.sensitivity.value
         turns = plan.participation.most_within(steps)
-        return _sampled(*_law(plan), noise, turns, _SHARE * delta)
+        return _sampled(*_law(plan), turns, _SHARE * delta)
     if said.rho is not None and said.accountant == "rdp" and delta:
         return _concentrated(said.rho, _SHARE * delta)
     if said.epsilon <= aside:
@@ -154,23 +153,21 @@ def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
     return _above(curve, slack, start=found.epsilon(noise_multiplier=noise, delta=slack / 2))
 
 
-def _law(plan: Plan) -> tuple[str, float]:
-    """How the privacy of a sampled plan is bounded, and its sampling rate."""
+def _law(plan: Plan) -> tuple[str, float, float]:
+    """How the privacy of a sampled plan is bounded, its sampling rate and its noise."""
     part = plan.participation
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     if plan.accountant == "rdp":
-        return "rdp-fixed" if isinstance(part, FixedSize) else "rdp-poisson", part.rate
-    if isinstance(part, FixedSize):
-        return "fixed", part.rate
-    return "replace" if plan.neighbours == "replace-one" else "both", part.rate
+        sampling, noise = renyi_law(plan)
+        return f"rdp-{sampling}", part.rate, noise
+    return direction_of(plan), part.rate, plan.noise_multiplier / plan.sensitivity.value
 
 
 @lru_cache(maxsize=64)
 def _sampled(law: str, rate: float, noise: float, steps: int, slack: float) -> Cost:
-    if law.startswith("rdp-"):  # one swap of a fixed-size sample moves the sum by 2ζ
+    if law.startswith("rdp-"):
         sampling, orders = law.removeprefix("rdp-"), renyi.DEFAULT_ORDERS
-        z = noise / 2 if sampling == "fixed" else noise
-        return _above(_renyi(orders, renyi.curve([(z, rate, steps)], sampling=sampling)), slack)
+        return _above(_renyi(orders, renyi.curve([(noise, rate, steps)], sampling=sampling)), slack)
     return _composed(fourier.compose([(noise, rate, steps)], direction=law), slack)
 
 
