@@ -115,6 +115,35 @@ def test_claims_hold_and_fail(tmp_path: Path) -> None:
     assert {claim.verdict for claim in figure2.FIGURE.checked({})} == {NOT_TESTED}
 
 
+def test_claims_of_several_tasks_hold_on_all(tmp_path: Path) -> None:
+    first = made_up()
+    other = {key.replace("t/", "other/", 1): value for key, value in made_up(tree=30.0).items()}
+    checked = figure2.FIGURE.checked({**first, **other})
+    assert [claim.verdict for claim in checked] == [HOLDS, DIFFERS, DIFFERS, DIFFERS, HOLDS]
+    assert checked[2].figures.startswith("t HOLDS, tree")
+    assert "other DIFFERS" in checked[2].figures
+    # a task that is not finished does not decide
+    begun = {"other/mechanisms": other["other/mechanisms"]}
+    checked = figure2.FIGURE.checked({**first, **begun})
+    assert [claim.verdict for claim in checked] == [HOLDS] * 5
+    assert "other NOT TESTED, no result of other/" in checked[0].figures
+    figure2.FIGURE.draw({**first, **other}, tmp_path / "a.svg")
+    assert "2a: other" in (tmp_path / "a.svg").read_text()
+
+
+def test_tasks_join_where_their_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSHUFFLE_DATA", str(tmp_path))
+    asked = Request(settings=shipped("figure2"))
+
+    def heads() -> list[str]:
+        return list(dict.fromkeys(c.key.split("/")[0] for c in figure2.FIGURE.cells(asked)))
+
+    assert heads() == ["german_drama"]
+    (tmp_path / "shakespeare_roles.jsonl.gz").touch()
+    (tmp_path / "stackoverflow.word_count").touch()
+    assert heads() == ["german_drama", "shakespeare", "stackoverflow"]
+
+
 def test_accuracies_of_images_and_of_text_count_alike() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 4), torch.randn(10, 3), torch.arange(10) % 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +29,15 @@ from noshuffle.federated.many import (
 )
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.simulate import evaluate, in_random_order, in_stream_order
-from noshuffle.federated.stack import FlatRows, Stack, UserRows, gradient_fn
+from noshuffle.federated.stack import (
+    _OVERHEAD,
+    GROUP,
+    FlatRows,
+    Stack,
+    UserRows,
+    gradient_fn,
+    stack_size,
+)
 from noshuffle.federated.tasks import FederatedTask, windows
 from noshuffle.federated.vectorised import can_vectorise
 from noshuffle.noise import grid
@@ -183,6 +192,30 @@ def test_clipped_sums_of_uneven_cohorts() -> None:
         total = stack.clipped_sums(list(enumerate(cohorts)))
         torch.testing.assert_close(total[0], expected, rtol=1e-4, atol=1e-6)
         assert not total[1:].any()
+
+
+def test_the_size_of_stacks_wastes_least() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        slots = (10 * rng.integers(0, 40, size=12)).tolist()
+        most = int(rng.integers(10, 300))
+
+        def slots_worth(size: int, slots: list[int] = slots) -> int:
+            return sum(math.ceil(n / size) * (size + _OVERHEAD) for n in slots)
+
+        size = stack_size(slots, at_most=most)
+        assert size % GROUP == 0
+        assert size <= most
+        tried = range(GROUP, most + 1, GROUP)
+        assert slots_worth(size) == min(map(slots_worth, tried))
+
+
+def test_places_of_many_users() -> None:
+    task = a_task()
+    users = list(reversed(task.users))
+    assert task.places(iter(users)).tolist() == [task.place(user) for user in users]
+    with pytest.raises(InvalidInput, match="has no user 'nobody'"):
+        task.places([users[0], "nobody"])
 
 
 def test_small_numbers_beside_a_large_one_count() -> None:

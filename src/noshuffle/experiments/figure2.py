@@ -74,7 +74,7 @@ def _search(
     task, made = without_validation_users(head), results[f"{head}/mechanisms"]
     if name == "none":
         name, points = "identity", {"none": (0.0, settings["largest_rate"])}
-        factors = [f * g for f in (0.1, 1.0) for g in settings["factors"]]
+        factors = settings["noiseless_factors"]
     else:
         level, noise = made[name]["level"], made[name]["noise"]
         points = {
@@ -218,7 +218,7 @@ def _study(settings: Settings, asked: Request) -> list[Cell]:
     runs = len(settings["searched"]) * len(settings["factors"])
     for name in names:
         work: Any = partial(_search, settings, device, name)
-        cost = 2 * len(settings["factors"]) if name == "none" else runs
+        cost = len(settings["noiseless_factors"]) if name == "none" else runs
         cells.append(Cell(f"{head}/search/{name}", work, cost, head, first))
     finals = []
     for seed in range(trials):
@@ -231,7 +231,7 @@ def _study(settings: Settings, asked: Request) -> list[Cell]:
     work = partial(_computation, settings, trials)
     cells.append(Cell(f"{head}/computation", work, needs=(*first, *finals)))
     for size in settings["trained_cohorts"]:
-        for name in settings["mechanisms"]:
+        for name in settings["trained_mechanisms"]:
             work = partial(_cohort, settings, device, name, size)
             cost = size / settings["clients"]
             needs = (f"{head}/computation",)
@@ -239,15 +239,23 @@ def _study(settings: Settings, asked: Request) -> list[Cell]:
     return cells
 
 
+#: Tasks beside the first one of the settings, and the file that each needs.
+_FILES = {
+    "shakespeare": "shakespeare_roles.jsonl.gz",
+    "stackoverflow": "stackoverflow.word_count",
+}
+
+
 def _cells(asked: Request) -> Sequence[Cell]:
-    """The task of the settings; StackOverflow where its files are."""
+    """The task of the settings, and those whose files are there."""
     from noshuffle.datasets.store import local
 
     settings = dict(asked.settings)
-    large = settings.pop("stackoverflow", {})
+    others = {name: settings.pop(name, {}) for name in _FILES}
     cells = _study(settings, asked)
-    if local("stackoverflow.word_count") is not None and not asked.quick:
-        cells += _study({**settings, **large}, asked)
+    for name, file in _FILES.items():
+        if others[name] and not asked.quick and local(file) is not None:
+            cells += _study({**settings, **others[name]}, asked)
     return cells
 
 

@@ -102,8 +102,6 @@ def without_validation_users(name: str) -> FederatedTask:
 
 def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, seed: int) -> Any:
     """Who takes part in every round."""
-    from noshuffle.federated import many
-    from noshuffle.federated.simulate import in_random_order
     from noshuffle.noise import new_key
     from noshuffle.release.sampler import PoissonSampler
 
@@ -115,6 +113,15 @@ def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, se
     everybody = user_task(settings["task"])
     if len(task) < len(everybody):  # the search has fewer users and promises nothing
         rule = MinSeparation(rule.steps, max(1, len(task) // size), rule.steps)
+    return _admitted(task, rule, size, seed)
+
+
+@lru_cache(maxsize=8)
+def _admitted(task: FederatedTask, rule: MinSeparation, size: int, seed: int) -> Any:
+    """The same for all mechanisms."""
+    from noshuffle.federated import many
+    from noshuffle.federated.simulate import in_random_order
+
     order = in_random_order(task.users, seed=seed)
     return many.admitted_cohorts(rule, task, size=size, check_ins=order)
 

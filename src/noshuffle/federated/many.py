@@ -3,7 +3,7 @@
     slot (k, u)     θ_k → local steps of user u → Δ → clip to ζ_k           all slots side by side
     run k           θ_k ← momentum step on −(Σ_u clip(Δ_ku) + z_k ζ_k · row t of C⁻¹Z_k) / m
 
-Slots of all runs are stacked and trained `at_once` together (`stack`). Runs have their own noise
+Slots of all runs are stacked, at most `at_once` together (`stack`). Runs have their own noise
 (`training.many.release`), rates, clip norms, weights, mechanism and cohorts (`admitted_cohorts`, or
 sampled). A study makes no statement. Under a test source run k equals a run of `ServerOptimizer`
 with the same cohorts and tensors called "k/name", up to rounding.
@@ -27,7 +27,14 @@ from noshuffle.federated.clients import NO_TARGET, LocalTraining
 from noshuffle.federated.cohort import draw_cohort
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.simulate import CheckIns
-from noshuffle.federated.stack import FlatRows, Stack, UserRows, gradient_fn
+from noshuffle.federated.stack import (
+    FlatRows,
+    Stack,
+    UserRows,
+    gradient_fn,
+    slots_of,
+    stack_size,
+)
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import Source
 from noshuffle.participation import Participation, SinglePass
@@ -74,7 +81,7 @@ def admitted_cohorts(
     ledger = Ledger(participation, unit="user")
     cohorts = []
     for step in range(participation.steps):
-        places = np.array([task.place(user) for user in check_ins(step)], dtype=np.int64)
+        places = task.places(check_ins(step))
         cohort = np.sort(places[draw_cohort(ledger, places, size=size)])
         ledger.record(ledger.admit(step, cohort, step.to_bytes(8, "little")))
         cohorts.append(cohort)
@@ -124,7 +131,10 @@ def train_many(
         client_rate=client_rate,
         clip_norm=clip,
         local=local,
-        size=at_once,
+        size=stack_size(
+            [sum(slots_of(cohorts[s.cohorts][t]) for s in settings) for t in range(rounds)],
+            at_most=at_once,
+        ),
     )
     laid_out = {
         name: Plan(

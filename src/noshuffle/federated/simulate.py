@@ -205,7 +205,7 @@ def _together(
     loss_fn: LossFn,
 ) -> Deltas:
     device = next(iter(parameters.values())).device
-    places = np.array([task.place(user) for user in users], dtype=np.int64)
+    places = task.places(users)
     first, end = task.starts[places], task.starts[places + 1]
     for some in groups(first, end, local=local, at_once=at_once):
         rows, weights = pack(first[some], end[some], local=local)

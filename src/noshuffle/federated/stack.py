@@ -5,9 +5,10 @@
 
 Parameters of a slot are one row of a flat matrix, with every tensor at a multiple of 16 bytes, so
 that batched products may use it as it lies. In the first local step `GROUP` neighbours, always of
-one run, share its parameters, which are read once. A round is cut into stacks of `size` slots,
-filled up with slots of weight zero: on CUDA the work of a stack is captured once as a graph and
-replayed. Equal to `clients.local_train` and `clip_flat` up to rounding.
+one run, share its parameters, which are read once. A round is cut into stacks of `size` slots. On
+CUDA the work of a stack is captured once as a graph and replayed, so the last one is filled up with
+slots of weight zero (`stack_size` keeps them few). Equal to `clients.local_train` and `clip_flat`
+up to rounding.
 
 >>> flat = FlatRows.of(nn.Linear(3, 2))
 >>> flat.size, flat.views(torch.zeros(4, flat.size))["weight"].shape
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,6 +43,7 @@ from noshuffle.training.compiled.graphs import Captured, warmed
 GradientFn = Callable[[Mapping[str, Tensor], Tensor, Tensor, Tensor], dict[str, Tensor]]
 GROUP = 10
 _ALIGNED = 8  # floats
+_OVERHEAD = 100  # slots that take about as long as the launches of one stack
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,23 @@ def gradient_fn(model: nn.Module) -> GradientFn:
     return gradients
 
 
+def slots_of(places: NDArray[np.int64]) -> int:
+    """Slots that the users of one run take: neighbours of a group are of one run."""
+    return -(-len(places) // GROUP) * GROUP
+
+
+def stack_size(slots: Sequence[int], *, at_most: int) -> int:
+    """The size with which rounds of so many slots take least: Σ_t stacks_t · (size + overhead).
+
+    >>> stack_size([1500, 1500, 1500], at_most=2400), stack_size([1500] * 3, at_most=800)
+    (1500, 750)
+    """
+    counts, often = np.unique(slots, return_counts=True)
+    sizes = np.arange(GROUP, max(at_most, GROUP) + 1, GROUP)
+    stacks = -(-counts[:, None] // sizes)
+    return int(sizes[np.argmin(often @ (stacks * (sizes + _OVERHEAD)))])
+
+
 def slack_on(device: torch.device) -> float:
     """How far below the clip norm to stay: the sum is a product, which may keep ten bits only."""
     is_coarse = device.type == "cuda" and rounds_products()
@@ -161,31 +181,35 @@ class Stack:
         """Σ clip(Δ) per run, for the users given with each run; overwritten by the next call."""
         tables = []
         for run, places in slots:
-            short = -len(places) % GROUP
+            short = slots_of(places) - len(places)
             own = np.pad(np.stack([places, np.ones_like(places)]), ((0, 0), (0, short)))
             tables.append(np.concatenate([np.full((1, own.shape[1]), run), own]))
         table = np.concatenate(tables, axis=1).astype(np.int64)
-        table = np.pad(table, ((0, 0), (0, -table.shape[1] % self._size)))
+        if self._is_captured:
+            table = np.pad(table, ((0, 0), (0, -table.shape[1] % self._size)))
         given = torch.from_numpy(table).to(self._device)
         self._total.zero_()
-        for at in range(0, given.shape[1], self._size):
-            self._slots.copy_(given[:, at : at + self._size])
-            if self._is_captured and self._graph is None:
+        for some in given.split(self._size, dim=1) if given.numel() else ():
+            if not self._is_captured:
+                self._work(some)
+                continue
+            self._slots.copy_(some)
+            if self._graph is None:
                 self._graph = self._capture()
-            (self._graph or self._work)()
+            self._graph()
         return self._total
 
     def _capture(self) -> Captured:
         """The work of a stack as a graph; what warming up added to the sums is taken back."""
-        before = self._total.clone()
-        warmed(self._work, self._device)
-        graph = Captured(self._work, captures=True)
+        before, work = self._total.clone(), partial(self._work, self._slots)
+        warmed(work, self._device)
+        graph = Captured(work, captures=True)
         self._total.copy_(before)
         return graph
 
     @torch.no_grad()
-    def _work(self) -> None:
-        run, place, live = self._slots
+    def _work(self, slots: Tensor) -> None:
+        run, place, live = slots
         start = self._theta[run]
         now = start.clone()
         views = self._flat.views(now)

@@ -85,6 +85,14 @@ class FederatedTask:
             raise InvalidInput(f"{self.name} has no user {user!r}")
         return self._place[user]
 
+    def places(self, users: Iterable[UserId]) -> NDArray[np.int64]:
+        """The places of many users, in this order."""
+        listed = list(users)
+        found = [*map(self._place.get, listed)]
+        if None in found:
+            self.place(listed[found.index(None)])  # says who is unknown
+        return np.array(found, dtype=np.int64)
+
     def client(self, user: UserId) -> Batch:
         """All examples of a user, in their natural order."""
         i = self.place(user)
