@@ -85,7 +85,7 @@ def _search(
     grid = [(key, z, centre * f) for key, (z, centre) in points.items() for f in factors]
     found = train_users(
         settings, device, task, name, from_dict(made[name]["strategy"]),
-        [(z, rate) for _, z, rate in grid], size=settings["clients"], seed=99,
+        [(z, rate) for _, z, rate in grid], size=settings["clients"], seed=settings["search_seed"],
     )  # fmt: skip
     out: dict[str, dict[str, tuple[float, float]]] = {}
     for (key, _, rate), scores in zip(grid, found):
@@ -113,7 +113,7 @@ def rate_at(
 
 def _final(
     settings: Settings, device: str, name: str, seed: int, results: Results
-) -> dict[str, list[float]]:
+) -> dict[str, Any]:
     """Test accuracy at every noise multiplier, one seed."""
     head = settings["task"]
     task, made = user_task(head), results[f"{head}/mechanisms"]
@@ -128,7 +128,7 @@ def _final(
         settings, device, task, name, from_dict(made[name]["strategy"]), list(zip(noise, rates)),
         size=settings["clients"], seed=seed,
     )  # fmt: skip
-    return {"rate": rates, "accuracy": [accuracy for accuracy, _ in found]}
+    return {"seed": seed, "rate": rates, "accuracy": [accuracy for accuracy, _ in found]}
 
 
 def tolerated(levels: Sequence[float], accuracy: Sequence[float], target: float) -> float | None:
@@ -205,7 +205,7 @@ def _cohort(
         [(point["noise"], rate)], size=size, seed=0,
     )  # fmt: skip
     return {"target": line["target"], "wanted": line["accuracy"], "epsilon": point["epsilon"],
-            "clients": size, "accuracy": found[0][0]}  # fmt: skip
+            "clients": size, "accuracy": found[0][0], "seed": 0}  # fmt: skip
 
 
 def _study(settings: Settings, asked: Request) -> list[Cell]:
