@@ -21,7 +21,7 @@ from noshuffle.experiments.figure import (
     not_tested,
     verdict,
 )
-from noshuffle.experiments.panels import COLOURS, markdown, panels
+from noshuffle.experiments.panels import COLOURS, markdown, panels, plain_ticks
 
 TITLES = {
     "blt": "DP-FTRL, BLT",
@@ -150,6 +150,7 @@ def _computation(axis: Any, results: Results, head: str) -> None:
             axis.plot(found["clients"], found["epsilon"], "o", color=colour, mfc=full, ms=5)
     axis.set(xlabel="clients a round", ylabel="ε of a user", title="2c: at equal accuracy")
     if words:
+        plain_ticks(axis, sorted({p["clients"] for line in lines for p in line["points"]}))
         axis.legend(fontsize=6.5, frameon=False)
 
 

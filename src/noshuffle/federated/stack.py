@@ -189,7 +189,8 @@ class Stack:
             table = np.pad(table, ((0, 0), (0, -table.shape[1] % self._size)))
         given = torch.from_numpy(table).to(self._device)
         self._total.zero_()
-        for some in given.split(self._size, dim=1) if given.numel() else ():
+        for at in range(0, given.shape[1], self._size):
+            some = given[:, at : at + self._size]
             if not self._is_captured:
                 self._work(some)
                 continue
