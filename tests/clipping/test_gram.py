@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from noshuffle.clipping import gpu_kernels, gram
+from noshuffle.clipping.forms import RowGradient
 
 SCALES = [
     (1.0, 1.0),
@@ -122,3 +124,22 @@ def test_many_examples_are_scaled_in_several_launches(monkeypatch):
     assert torch.equal(gpu_kernels.rescale(x, factors), x * factors[:, None])
     with pytest.raises(RuntimeError):
         gpu_kernels.rescale(x, factors[:-1])
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_norms_of_long_embeddings_equal_those_written_out(kind: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(11)
+    for length, rows in ((65, 3), (200, 500), (130, 1)):  # longer than `max(64, d)`
+        index = torch.randint(rows, (4, length), generator=g, dtype=kind)
+        form = RowGradient(index, torch.randn(4, length, 5, generator=g), (rows, 5))
+        wanted = form.dense().double().square().flatten(1).sum(1)
+        torch.testing.assert_close(form.squares(), wanted, rtol=1e-4, atol=0.0)
+        assert bool((form.squares() >= wanted * (1 - 1e-6)).all())
+
+
+@pytest.mark.parametrize("length", [8, 200])
+def test_norms_of_embeddings_ask_nothing_of_the_data(length: int) -> None:
+    # A sum that waits for an answer of the device cannot be captured; fake tensors have none.
+    with FakeTensorMode():
+        index, g = torch.empty(4, length, dtype=torch.int64), torch.empty(4, length, 5)
+        assert RowGradient(index, g, (30, 5)).squares().shape == (4,)

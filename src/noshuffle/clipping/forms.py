@@ -30,6 +30,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from noshuffle.clipping import gpu_kernels, gram
 from noshuffle.clipping.gram import SMALLEST, allowance, has_kernel
@@ -246,16 +247,25 @@ class RowGradient(GradientForm):
             table = torch.where(same, gram.inner(self.g), 0.0)
             exact = table.sum((1, 2), dtype=torch.float64).clamp_min(0.0)
         else:
-            key, inverse = torch.unique(self._places(), return_inverse=True)
             g = wide(self.g).flatten(0, 1)
-            rows = g.new_zeros(len(key), d).index_add_(0, inverse.reshape(-1), g)
-            exact = g.new_zeros(b).index_add_(0, key // self.shape[0], rows.square().sum(1))
+            rows = g.new_zeros(b * t, d).index_add_(0, self._numbered().reshape(-1), g)
+            exact = rows.view(b, -1).square().sum(1, dtype=torch.float64)
         return exact + allowance(self.g.dtype, d) * self.reach().square()
 
     def _places(self) -> Tensor:
         """The row of every entry if the tables of all examples lay one behind the other."""
         owner = torch.arange(len(self.index), device=self.index.device).unsqueeze(1)
         return owner * self.shape[0] + self.index
+
+    def _numbered(self) -> Tensor:
+        """As `_places`, with the rows that an example uses numbered from 0: at most T of them.
+
+        Their number is not asked for: a graph could not wait for the answer.
+        """
+        own, order = self.index.sort(dim=1)
+        number = functional.pad((own[:, 1:] != own[:, :-1]).cumsum(1), (1, 0))
+        owner = torch.arange(len(own), device=own.device).unsqueeze(1) * own.shape[1]
+        return owner + torch.empty_like(number).scatter_(1, order, number)
 
     def reach(self) -> Tensor:
         """Σ_t ‖g_t‖ per example: the norm if nothing cancelled."""
