@@ -99,11 +99,23 @@ def made_up(**shift: float) -> dict[str, Any]:
         for word in ("2.6", "8.6") for name in base
     ]  # fmt: skip
     none = {"t/final/none/0": {"rate": [1.0], "accuracy": [70.0]}}
-    return {"t/mechanisms": made, **finals, **none, "t/computation": lines}
+    return {"t/mechanisms": made, **finals, **none, "t/computation/1": lines}
 
 
 def test_claims_hold_and_fail(tmp_path: Path) -> None:
     results = made_up()
+    results["t/computation/2"] = []  # lines come from the most trials
+    assert figure2.FIGURE.checked(results)[0].verdict == NOT_TESTED
+    del results["t/computation/2"]
+    results["t/cohort/blt/200"] = {
+        "clients": 200,
+        "accuracy": 61.0,
+        "wanted": 60.0,
+        "epsilon": None,
+    }
+    assert "| trained for 60.00 % | DP-FTRL, BLT | 200: 61.00 % at ε = ∞ |" in (
+        figure2.FIGURE.table(results)
+    )
     assert [claim.verdict for claim in figure2.FIGURE.checked(results)] == [HOLDS] * 5
     figure2.FIGURE.draw(results, tmp_path / "a.svg")
     assert at_epsilon(curve(results, "t", "blt")[0], 2.0) == pytest.approx(61.0)

@@ -189,11 +189,11 @@ def _computation(settings: Settings, trials: int, results: Results) -> list[dict
 
 
 def _cohort(
-    settings: Settings, device: str, name: str, size: int, results: Results
+    settings: Settings, device: str, name: str, size: int, trials: int, results: Results
 ) -> dict[str, Any] | None:
     """A trained point of 2c, at the last of our targets that the line knows; None without one."""
     head = settings["task"]
-    lines = [line for line in results[f"{head}/computation"] if line["mechanism"] == name]
+    lines = [one for one in results[f"{head}/computation/{trials}"] if one["mechanism"] == name]
     points = [(line, p) for line in lines for p in line["points"] if p["clients"] == size]
     if not points:
         return None
@@ -229,13 +229,14 @@ def _study(settings: Settings, asked: Request) -> list[Cell]:
             cells.append(Cell(key, work, cost, head, (*first, f"{head}/search/{name}")))
             finals.append(key)
     work = partial(_computation, settings, trials)
-    cells.append(Cell(f"{head}/computation", work, needs=(*first, *finals)))
+    # By the number of trials: more of them later make other lines.
+    lines = f"{head}/computation/{trials}"
+    cells.append(Cell(lines, work, needs=(*first, *finals)))
     for size in settings["trained_cohorts"]:
         for name in settings["trained_mechanisms"]:
-            work = partial(_cohort, settings, device, name, size)
+            work = partial(_cohort, settings, device, name, size, trials)
             cost = size / settings["clients"]
-            needs = (f"{head}/computation",)
-            cells.append(Cell(f"{head}/cohort/{name}/{size}", work, cost, head, needs))
+            cells.append(Cell(f"{head}/cohort/{name}/{size}", work, cost, head, (lines,)))
     return cells
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from noshuffle.experiments.figure import (
     not_tested,
     verdict,
 )
-from noshuffle.experiments.panels import COLOURS, markdown, panels, plain_ticks
+from noshuffle.experiments.panels import COLOURS, line, markdown, panels, plain_ticks
 
 TITLES = {
     "blt": "DP-FTRL, BLT",
@@ -59,6 +59,12 @@ def _finals(results: Results, head: str, name: str) -> list[list[float]]:
     return found
 
 
+def computed(results: Results, head: str) -> list[dict[str, Any]]:
+    """The lines of 2c, from as many trials as there are; none before the first."""
+    _, found = line(results, f"{head}/computation")
+    return found[-1] if found else []
+
+
 def at_epsilon(points: Sequence[dict[str, float]], epsilon: float) -> float | None:
     """Accuracy at ε, between trained points (linear in log ε); None beyond them."""
     known = sorted((p["epsilon"], p["accuracy"]) for p in points if math.isfinite(p["epsilon"]))
@@ -68,31 +74,32 @@ def at_epsilon(points: Sequence[dict[str, float]], epsilon: float) -> float | No
     return float(np.interp(math.log(epsilon), logs, accuracy))
 
 
+def _epsilon(point: Mapping[str, Any]) -> str:
+    return "∞" if point["epsilon"] is None else f"{point['epsilon']:.2f}"
+
+
 def table(results: Results) -> str:
     lines = []
     for head in heads(results):
         lines += [f"**{head}**: accuracy in % at ε (between trained points)", ""]
         grid = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-        rows: list[tuple[str, ...]] = []
+        rows: list[tuple[object, ...]] = []
         for name, title in TITLES.items():
             with suppress(KeyError):
-                points = curve(results, head, name)[0]
+                points, trials = curve(results, head, name)
                 found = (at_epsilon(points, e) for e in grid)
-                rows.append((title, *("–" if a is None else f"{a:.2f}" for a in found)))
-        lines += markdown(("mechanism", *(f"ε = {e:g}" for e in grid)), rows)
+                rows.append((title, trials, *("–" if a is None else f"{a:.2f}" for a in found)))
+        lines += markdown(("mechanism", "trials", *(f"ε = {e:g}" for e in grid)), rows)
         with suppress(KeyError):
             lines += ["", f"without noise {np.mean(_finals(results, head, 'none')):.2f} %"]
         rows = []
-        for line in results.get(f"{head}/computation", []):
-            told = ", ".join(
-                f"{p['clients']}: {'∞' if p['epsilon'] is None else format(p['epsilon'], '.2f')}"
-                for p in line["points"]
-            )
-            target = f"{line['target']} ({line['accuracy']:.2f} %)"
-            rows.append((target, TITLES[line["mechanism"]], told or "not reached"))
+        for one in computed(results, head):
+            told = ", ".join(f"{p['clients']}: {_epsilon(p)}" for p in one["points"])
+            target = f"{one['target']} ({one['accuracy']:.2f} %)"
+            rows.append((target, TITLES[one["mechanism"]], told or "not reached"))
         for key, one in results.items():
             if key.startswith(f"{head}/cohort/") and one:
-                told = f"{one['clients']}: {one['accuracy']:.2f} % at ε = {one['epsilon']:.2f}"
+                told = f"{one['clients']}: {one['accuracy']:.2f} % at ε = {_epsilon(one)}"
                 title = TITLES[key.split("/")[2]]
                 rows.append((f"trained for {one['wanted']:.2f} %", title, told))
         lines += ["", *markdown(("target", "mechanism", "ε at clients a round"), rows), ""]
@@ -132,15 +139,15 @@ def _accuracy(over_epsilon: Any, over_noise: Any, results: Results, head: str) -
 
 
 def _computation(axis: Any, results: Results, head: str) -> None:
-    lines = results.get(f"{head}/computation", [])
+    lines = computed(results, head)
     words = list(dict.fromkeys(line["target"] for line in lines if line["points"]))
     dashes = {word: ("-", "--", ":", "-.")[i % 4] for i, word in enumerate(words)}
-    for line in lines:
-        known = [p for p in line["points"] if p["epsilon"] is not None]
+    for one in lines:
+        known = [p for p in one["points"] if p["epsilon"] is not None]
         if known:
             across, up = ([p[k] for p in known] for k in ("clients", "epsilon"))
-            colour = PAINT[line["mechanism"]]
-            axis.loglog(across, up, dashes[line["target"]], color=colour, lw=1)
+            colour = PAINT[one["mechanism"]]
+            axis.loglog(across, up, dashes[one["target"]], color=colour, lw=1)
     for word in words:
         axis.plot([], [], dashes[word], color="0.3", label=word)
     for key, found in results.items():
@@ -155,7 +162,9 @@ def _computation(axis: Any, results: Results, head: str) -> None:
 
 
 def _lines(results: Results, head: str, word: str) -> dict[str, dict[str, Any]]:
-    found = results[f"{head}/computation"]
+    found = computed(results, head)
+    if not found:
+        raise KeyError(f"{head}/computation")
     return {line["mechanism"]: line for line in found if line["target"].startswith(word)}
 
 
