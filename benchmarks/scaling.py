@@ -141,13 +141,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+    plain_numbers = FuncFormatter(lambda v, _: f"{v / 1e6:.2g} M" if v >= 1e5 else f"{v:g}")
     figure, axes = pyplot.subplots(2, 2, figsize=(8.0, 6.0), layout="constrained")
     for own, axis in zip(axes.flat, AXES):
         for name, colour in (("plain", "#9aa5b1"), ("private", "#0b6e99")):
             points = [(r["value"], r[name]) for r in rows if r["axis"] == axis and r[name]]
             own.plot(*zip(*points), marker="o", color=colour, label=name)
         own.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms a step")
+        own.xaxis.set_major_locator(FixedLocator([r["value"] for r in rows if r["axis"] == axis]))
+        own.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        for side in (own.xaxis, own.yaxis):
+            side.set_minor_locator(NullLocator())
+            side.set_major_formatter(plain_numbers)
         own.grid(alpha=0.25)
         own.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False)
