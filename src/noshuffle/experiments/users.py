@@ -45,10 +45,13 @@ def limits(settings: Settings, *, population: int, cohort: int) -> MinSeparation
 
 def felt(strategy: Strategy, settings: Settings) -> float:
     """Noise on the iterates for unit draws and one client."""
-    noise = lfilter(
-        [1.0], [1.0, -settings["momentum"]], strategy.noising(settings["rounds"]), axis=0
-    )
-    noise = lfilter([1.0], [1.0, -settings["forget"]], noise, axis=0)
+    return _felt(strategy, settings["rounds"], settings["momentum"], settings["forget"])
+
+
+@lru_cache(maxsize=256)
+def _felt(strategy: Strategy, rounds: int, momentum: float, forget: float) -> float:
+    noise = lfilter([1.0], [1.0, -momentum], strategy.noising(rounds), axis=0)
+    noise = lfilter([1.0], [1.0, -forget], noise, axis=0)
     return float(np.sqrt(np.square(noise).sum(1).mean()))
 
 
