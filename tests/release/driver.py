@@ -93,6 +93,10 @@ class Driver:
 
     engine: Any
 
+    def sampler(self, population: int) -> Any:
+        """The secret draws of a sampled plan."""
+        return self.run.sampler(population)
+
     def statement(self) -> Any:
         return self.run.statement()
 

@@ -175,6 +175,7 @@ class Learning(Driver):
 
     absent: ClassVar = {
         "nan": "an estimator refuses rows that are not finite before its stream sees them",
+        "secret_positions": "rows are taken in the order in which they come",
     }
     refusal = (ParticipationViolation, "id 2 came twice and the plan allows one row each")
     first_lives = 2  # in memory, then in the folder
@@ -244,6 +245,7 @@ class SolverRun(Driver):
         "epsilon": "a solver shows its whole run or nothing, and states the ε of the whole",
         "kill": "a solver keeps no folder",
         "kill_thirty_times": "a solver keeps no folder",
+        "secret_positions": "a solver keeps no folder",
     }
     refuses_nan, has_folder = True, False
     pull = 2.0**20  # λ: a power of two, so that iterates times λ are sums to the bit
@@ -289,6 +291,7 @@ class StudyRuns(Driver):
         "copy": "a study keeps no folder",
         "kill": "a study keeps no folder",
         "kill_thirty_times": "a study keeps no folder",
+        "secret_positions": "a study keeps no folder",
     }
     has_folder = False
     runs = 4

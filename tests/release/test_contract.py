@@ -15,10 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.release import positions
 from tests.release.contract import DRIVERS
 from tests.release.driver import Driver, ids_of, rows_of
 
@@ -26,7 +28,7 @@ from noshuffle.convex.losses import hinge
 from noshuffle.convex.solvers import ftrl
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.noise.grid import grid_step
-from noshuffle.participation import SinglePass
+from noshuffle.participation import BallsInBins, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.private_sum import PrivateSum
 from noshuffle.strategies import blt, identity, tree
@@ -224,6 +226,33 @@ def test_grid(name: str) -> None:
     for value in go(driver, STEPS, WIDE, rough):
         in_steps = value / grid_step(SCALE)
         assert np.abs(in_steps - np.round(in_steps)).max() < 1e-3
+
+
+@every_driver
+def test_secret_positions(name: str, tmp_path: Path) -> None:
+    """Who was drawn when is in the folder while the run lives, and in no file of it when sealed."""
+    driver, folder = DRIVERS[name](), tmp_path / "run"
+    given = driver.fit(plan_of(identity()))
+    is_banded = given.strategy == identity()  # any strategy is accounted for under balls in bins
+    rule = positions.FEW_OF_MANY if is_banded else BallsInBins(1, STEPS)
+    accountant = "fourier" if is_banded else "bins"
+    plan = replace(given, participation=rule, accountant=accountant)
+    driver.build(folder, plan, None, 16)
+    sampler = driver.sampler(positions.MANY if is_banded else 40)
+    drawn = [sampler.draw(step) for step in range(STEPS)]
+    for step, ids in enumerate(drawn):
+        driver.step(rows_of(step, 16, len(ids)), ids.tolist())
+        if step % 2:
+            driver.save()
+    driver.ledger.flush()
+    before = verify(driver.evidence(folder))
+    assert before.answer == "PROVED", before.words()
+    assert positions.shown(folder, drawn)
+    driver.close()
+    assert positions.shown(folder, drawn) == []
+    verdict = verify(driver.evidence(folder))
+    assert (verdict.answer, verdict.epsilon) == ("PROVED", before.epsilon), verdict.words()
+    assert f"before the keys were destroyed: the secret draws of {STEPS} steps" in verdict.checked
 
 
 Kills = Callable[[str, Path, int], None]

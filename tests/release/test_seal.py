@@ -74,6 +74,24 @@ def test_a_finished_run_keeps_nothing_that_takes_its_noise_off(tmp_path: Path) -
     assert verify(path).answer == "PROVED"
 
 
+def test_what_a_kill_left_half_written_goes_too(tmp_path: Path) -> None:
+    """Keys and noise states that a process was writing to a temporary name when it was killed."""
+    path = tmp_path / "run"
+    private = folders.train(folders.open_run(path))
+    private.close(keep_keys=True)
+    checkpoints = path / "checkpoints"
+    key, state = checkpoints / "key.json", newest(path)
+    shutil.copyfile(key, checkpoints / ".key.json.77.tmp")
+    shutil.copytree(state, checkpoints / ".step-00000020.77.tmp")
+    shutil.copytree(state, checkpoints / ".old-step-00000016.77")
+    secret = json.loads(key.read_text())["secret"].encode()
+    assert secret in everything(path)
+    seal(path)
+    assert secret not in everything(path)
+    assert sorted(file.name[:5] for file in checkpoints.iterdir()) == ["step-", "step-"]
+    assert verify(path).answer == "PROVED", verify(path).words()
+
+
 def test_keys_stay_if_asked_for_by_name(tmp_path: Path) -> None:
     private = folders.train(folders.open_run(tmp_path / "run"))
     private.close(keep_keys=True)

@@ -56,22 +56,32 @@ def verify(asked: VerifySettings, output: Output) -> int:
 @dataclass(frozen=True, kw_only=True)
 class SealSettings(FolderArgument):
     sign: Path | None = setting(None, SIGN_HELP)
+    keep_positions: bool = setting(
+        False, "keep who was drawn when in the ledger of a sampled run", "--keep-positions"
+    )
 
 
 @takes(SealSettings, Output)
 def seal(asked: SealSettings, output: Output) -> None:
     """Destroy the keys of a run for good, so that nobody can take the noise off again.
 
-    What only the keys can show is checked first and written down. An unfinished run cannot go on
-    afterwards. Finished runs of train, federated and sum are sealed by themselves.
+    What only the keys can show is checked first and written down. Of a run with secret draws the
+    lists of who was drawn are removed too. An unfinished run cannot go on afterwards. Finished
+    runs of train, federated and sum are sealed by themselves.
     """
+    from noshuffle.release.folder import RunFolder
+    from noshuffle.release.ledger_tables import Evidence
     from noshuffle.release.seal import seal as close
 
-    checked, is_signed = close(asked.run, sign=asked.sign), asked.sign is not None
+    checked = close(asked.run, sign=asked.sign, keep_positions=asked.keep_positions)
+    is_signed = asked.sign is not None
     if output.json:
         print_json({"sealed": str(asked.run), "checked": list(checked), "signed": is_signed})
         return
     print(f"sealed: the keys of {asked.run} are destroyed")
+    with closing(Evidence(RunFolder(asked.run).ledger_file)) as evidence:
+        if any(row.is_removed for row in evidence.rows()):
+            print("  who was drawn in which step is removed from its ledger")
     for line in checked:
         print(f"  (checked before: {line})")
     if is_signed:

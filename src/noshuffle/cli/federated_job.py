@@ -253,9 +253,13 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
 
 
 def _tell_operator(job: Job, report: RoundReport) -> None:
-    """Raw counts of a round, which ε does not cover: a file for the owner of the folder only."""
+    """Raw counts of a round, which ε does not cover: a file for the owner of the folder only.
+
+    None where cohorts are secret draws: how many were asked is as secret as who, and the ledger
+    would keep digests of the file, from which the count of a round can be guessed.
+    """
     folder = job.server.run
-    if folder is None:
+    if folder is None or job.server.plan.participation.is_sampled:
         return
     row = {name: getattr(report, name) for name in ("step", "asked", "answered", "nonfinite")}
     line = json.dumps({**row, "refused": len(report.refused)}) + "\n"

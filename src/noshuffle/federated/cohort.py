@@ -78,6 +78,11 @@ def read_log(run: str | Path) -> RoundLog:
         raise InvalidInput(f"{run} holds no ledger.sqlite; give the folder of a run") from None
     rows = list(evidence.rows())
     evidence.close()
+    if any(row.is_removed for row in rows):
+        raise InvalidInput(
+            f"the cohorts of {run} were secret draws, and were removed when it was sealed; there "
+            "is no log of them"
+        )
     return RoundLog(tuple(row.units for row in rows), tuple(row.time for row in rows))
 
 

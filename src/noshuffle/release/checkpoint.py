@@ -48,7 +48,7 @@ def save(
     step = int(state["step"])
     target = folder / f"step-{step:08d}"
     temporary = folder / f".step-{step:08d}.{os.getpid()}.tmp"
-    _sweep(folder)
+    sweep(folder)
     temporary.mkdir(parents=True)
     model = {name: value.detach().cpu().clone() for name, value in state["model"].items()}
     try:
@@ -123,7 +123,7 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     """Remove what crashes left half-written or half-removed (a run has one writer at a time)."""
     for left in [*folder.glob(".step-*.tmp"), *folder.glob(".old-*")]:
         shutil.rmtree(left)

@@ -5,6 +5,7 @@
                     participation; the summary per unit equal to the steps it covers
     keys            where they still are: secret draws, users of rounds, lives (`seal.by_keys`);
                     where they are gone: what was checked before they were destroyed
+    positions       who was drawn is removed where a seal says so, and nowhere else
 
 What could not be checked, and what was, is noted in `Found`. State: none.
 """
@@ -27,7 +28,7 @@ from noshuffle.release.extension import FACTS, KIND, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described, stranger
 from noshuffle.release.opening import known_steps
-from noshuffle.release.seal import by_keys
+from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line
 from noshuffle.release.units import Ids, UnitTable, name_to_id
 
 
@@ -45,6 +46,7 @@ class Found:
     refuted: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
+    exposed: list[str] = field(default_factory=list)
     is_signed: bool = False
 
     def told_rows(self) -> int | None:
@@ -119,8 +121,9 @@ def steps(found: Found) -> Iterator[str]:
     if len(rows) > plan.steps:
         yield f"{len(rows)} steps were released, the plan covers {plan.steps}"
     for row in rows:
-        if row.claimed_units != len(row.units):
-            yield f"step {row.step} claims {row.claimed_units} units and lists {len(row.units)}"
+        count = 0 if row.is_secret else len(row.units)
+        if row.claimed_units != count:
+            yield f"step {row.step} claims {row.claimed_units} units and lists {count}"
             return
         if not 0 <= row.life < len(found.lives):
             yield f"step {row.step} is of life {row.life}, the ledger has {len(found.lives)}"
@@ -201,12 +204,56 @@ def keys(found: Found) -> Iterator[str]:
         failures, checked = by_keys(ring, found.plan, found.rows, found.facts, found.lives)
         found.checked += checked
         yield from failures
-    elif seals := found.evidence.notes("seal"):
-        lines = dict.fromkeys(line for note in seals for line in note["checked"])
-        found.checked += [f"before the keys were destroyed: {line}" for line in lines]
+    elif found.evidence.notes("seal"):
+        found.checked += [f"before the keys were destroyed: {line}" for line in sealed(found)]
     else:
         found.unchecked.append(
             "what needs the keys, which are not in the folder although the run was not sealed"
+        )
+
+
+def sealed(found: Found) -> list[str]:
+    """What was checked with the keys before they were destroyed."""
+    seals = found.evidence.notes("seal")
+    return list(dict.fromkeys(line for note in seals for line in note["checked"]))
+
+
+def positions(found: Found) -> Iterator[str]:
+    """Secret lists of units are all there, or all gone by a seal that compared them before."""
+    secret = [row for row in found.rows if row.is_secret]
+    gone = [row for row in secret if row.is_removed]
+    if secret and not found.plan.participation.is_sampled:
+        yield f"step {secret[0].step} hides its units, and the plan has no secret draws"
+        return
+    states = [note["state"] for note in found.evidence.notes(POSITIONS)]
+    if gone and (not states or "sealed" not in found.facts):
+        yield f"step {gone[0].step} lists no units any more, and no seal removed them"
+    elif gone and len(gone) < len(secret):
+        yield f"step {gone[0].step} lists no units any more, and other steps do"
+    elif secret and not gone and REMOVED in states:
+        yield f"the units of step {secret[0].step} were removed by a seal, and are there again"
+    elif gone and REMOVED not in states:
+        found.unchecked.append(
+            "whether the secret positions are gone from the disk: their removal did not come to "
+            "its end (seal the run once more)"
+        )
+    elif gone:
+        found.checked.append(
+            f"the secret positions of {len(gone)} steps were removed by the seal; the chain holds "
+            "a commitment to each"
+        )
+    if not found.rows or not found.plan.participation.is_sampled:
+        return
+    has_keys = found.run.key_file.exists()
+    if (gone or not has_keys) and draws_line(len(found.rows)) not in sealed(found):
+        found.unchecked.append("the secret draws: they were not compared with keys that are gone")
+    listed = sum(not row.is_removed for row in found.rows)
+    if listed and not has_keys:
+        is_plain = len(gone) == len(secret)
+        how = "an earlier version wrote them" if is_plain else "noshuffle seal removes them"
+        found.exposed.append(
+            f"the ledger lists who was drawn in {listed} steps, which ε rests on nobody knowing: "
+            f"keep it to yourself ({how})"
         )
 
 
@@ -224,4 +271,4 @@ def digests(found: Found) -> Iterator[str]:
     yield from ()
 
 
-LEDGER_CHECKS = (chain, facts, extensions, steps, units, batches, keys, digests)
+LEDGER_CHECKS = (chain, facts, extensions, steps, units, batches, keys, positions, digests)

@@ -136,15 +136,20 @@ class RunFolder:
             raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None
 
     def destroy_keys(self) -> None:
-        """Overwrite and remove the keys. What a file system or a backup keeps elsewhere stays."""
-        if not self.key_file.exists():
-            return
-        with self.key_file.open("r+b") as file:
-            file.write(bytes(self.key_file.stat().st_size))
-            file.flush()
-            os.fsync(file.fileno())
-        self.key_file.unlink()
-        sync(self.checkpoints)
+        """Overwrite and remove the keys. What a file system or a backup keeps elsewhere stays.
+
+        Also those that a process was writing when it was killed (`files.write_bytes`).
+        """
+        half_written = self.checkpoints.glob(f".{self.key_file.name}.*.tmp")
+        found = [file for file in (*half_written, self.key_file) if file.exists()]
+        for path in found:
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+                file.flush()
+                os.fsync(file.fileno())
+            path.unlink()
+        if found:
+            sync(self.checkpoints)
 
     def ancestors(self) -> tuple[Ancestor, ...]:
         """The runs this one was forked from, oldest first."""

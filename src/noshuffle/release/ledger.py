@@ -197,6 +197,11 @@ class Ledger(LedgerFile):
     def _replay(self, step: int, ids: Ids | None, batch: bytes, *, is_partial: bool) -> Admission:
         """Whose rows the released sum held; whether it comes out the same is seen by its digest."""
         row = self.row(step)
+        if row.is_removed:
+            raise ReplayRefused(
+                f"who took part in step {step} was removed when this run was sealed; it cannot be "
+                "repeated"
+            )
         if row.batch and batch and row.batch != batch and not is_partial:
             raise ReplayRefused(
                 f"step {step} was already released with other data; the same noise would cancel in "
@@ -227,6 +232,7 @@ class Ledger(LedgerFile):
                 digest=digest,
                 units=admission.units,
                 identified_by=admission.identified_by,
+                is_secret=self.participation.is_sampled,
             )
         except Exception:
             raise

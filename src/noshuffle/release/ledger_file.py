@@ -30,6 +30,7 @@ from typing import Any
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, VerificationFailed
 from noshuffle.one_owner import OneOwner
 from noshuffle.release import ledger_tables as tables
+from noshuffle.release import secret_units
 from noshuffle.release.files import sync
 from noshuffle.release.units import Ids
 
@@ -164,12 +165,24 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         return sum(1 for _ in self.log("life"))
 
     def add_step(
-        self, step: int, *, batch: bytes, digest: bytes, units: Ids, identified_by: str
+        self,
+        step: int,
+        *,
+        batch: bytes,
+        digest: bytes,
+        units: Ids,
+        identified_by: str,
+        is_secret: bool = False,
     ) -> None:
-        """Write the row of a step; durable when this returns."""
+        """Write the row of a step; durable when this returns.
+
+        `is_secret`: its units can be removed later, and their number stands nowhere else.
+        """
         if os.getpid() != self._owner:
             self.check_owner()
         now, count, ids = time.time(), len(units), tables.encode_units(units)
+        if is_secret:
+            count, ids = 0, secret_units.hidden(ids)
         try:
             if not self.identified_by:
                 with self._writing():  # writes that belong together
@@ -305,6 +318,23 @@ class LedgerFile(tables.LedgerTables, OneOwner):
             with self._writing(by_anyone=True):
                 self._bind(how, str(self._count()))
         return self._count()
+
+    @property
+    def hides_units(self) -> bool:
+        """Whether there are secret lists of units, which `remove_units` would remove."""
+        return bool(secret_units.commitments(self.db))
+
+    def remove_units(self) -> None:
+        """Remove the secret lists of units for good; the chain holds as before.
+
+        Guarantees: when this returns, nothing of them is in the file or its log. After a crash
+        there are all of them or none, and to call it again brings it to its end.
+        """
+        self.db.execute("PRAGMA secure_delete=ON")
+        with self._writing(by_anyone=True):
+            new = secret_units.commitments(self.db)
+            self.db.executemany("UPDATE steps SET ids = ? WHERE step = ?", new)
+        secret_units.scrub(self.db, self._log)
 
     def _undo(self) -> None:
         """Before every write: take back one that did not come to its end."""

@@ -15,7 +15,8 @@ row before it (SHA-256),
 
 so a row that was changed, cut out or put in between breaks every later link, and a cut at the end
 disagrees with the link that statement.json and the checkpoints name. Only a signature (`seal`)
-shows that all of it was rewritten. Who took part is kept as compressed differences of integers.
+shows that all of it was rewritten. Who took part is kept as compressed differences of integers; the
+link of a sampled step takes a commitment to them, so that they can be removed (`secret_units`).
 
 >>> encode_units(np.arange(250)).__len__() < 40
 True
@@ -41,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from noshuffle.release import secret_units
 from noshuffle.release.units import Ids
 
 SCHEMA = """
@@ -60,13 +62,15 @@ CREATE TABLE IF NOT EXISTS units (
 FORMAT = "2"
 #: The link before the first row.
 START = hashlib.sha256(b"").digest()
+_NOBODY: Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One released step; `claimed_units` is the number written next to the list.
+    """One released step; `claimed_units` is the number written next to a list that is not secret.
 
     `digest` is empty where it came later (as `late` of the next row, or in the log) or never.
+    `units` are empty where they were secret and are removed.
     """
 
     step: int
@@ -77,6 +81,8 @@ class Row:
     units: Ids
     life: int = 0
     late: bytes = b""
+    is_secret: bool = False
+    is_removed: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ def step_link(
     before: bytes, step: int, life: int, time: float, count: int, *fields: bytes
 ) -> bytes:
     """The link of a step with its batch, digest, late digest and encoded units."""
-    return _linked(before, b"step" + struct.pack("<qqdq", step, life, time, count), *fields)
+    *prints, ids = fields
+    head = b"step" + struct.pack("<qqdq", step, life, time, count)
+    return _linked(before, head, *prints, secret_units.linked(ids))
 
 
 def event_link(before: bytes, kind: str, time: float, body: bytes) -> bytes:
@@ -241,7 +249,10 @@ class LedgerTables:
         names = "step, time, batch, digest, units, ids, life, late"
         query = f"SELECT {names} FROM steps WHERE step >= ? ORDER BY step"
         for step, when, batch, digest, count, blob, life, late in self.db.execute(query, (start,)):
-            yield Row(step, when, batch, digest, count, decode_units(blob), life, late)
+            is_removed = secret_units.is_removed(blob)
+            units = _NOBODY if is_removed else decode_units(secret_units.listed(blob))
+            is_secret = is_removed or secret_units.is_hidden(blob)
+            yield Row(step, when, batch, digest, count, units, life, late, is_secret, is_removed)
 
     def log(self, kind: str) -> Iterator[Event]:
         """Rows of the log of one kind, in order."""

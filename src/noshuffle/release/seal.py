@@ -1,10 +1,15 @@
-"""Seal a run: check what needs its keys, write the result down, destroy the keys; sign it.
+"""Seal a run: check what needs its keys, write the result down, destroy its secrets; sign it.
 
 Who has the keys (or the noise state of a checkpoint) and the model can take the noise off again: a
 finished run is safer without them. What only they can show is checked first and becomes a row of
 the ledger, so that `verify` goes on to know it: that secret draws are those in the ledger, that the
 rounds of a federated run were opened for the users that it lists, that every key is of a life on
-record. After that no step can be added.
+record. After that no step can be added. Of a sampled run the lists of who was drawn go too
+(`secret_units`), and the states of random generators, which tell how much was drawn from them.
+
+    checks → sealed, seal → noise states → keys → positions: to be removed, removed → statement
+
+A seal that was interrupted anywhere is brought to its end by the next one.
 
 State: none.
 """
@@ -28,20 +33,27 @@ from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.ledger_tables import Row
+from noshuffle.release.ledger_tables import Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.signature import private_key, write_signature
 
+#: The kind of note in the ledger about secret positions, and what it says of them.
+POSITIONS, TO_BE_REMOVED, REMOVED = "positions", "to be removed", "removed"
 
-def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tuple[str, ...]:
+
+def seal(
+    run: RunFolder | str | Path, *, sign: str | Path | None = None, keep_positions: bool = False
+) -> tuple[str, ...]:
     """Destroy the keys of a run for good; returns what was checked with them, in words.
 
-    `sign`: a file with an Ed25519 private key (PEM) to sign the result with.
+    `sign`: a file with an Ed25519 private key (PEM) to sign the result with. `keep_positions`: the
+    ledger of a sampled run goes on to list who was drawn when.
 
     Guarantees: raises, and destroys nothing, where the evidence contradicts the keys or where a
     checkpoint is not what the run saved. What was checked is in the ledger before the keys are
-    gone.
+    gone, and before the secret positions are. Where the run sampled, no file of the folder tells
+    who took part in a step, or how many, when this returns.
     """
     folder = RunFolder.of(run)
     plan = folder.plan()
@@ -49,6 +61,9 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
     with _opened(folder, plan) as ledger:
         if ledger.released < known_steps(folder):
             raise VerificationFailed(f"{folder.ledger_file} lacks steps that were released")
+        removes = plan.participation.is_sampled and not keep_positions
+        if removes and (broken := broken_link(ledger.db)):
+            raise VerificationFailed(f"{folder.path}: {broken}")
         checked: tuple[str, ...] = ()
         if folder.key_file.exists():
             ring = folder.ring()
@@ -65,9 +80,12 @@ def seal(run: RunFolder | str | Path, *, sign: str | Path | None = None) -> tupl
             )
         if ledger.meta("sealed") is None:
             ledger.end("sealed")
+        if checked or not ledger.notes("seal"):  # once more where a kill came in between
             ledger.note("seal", checked=list(checked))
-        _drop_noise_states(folder, ledger)
+        _drop_noise_states(folder, plan, ledger)
         folder.destroy_keys()
+        if removes:
+            _remove_positions(ledger)
         ledger.note("files", files=folder.published())
         write_statement(folder, plan, ledger)
         if signer is not None:
@@ -108,11 +126,17 @@ def by_keys(
         failures.append("key.json is older than the last steps of the ledger, or was edited")
     failures += _rounds(ring, rows, facts)
     checked = ["every key is of a process on record"]
-    if plan.participation.is_sampled:
-        checked.append(f"the secret draws of {len(rows)} steps")
-    if ROUND_PRINTS[0] in facts:
-        checked.append(f"the users of {len(rows)} rounds")
+    compared = sum(not row.is_removed for row in rows)
+    if plan.participation.is_sampled and (compared or not rows):
+        checked.append(draws_line(compared))
+    if ROUND_PRINTS[0] in facts and (compared or not rows):
+        checked.append(f"the users of {compared} rounds")
     return failures, tuple(checked)
+
+
+def draws_line(steps: int) -> str:
+    """What a seal notes once the draws of all its steps were compared with the keys."""
+    return f"the secret draws of {steps} steps"
 
 
 def _lives(
@@ -143,7 +167,7 @@ def _draws(
     except (NoshuffleError, ValueError) as error:
         yield f"the sampler cannot be rebuilt: {error}"
         return
-    for row in rows:
+    for row in (row for row in rows if not row.is_removed):
         if not np.array_equal(np.sort(row.units), sampler.draw(row.step)):
             yield f"step {row.step} holds other units than the secret sampler drew"
             return
@@ -153,18 +177,34 @@ def _rounds(ring: KeyRing, rows: list[Row], facts: dict[str, str | None]) -> Ite
     name, value = ROUND_PRINTS
     if facts.get(name) != value:
         return
-    for row in rows:
+    for row in (row for row in rows if not row.is_removed):
         if row.batch != round_print(row.step, row.units, secret=ring.secret):
             yield f"round {row.step} lists other users than those it was opened for"
             return
 
 
-def _drop_noise_states(folder: RunFolder, ledger: Ledger) -> None:
+def _remove_positions(ledger: Ledger) -> None:
+    """Who was drawn when; what it is made of is noted before, that it is done afterwards."""
+    states = [note["state"] for note in ledger.notes(POSITIONS)]
+    is_begun = TO_BE_REMOVED in states
+    if REMOVED in states or not (is_begun or ledger.hides_units):
+        return
+    if not is_begun:
+        ledger.note(POSITIONS, state=TO_BE_REMOVED, steps=ledger.released)
+    ledger.remove_units()
+    ledger.note(POSITIONS, state=REMOVED, steps=ledger.released)
+
+
+def _drop_noise_states(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Checkpoints keep model and optimizer; what past noise can be worked out of goes."""
+    is_sampled = plan.participation.is_sampled
+    secret = ("noise", "random", "epoch_random") if is_sampled else ("noise",)
+    checkpoint.sweep(folder.checkpoints)
     for path in checkpoint.saved(folder.checkpoints):
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        if state.get("noise") is not None:
+        left = {name: None for name in secret if state.get(name) is not None}
+        if left:
             buffer = io.BytesIO()
-            torch.save({**state, "noise": None}, buffer)
+            torch.save({**state, **left}, buffer)
             write_bytes(path / "state.pt", buffer.getvalue(), mode=0o600)
         ledger.note("checkpoint", step=int(state["step"]), files=checkpoint.digests(path))

@@ -40,6 +40,7 @@ class Verdict:
     lives: int = 0
     epsilon: float | None = None
     delta: float | None = None
+    exposed: tuple[str, ...] = ()
 
     @property
     def answer(self) -> str:
@@ -75,6 +76,7 @@ class Verdict:
         lines += [f"  - {line}" for line in (*self.refuted, *self.not_private)]
         lines += [f"  (checked: {line})" for line in self.checked if not self.refuted]
         lines += [f"  (not checked: {line})" for line in self.unchecked]
+        lines += [f"  (not to be published: {line})" for line in self.exposed]
         if not self.is_signed:
             lines.append(f"  ({UNSIGNED})")
         return "\n".join(lines)
@@ -89,6 +91,7 @@ class Verdict:
             "not_private": list(self.not_private),
             "checked": list(self.checked),
             "unchecked": list(self.unchecked),
+            "exposed": list(self.exposed),
             "signed": self.is_signed,
             "released_steps": self.released,
             "planned_steps": self.planned,

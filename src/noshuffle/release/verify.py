@@ -98,6 +98,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         len(found.lives),
         epsilon,
         delta,
+        tuple(found.exposed),
     )
 
 
@@ -133,6 +134,7 @@ def _together(path: str, phases: list[Verdict]) -> Verdict:
         sum(one.lives for one in phases),
         largest.epsilon,
         largest.delta,
+        lines("exposed"),
     )
 
 
