@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from noshuffle.convex import (
     PrivatePoissonRegressor,
     PrivateQuantileRegressor,
     PrivateSVC,
+    losses,
 )
-from noshuffle.convex.inference import law_of, spread_sum
-from noshuffle.convex.moments import pack
+from noshuffle.convex.gradient_rule import GradientRule
+from noshuffle.convex.inference import ClippedRows, law_of, reach, spread_sum
+from noshuffle.convex.margins import PerMargin
+from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.release.verify import verify
 
@@ -42,24 +46,84 @@ def test_one_row_adds_at_most_the_clip_norm() -> None:
             row = size * rng.normal(size=(1, 3))
             slope = rng.normal(size=(1, 3))
             slope *= min(1.0, 0.7 / float(np.linalg.norm(slope)))
-            out = spread_sum(row, slope, np.array([0.25]), clip=0.7, limit=4.0)
-            assert np.isfinite(out).all()
-            worst = max(worst, float(np.linalg.norm(out)))
+            for bend in (0.25, 0.0):
+                out = spread_sum(
+                    row, slope, np.array([bend]), clip=0.7, limit=4.0, outer_limit=0.49,
+                    is_clipped=np.array([True]),
+                )  # fmt: skip
+                assert np.isfinite(out).all()
+                assert (out[-1] > 0) == (bend == 0)
+                worst = max(worst, float(np.linalg.norm(out)))
     assert 0.65 < worst <= 0.7
 
 
 def test_the_law_is_that_of_a_newton_step() -> None:
     """Exact matrices in, the textbook sandwich out."""
     h, j = np.array([[2.0, 0.5], [0.5, 1.0]]), np.array([[1.0, 0.2], [0.2, 3.0]])
-    told = np.concatenate([pack(h) / 4.0, pack(j) / 0.49]) * 0.7 / math.sqrt(2)
+    told = np.concatenate([pack(h) / 4.0, pack(j) / 0.49, [0.0]]) * 0.7 / math.sqrt(2)
     found = law_of(
-        told, q=2, clip=0.7, limit=4.0, deviation=0.0, point=np.ones(2), gradient=h @ [0.1, 0.2],
-        gradient_deviation=0.05, rows=100, gain=1.0,
+        told, q=2, clip=0.7, limit=4.0, outer_limit=0.49, deviation=0.0, point=np.ones(2),
+        gradient=h @ [0.1, 0.2], gradient_deviation=0.05, rows=100, gain=1.0,
     )  # fmt: skip
     inverse = np.linalg.inv(h)
     np.testing.assert_allclose(found.centre, [0.9, 0.8])
     np.testing.assert_allclose(found.noise, 0.0025 * inverse @ inverse)
     np.testing.assert_allclose(found.sampling, inverse @ j @ inverse / 100)
+
+
+@pytest.mark.parametrize("loss", [losses.logistic(), losses.squared(radius=np.inf)])
+def test_curvature_is_the_derivative_of_the_gradients(loss: losses.Loss) -> None:
+    """Of long rows no more is cut off the curvature than off the gradients."""
+    rng, n = np.random.default_rng(4), 400
+    x = np.minimum(rng.exponential(0.15, size=(n, 3)), 1.0)
+    y = (rng.random(n) < 0.5).astype(np.float64)
+    rule = GradientRule(
+        loss=PerMargin(loss), features=3, outputs=1, clip_norm=50.0, rate=1.0, readings=1, spreads=2
+    )
+    rule._centre, rule._scale = x.mean(0), 3 / (x.std(0) * math.sqrt(3))
+    theta = 0.3 * rng.normal(size=(1, 4))
+
+    def slope(at: Any) -> Any:
+        rows, residual, *_ = rule._residuals(x, y, None, theta=at)
+        return np.append(rows.T @ residual[:, 0], residual.sum())
+
+    rows, residual, bends, _ = rule._residuals(x, y, None, theta=theta)
+    rows = np.hstack([rows, np.ones((n, 1))])
+    assert np.max(np.sum(rows**2, axis=1)) > 2 * reach(3)
+    limits = {"clip": 50.0, "limit": rule._limit, "outer_limit": rule._outer_limit}
+    found = unpack_square(spread_sum(rows, residual * rows, bends, **limits)[:10], 4)
+    found *= rule._limit * math.sqrt(2) / 50.0
+    numeric = [(slope(theta + 1e-5 * e) - slope(theta - 1e-5 * e)) / 2e-5 for e in np.eye(4)]
+    np.testing.assert_allclose(found, numeric, rtol=1e-4, atol=1e-4 * n)
+
+
+def test_a_ridge_is_part_of_the_target() -> None:
+    x, y = drawn(0, 2000)
+    model = line(epsilon=math.inf, clip_norm=50.0, penalty="l2", alpha=0.1).fit(x, y)
+    rows, unit = np.hstack([x, np.ones((2000, 1))]), 4.0  # half of the target bounds
+    curved = rows.T @ rows / 2000 + np.diag([0.1, 0.1, 0.0])
+    best = np.linalg.solve(curved, rows.T @ (y / unit) / 2000) * unit
+    np.testing.assert_allclose(model.intervals().estimate, best, atol=5e-3)
+    slopes, inverse = rows * (rows @ best - y)[:, None], np.linalg.inv(curved)
+    spread = np.sqrt(np.diag(inverse @ slopes.T @ slopes @ inverse)) / 2000
+    np.testing.assert_allclose(model.intervals().deviation, spread, rtol=0.05)
+    assert np.linalg.norm(best[:2]) < 0.9 * np.linalg.norm(TRUE[:2])
+
+
+def test_classifiers_clip_few_rows_and_others_warn() -> None:
+    x, y = drawn(6, 4000)
+    chance = 1 / (1 + np.exp(-(x @ TRUE[:2] + TRUE[2])))
+    label = (np.random.default_rng(6).random(4000) < chance).astype(int)
+    made: dict[str, Any] = {"epsilon": 4.0, "bounds": (-1, 1), "inference": True, "test_seed": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ClippedRows)
+        model = PrivateLogisticRegression(**made, classes=[0, 1]).fit(x, label)
+        told = model.intervals(0.999)
+        line(test_seed=0).fit(x, y).intervals()
+    assert ((told.low <= TRUE) & (told.high >= TRUE)).all()
+    tight = line(target_bounds=(-1, 1), test_seed=0).fit(x, y)
+    with pytest.warns(ClippedRows, match="larger clip_norm"):
+        tight.intervals()
 
 
 def test_deviations_are_those_of_repeated_fits() -> None:

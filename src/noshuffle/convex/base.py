@@ -81,8 +81,9 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         as `n_left_out_`, in one more reading.
     rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
         this many at most, together, and the guarantee is for all of them. Noise grows by it.
-    inference : "gd": spend a quarter more readings on what `intervals` and `predict_interval` need.
-        "sums" has released it anyway, for sampling=False; without a ball.
+    inference : "gd": spend a quarter more readings on what `intervals` and `predict_interval` need;
+        classifiers then clip at no less than `inference.free_clip`. "sums" has released it anyway,
+        for sampling=False; without a ball.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
         deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it

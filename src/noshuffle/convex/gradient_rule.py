@@ -50,7 +50,7 @@ import numpy as np
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.calibration import LARGEST, calibration_sum, growth
-from noshuffle.convex.inference import Law, law_of, reach, spread_sum
+from noshuffle.convex.inference import Law, free_clip, law_of, reach, spread_sum
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
@@ -127,7 +127,7 @@ class GradientRule(Rule):
         self._balance_unit = self.clip_norm * (1 - CLIP_SLACK) / LARGEST
         # Sums of gradients at the answer and of `spread_sum`.
         self._slopes = np.zeros(p + 1)
-        self._spread = np.zeros((p + 1) * (p + 2) if self.spreads else 0)
+        self._spread = np.zeros((p + 1) * (p + 2) + 1 if self.spreads else 0)
         self.size = max(self.size, len(self._spread))
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
@@ -154,18 +154,22 @@ class GradientRule(Rule):
         kept = np.arange(q) < self.features + int(self.fit_intercept)
         own = np.ix_(kept, kept)
         half = q * (q + 1) // 2
-        parts = [unpack_square(v, q)[own] for v in np.split(self._spread / self.spreads, [half])]
+        *squares, clipped = np.split(self._spread / self.spreads, [half, 2 * half])
+        parts = [unpack_square(v, q)[own] for v in squares]
+        answer, ridge = self._answer[0, kept], self._ridge[kept]
         found = law_of(
-            np.concatenate([pack(part) for part in parts]),
+            np.concatenate([*(pack(part) for part in parts), clipped]),
             q=int(kept.sum()),
             clip=self.clip_norm,
             limit=self._limit,
+            outer_limit=self._outer_limit,
             deviation=unit / math.sqrt(self.spreads),
-            point=self._answer[0, kept],
-            gradient=self._slopes[kept] / m,
+            point=answer,
+            gradient=self._slopes[kept] / m + ridge * answer,
             gradient_deviation=self._gain * unit / math.sqrt(m),
             rows=phase.batch_size,
             gain=self._gain,
+            ridge=ridge,
         )
         matrix = np.column_stack([self._unscaled(one[None])[0] for one in np.eye(q)])
         return found.mapped(matrix[:, kept])
@@ -188,10 +192,12 @@ class GradientRule(Rule):
         elif self.balances and self._count >= self._steps - self.balances:
             out[:2] = self._balance_sum(x, y, weight)
         elif self._count >= self._last:
-            rows, residual, bends = self._residuals(x, y, weight, theta=self._answer)
+            rows, residual, bends, clipped = self._residuals(x, y, weight, theta=self._answer)
             rows = np.hstack([rows, np.full((len(y), 1), float(self.fit_intercept))])
-            limit = {"clip": self.clip_norm, "limit": self._limit}
-            out[: len(self._spread)] = spread_sum(rows, residual * rows, bends, **limit)
+            limit = {"clip": self.clip_norm, "limit": self._limit, "outer_limit": self._outer_limit}
+            out[: len(self._spread)] = spread_sum(
+                rows, residual * rows, bends, **limit, is_clipped=clipped & (there > 0)
+            )
         else:
             gradient = self._gradient(x, y, weight)
             out[: gradient.size] = gradient.ravel()
@@ -224,9 +230,17 @@ class GradientRule(Rule):
         most = self.loss.curvature() or 1.0
         return self.most_weight * reach(self.features) * most * min(1.0, 3.0 * self._level)
 
+    @property
+    def _outer_limit(self) -> float:
+        """Squared gradient up to which a row counts in full: no more than clipping leaves, nor than
+        a bounded slope, or the curvature where there is none, lets expect."""
+        slope = self.loss.lipschitz(self.outputs)
+        most = (self.most_weight * free_clip(slope, self.features)) ** 2
+        return min(self.clip_norm**2, most if self.loss.is_classifier else 2.0 * self._limit)
+
     def _gradient(self, x: Any, y: Targets, weight: Array | None) -> Array:
         theta = self._theta if self._count < self._descent else self._answer
-        rows, residual, _ = self._residuals(x, y, weight, theta=theta)
+        rows, residual, *_ = self._residuals(x, y, weight, theta=theta)
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
         gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0
@@ -234,16 +248,19 @@ class GradientRule(Rule):
 
     def _residuals(
         self, x: Any, y: Targets, weight: Array | None, *, theta: Array
-    ) -> tuple[Any, Array, Array]:
-        """Standardised rows, clipped residuals and (where it is asked for) curvatures."""
+    ) -> tuple[Any, Array, Array, Any]:
+        """Standardised rows, clipped residuals, curvatures (for intervals), which are clipped."""
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
             margins = rows @ theta[:, :-1].T + theta[:, -1]
             residual = self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
-            norms = np.sqrt(np.einsum("ij,ij->i", residual, residual))
-            norms *= np.sqrt(squared_norms(rows) + float(self.fit_intercept))
+            squares, lever = squared_norms(rows) + float(self.fit_intercept), np.ones(len(y))
+            if self.spreads:  # long rows weigh less, in gradients and in their curvature alike
+                lever = np.minimum(1.0, reach(self.features) / np.maximum(squares, 1.0))
+                residual *= lever[:, None]
+            norms = np.sqrt(np.einsum("ij,ij->i", residual, residual)) * np.sqrt(squares)
             factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
             free = factor == 1.0
             factor = factor if weight is None else factor * weight
@@ -256,8 +273,8 @@ class GradientRule(Rule):
         if self.spreads:  # the slope of a clipped row does not change with its margin
             assert isinstance(self.loss, PerMargin)
             phi = self.loss.phi.curvature_fn(margins[:, 0], self.loss.targets(margins, y)[:, 0])
-            bends = np.where(free & ~far, phi * factor, 0.0)
-        return rows, residual, bends
+            bends = np.where(free & ~far, phi * factor * lever, 0.0)
+        return rows, residual, bends, ~free
 
     def _standardised(self, x: Any) -> tuple[Any, Any]:
         """Rows as the descent reads them, and which of them are too long for a number."""
@@ -317,7 +334,7 @@ class GradientRule(Rule):
             return
         if self.eases and self._count == self._before + 1:
             self.learning_rate = self.rate * eased(self._rarer_share(float(gradient[0, -1])))
-        rate, own = self.learning_rate, np.append(self.ridge * self._scale**2, 0.0)
+        rate, own = self.learning_rate, self._ridge
         gradient += own * self._theta
         gradient[:, -1] *= float(self.fit_intercept)
         self._velocity = MOMENTUM * self._velocity + gradient
@@ -353,6 +370,11 @@ class GradientRule(Rule):
         length = math.hypot(1.0, self._row_length)
         most = min(0.5, self.clip_norm / (self.most_weight * length))
         return 0.5 * (1.0 - abs(intercept) / most)
+
+    @property
+    def _ridge(self) -> Array:
+        """Strength of the penalty along standardised columns; the intercept has none."""
+        return np.append(self.ridge * self._scale**2, 0.0)
 
     @property
     def _share(self) -> float:

@@ -3,11 +3,15 @@
 Beside its gradients, "gd" releases in its last readings (`inference=True`), as one more vector of
 norm at most the clip norm and covered by the same statement, per row
 
-    (svec(H_i)/C_H, svec(J_i)/C_J)·c/√2,   H_i = φ''(s_i)[not clipped]·x̃x̃ᵀ,    J_i = c_i c_iᵀ
+    (svec(H_i)/C_H, svec(J_i)/C_J, [clipped])·c/√2
+    H_i = w_i φ''(s_i)[not clipped]·x̃x̃ᵀ,    J_i = c_i c_iᵀ,    w_i = min(1, `reach`/‖x̃‖²)
 
-at the answer, x̃ = (x', 1) the standardised row, c_i its clipped gradient, C_J = min(c², 2C_H),
-and m noisy gradients g̃_t = ∇F(θ̄) + ξ_t at the point θ̄ that the descent (with half of the gradients)
-ended at. To first order ∇F(θ) = H(θ − θ*), so
+at the answer, x̃ = (x', 1) the standardised row and c_i its clipped gradient; a row that is clipped
+has no H_i, so that its mark costs nothing. Rows longer than `reach` weigh less in gradients, H and
+J alike: a weight by x alone leaves the coefficients of a model that is right where they are, and
+nothing is cut off H, whose inverse makes the widths. There are also m noisy gradients
+g̃_t = ∇F(θ̄) + ξ_t at the point θ̄ that the descent (with half of the gradients) ended at. To first
+order ∇F(θ) = H(θ − θ*), so
 
     θ̃ = θ̄ − Ĥ⁻¹·mean g̃_t = θ* − H⁻¹·mean ξ_t
 
@@ -19,19 +23,23 @@ around the population's minimiser:
 
 Noise N of Ĥ moves θ̃ by Ĥ⁻¹N(θ̄ − θ*), whose size is estimated by Ĥ⁻¹·mean g̃_t and put into the
 first part. "sampling=False" leaves the second part out: then the interval is about the answer that
-this table would give without noise. The target is the minimiser of the risk as it is clipped:
-where gradients are clipped often, it is not the maximum of the likelihood; give a clip_norm that
-clips few. Where noise reaches a third of the least eigenvalue of Ĥ, there is no interval. Measured
-coverage: benchmarks/convex_intervals.py. No state.
+this table would give without noise. A ridge (penalty="l2") is part of gradients and of Ĥ, and then
+of the target. The target is the minimiser of the risk as it is clipped: where gradients are clipped
+often, it is not the maximum of the likelihood. Classifiers clip at no less than `free_clip` then,
+which no row of usual length meets; where the released share of clipped rows is above `FEW` beyond
+its noise, `ClippedRows` warns: then intervals are right of errors that are symmetric around their
+mean, and of no others. Where noise reaches a third of the least eigenvalue of Ĥ, there is no
+interval. Measured coverage: benchmarks/convex_intervals.py. No state.
 
->>> one = spread_sum(np.ones((1, 1)), np.ones((1, 1)), np.ones(1), clip=1.0, limit=4.0)
->>> one.round(3).tolist()
-[0.177, 0.707]
+>>> one, limits = np.ones((1, 1)), {"limit": 4.0, "outer_limit": 1.0}
+>>> spread_sum(one, one, np.ones(1), clip=1.0, **limits).round(3).tolist()
+[0.177, 0.707, 0.0]
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +54,12 @@ from noshuffle.errors import InvalidInput, Unsupported, open_unit
 #: How far the least eigenvalue of the curvature must lie above its noise.
 CLEAR = 3.0
 NOISE, BOTH = "noise", "noise and sampling"
+#: Share of clipped rows up to which nothing is said of them.
+FEW = 0.01
+
+
+class ClippedRows(UserWarning):
+    """Many gradients were clipped: intervals are of the minimiser of the clipped risk."""
 
 
 def reach(columns: int) -> float:
@@ -54,44 +68,58 @@ def reach(columns: int) -> float:
     return 10.0 + 18.0 * math.sqrt(2.0 / columns)
 
 
-def outer_limit(clip: float, limit: float) -> float:
-    """C_J: no more than clipping leaves, and no more than the curvature says of gradients."""
-    return min(clip**2, 2.0 * limit)
+def free_clip(slope: float, columns: int) -> float:
+    """Clip norm that leaves gradients of rows up to `reach` alone, for slopes up to `slope`."""
+    return slope * math.sqrt(reach(columns))
 
 
-def spread_sum(rows: Array, gradients: Array, bends: Array, *, clip: float, limit: float) -> Array:
-    """Σ (svec(H_i)/C_H, svec(J_i)/C_J)·c/√2, C_H = `limit`; each row's part is at most c = `clip`.
+def spread_sum(
+    rows: Array,
+    gradients: Array,
+    bends: Array,
+    *,
+    clip: float,
+    limit: float,
+    outer_limit: float,
+    is_clipped: Array | None = None,
+) -> Array:
+    """Σ (svec(H_i)/C_H, svec(J_i)/C_J, [clipped])·c/√2, with C_H = `limit`, C_J = `outer_limit`.
 
-    `gradients` are clipped to c; a row whose curvature (or square of the gradient) is above its
-    limit is scaled down to it.
+    Guarantees: each row's part is at most c = `clip` for `gradients` that are; a row whose
+    curvature (or square of the gradient) is above its limit is scaled down to it, and only rows
+    without curvature (bends = 0) count as clipped, so that two of the three parts are not zero.
     """
     sizes = bends * np.einsum("ij,ij->i", rows, rows)
     with np.errstate(divide="ignore", invalid="ignore"):
         kept = np.where(sizes > limit, limit / sizes, 1.0)
     curved = (rows * (bends * kept)[:, None]).T @ rows
-    squares, most = np.einsum("ij,ij->i", gradients, gradients), outer_limit(clip, limit)
+    squares, most = np.einsum("ij,ij->i", gradients, gradients), outer_limit
     short = gradients * np.sqrt(np.minimum(1.0, most / np.maximum(squares, most)))[:, None]
     outer = short.T @ short
     share = clip / math.sqrt(2.0) * (1 - 2.0**-40)
-    return np.concatenate([pack(curved) / limit, pack(outer) / most]) * share
+    clipped = 0.0 if is_clipped is None else float(np.sum(is_clipped & (bends == 0)))
+    return np.concatenate([pack(curved) / limit, pack(outer) / most, [clipped]]) * share
 
 
 @dataclass(frozen=True, eq=False)
 class Law:
     """θ̃ and the two parts of its covariance; `error` says why there is none.
 
-    `sampling` is None where nothing that was released tells it ("sums").
+    `sampling` is None where nothing that was released tells it ("sums"). `clipped` is the share of
+    clipped rows, less twice its noise.
     """
 
     centre: Array
     noise: Array
     sampling: Array | None
     error: str = ""
+    clipped: float = 0.0
 
     def mapped(self, matrix: Array) -> Law:
         """The law of matrix @ θ̃."""
         sampling = None if self.sampling is None else matrix @ self.sampling @ matrix.T
-        return Law(matrix @ self.centre, matrix @ self.noise @ matrix.T, sampling, self.error)
+        noise = matrix @ self.noise @ matrix.T
+        return Law(matrix @ self.centre, noise, sampling, self.error, self.clipped)
 
     def covariance(self, sampling: bool) -> Array:
         """Of noise, or of both."""
@@ -119,22 +147,31 @@ def law_of(
     q: int,
     clip: float,
     limit: float,
+    outer_limit: float,
     deviation: float,
     point: Array,
     gradient: Array,
     gradient_deviation: float,
     rows: int,
     gain: float,
+    ridge: Array | float = 0.0,
 ) -> Law:
-    """From released means: of `spread_sum` (noise of `deviation` in an entry), of gradients."""
+    """From released means: of `spread_sum` (noise of `deviation` in an entry), of gradients.
+
+    `ridge`: strength of the penalty along every coordinate; `gradient` has its part already.
+    """
     half, unit = q * (q + 1) // 2, math.sqrt(2.0) / clip
     curved = unpack_square(released[:half], q) * unit * limit * gain
-    outer = unpack_square(released[half:], q) * unit * outer_limit(clip, limit) * gain**2
+    curved += np.diag(np.broadcast_to(ridge, q))
+    outer = unpack_square(released[half : 2 * half], q) * unit * outer_limit * gain**2
+    clipped = max(0.0, float(released[2 * half]) - 2.0 * deviation) * unit
     entry = deviation * unit * limit * gain
     hidden = noise_norm(entry, q)
     values, basis = np.linalg.eigh(curved)
     if not values[0] > CLEAR * hidden:
         why = hidden_words(values[0], hidden)
+        if clipped > 0.5:
+            why += f"; {clipped:.0%} of the rows are clipped and have none: use a larger clip_norm"
         return Law(point, np.zeros((q, q)), np.zeros((q, q)), why)
     inverse = (basis / values) @ basis.T
     spread, axes = np.linalg.eigh(outer)
@@ -145,6 +182,7 @@ def law_of(
         point - step,
         variance * inverse @ inverse,
         inverse @ outer @ inverse / rows,
+        clipped=clipped,
     )
 
 
@@ -203,6 +241,14 @@ class Inference:
             raise InvalidInput("intervals need inference=True, given before fit")
         if self._law.error:
             raise Unsupported(f"there is no interval: {self._law.error}")
+        if self._law.clipped > FEW:
+            warnings.warn(
+                f"{self._law.clipped:.1%} of the rows are clipped: intervals are of the minimiser "
+                "of the clipped risk, the population's where errors are symmetric around their "
+                "mean; otherwise give a larger clip_norm",
+                ClippedRows,
+                stacklevel=3,
+            )
         return self._law
 
     def _flat(self, weights: Array) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.gradient_rule import GradientRule
+from noshuffle.convex.inference import free_clip
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
@@ -94,10 +95,13 @@ class StreamFit(TableFit):
     def _clip(self, loss: MarginLoss, outputs: int) -> float:
         """The bound on what a row adds: its weight, times the given clip norm or the bound that
         follows from a Lipschitz loss and bounded rows."""
+        slope = loss.lipschitz(outputs)
         if self.clip_norm is not None:
             positive(clip_norm=self.clip_norm)
-            return float(self.clip_norm) * self._most_weight
-        slope = loss.lipschitz(outputs)
+            least = 0.0
+            if self.inference and loss.is_classifier:
+                least = free_clip(slope, self.n_features_in_)
+            return max(float(self.clip_norm), least) * self._most_weight
         if self.feature_bound is None or not np.isfinite(slope):
             raise InvalidInput(
                 "clip_norm=None needs a feature_bound and a loss of bounded slope; give clip_norm"
