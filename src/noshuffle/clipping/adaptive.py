@@ -35,6 +35,8 @@ from noshuffle.errors import InvalidInput, open_unit, positive, whole
 
 #: How far one unit moves the shifted count.
 BIT_SENSITIVITY = 0.5
+#: How far one noisy count moves the logarithm of the estimate.
+LARGEST_EXPONENT = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def update(
         raise InvalidInput(f"noisy_count must be finite, got {noisy_count!r}")
     fraction = noisy_count / config.units + BIT_SENSITIVITY
     exponent = -config.rate * (fraction - config.quantile)
-    moved = state.estimate * math.exp(min(max(exponent, -50.0), 50.0))
+    moved = state.estimate * math.exp(min(max(exponent, -LARGEST_EXPONENT), LARGEST_EXPONENT))
     moved = min(max(moved, config.smallest), config.largest)
     return QuantileState(moved if may_change else state.threshold, moved)
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,6 +94,17 @@ class Drawer:
     def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
         """The coins (see `grid`) that the row which this worker drew last has to spare."""
         jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)
+
+
+class NumberNoise(NamedTuple):
+    """The noise of one number, drawn before the number is known; see `Source.noisy`."""
+
+    noise: float
+    coin: float
+    middle: float
+
+    def __call__(self, value: float) -> float:
+        return ((value + self.noise + self.coin) + self.middle) - self.middle
 
 
 @dataclass(frozen=True)
@@ -240,23 +251,20 @@ class Source:
         """
         return self.adders(name=name, scale=scale)(row)(value)
 
-    def adders(self, *, name: str, scale: float) -> Callable[[int], Callable[[float], float]]:
+    def adders(self, *, name: str, scale: float) -> Callable[[int], NumberNoise]:
         """`noisy` in turns: by row, its noise drawn now for a number that is known later."""
         cpu = torch.device("cpu")
         chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
         drawer = self.drawer(chunks, device=cpu, workers=1)
         noise = torch.empty(chunks[0].tiles, TILE, dtype=torch.float32, device=cpu)
-        words = drawer.scratch[0, 0].numpy()
+        words, drawn = drawer.scratch[0, 0].numpy(), noise[0].numpy()  # read faster than tensors
         step, first = grid_step(scale), chunks[0].pieces[0].place.start
         middle = step * 1.5 * 2.0**52  # as `add_on_grid_` in float64
 
-        def of_row(row: int) -> Callable[[float], float]:
+        def of_row(row: int) -> NumberNoise:
             drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
-            drawn = float(noise[0, first])
-            if not step:
-                return lambda value: value + drawn
-            coin = jitter(int(words[first]), int(words[HALF + first]), step=step)
-            return lambda value: ((value + drawn + coin) + middle) - middle
+            coin = jitter(int(words[first]), int(words[HALF + first]), step=step) if step else 0.0
+            return NumberNoise(float(drawn[first]), coin, middle)
 
         return of_row
 

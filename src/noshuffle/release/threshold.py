@@ -15,14 +15,15 @@ that leaves the plan's μ as it is,
 so the statement is unchanged. Under sampling gradient and count are drawn by the same coin, and
 S = k = 1 for the joint release of a step. A histogram of the norms beside a constant clip norm is
 paid in the same way, by a share of μ² (`clipping.norm_histogram`), under any mechanism that is not
-sampled. State: the threshold, the estimate, noise drawn ahead; the noisy counts of all steps.
+sampled. State: the threshold, the estimate (here, or with a device that moves them itself:
+`device_threshold`), noise drawn ahead; the noisy counts of all steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,8 +41,9 @@ from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.norm_histogram import EDGES, CountingClip, HistogramClip, NormHistogram
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source
+from noshuffle.noise.source import NumberNoise
 from noshuffle.plan import Plan
-from noshuffle.release.keys import KeyRing
+from noshuffle.release.keys import KeyRing, Life
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.tree import Tree
@@ -75,10 +77,6 @@ class Threshold:
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
 
-    def learn_later(self, see: Callable[[], list[ClippedSum]], *, step: int) -> None:
-        """The same with norms that are still on their way from a device."""
-        self.learn(see(), step=step)
-
     def histogram(self) -> NormHistogram | None:
         """The noisy histogram of the norms of all steps so far, if one is paid for."""
         return None
@@ -107,6 +105,12 @@ class ScheduledThreshold(Threshold):
         return plan.noise_multiplier
 
 
+class MovedElsewhere(Protocol):
+    """What moves a threshold itself (`device_threshold`), and says where it is."""
+
+    def read(self) -> QuantileState: ...
+
+
 class AdaptiveThreshold(Threshold):
     """A threshold that follows a quantile."""
 
@@ -122,40 +126,38 @@ class AdaptiveThreshold(Threshold):
             )
         self.config = config
         self._ring = ring
-        self._adders: tuple[Source, Callable[[int], Callable[[float], float]]] | None = None
-        self._drawn: tuple[int, Callable[[float], float]] | None = None
-        self._later: tuple[Callable[[], list[ClippedSum]], int] | None = None
-        self._set(start(config))
+        self._adders: tuple[Life, Callable[[int], NumberNoise]] | None = None
+        self._drawn: tuple[int, NumberNoise] | None = None
+        #: Who moves the threshold, if not `learn`.
+        self.on_device: MovedElsewhere | None = None
+        self._now: QuantileState | None = start(config)
 
     def _set(self, state: QuantileState) -> None:
-        self._now, self._clip = state, Flat(state.threshold)
+        self._now, self.on_device = state, None
 
     @property
     def clip(self) -> Clip:  # type: ignore[override]
-        _ = self._state
-        return self._clip
+        return Flat(self.state.threshold)
 
     @property
-    def estimate(self) -> float:
-        """What the norms of the coming step are compared with."""
-        return self._state.estimate
+    def state(self) -> QuantileState:
+        """What the norms of the coming step are clipped to and compared with.
 
-    @property
-    def _state(self) -> QuantileState:
-        """With all that was to be learned: whoever asks waits for it."""
-        if self._later is not None:
-            later, self._later = self._later, None
-            try:
-                self.learn(later[0](), step=later[1])
-            except BaseException:  # nobody may go on with an older clip norm
-                self._later = later
-                raise
+        Whoever asks waits for a device that moves it; if that fails, nobody goes on with an older
+        one.
+        """
+        if self._now is None:
+            assert self.on_device is not None
+            self._now = self.on_device.read()
         return self._now
 
-    def learn_later(self, see: Callable[[], list[ClippedSum]], *, step: int) -> None:
-        """Take the norms in when the clip norm is next asked for."""
-        _ = self._state
-        self._later = see, step
+    def follow(self, device: MovedElsewhere) -> None:
+        """A device moves the threshold now, with the noise of the step (`noise_of`)."""
+        self._now, self.on_device = None, device
+
+    def may_change(self, step: int) -> bool:
+        """Whether the threshold in force moves behind this step."""
+        return (step + 1) % self._every == 0
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see the module."""
@@ -175,15 +177,22 @@ class AdaptiveThreshold(Threshold):
 
     def count(self, clipped: list[ClippedSum]) -> list[float]:
         """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
-        return [sum(shifted_count(c.norms, self._state, present=c.present) for c in clipped)]
+        return [sum(shifted_count(c.norms, self.state, present=c.present) for c in clipped)]
 
     def prepare(self, step: int) -> None:
         """Draw the noise of the count, which does not depend on it."""
         if self._drawn is None or self._drawn[0] != step:
-            source = self._ring.source_of_step(step)
-            if self._adders is None or self._adders[0] != source:
-                self._adders = source, source.adders(name=COUNT, scale=self.config.noise)
+            life = self._ring.of_step(step)
+            if self._adders is None or self._adders[0] is not life:
+                source = self._ring.source_of_step(step)
+                self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
             self._drawn = step, self._adders[1](step)
+
+    def noise_of(self, step: int) -> NumberNoise:
+        """The noise of the count of a step; for whoever adds it behind the step's row, once."""
+        self.prepare(step)
+        assert self._drawn is not None
+        return self._drawn[1]
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
@@ -196,14 +205,13 @@ class AdaptiveThreshold(Threshold):
         self.prepare(step)
         assert self._drawn is not None
         noisy = self._drawn[1](*counts)
-        may_change = (step + 1) % self._every == 0
-        self._set(update(self._state, noisy, config=self.config, may_change=may_change))
+        may_change = self.may_change(step)
+        self._set(update(self.state, noisy, config=self.config, may_change=may_change))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
+        return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._later = None
         self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
 
 
@@ -224,7 +232,7 @@ class CountedThreshold(Threshold):
         #: Deviation of the noise of one bin in one step.
         self.noise = bit_noise_for(plan, share=config.share) / BIT_SENSITIVITY
         self._ring = ring
-        self._adders: tuple[Source, list[Callable[[int], Callable[[float], float]]]] | None = None
+        self._adders: tuple[Source, list[Callable[[int], NumberNoise]]] | None = None
         self._counts, self._steps = [0.0] * (len(EDGES) + 1), 0
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from noshuffle.clipping.adaptive import QuantileClip, QuantileState, shifted_count
-from noshuffle.errors import NoshuffleError
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled.staged import StagedClip, StagedUsers
+from noshuffle.training.compiled.staged import StagedUsers
 
 LOSS = nn.CrossEntropyLoss()
 SIZE, STEPS = 8, 4
@@ -154,39 +153,34 @@ def test_a_step_with_a_moving_norm_is_repeated_to_the_bit(tmp_path):
     assert again._parts.threshold.clip == norm
 
 
-def test_the_count_on_a_device_is_the_hosts():
-    """NaN, infinities, rows left out, and a norm that is the estimate but for float32."""
-    state = QuantileState(0.1, 0.1)
-    norms = torch.tensor([0.1, 0.2, torch.nan, torch.inf, 0.05, 0.01, -0.0, 0.1 + 2e-8])
-    keep = torch.tensor([1, 1, 1, 1, 0, 1, 0, 1], dtype=torch.bool)
-    staged = StagedClip(device=torch.device("cpu"), divisor=8.0)
-    staged.stage(0.1, 0.1)
-    staged.count_(norms, keep)
-    wanted = shifted_count(norms, state, present=keep)
-    assert staged.printed[0].item() == wanted
-    assert wanted in (-1.0, 0.0)  # two or three of six
-
-
-def test_norms_are_waited_for_when_the_next_clip_norm_is_asked_for():
+def test_a_moving_norm_is_read_when_somebody_asks_and_is_one_for_all_programs():
+    """Two losses (two programs), eager steps between them, and a state that is loaded."""
     clip = QuantileClip(initial=0.1, units=SIZE, bit_noise=4.0, rate=0.5)
-    one, other = (make(compiled=c, clip=clip) for c in (True, False))
-    x, y = torch.randn(SIZE, 6), torch.randint(3, (SIZE,))
-    for private in (one, other):
-        private.step(LOSS, x, y, ids=range(SIZE))
-    threshold = one._parts.threshold
-    assert threshold._later is not None
-    see, step = threshold._later
-
-    def lost():
-        raise NoshuffleError("the device lost a step")
-
-    threshold._later = lost, step
-    for _ in range(2):  # never the older norm
-        with pytest.raises(NoshuffleError, match="lost a step"):
-            _ = threshold.clip
-    threshold._later = see, step
-    one.compiled = None  # an eager step comes next
-    for private in (one, other):
-        private.step(LOSS, x, y, ids=range(SIZE))
-        assert private._parts.threshold._later is None
-    assert threshold.state_dict() == pytest.approx(other._parts.threshold.state_dict())
+    rule = MinSeparation(11, 1, 11)
+    one, other = (make(compiled=c, clip=clip, rule=rule) for c in (True, False))
+    graphs, second = one.compiled, nn.CrossEntropyLoss(label_smoothing=0.1)
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randn(SIZE, 6, generator=g), torch.randint(3, (SIZE,), generator=g)
+    ours, theirs = one._parts.threshold, other._parts.threshold
+    device, reads, saved = graphs._moving, [], []
+    plain = device.read
+    device.read = lambda: reads.append(1) or plain()
+    for _ in range(3):
+        for private in (one, other):
+            private.step(LOSS, x, y, ids=range(SIZE))
+    assert reads == []  # steady steps ask for nothing
+    for how in "22e12l1e":
+        one.compiled = None if how == "e" else graphs
+        if how == "l":  # the norms of two steps before
+            ours.load_state_dict(saved[-2][0])
+            theirs.load_state_dict(saved[-2][1])
+        for private in (one, other):
+            private.step(second if how == "2" else LOSS, x, y, ids=range(SIZE))
+        assert ours.on_device is (None if how == "e" else device)
+        saved.append((ours.state_dict(), theirs.state_dict()))
+        assert saved[-1][0] == pytest.approx(saved[-1][1])
+    assert reads
+    assert len(graphs._programs) == 2
+    assert one.fallbacks == []
+    for a, b in zip(one.model.parameters(), other.model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

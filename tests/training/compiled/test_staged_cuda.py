@@ -69,6 +69,42 @@ def test_a_graph_gives_what_the_eager_step_gives(unit, clip, reduce):
     assert found[0][2] == pytest.approx(found[1][2], rel=1e-6)
 
 
+def test_graphs_with_a_moving_norm_are_repeated_to_the_bit(tmp_path):
+    """After a checkpoint: digests cover the norm that the device moved, and it comes again."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(SIZE, 1, 28, 28, generator=g).cuda()
+    y = torch.randint(10, (SIZE,), generator=g).cuda()
+
+    def begun():
+        torch.manual_seed(0)
+        model = build("tanh_cnn", (1, 28, 28), 10).cuda()
+        rule = MinSeparation(9, 1, 9)
+        plan = Plan(participation=rule, strategy=identity(), noise_multiplier=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        options = {"batch_size": SIZE, "source": test_source(seed=1), "run": tmp_path / "run"}
+        return privatize(model, optimizer, plan, clip=MOVING, **options)
+
+    def take(private, steps):
+        for _ in range(steps):
+            private.step(LOSS, x, y, ids=range(SIZE))
+
+    first = begun()
+    take(first, 2)
+    first.save()
+    take(first, 3)
+    wanted = [p.detach().clone() for p in first.model.parameters()]
+    state = first._parts.threshold.state
+    take(first, 1)  # the digest of a sum is written with the next row
+    assert "compiled for up to" in first.why, first.fallbacks
+    del first
+    again = begun()
+    assert again.resume() == 2
+    take(again, 3)
+    assert again.steps_released == 6
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), wanted))
+    assert again._parts.threshold.state == state
+
+
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_the_kernel_is_its_twin(is_mean, monkeypatch):
     whose = StagedUsers(capacity=SIZE, device=torch.device("cuda"), is_mean=is_mean)

@@ -147,6 +147,10 @@ class Flattened:
         """Clip to this norm from the next call (or replay) on."""
         self._aim.fill_(norm * self._room)
 
+    def aim_by(self, norm: Tensor, *, room: float) -> None:
+        """Clip to `room` times a norm of the device, a float64, in the calls (or replays) after."""
+        torch.mul(norm, room * self._room, out=self._aim)
+
     def __call__(self, forms: Forms, losses: Tensor, keep: Tensor) -> Sums:
         """Clip every row and sum; the rows of a user are one."""
         size, single = len(losses), losses.float()

@@ -19,16 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from noshuffle.clipping import ClippedSum
 from noshuffle.errors import Unsupported
 from noshuffle.release import tags
+from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
-from noshuffle.release.threshold import AdaptiveThreshold
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, repeatable, warmed
-from noshuffle.training.compiled.staged import StagedClip, StagedUsers
+from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step import Parts
 
@@ -68,19 +67,17 @@ class Program(BatchBuffers):
         capacity: int,
         keys: Keys,
         captures: bool,
+        moving: DeviceThreshold | None = None,
     ) -> None:
         super().__init__(batch, capacity=capacity, device=keys.device)
         self.parts, self.captures, self._keys = parts, captures, keys
         self.users: StagedUsers | None = None
-        self.moving: StagedClip | None = None
+        self.moving = moving
         if parts.groups_users:
             is_mean = parts.reduce == "mean"
             self.users = StagedUsers(capacity=capacity, device=keys.device, is_mean=is_mean)
-        if parts.threshold.is_adaptive:
-            self.moving = StagedClip(device=keys.device, divisor=parts.planned_batch)
-        #: Which numbers of the report are norms of units, and what a moving clip norm saw of them.
+        #: Which numbers of the report are norms of units.
         self.units: Ids | slice = slice(0)
-        self.seen: ClippedSum | None = None
         self.structure = repr(self.spec).encode()
         self._printer = Printer(keys, [[buffer] for buffer in self.tensors])
         self._pool = torch.cuda.graph_pool_handle() if captures else None
@@ -151,9 +148,9 @@ class Program(BatchBuffers):
             report = sums.report
             if report is None:
                 report = torch.stack([t.float() for t in (sums.losses, sums.norms, sums.bad)])
-            if self.is_counted:
-                assert self.moving is not None
-                self.moving.count_(report[1], self.keep)
+            if self.moving is not None:
+                present = self.keep if self.users is None else self.users.present()
+                self.moving.count_(report[1], present)
             self._report.copy_(report, non_blocking=True)
             self._summed.raise_()
             self.sums = sums
@@ -171,6 +168,8 @@ class Program(BatchBuffers):
         update.prepare()
         if self.captures:
             self.parts.noise.prepare(self.values, counts_itself=True)
+            if self.moving is not None:
+                self.moving.prepare()
         self._release = self._captured(self._do_release)
         self._held = update.held()
 
@@ -206,6 +205,8 @@ class Program(BatchBuffers):
         self._give()
         if self.update.is_captured:
             self.update.run(self._grads)
+        if moving is not None:
+            moving.move_()
 
     def _give(self) -> None:
         for parameter, grad in self._grads.items():
@@ -226,37 +227,13 @@ class Program(BatchBuffers):
 
     def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
         """Say whose the rows are, where users are clipped, and to what norm, where it moves."""
-        # First of all: it may still have to be learned from the norms of the step before.
-        clip = self.parts.threshold.clip
-        self.units, self.seen = slice(size) if keep is None else np.flatnonzero(keep), None
+        self.units = slice(size) if keep is None else np.flatnonzero(keep)
         if self.users is not None:
             assert ids is not None
             self.users.stage(ids, keep)
             self.units = slice(self.users.count)
         if self.moving is not None:
-            ((_, norm),) = clip.groups(tuple(self.parts.parameters))
-            assert isinstance(self.parts.threshold, AdaptiveThreshold)
-            self.moving.stage(norm, self.parts.threshold.estimate)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether the device counts what a moving clip norm learns from (of users, the host)."""
-        return self.moving is not None and self.users is None
-
-    def see(self) -> list[ClippedSum]:
-        """What a moving clip norm learns from, until the next step; waits for the norms."""
-        self._see()
-        assert self.seen is not None
-        return [self.seen]
-
-    def _see(self) -> None:
-        if self.moving is None or self.seen is not None:
-            return
-        losses, norms, bad = torch.from_numpy(self.report()[:, self.units].copy())
-        bad = bad != 0
-        self.seen = ClippedSum({}, 0.0, norms, losses, bad, torch.ones_like(bad))
-        if not self.is_counted:
-            self.moving.counted(*self.parts.threshold.count([self.seen]))
+            self.moving.stage()
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""
@@ -270,8 +247,6 @@ class Program(BatchBuffers):
         It comes with `release`, or by itself where somebody must know it first (`is_now`).
         """
         ring = self._ring
-        if is_now or ring is None:
-            self._see()
         if ring is None:
             values = [self.values[name] for name in sorted(self.values)]
             values += self.moving.printed if self.moving is not None else []
@@ -295,11 +270,7 @@ class Program(BatchBuffers):
         Somebody may have been interrupted before a graph was started that would have told.
         """
         self.forget()
-        try:
-            if self.moving is not None:
-                _ = self.parts.threshold.clip  # what it still waits for is lost after this
-        finally:
-            self._reset()
+        self._reset()
 
     def _reset(self) -> None:
         """Expect nothing that is on its way."""
@@ -311,9 +282,9 @@ class Program(BatchBuffers):
     def release(self) -> None:
         """Noise, division, update. The ledger must hold the step."""
         assert self.update is not None
-        if not self.is_counted:
-            self._see()
         self.update.before()
+        if self.moving is not None:
+            self.moving.announce(self.parts.release.step)
         if self.captures:
             self.parts.noise.announce(counts_itself=True)
         if self._ring is not None:

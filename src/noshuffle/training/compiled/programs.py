@@ -25,8 +25,9 @@ from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.ghost import is_due
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys
-from noshuffle.release.threshold import CountedThreshold, ScheduledThreshold
+from noshuffle.release.threshold import AdaptiveThreshold, CountedThreshold, ScheduledThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step import Parts
@@ -97,6 +98,13 @@ class Programs:
         self.fallbacks: list[str] = []
         self.device = parts.device
         self._keys = Keys(parts.secret, device=self.device)
+        #: A clip norm that moves is one for all programs.
+        self._moving: DeviceThreshold | None = None
+        if parts.threshold.is_adaptive:
+            assert isinstance(parts.threshold, AdaptiveThreshold)
+            self._moving = DeviceThreshold(
+                parts.threshold, divisor=parts.planned_batch, device=self.device
+            )
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
         self._stores: list[dict[str, Any]] = []
@@ -220,6 +228,7 @@ class Programs:
                     capacity=self.capacity,
                     keys=self._keys,
                     captures=self.captures,
+                    moving=self._moving,
                 )
                 program.stage(tree_flatten(batch)[0], size)
                 program.weigh(size, None)

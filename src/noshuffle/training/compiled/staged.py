@@ -1,9 +1,6 @@
-"""What changes from step to step besides the batch, in tensors that a graph reads.
+"""Which rows of a batch belong to which user, in tensors that a graph reads.
 
-    StagedUsers  which rows belong to which user; the gradients of a user are added up
-                     G_u = Σ_{b of u} g_b   (their mean with reduce="mean")
-    StagedClip   a clip norm ζ that moves: the sum leaves as ζ·(sum/ζ + noise), its digest covers
-                 ζ and the count that the next ζ is learned from, which the device takes itself
+    G_u = Σ_{b of u} g_b        (their mean with reduce="mean")
 
 The rows of a user are read in the order of the batch, by index and by nothing else: what another
 user holds, NaN included, is never touched. State: what was staged last.
@@ -16,14 +13,12 @@ user holds, NaN included, is never touched. State: what was staged last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping.adaptive import BIT_SENSITIVITY
 from noshuffle.release.guard import Mask
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled import kernels
@@ -66,11 +61,15 @@ class StagedUsers:
         rows = torch.from_numpy(table[: len(own)].astype(np.int64))
         self.units[rows] = torch.from_numpy(np.cumsum(is_first) - 1)
 
+    def present(self) -> Tensor:
+        """Which users have a row."""
+        starts = self._table[self.capacity :]
+        return starts[1:] > starts[:-1]
+
     def sums(self, matrix: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, columns] → [users, columns]; 0 or NaN per user by its losses; who has a row."""
         users, width = self.capacity, matrix.shape[1]
-        starts = self._table[self.capacity :]
-        present = starts[1:] > starts[:-1]
+        starts, present = self._table[self.capacity :], self.present()
         if matrix.is_cuda and kernels.HAS_TRITON:
             out, own = matrix.new_empty(users, width), losses.new_empty(users)
             launch: Any = kernels.user_sum
@@ -85,40 +84,3 @@ class StagedUsers:
         out = matrix.new_zeros(users, width).index_add_(0, owner, matrix[rows])
         own = losses.new_zeros(users).index_add_(0, owner, losses[rows] * 0.0)
         return out / many.clamp_min(1)[:, None] if self._is_mean else out, own, present
-
-
-class StagedClip:
-    """The clip norm of the coming step, and the count of the last one."""
-
-    def __init__(self, *, device: torch.device, divisor: float) -> None:
-        self._divisor = divisor
-        self.before, self.after = (torch.ones((), device=device) for _ in range(2))
-        self._count, self._norm = (
-            torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2)
-        )
-        self._estimate = torch.zeros(1, dtype=torch.float32, device=device)
-        #: Told of every clip norm: what aims at it.
-        self.aims: list[Callable[[float], None]] = []
-
-    @property
-    def printed(self) -> list[Tensor]:
-        """What the digest of a sum covers besides the sum."""
-        return [self._count, self._norm]
-
-    def stage(self, norm: float, estimate: float) -> None:
-        """Clip the coming step to this norm, and count the norms up to an estimate."""
-        for aim in self.aims:
-            aim(norm)
-        self.before.fill_(1.0 / norm)
-        self.after.fill_(norm / self._divisor)
-        self._norm.fill_(norm)
-        self._estimate.fill_(estimate)
-
-    def count_(self, norms: Tensor, keep: Tensor) -> None:
-        """Count the norms of the rows that are kept, where they lie: `adaptive.shifted_count`."""
-        below = (norms.float() <= self._estimate) & keep
-        self._count.copy_(below.sum() - BIT_SENSITIVITY * keep.sum(dtype=torch.float64))
-
-    def counted(self, count: float) -> None:
-        """The count of this step is known."""
-        self._count.fill_(count)

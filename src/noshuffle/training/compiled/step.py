@@ -4,8 +4,7 @@
     device                        sum, its digest  ──────────────────────────►  noise, update
 
 The host writes the ledger while the device computes, and waits for nothing of the step itself; the
-order is that of `Step`. A clip norm that moves is learned from the norms of a step when the next
-one is staged.
+order is that of `Step`. A clip norm that moves lies on the device, which moves it itself.
 
 Two differences. The digest of a sum is read when the next one is under way: after a crash the last
 step is passed over, not repeated. And the sum of a batch without ids is begun while its fingerprint
@@ -131,8 +130,6 @@ class Compiled(Programs):
                 is_released = release.commit(admission, lambda: release.finished(raw()))
                 if is_released:
                     program.release()
-                    if program.moving is not None:
-                        parts.threshold.learn_later(program.see, step=index)
                 elif not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:

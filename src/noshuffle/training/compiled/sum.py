@@ -39,8 +39,9 @@ from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import no_autocast, wide
+from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.training.compiled.flat import Flattened, Forms, Sums, TotalFn
-from noshuffle.training.compiled.staged import StagedClip, StagedUsers
+from noshuffle.training.compiled.staged import StagedUsers
 
 #: Above this many numbers, gradients written out are not worth trying.
 MOST_WRITTEN = 2**27
@@ -145,24 +146,22 @@ def clipped(
     clip: Clip,
     by_matrix: bool,
     users: StagedUsers | None = None,
-    moving: StagedClip | None = None,
+    moving: DeviceThreshold | None = None,
 ) -> TotalFn:
     """The clipped sum of such gradients, by operations of torch or by way of one matrix."""
     like = trainable(model)
-    flat: Flattened | None = None
+    flat, room = None, 1.0 - slack(*like.values())
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
         first, losses = forms(batch)
-        room = 1.0 - slack(*like.values())
         flat = Flattened(first, like, aim=c * room, rows=len(losses), users=users)
-        if moving is not None:
-            made = flat
-            moving.aims.append(lambda norm: made.aim_at(norm * room))
 
     def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
         found, losses = forms(batch)
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             if flat is not None:
+                if moving is not None:
+                    flat.aim_by(moving.norm, room=room)
                 return flat(found, losses, keep)
             return short(found, like, losses, keep, clip=clip)
 
@@ -209,7 +208,7 @@ def candidates(
     fuse: bool,
     show: Callable[[Tensor], None] | None = None,
     users: StagedUsers | None = None,
-    moving: StagedClip | None = None,
+    moving: DeviceThreshold | None = None,
 ) -> dict[str, Callable[[], TotalFn]]:
     """Builders of the forms to try, by name, the best last.
 
