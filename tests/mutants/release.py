@@ -162,7 +162,7 @@ RELEASE = (
     Mutant(
         "batches without ids may change between epochs",
         "release/ledger.py",
-        "is_fine = is_fine and guard.is_batch_known(self.participation, step=step, seen=seen)",
+        "is_fine = is_fine and guard.is_batch_known(self.participation, step=step, last=last)",
         "is_fine = bool(is_fine)",
         LEDGER,
         "P2",

@@ -46,17 +46,16 @@ def of_batch(
     known already, `flat` what `flattened` says of the batch, `words` what `_words` said of each
     leaf.
     """
-    hasher = _keyed(secret).copy()
     leaves, structure = flattened(batch) if flat is None else flat
-    hasher.update(structure)
+    parts = [b"ns-batch", structure]
     known = None if digests is None else iter(digests)
     for leaf, own in zip(leaves, map(_words, leaves) if words is None else words):
-        hasher.update(own)
+        parts.append(own)
         if isinstance(leaf, Tensor):
-            hasher.update(_digest(leaf, secret) if known is None else next(known))
+            parts.append(_digest(leaf, secret) if known is None else next(known))
     if ids is not None:
-        hasher.update(np.ascontiguousarray(ids).tobytes())
-    return hasher.digest()[:SIZE]
+        parts.append(np.ascontiguousarray(ids).tobytes())
+    return hmac.digest(secret or b"no secret", b"".join(parts), "sha256")[:SIZE]
 
 
 def begin(batch: tuple[Any, ...], ids: Ids | None, *, secret: bytes = b"") -> Callable[[], bytes]:
@@ -92,11 +91,6 @@ def _tuple_of(count: int) -> bytes:
 @lru_cache(maxsize=64)
 def _header(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"{dtype}{tuple(shape)}".encode()
-
-
-@lru_cache(maxsize=8)
-def _keyed(secret: bytes) -> hmac.HMAC:
-    return hmac.new(secret or b"no secret", b"ns-batch", digestmod="sha256")
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -131,8 +131,8 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
 
 
-def is_batch_known(participation: Participation, *, step: int, seen: Seen) -> bool:
-    """Whether a batch without ids may be told apart by its content at this step.
+def is_batch_known(participation: Participation, *, step: int, last: Any) -> bool:
+    """Whether batches without ids, last seen then, may be told apart by content at this step.
 
     Rows are not followed then, so after the first epoch of a block only batches that took part in
     this block come again: rows mixed anew could be in one epoch twice (a shuffled loader that goes
@@ -141,7 +141,7 @@ def is_batch_known(participation: Participation, *, step: int, seen: Seen) -> bo
     rule, block = _block(participation, step)
     if not isinstance(rule, Epochs | AnyOrderEpochs) or step - rule.steps_per_epoch < block:
         return True
-    return bool((seen.last >= block).all())
+    return bool(np.all(last >= block))
 
 
 def distinct(*, step: int, ids: Ids, groups: bool, drop: bool) -> tuple[Ids, Mask | None]:
@@ -220,7 +220,7 @@ def violations(
             reason = why_not(rule, step=step, record=seen.record(refused[0]))
             unit = int(units[refused[0]])
             yield f"unit {unit} should not have taken part in step {step}: {reason}"
-        elif by_content and not is_batch_known(rule, step=step, seen=seen):
+        elif by_content and not is_batch_known(rule, step=step, last=seen.last):
             yield f"the batch of step {step} did not come in the epoch before, and has no ids"
         table.update(units, step=step, first=starts_anew(rule, step=step, seen=seen))
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -183,9 +184,15 @@ class Ledger(LedgerFile):
                 "out; pass ids=, so that they can be told apart"
             )
         unit = np.array([name_to_id(batch)], dtype=np.int64)
-        seen = self._table.look_up(unit)
-        is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
-        is_fine = is_fine and guard.is_batch_known(self.participation, step=step, seen=seen)
+        record = self._table.shared(unit)
+        if record is not None:  # the same rule on plain numbers
+            is_fine = guard.is_party_admitted(self.participation, step=step, record=record)
+            last: Any = record[1]
+        else:
+            seen = self._table.look_up(unit)
+            is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
+            last = seen.last
+        is_fine = is_fine and guard.is_batch_known(self.participation, step=step, last=last)
         if not is_fine and not drop:
             raise ParticipationViolation(
                 f"the batch of step {step} was seen before, or differs from the batches of the "
