@@ -101,7 +101,9 @@ def step_link(
     """The link of a step with its batch, digest, late digest and encoded units."""
     *prints, ids = fields
     head = b"step" + struct.pack("<qqdq", step, life, time, count)
-    return _linked(before, head, *prints, secret_units.linked(ids))
+    if ids[:1] == secret_units.HIDDEN:
+        ids = secret_units.linked(ids)
+    return _linked(before, head, *prints, ids)
 
 
 def event_link(before: bytes, kind: str, time: float, body: bytes) -> bytes:

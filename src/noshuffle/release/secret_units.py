@@ -32,7 +32,7 @@ from pathlib import Path
 from noshuffle.errors import NoshuffleError
 
 #: First bytes. A list that is not hidden begins with that of zlib, 0x78.
-_REMOVED, _HIDDEN = b"\0", b"\1"
+_REMOVED, HIDDEN = b"\0", b"\1"
 #: Bytes of a salt, and of a commitment.
 _SALT, _SIZE = 32, 32
 #: Of the header of a write-ahead log, without which SQLite reads nothing of it.
@@ -41,11 +41,11 @@ _HEADER = 32
 
 def hidden(encoded: bytes) -> bytes:
     """An encoded list of units that can be removed later, under a fresh salt."""
-    return _HIDDEN + os.urandom(_SALT) + encoded
+    return HIDDEN + os.urandom(_SALT) + encoded
 
 
 def is_hidden(blob: bytes) -> bool:
-    return blob[:1] == _HIDDEN
+    return blob[:1] == HIDDEN
 
 
 def is_removed(blob: bytes) -> bool:
