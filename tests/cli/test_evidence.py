@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.release import positions
 
 from noshuffle.cli import main
 
@@ -60,6 +61,23 @@ def test_four_verdicts_have_four_exit_codes(
         assert main(["verify", str(run), "--json"]) == status
         assert json.loads(capsys.readouterr().out)["answer"] == answer
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
+
+
+def test_secret_draws_stay_if_asked_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    drawn = positions.finished(run, keep_keys=True)
+    assert main(["seal", str(run), "--keep-positions"]) == 0
+    assert "is removed" not in capsys.readouterr().out
+    assert positions.shown(run, drawn)
+    assert main(["verify", str(run)]) == 0
+    assert "not to be published: the ledger lists who was drawn" in capsys.readouterr().out
+    assert main(["seal", str(run)]) == 0
+    assert "who was drawn in which step is removed" in capsys.readouterr().out
+    assert positions.shown(run, drawn) == []
+    assert main(["verify", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out)["exposed"] == []
 
 
 def test_an_unfinished_run_can_be_sealed_for_good(

@@ -188,6 +188,8 @@ def test_baselines_and_variants_verify(
     if "noise_multiplier" not in more:
         assert 7.99 < told["statement"]["epsilon"] <= 8
     assert main(["verify", str(tmp_path / "r")]) == 4  # the test seed, and nothing else
+    # How many users a secret draw asked is as secret as who.
+    assert (tmp_path / "r/operator.jsonl").exists() == ("amplified" not in more)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ COPIES = ("tests/release/test_copies.py",)
 TAMPER = ("tests/release/test_tampering.py",)
 LEDGER = ("tests/release/test_ledger.py", "tests/release/test_units.py")
 VERIFY = ("tests/release/test_verify.py", "tests/release/test_tampering.py")
+POSITIONS = ("tests/release/test_secret_positions.py",)
 CONTRACT = ("tests/release/test_contract.py::test_replay",)
 
 RELEASE = (
@@ -286,5 +287,45 @@ RELEASE = (
         "nonce = bytes(16)",
         ("tests/release/test_sampler.py",),
         "P4",
+    ),
+    Mutant(
+        "a sealed run lists who was drawn",
+        "release/seal.py",
+        "        if removes:\n            _remove_positions(ledger)\n",
+        "",
+        POSITIONS,
+        "P4",
+    ),
+    Mutant(
+        "the size of a secret draw stands beside its list",
+        "release/ledger_file.py",
+        "count, ids = 0, secret_units.hidden(ids)",
+        "ids = secret_units.hidden(ids)",
+        POSITIONS,
+        "P4",
+    ),
+    Mutant(
+        "lists that were removed stay in free pages and in the log",
+        "release/ledger_file.py",
+        "        secret_units.scrub(self.db, self._log)\n",
+        "",
+        POSITIONS,
+        "P4",
+    ),
+    Mutant(
+        "commitments of secret draws without a salt: who guesses a batch knows it",
+        "release/secret_units.py",
+        "return _HIDDEN + os.urandom(_SALT) + encoded",
+        "return _HIDDEN + bytes(_SALT) + encoded",
+        POSITIONS,
+        "P4",
+    ),
+    Mutant(
+        "lists that are gone without a seal are not missed",
+        "release/evidence_checks.py",
+        'if gone and (not states or "sealed" not in found.facts):',
+        "if False:",
+        POSITIONS,
+        "ledger",
     ),
 )
