@@ -315,8 +315,8 @@ RELEASE = (
     Mutant(
         "commitments of secret draws without a salt: who guesses a batch knows it",
         "release/secret_units.py",
-        "return _HIDDEN + os.urandom(_SALT) + encoded",
-        "return _HIDDEN + bytes(_SALT) + encoded",
+        "return HIDDEN + os.urandom(_SALT) + encoded",
+        "return HIDDEN + bytes(_SALT) + encoded",
         POSITIONS,
         "P4",
     ),
