@@ -8,6 +8,7 @@ from noshuffle.participation import (
     AnyOrderEpochs,
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     Epochs,
     FixedSize,
     MinSeparation,
@@ -33,6 +34,7 @@ EXAMPLES: list[Participation] = [
     BallsInBins(3, 4),
     TruncatedPoisson(10, 0.5, 7, 12),
     SeparatedBins(3, 4, 2),
+    DrawnStages((BallsInBins(3, 4), BallsInBins(1, 2))),
     Restarted(Epochs(10, 4), 8),
     Restarted(MinSeparation(20, 4, 3), 6),
 ]

@@ -13,6 +13,10 @@ and S is that of all rows in use, old and new, along the worst pattern of one un
                 (Toeplitz without gains)
     a phase     C = diag(C_old, C_new/f); needs nothing of the run before, a sealed one goes on too
 
+Correlated noise under secret draws (`CyclicPoisson`, `BallsInBins`, `SeparatedBins`) goes on, after
+the last planned step, by a stage: draws made anew and a phase of noise. Its loss distributions are
+composed with those of the stages before (docs/proofs.md, "Stages of secret draws").
+
 Functions take the `Plan` that asks. No state.
 
 >>> from noshuffle import Epochs, Plan
@@ -31,21 +35,27 @@ from typing import Any
 from noshuffle.accounting import calibrate
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 from noshuffle.participation import (
+    BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     Epochs,
     FixedSize,
     MinSeparation,
     Participation,
     Poisson,
+    SeparatedBins,
     SinglePass,
     Stages,
     TruncatedPoisson,
+    stages_of,
 )
+from noshuffle.plan_strategy import chosen
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
 from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.sensitivity import prefix_sensitivity
+from noshuffle.strategies.workload import Workload
 
 CONTINUE = "continue"
 
@@ -65,6 +75,9 @@ def extended(
     """See `Plan.extended`."""
     kept = plan.steps if after is None else after
     whole(at_most=plan.steps, after=kept)
+    if _is_staged(plan, mechanism, epsilon):
+        stage = _stage(plan, kept, epochs, steps, steps_per_epoch, max_participations)
+        return _with_stage(plan, stage, mechanism, epsilon, options)
     part = _longer(plan.participation, kept, epochs, steps, steps_per_epoch, max_participations)
     is_same = mechanism == CONTINUE or part.is_sampled
     if is_same and epsilon is not None:
@@ -96,6 +109,77 @@ def extended(
         )
     factor = calibrate.smallest(
         lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=1e-9, most=1e6
+    )
+    return with_factor(factor)
+
+
+def _is_staged(plan: Any, mechanism: str | Strategy, epsilon: float | None) -> bool:
+    """Whether draws are made anew: always for positions, for turns where noise does not go on."""
+    part = stages_of(plan.participation)[0]
+    if isinstance(plan.participation, DrawnStages) or isinstance(part, BallsInBins | SeparatedBins):
+        return True
+    if not isinstance(part, CyclicPoisson) or mechanism == CONTINUE:
+        return False
+    last = plan.strategy
+    goes_on = isinstance(last, ToeplitzStrategy) and not last.has_gains
+    return epsilon is not None or mechanism != "blt" or not goes_on
+
+
+def _stage(
+    plan: Any, kept: int, epochs: int, steps: int, per_epoch: int | None, most: int
+) -> Participation:
+    """The stage that follows the last step of a plan with secret draws."""
+    last = stages_of(plan.participation)[-1]
+    if kept != plan.steps:
+        raise Unsupported(
+            f"secret draws of {last.kind} are made for all {plan.steps} steps, and others follow "
+            f"after the last of them, not after {kept}; finish the run, or start another one"
+        )
+    if isinstance(last, CyclicPoisson):
+        if epochs or per_epoch or most:
+            raise InvalidInput(f"epochs= extends a plan of epochs, this one has {last.kind}")
+        whole(steps=steps)
+        return replace(last, steps=steps)
+    if steps or most:
+        raise InvalidInput(f"a plan of {last.kind} is extended by epochs=, not by steps")
+    whole(epochs=epochs)
+    assert isinstance(last, BallsInBins | SeparatedBins)
+    return replace(last, epochs=epochs, steps_per_epoch=per_epoch or last.steps_per_epoch)
+
+
+def _with_stage(
+    plan: Any,
+    stage: Participation,
+    mechanism: str | Strategy,
+    epsilon: float | None,
+    options: dict[str, Any],
+) -> Any:
+    """The plan with one more stage of secret draws, and noise for it."""
+    if mechanism == CONTINUE:
+        raise Unsupported(
+            "noise does not go on where positions are drawn anew; leave out mechanism=, or give "
+            "that of the new stage by name"
+        )
+    if mechanism == "blt" and not isinstance(stage, BallsInBins):
+        mechanism = "best"  # the bands that turns and separated positions allow
+    fitted = chosen(mechanism, stage, workload=Workload(), options=options)
+    part = DrawnStages((*stages_of(plan.participation), stage))
+    before = _phases(plan, plan.steps)
+
+    def with_factor(factor: float) -> Any:
+        last = StrategyPhase(fitted, stage.steps, stage.steps, factor)
+        return replace(plan, participation=part, strategy=Phases(parts=(*before, last)))
+
+    if epsilon is None:
+        return with_factor(1.0)
+    positive(epsilon=epsilon)
+    if (spent := plan.epsilon()) >= epsilon:
+        raise InvalidInput(
+            f"the first {plan.steps} steps have ε = {spent:.6g} already, so all of them cannot "
+            f"have {epsilon:.6g}; give a larger epsilon"
+        )
+    factor = calibrate.smallest(
+        lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=1e-3, most=1e6
     )
     return with_factor(factor)
 
@@ -164,7 +248,7 @@ def _continued(plan: Any, kept: int, part: Participation) -> Strategy:
     last = end.strategy
     if not isinstance(last, ToeplitzStrategy) or last.has_gains:
         advice = "give the mechanism of a new phase by name"
-        if part.is_sampled:  # phases have no proof there
+        if part.is_sampled and not isinstance(part, CyclicPoisson):  # its noise is independent
             advice = "start another run, and count both in a Budget"
         raise Unsupported(
             f"the noise of {last.name!r} was planned for its number of steps and does not go on; "

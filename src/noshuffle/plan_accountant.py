@@ -6,6 +6,7 @@
     TruncatedPoisson   fourier    with what a full batch costs (`accounting.atoms`)
     BallsInBins        bins       overlaps of the shifts (`accounting.bins`)
     SeparatedBins      bins       the same in every epoch (`accounting.fresh_positions`)
+    DrawnStages        as its stages, whose loss distributions are composed
 
 Functions take the `Plan` that asks (`noshuffle.plan`). No state.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,13 @@ from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     FixedSize,
     Participation,
     Poisson,
     SeparatedBins,
     TruncatedPoisson,
+    stages_of,
 )
 
 Array = np.ndarray
@@ -48,7 +51,7 @@ _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
 
 def defaults(participation: Participation) -> tuple[str, str]:
     """Neighbours and accountant where nobody said."""
-    return _DEFAULTS.get(type(participation), ("zero-out", "exact"))
+    return _DEFAULTS.get(type(stages_of(participation)[0]), ("zero-out", "exact"))
 
 
 def refuse_what_is_not_proved(plan: Any) -> None:
@@ -59,7 +62,8 @@ def refuse_what_is_not_proved(plan: Any) -> None:
             f"batches of all {plan.participation.batch} units cannot be drawn without one of them; "
             'use a smaller batch, or neighbours="zero-out"'
         )
-    is_bins = isinstance(plan.participation, BallsInBins | SeparatedBins)
+    drawn = stages_of(plan.participation)[0]
+    is_bins = isinstance(drawn, BallsInBins | SeparatedBins)
     if is_bins != (plan.accountant == "bins") or (is_bins and plan.neighbours == "replace-one"):
         raise Unsupported(
             "the accountant bins is that of secret positions (BallsInBins), their only one, for "
@@ -75,14 +79,12 @@ def refuse_what_is_not_proved(plan: Any) -> None:
         raise Unsupported(
             'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
         )
-    if (
-        isinstance(plan.participation, Poisson | CyclicPoisson)
-        and plan.accountant == "rdp"
-        and plan.neighbours == "replace-one"
-    ):
+    is_staged, is_rdp = isinstance(plan.participation, DrawnStages), plan.accountant == "rdp"
+    is_replaced = isinstance(drawn, Poisson | CyclicPoisson) and plan.neighbours == "replace-one"
+    if is_rdp and (is_replaced or is_staged):
         raise Unsupported(
-            "replace-one neighbours under Poisson sampling have only the fourier accountant; "
-            'use accountant="fourier"'
+            "replace-one neighbours under Poisson sampling, and secret draws in stages, have only "
+            'the fourier accountant; use accountant="fourier"'
         )
     if not plan.participation.is_sampled and plan.accountant == "fourier":
         raise Unsupported(
@@ -110,7 +112,14 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
             delta=plan.delta,
             sampling=sampling,
         )
-    return sampled_release(plan, steps).epsilon(delta=plan.delta)
+    if isinstance(part, DrawnStages) and steps <= part.stages[0].steps:
+        return float(stage_plans(plan, steps)[0][0].epsilon_after(steps))
+    return _epsilon(sampled_release(plan, steps), plan.delta)
+
+
+@lru_cache(maxsize=64)  # prefixes of a run that have the same turns ask the same
+def _epsilon(composed: fourier.Composed, delta: float) -> float:
+    return composed.epsilon(delta=delta)
 
 
 def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
@@ -154,15 +163,41 @@ def direction_of(plan: Any) -> str:
     return "replace" if plan.neighbours == "replace-one" else "both"
 
 
-def sampled_release(plan: Any, steps: int) -> fourier.Composed:
-    """The first steps of a plan with coin flips or random batches, as a loss distribution."""
+def sampled_release(plan: Any, steps: int, *, near: float | None = None) -> fourier.Composed:
+    """The first steps of a plan with secret draws (not of one stage of positions), as a loss
+    distribution; that of positions is made for δ `near`, or the plan's."""
     part, z = plan.participation, plan.noise_multiplier / plan.sensitivity.value
+    if isinstance(part, DrawnStages):
+        stages = stage_plans(plan, steps)
+        found = [one for own in stages for one in _releases(*own, near or plan.delta)]
+        return fourier.compose(found, direction=direction_of(plan))
     if isinstance(part, TruncatedPoisson):
         is_zeroed = plan.neighbours == "zero-out"
         cut = fourier.TruncatedRelease(z, part.rate, part.cap, part.population, steps, is_zeroed)
         return fourier.compose([cut])
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
     return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction_of(plan))
+
+
+def stage_plans(plan: Any, steps: int) -> list[tuple[Any, int]]:
+    """A plan for every stage of secret draws that has begun, and how many of its steps are used."""
+    found = []
+    for (first, own), phase in zip(plan.participation.starts(), plan.strategy.parts, strict=True):
+        if first < steps:
+            noise = plan.noise_multiplier * phase.factor
+            one = replace(plan, participation=own, strategy=phase.strategy, noise_multiplier=noise)
+            found.append((one, min(own.steps, steps - first)))
+    return found
+
+
+def _releases(plan: Any, steps: int, near: float) -> tuple[fourier.Record, ...]:
+    """One stage as loss distributions that dominate it at every ε, whatever was seen before it."""
+    if not isinstance(plan.participation, BallsInBins | SeparatedBins):
+        return sampled_release(plan, steps).releases
+    known: bins.Overlaps | FreshPositions = plan.positions(steps)
+    if isinstance(known, bins.Overlaps):  # one position is one epoch
+        known = FreshPositions(known.classes, 1)
+    return known.releases(noise_multiplier=plan.noise_multiplier, delta=near)
 
 
 def group_epsilon(plan: Any, size: int) -> float:

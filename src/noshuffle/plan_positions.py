@@ -11,14 +11,19 @@ from typing import Any
 
 from noshuffle.accounting import bins, monte_carlo
 from noshuffle.accounting.fresh_positions import FreshPositions
-from noshuffle.errors import instance_of
-from noshuffle.participation import BallsInBins, SeparatedBins
+from noshuffle.errors import Unsupported, instance_of
+from noshuffle.participation import BallsInBins, DrawnStages, SeparatedBins
 from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
 
 
 def positions(plan: Any, steps: int) -> bins.Overlaps | FreshPositions:
     """How far secret positions overlap in the first `steps` steps; see `Plan.positions`."""
     part = plan.participation
+    if isinstance(part, DrawnStages):
+        raise Unsupported(
+            "positions that are drawn anew in every stage have no overlaps of their own (nor Monte "
+            "Carlo); their stages are composed, ask epsilon()"
+        )
     if isinstance(part, SeparatedBins):
         epochs = part.most_within(steps)
         return FreshPositions(separated_classes(plan.strategy, part, plan.steps), epochs)

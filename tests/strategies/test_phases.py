@@ -124,14 +124,15 @@ def test_what_goes_on_is_the_phase_of_the_last_kept_step():
         plan.extended(steps=3, after=3, mechanism="continue")
 
 
-def test_secret_positions_are_not_extended_and_no_other_way_is_promised():
+def test_secret_positions_go_on_in_epochs_after_their_last_step():
     plan = Plan(participation=BallsInBins(2, 4), strategy=st.identity(), noise_multiplier=1.0)
-    for more in ({"epochs": 1}, {"steps": 4}):
-        with pytest.raises(Unsupported, match="start another run"):
-            plan.extended(**more)
+    with pytest.raises(InvalidInput, match="by epochs="):
+        plan.extended(steps=4)
+    with pytest.raises(Unsupported, match="after the last of them, not after 4"):
+        plan.extended(epochs=1, after=4)
     plan = Plan.fit(CyclicPoisson(8, 2, 0.5), mechanism="best", noise_multiplier=1.0)
-    with pytest.raises(Unsupported, match="start another run"):
-        plan.extended(steps=4, mechanism="banded")
+    with pytest.raises(Unsupported, match="by name"):
+        plan.extended(steps=4, mechanism="continue")
 
 
 def test_noise_across_a_stage_is_refused():

@@ -76,6 +76,13 @@ class FreshPositions:
         best = _least(self, noise_multiplier, delta)[1]
         return replace(self, classes=(self.classes[0], *([best] if best else [])))
 
+    def releases(self, *, noise_multiplier: float, delta: float) -> tuple[fourier.Record, ...]:
+        """All epochs, by the class that is best here, to be composed with other releases.
+
+        Guarantees: they dominate at every ε and in both directions, not at `delta` alone.
+        """
+        return _releases(self, noise_multiplier, delta)
+
     def composed(
         self, one: tuple[int, float, float], noise: float, delta: float
     ) -> fourier.Composed | None:
@@ -108,6 +115,15 @@ def _least(
         if found < best:
             best, which = found, one
     return best, which
+
+
+@lru_cache(maxsize=64)
+def _releases(known: FreshPositions, noise: float, delta: float) -> tuple[fourier.Record, ...]:
+    one = _least(known, noise, delta)[1]
+    composed = None if one is None else known.composed(one, noise, delta)
+    if composed is None:  # as if the positions were known
+        return (fourier.PoissonRelease(1 / known.mu(noise), 1.0),)
+    return composed.releases
 
 
 def losses(ratio: MeanRatio) -> tuple[Atoms, Atoms]:

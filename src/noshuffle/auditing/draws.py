@@ -28,16 +28,29 @@ from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     FixedSize,
     Participation,
     SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.units import Ids
 
 #: A finding is believed when chance gives it less often than this.
 LEVEL = 1e-6
 _POPULATION, _STEPS, _MOST_COINS = 4096, 256, 2**24
+
+
+class _Later(Sampler):
+    """A sampler from some step on."""
+
+    def __init__(self, whole: Sampler, first: int) -> None:
+        super().__init__(whole.participation, whole.population, whole.key)
+        self._whole, self._first = whole, first
+
+    def draw(self, step: int) -> Ids:
+        return self._whole.draw(self._first + step)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,17 @@ class DrawAudit(Finding):
 
 
 def audit_draws(part: Participation, *, sampler: Sampler | None = None) -> DrawAudit:
-    """Draw as training does, and count; `sampler` in place of the one of training."""
+    """Draw as training does, and count; `sampler` in place of the one of training.
+
+    Of draws in stages the last one is counted, as it comes after the others.
+    """
+    if isinstance(part, DrawnStages):
+        first, last = list(part.starts())[-1]
+        if sampler is None:
+            groups = getattr(last, "groups", 1)
+            own = max(_POPULATION, 2 * groups)
+            sampler = make_sampler(part, population=own, key=os.urandom(32))
+        return audit_draws(last, sampler=_Later(sampler, first))
     if sampler is None:
         population = _POPULATION
         if isinstance(part, FixedSize | TruncatedPoisson):

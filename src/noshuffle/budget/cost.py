@@ -35,6 +35,7 @@ from noshuffle.errors import Unsupported
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     FixedSize,
     Poisson,
     SeparatedBins,
@@ -133,8 +134,9 @@ def _cost(
         assert plan is not None
         if isinstance(plan.participation, BallsInBins | SeparatedBins):
             return _in_bins(plan, steps, _SHARE * delta)
-        if isinstance(plan.participation, TruncatedPoisson):
-            return _composed(sampled_release(plan, steps), _SHARE * delta)
+        if isinstance(plan.participation, TruncatedPoisson | DrawnStages):
+            slack = _SHARE * delta
+            return _composed(sampled_release(plan, steps, near=slack), slack)
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), turns, _SHARE * delta)
     if said.rho is not None and said.accountant == "rdp" and delta:

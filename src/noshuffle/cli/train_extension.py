@@ -38,7 +38,8 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     """Extend the run in its folder; its new settings."""
     from noshuffle import datasets
     from noshuffle.cli.train_parts import participation_of
-    from noshuffle.participation import Epochs, MinSeparation, Stages
+    from noshuffle.participation import Epochs, MinSeparation, Stages, stages_of
+    from noshuffle.participation.base import InEpochs
     from noshuffle.release.extension import extend, finish
     from noshuffle.release.folder import RunFolder
     from noshuffle.release.opening import known_steps
@@ -59,7 +60,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     data = datasets.load(settings.data)
     part, longer = plan.participation, replace(settings, epochs=more, batch_size=batch)
     how: dict[str, Any] = {"steps": more * (len(data) // batch)}
-    if isinstance(part, Epochs | Stages):
+    if isinstance(part, Epochs | Stages) or isinstance(stages_of(part)[0], InEpochs):
         how = {"epochs": more, "steps_per_epoch": len(data) // batch}
     elif batch != settings.batch_size:
         raise Unsupported(f"another batch size goes with epochs in order, this run has {part.kind}")

@@ -182,8 +182,9 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         """There is none: half precision is bfloat16."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._resumed is not None:
-            restore_rng(self._resumed["random"])
+        found = None if self._resumed is None else self._resumed["random"]
+        if found is not None:  # a seal removes those of a sampled run
+            restore_rng(found)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

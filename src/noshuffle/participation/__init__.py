@@ -17,8 +17,9 @@ maximum over every pattern of steps that it allows:
     BallsInBins     one secret uniform position for every unit, the same in every epoch
     SeparatedBins   a fresh one in every epoch, any two at least `separation` steps apart
     TruncatedPoisson  as Poisson, batches cut to `cap` units at random
+    DrawnStages     cyclic draws or secret positions, then others drawn anew: extended runs
 
-The last six are sampled: their guarantee needs the randomness of the draw. Under the first two
+The last seven are sampled: their guarantee needs the randomness of the draw. Under the first two
 (and cut batches) only independent noise (DP-SGD) is accounted, under cyclic draws also noise of at
 most `groups` bands, under separated positions of at most `separation` bands, under secret positions
 any noise but that of trees.
@@ -35,6 +36,7 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, instance_of, one_of
 from noshuffle.participation.base import Participation
+from noshuffle.participation.drawn_stages import DrawnStages, stages_of
 from noshuffle.participation.draws import (
     BallsInBins,
     CyclicPoisson,
@@ -57,6 +59,7 @@ __all__ = [
     "AnyOrderEpochs",
     "BallsInBins",
     "CyclicPoisson",
+    "DrawnStages",
     "Epochs",
     "FixedSize",
     "MinSeparation",
@@ -69,6 +72,7 @@ __all__ = [
     "TruncatedPoisson",
     "from_dict",
     "narrowed",
+    "stages_of",
 ]
 
 _KINDS: dict[str, type[Participation]] = {
@@ -85,6 +89,7 @@ _KINDS: dict[str, type[Participation]] = {
         BallsInBins,
         TruncatedPoisson,
         SeparatedBins,
+        DrawnStages,
     )
 }
 

@@ -28,7 +28,7 @@ from noshuffle.release.extension import FACTS, KIND, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described, stranger
 from noshuffle.release.opening import known_steps
-from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line
+from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
 from noshuffle.release.units import Ids, UnitTable, name_to_id
 
 
@@ -201,7 +201,10 @@ def keys(found: Found) -> Iterator[str]:
         except NoshuffleError as error:
             yield f"the keys cannot be read: {error}"
             return
-        failures, checked = by_keys(ring, found.plan, found.rows, found.facts, found.lives)
+        since = max(sealed_at(found.evidence.notes(KIND)), default=0)
+        failures, checked = by_keys(
+            ring, found.plan, found.rows, found.facts, found.lives, since=since
+        )
         found.checked += checked
         yield from failures
     elif found.evidence.notes("seal"):
@@ -219,13 +222,20 @@ def sealed(found: Found) -> list[str]:
 
 
 def positions(found: Found) -> Iterator[str]:
-    """Secret lists of units are all there, or all gone by a seal that compared them before."""
-    secret = [row for row in found.rows if row.is_secret]
-    gone = [row for row in secret if row.is_removed]
-    if secret and not found.plan.participation.is_sampled:
-        yield f"step {secret[0].step} hides its units, and the plan has no secret draws"
+    """Secret lists of units are all there, or all gone by a seal that compared them before.
+
+    Of a sealed run that was extended, those before and those since.
+    """
+    all_secret = [row for row in found.rows if row.is_secret]
+    if all_secret and not found.plan.participation.is_sampled:
+        yield f"step {all_secret[0].step} hides its units, and the plan has no secret draws"
         return
-    states = [note["state"] for note in found.evidence.notes(POSITIONS)]
+    ends, notes = sealed_at(found.evidence.notes(KIND)), found.evidence.notes(POSITIONS)
+    since = max(ends, default=0)
+    yield from _earlier_positions([row for row in all_secret if row.step < since], notes)
+    secret = [row for row in all_secret if row.step >= since]
+    gone = [row for row in secret if row.is_removed]
+    states = [note["state"] for note in notes if note["steps"] > since]
     if gone and (not states or "sealed" not in found.facts):
         yield f"step {gone[0].step} lists no units any more, and no seal removed them"
     elif gone and len(gone) < len(secret):
@@ -245,16 +255,32 @@ def positions(found: Found) -> Iterator[str]:
     if not found.rows or not found.plan.participation.is_sampled:
         return
     has_keys = found.run.key_file.exists()
-    if (gone or not has_keys) and draws_line(len(found.rows)) not in sealed(found):
+    starts = [0, *ends]
+    parts = [end - start for start, end in zip(starts, [*ends, len(found.rows)])]
+    if has_keys and not gone:
+        parts.pop()
+    if any(steps and draws_line(steps) not in sealed(found) for steps in parts):
         found.unchecked.append("the secret draws: they were not compared with keys that are gone")
     listed = sum(not row.is_removed for row in found.rows)
     if listed and not has_keys:
-        is_plain = len(gone) == len(secret)
+        is_plain = all(row.is_removed for row in all_secret)
         how = "an earlier version wrote them" if is_plain else "noshuffle seal removes them"
         found.exposed.append(
             f"the ledger lists who was drawn in {listed} steps, which ε rests on nobody knowing: "
             f"keep it to yourself ({how})"
         )
+
+
+def _earlier_positions(secret: list[Row], notes: list[dict[str, Any]]) -> Iterator[str]:
+    """Lists of steps before a sealed run was extended: gone by a seal, or kept by all of them."""
+    removed = max((note["steps"] for note in notes if note["state"] == REMOVED), default=0)
+    for row in secret:
+        if row.is_removed and not any(row.step < note["steps"] for note in notes):
+            yield f"step {row.step} lists no units any more, and no seal removed them"
+            return
+        if not row.is_removed and row.step < removed:
+            yield f"the units of step {row.step} were removed by a seal, and are there again"
+            return
 
 
 def digests(found: Found) -> Iterator[str]:

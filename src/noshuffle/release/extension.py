@@ -30,7 +30,7 @@ import torch
 from noshuffle.clipping import Flat
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 from noshuffle.noise.step_plan import StepPlan, StepPlans, fingerprint
-from noshuffle.participation import Stages
+from noshuffle.participation import DrawnStages, Participation, Stages, stages_of
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, guard
 from noshuffle.release.facts import write_statement
@@ -228,7 +228,12 @@ def _refuse_sealed(plan: Plan, released: int, facts: dict[str, str]) -> None:
         plan.participation.starts()
     )
     is_named = facts.get("identified_by") == "fingerprints" or facts.get("ids") == "names"
-    if plan.participation.is_sampled or "round_prints" in facts or facts.get("test_key") == "yes":
+    # a stage of secret draws that begins here draws anew, and nothing of those before
+    is_drawn = plan.participation.is_sampled and not (
+        isinstance(plan.participation, DrawnStages)
+        and released in dict(plan.participation.starts())
+    )
+    if is_drawn or "round_prints" in facts or facts.get("test_key") == "yes":
         raise Unsupported(
             "the keys of this run were destroyed when it was finished, and with them what its "
             "draws, rounds or test seed are known by; fork it, or keep_keys=True next time"
@@ -251,14 +256,21 @@ def why_not(old: Plan, new: Plan, released: int) -> str:
     for name in ("noise_multiplier", "delta", "neighbours", "unit", "accountant"):
         if getattr(old, name) != getattr(new, name):
             return f"{name} was {getattr(old, name)} and is {getattr(new, name)} there"
-    was, now = old.participation.to_dict(), new.participation.to_dict()
-    if old.participation.is_sampled and {**was, "steps": 0} != {**now, "steps": 0}:
+    if old.participation.is_sampled and not _keeps_draws(old.participation, new.participation):
         return f"what a unit may do was: {old.participation.words()}"
     before, after = (StepPlans.of(own.strategy.recipe(own.steps)) for own in (old, new))
     for t in range(released):
         if _form(before, t) != _form(after, t):
             return f"its noise differs from what was released in step {t}"
     return ""
+
+
+def _keeps_draws(old: Participation, new: Participation) -> bool:
+    """Whether draws go on: over more steps, or in further stages after whole ones."""
+    if isinstance(new, DrawnStages):
+        before = stages_of(old)
+        return new.stages[: len(before)] == before
+    return {**old.to_dict(), "steps": 0} == {**new.to_dict(), "steps": 0}
 
 
 def _form(plans: StepPlans, t: int) -> tuple[Any, ...]:

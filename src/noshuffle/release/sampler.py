@@ -7,6 +7,7 @@
     CyclicSampler             coin flips among one of several groups that take turns
     TruncatedSampler          coin flips, and a random part of batches that are too large
     SeparatedSampler          everybody at a fresh secret position in every epoch of its own
+    StagedSampler             one of them after another, each with words of its own
 
 Natural order is public and needs no randomness. The secret draws are what amplification rests on:
 they come from the ChaCha20 stream of a 256-bit key from the operating system, one nonce per step,
@@ -33,11 +34,13 @@ from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     FixedSize,
     Participation,
     Poisson,
     SeparatedBins,
     TruncatedPoisson,
+    stages_of,
 )
 from noshuffle.release.units import Ids
 
@@ -64,6 +67,9 @@ class Sampler:
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
+    #: Of a stage: its number and its first step in the run, by which words and keys are its own.
+    stage: int = 0
+    begins: int = 0
 
     def __post_init__(self) -> None:
         whole(population=self.population)
@@ -81,12 +87,9 @@ class Sampler:
         """A random word a unit, of the step's own ChaCha20 stream (counter 0, nonce = step)."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
-        key = (
-            self.key
-            if isinstance(self.key, bytes)
-            else self.key(step if key_of is None else key_of)
-        )
-        nonce = bytes(8) + step.to_bytes(8, "little")
+        own = self.begins + (step if key_of is None else key_of)
+        key = self.key if isinstance(self.key, bytes) else self.key(own)
+        nonce = bytes(8) + ((self.stage << 48) + step).to_bytes(8, "little")
         cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
@@ -174,7 +177,7 @@ class BinsSampler(Sampler):
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
-        """As secret as the key."""
+        """As secret as the key (that of the first step)."""
         return _scaled(self._words(0, self.population), self.participation.steps_per_epoch)
 
     def draw(self, step: int) -> Ids:
@@ -212,6 +215,27 @@ class SeparatedSampler(Sampler):
         return {}
 
 
+class StagedSampler(Sampler):
+    """The draws of one stage after another.
+
+    Guarantees: those of the sampler of each stage. No word serves two stages: the number of the
+    stage is part of the nonce, also where they have one key.
+    """
+
+    participation: DrawnStages
+
+    def draw(self, step: int) -> Ids:
+        number, first, _ = self.participation.at(step)
+        return self._stages[number].draw(step - first)
+
+    @cached_property
+    def _stages(self) -> list[Sampler]:
+        return [
+            _SAMPLERS[type(own)](own, self.population, self.key, stage=number, begins=first)
+            for number, (first, own) in enumerate(self.participation.starts())
+        ]
+
+
 def _scaled(words: NDArray[np.uint64], choices: int) -> NDArray[np.int64]:
     """⌊word · choices / 2⁶⁴⌋."""
     high, low = words >> np.uint64(32), words & np.uint64(2**32 - 1)
@@ -226,6 +250,7 @@ _SAMPLERS: dict[type[Participation], type[Sampler]] = {
     BallsInBins: BinsSampler,
     SeparatedBins: SeparatedSampler,
     CyclicPoisson: CyclicSampler,
+    DrawnStages: StagedSampler,
 }
 
 
@@ -241,7 +266,7 @@ def make_sampler(
     planned = getattr(participation, "population", population)
     if population not in (None, planned):
         raise InvalidInput(f"the plan samples from {planned} examples, got {population}")
-    groups = getattr(participation, "groups", 0)
+    groups = max(getattr(own, "groups", 0) for own in stages_of(participation))
     if planned is None or (groups and planned < groups):
         least = f", at least one a group ({groups})" if groups else ""
         raise InvalidInput(

@@ -17,7 +17,7 @@ State: none.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from noshuffle.errors import NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
+from noshuffle.release.extension import KIND
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder, take
@@ -68,7 +69,8 @@ def seal(
         if folder.key_file.exists():
             ring = folder.ring()
             lives = ledger.notes("life")
-            failures, checked = by_keys(ring, plan, list(ledger.rows()), ledger.facts(), lives)
+            rows, since = list(ledger.rows()), max(sealed_at(ledger.notes(KIND)), default=0)
+            failures, checked = by_keys(ring, plan, rows, ledger.facts(), lives, since=since)
             if failures:
                 raise VerificationFailed(f"{folder.path}: {failures[0]}")
         is_half_done = ledger.meta("sealed") is not None and folder.key_file.exists()
@@ -119,14 +121,19 @@ def by_keys(
     rows: list[Row],
     facts: dict[str, str | None],
     lives: list[dict[str, Any]],
+    *,
+    since: int = 0,
 ) -> tuple[list[str], tuple[str, ...]]:
-    """What the keys contradict, and what they confirm, in words."""
-    failures = [*_lives(ring, facts, lives), *_draws(ring, plan, rows, facts)]
+    """What the keys contradict, and what they confirm, in words.
+
+    Draws before step `since` had keys that an earlier seal destroyed, when it had checked them.
+    """
+    failures = [*_lives(ring, facts, lives), *_draws(ring, plan, rows[since:], facts)]
     if rows and not ring.is_newest(lives, used=max(row.life for row in rows)):
         failures.append("key.json is older than the last steps of the ledger, or was edited")
     failures += _rounds(ring, rows, facts)
     checked = ["every key is of a process on record"]
-    compared = sum(not row.is_removed for row in rows)
+    compared = sum(not row.is_removed for row in rows[since:])
     if plan.participation.is_sampled and (compared or not rows):
         checked.append(draws_line(compared))
     if ROUND_PRINTS[0] in facts and (compared or not rows):
@@ -137,6 +144,11 @@ def by_keys(
 def draws_line(steps: int) -> str:
     """What a seal notes once the draws of all its steps were compared with the keys."""
     return f"the secret draws of {steps} steps"
+
+
+def sealed_at(extended: Sequence[Mapping[str, Any]]) -> list[int]:
+    """At which steps a sealed run was extended, by the ledger's notes of extensions."""
+    return sorted({int(one["released"]) for one in extended if one["before"].get("sealed")})
 
 
 def _lives(
@@ -185,7 +197,8 @@ def _rounds(ring: KeyRing, rows: list[Row], facts: dict[str, str | None]) -> Ite
 
 def _remove_positions(ledger: Ledger) -> None:
     """Who was drawn when; what it is made of is noted before, that it is done afterwards."""
-    states = [note["state"] for note in ledger.notes(POSITIONS)]
+    notes = ledger.notes(POSITIONS)  # those of fewer steps are of a seal before an extension
+    states = [note["state"] for note in notes if note["steps"] == ledger.released]
     is_begun = TO_BE_REMOVED in states
     if REMOVED in states or not (is_begun or ledger.hides_units):
         return

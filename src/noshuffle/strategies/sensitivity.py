@@ -49,6 +49,7 @@ from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
+    DrawnStages,
     Epochs,
     FixedSize,
     MinSeparation,
@@ -123,6 +124,8 @@ def prefix_sensitivity(
     if isinstance(participation, Restarted) and isinstance(participation.participation, SinglePass):
         participation = participation.participation
     plain = type(strategy) is Identity and not strategy.has_gains
+    if isinstance(participation, DrawnStages):
+        return _of_stages(strategy, participation, steps)
     if isinstance(participation, BallsInBins):
         top = overlaps(strategy, participation, steps)[0][2]
         secret = _record(top, top, "at one position; the amplified accountant counts its secrecy")
@@ -177,6 +180,24 @@ def prefix_sensitivity(
     if type(strategy) is Dense:
         return _explicit(_gram(strategy.encoder(steps)), participation)
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
+
+
+def _of_stages(strategy: Strategy, participation: DrawnStages, steps: int) -> Sensitivity:
+    """The largest stage, in units of its noise: a stage has a phase of noise to itself."""
+    phases = strategy.parts if type(strategy) is Phases else ()
+    lengths = [own.steps for own in participation.stages]
+    if [(own.used, own.planned) for own in phases] != [(n, n) for n in lengths]:
+        raise Unsupported(
+            f"secret draws in stages of {', '.join(map(str, lengths))} steps need one phase of "
+            f"noise for each, got the strategy {strategy.name!r}; use Plan.extended"
+        )
+    found = [
+        prefix_sensitivity(phase.strategy, own, min(own.steps, steps - first)).squared
+        / phase.factor**2
+        for (first, own), phase in zip(participation.starts(), phases)
+        if first < steps
+    ]
+    return _record(max(found), max(found), "of the largest stage; the accountant composes them all")
 
 
 def _one_turn(strategy: Strategy, participation: Participation, bands: int, n: int) -> Sensitivity:

@@ -36,7 +36,7 @@ def first_rows(data: tuple[Any, ...]) -> Tensor | None:
     """The inputs of a batch that can be compared: its first tensor of numbers with a point."""
     for leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
-            return leaf.detach() if leaf[0].numel() >= LEAST and len(leaf) > 1 else None
+            return leaf.detach() if len(leaf) > 1 and leaf[0].numel() >= LEAST else None
     return None
 
 

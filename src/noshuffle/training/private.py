@@ -362,7 +362,8 @@ class Private(OneOwner):
         self._parts.release.load_state_dict(state)
         for name, item in self._attached.items():
             item.load_state_dict(state["attached"][name])
-        restore_rng(state["random"])
+        if state["random"] is not None:  # a seal removes those of a sampled run
+            restore_rng(state["random"])
         began = state.get("epoch_random")
         self._epoch_rng = None if began is None else (int(began[0]), began[1])
         self._index = int(state["step"])
