@@ -116,6 +116,7 @@ def test_the_command_writes_table_pictures_claims_and_json(
     assert not main(line.split())
     record = json.loads(capsys.readouterr().out)
     assert list(record["cells"]) == ["noisy_max"]
+    assert {"noshuffle", "python", "numpy"} <= set(record["cells"]["noisy_max"]["versions"])
     told = {claim["text"].split()[0]: claim["verdict"] for claim in record["claims"]}
     assert (told["noisy_max"], told["ftrl"]) == ("HOLDS", "NOT TESTED")
     assert (out / "figure.png").read_bytes()[:4] == b"\x89PNG"

@@ -34,7 +34,7 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
     A folder gets results.json (seeds, ε, settings, versions, wall time), table.md, claims.md,
     figure.svg and figure.png. A study that was killed goes on when the command is given again.
     """
-    one_of(tuple(FIGURES), figure=asked.figure)
+    one_of(tuple(FIGURES), FIGURE=asked.figure)  # an argument, not --figure
     if asked.within is not None:
         positive(within=asked.within)
     check_device(asked.device)

@@ -1,10 +1,11 @@
 """Results of a figure on the disk: one JSON file, rewritten whole after every cell.
 
-    {figure, settings, versions, device, cells: {key: {result, seconds, finished}}}
+    {figure, settings, versions, cells: {key: {result, seconds, finished, on, versions}}}
 
-A killed study goes on where it stopped: what is in the file is not computed again. Results that
-were made with other settings are refused, so that one table never mixes two protocols. State: the
-file, which is one complete version at any instant (`release.files`).
+A killed study goes on where it stopped, on another machine too: what is in the file is not computed
+again, and every cell says what it was computed with (`versions` of the file: the last one). Results
+that were made with other settings are refused, so that one table never mixes two protocols. State:
+the file, which is one complete version at any instant (`release.files`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Store:
             "seconds": round(seconds, 3),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "on": machine(device),
+            "versions": versions(),
         }
         self.record["versions"] = versions()
         write_json(self.path, self.record)
