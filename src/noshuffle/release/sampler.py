@@ -84,7 +84,7 @@ class Sampler:
         raise NotImplementedError
 
     def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
-        """A random word a unit, of the step's own ChaCha20 stream (counter 0, nonce = stage and step)."""
+        """A random word a unit, of the step's own ChaCha20 stream (nonce: stage and step)."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
         own = self.begins + (step if key_of is None else key_of)
