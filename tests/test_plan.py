@@ -118,6 +118,13 @@ def test_sampled_calibration_ends_on_the_safe_side(part: Participation) -> None:
     assert 1.98 < plan.epsilon() <= 2.0
 
 
+def test_calibration_ends_where_digits_are_lost() -> None:
+    """At ε = 1e300 no step of the last digit changes ε: the search did not end."""
+    plan = Plan.fit(SinglePass(4), mechanism="identity", epsilon=1e300, delta=1e-5)
+    assert plan.noise_multiplier > 0
+    assert plan.epsilon() <= 1e300
+
+
 def test_epsilon_grows_with_the_steps_done() -> None:
     plan = Plan(participation=Epochs(5, 20), strategy=tree(), noise_multiplier=5.0)
     values = [plan.epsilon_after(t) for t in range(101)]

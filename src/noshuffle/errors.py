@@ -124,14 +124,26 @@ def callables(**values: object) -> None:
             raise InvalidInput(f"{name} must be a function, got {reprlib.repr(value)}")
 
 
+def utf8(**values: object) -> None:
+    """Each value can be written as UTF-8: a name from the disk or a shell may hold other bytes."""
+    for name, value in values.items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            came = ascii(str(value))
+            raise InvalidInput(f"{name} must be text in UTF-8, got {came}; rename it") from None
+
+
 def imported(**values: str) -> Any:
-    """What the one `module:name` that is given stands for."""
+    """The function that the one `module:function` which is given stands for."""
     ((what, text),) = values.items()
     module, _, name = text.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInput(f"{what} {text!r} could not be imported: {error}") from None
+    callables(**{f"{what} {text!r}": found})
+    return found
 
 
 def number_tuple(**values: object) -> tuple[float, ...]:

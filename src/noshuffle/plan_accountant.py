@@ -253,6 +253,16 @@ def _fresh_epsilon(known: FreshPositions, delta: float, noise: float) -> float:
     return known.epsilon(noise_multiplier=noise, delta=delta)
 
 
+def _kept_below(plan: Any, epsilon: float, z: float, *, step: float) -> Any:
+    """The plan with noise z, or with the next more that keeps its ε at the target or below.
+
+    Steps double, so that it ends where ε is so large (1e300) that its last digits are lost.
+    """
+    while replace(plan, noise_multiplier=z).epsilon() > epsilon:
+        z, step = z * (1 + step), 2 * step
+    return replace(plan, noise_multiplier=z)
+
+
 def calibrated(plan: Any, epsilon: float | None) -> Any:
     """The plan with the smallest noise whose ε does not exceed the target."""
     positive(epsilon=epsilon)
@@ -260,15 +270,11 @@ def calibrated(plan: Any, epsilon: float | None) -> Any:
     if plan.accountant == "exact":
         shift = plan.sensitivity.value * plan.multiplier_of_sensitivity
         z = shift / gaussian.mu(epsilon=epsilon, delta=plan.delta)
-        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # last-digit rounding
-            z = z * (1 + 1e-13)
-        return replace(plan, noise_multiplier=z)
+        return _kept_below(plan, epsilon, z, step=1e-13)  # last-digit rounding
     part, start = plan.participation, 1.0
     if isinstance(part, BallsInBins):
         z = plan.positions(part.steps).noise_multiplier(epsilon=epsilon, delta=plan.delta)
-        while replace(plan, noise_multiplier=z).epsilon() > epsilon:  # its bisection ends above
-            z *= 1 + 1e-5
-        return replace(plan, noise_multiplier=z)
+        return _kept_below(plan, epsilon, z, step=1e-5)  # its bisection ends above
     if isinstance(part, SeparatedBins):
         known: FreshPositions = plan.positions(part.steps)
         start = known.mu(1.0) / gaussian.mu(epsilon=epsilon, delta=plan.delta)

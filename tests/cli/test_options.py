@@ -115,13 +115,33 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("federated --clients-per-round 100000", "--clients-per-round must"),
         ("epsilon --steps 9 --noise-multiplier 1 --bands 3 --mechanism blt", "--bands belongs"),
         ("epsilon --steps 9 --noise-multiplier 1 --unit planet", "--unit must"),
+        ("train --on-replay maybe", "--on-replay must"),
+        ("sum t.csv --clip 1 --on-replay auto", "--on-replay must"),
+        ("train --data os:path", "data 'os:path' must be a function"),
+        ("federated --task os:path", "task 'os:path' must be a function"),
+        ("federated --client-lr 1e300", "learning_rate must be at most"),
+        ("federated --proximal 1e300", "proximal must be at most"),
+        ("train --test-seed \udcff", r"--test-seed must be text in UTF-8, got '\udcff'"),
+        ("train --order \udcff:f", r"--order must be text in UTF-8, got '\udcff:f'"),
+        ("train --out \udcff", r"--out must be text in UTF-8, got '\udcff'"),
+        ("tune --out \udcff", r"--out must be text in UTF-8, got '\udcff'"),
+        ("budget b --epsilon 1 --delta 1e-6 --unprotected=", "--unprotected must be a name"),
     ],
 )
 def test_refusals_speak_of_options(
-    line: str, flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    line: str,
+    flag: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In one line, with nothing left behind."""
+    monkeypatch.chdir(tmp_path)
     assert main(line.split()) == 2
-    assert flag in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert flag in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_arguments_become_options() -> None:

@@ -119,6 +119,31 @@ def test_stopped_while_a_command_is_imported(
     assert told.err == "noshuffle: stopped\n"
 
 
+def test_a_name_that_is_no_text_is_told_without_what_stands_around_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = UnicodeEncodeError("utf-8", "x" * 5000 + "\udcff" + "y" * 5000, 5000, 5001, "surrogate")
+    monkeypatch.setattr("typer.main.get_command", Mock(side_effect=error))
+    assert main(["epsilon"]) == 2
+    said = capsys.readouterr().err
+    assert r"\udcff" in said
+    assert len(said) < 150
+
+
+def test_brackets_in_names_are_no_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A column called "price [/kg]" ended the command with a traceback, after all the work."""
+    monkeypatch.setenv("COLUMNS", "200")
+    table, books = tmp_path / "t.csv", tmp_path / "[b]"
+    table.write_text("price [/kg]\n1\n2\n3\n")
+    assert main(["budget", str(books), "--epsilon", "2", "--delta", "1e-6"]) == 0
+    assert "[b]" in capsys.readouterr().out.partition("picture:")[0]
+    line = ["sum", str(table), "--clip", "1", "--batch", "1", "--out", str(tmp_path / "[r]")]
+    assert main([*line, "--budget", str(books)]) == 0
+    assert "price [/kg]" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "page.html" / "x").mkdir(parents=True)
     with pytest.raises(OSError, match=r"page\.html'$"):

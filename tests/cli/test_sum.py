@@ -294,3 +294,31 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path) -
     assert main([*command[3:-1], str(whole), "--json"]) == 0
     assert totals(whole) == found
     assert main(["verify", str(out)]) == 4  # a test seed, and nothing wrong beside it
+
+
+def test_rows_that_changed_since_are_refused_or_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal names an option of the command, and the option does what it says."""
+    table, out = write(tmp_path / "t.csv", [[i, 1] for i in range(8)]), tmp_path / "run"
+    usual = PrivateSum.add
+
+    def killed(self: PrivateSum, *given: Any, **more: Any) -> Any:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return usual(self, *given, **more)
+
+    monkeypatch.setattr(PrivateSum, "add", killed)
+    line = ["sum", str(table), "--clip", "5", "--batch", "1"]
+    assert main([*line, "--out", str(out)]) == 130
+    monkeypatch.setattr(PrivateSum, "add", usual)
+    write(table, [[i + 1, 1] for i in range(8)])
+    capsys.readouterr()
+    assert main(["sum", str(table), "--resume", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("or pass it over: --on-replay skip\n")
+    assert "private" not in said
+    resumed = ["sum", str(table), "--resume", str(out), "--on-replay", "skip", "--json"]
+    assert main(resumed) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 8
+    assert main(["verify", str(out)]) == 0

@@ -208,8 +208,8 @@ class Budget:
         speaks of the other runs only.
         """
         instance_of(str, name=name)
-        if not name:
-            raise InvalidInput("a run without privacy needs a name, got an empty one")
+        if not name.strip():
+            raise InvalidInput(f"a run without privacy needs a name, got {name!r}")
         with self._books.writing() as (events, append):
             if name not in BooksState.of(events).unprotected:
                 append("unprotected", {"name": name})

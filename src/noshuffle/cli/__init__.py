@@ -71,7 +71,8 @@ def _answer(given: list[str]) -> int:
     except UnicodeDecodeError:
         return refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
     except UnicodeEncodeError as error:
-        return refuse(f"names must be text in UTF-8, got {error.object!a}; rename the file")
+        name = error.object[max(0, error.start - 20) : error.end + 20]
+        return refuse(f"names must be text in UTF-8, got …{name!a}…; rename the file")
     except MemoryError:
         return refuse("there is not enough memory for that; ask for fewer steps, rows or buckets")
     except Exception as error:
@@ -89,8 +90,8 @@ def _of_sqlite(error: sqlite3.DatabaseError) -> str:
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")):
         return (
-            f"the ledger (ledger.sqlite) cannot be opened or written: {error}; look after the "
-            "space on the disk and the permissions of the folder, then go on"
+            f"the ledger (ledger.sqlite) cannot be opened, read or written: {error}; look after "
+            "the space on the disk and the permissions of the folder, then go on"
         )
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return f"the ledger (ledger.sqlite) is in use by another process: {error}; try again"

@@ -40,6 +40,8 @@ class BudgetSettings:
     output: Path | None = setting(None, "the picture, .svg or .png (default: budget.svg there)")
 
     def __post_init__(self) -> None:
+        if self.unprotected is not None and not self.unprotected.strip():
+            raise InvalidInput(f"unprotected must be a name, got {self.unprotected!r}")
         if self.output is not None and self.output.suffix not in _PICTURES:
             raise InvalidInput(
                 f"--output must end with {', '.join(_PICTURES)}; got {self.output.name!r}"
@@ -70,7 +72,7 @@ def budget(asked: BudgetSettings, output: Output) -> None:
 
     for name in swept:
         print(f"{name} had died; it is charged for what its ledger shows")
-    Console().print(_table(own))
+    Console(markup=False).print(_table(own))
     say(own.words())
     print(f"picture: {picture}")
 

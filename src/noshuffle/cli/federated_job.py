@@ -25,7 +25,6 @@ from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.federated_parts import Job, assemble
 from noshuffle.cli.federated_settings import FederatedSettings, Limits
 from noshuffle.cli.job_view import JobProgress, JobResult, JobWords, Say, Stopped, Watch
-from noshuffle.cli.promise import finite
 from noshuffle.errors import NoshuffleError, ReplayRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.clients import LossFn, cross_entropy, squared_error
@@ -249,7 +248,7 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
         is_public = not job.settings.is_own
         about = {"words": words, "rows": len(job.task.x_test), "is_public": is_public}
         test = {"test_data": about}
-    server.run.append_metrics({"kind": kind, "step": server.round, **finite(row), **test})
+    server.run.append_metrics({"kind": kind, "step": server.round, **row, **test})
 
 
 def _tell_operator(job: Job, report: RoundReport) -> None:

@@ -184,6 +184,13 @@ def assemble(
     is_begun = folder is not None and folder.is_started
     plan = folder.plan() if folder is not None and is_begun else make_plan(settings, task)
     clip = make_clip(settings, plan)
+    local = LocalTraining(
+        learning_rate=settings.client_lr,
+        steps=settings.local_steps or 10**6,
+        batch_size=settings.local_batch,
+        epochs=settings.local_epochs,
+        proximal=settings.proximal,
+    )
     config = {"kind": "federated", **settings.to_dict()}
     # Nothing that is refused above leaves a folder behind.
     with nullcontext() if folder is None or is_begun else begun(folder, config):
@@ -200,13 +207,6 @@ def assemble(
     if settings.amplified:
         server.sampler(len(task))
     rounds = Rounds(server, save_every=settings.checkpoint_every)
-    local = LocalTraining(
-        learning_rate=settings.client_lr,
-        steps=settings.local_steps or 10**6,
-        batch_size=settings.local_batch,
-        epochs=settings.local_epochs,
-        proximal=settings.proximal,
-    )
     check_ins, answers = make_check_ins(settings, task), make_answers(settings, task)
     job = Job(settings, task, model, limits, rounds, local, check_ins, answers)
     return job, rounds.resume() if is_begun else ()

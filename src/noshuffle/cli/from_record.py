@@ -34,6 +34,8 @@ from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 
+from noshuffle.errors import utf8
+
 Command = Callable[..., Any]
 
 
@@ -97,6 +99,7 @@ class Options:
 
     def made(self, options: Mapping[str, Any]) -> Any:
         own = {one.name: options[one.name] for one in self.fields()}
+        utf8(**{name: value for name, value in own.items() if isinstance(value, str)})
         if self.only_given:
             return {name: value for name, value in own.items() if value is not None}
         return self.record(**own)

@@ -48,6 +48,7 @@ def run_job(
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     budget: Budget | None = None,
+    on_replay: str = "auto",
 ) -> JobResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
@@ -75,6 +76,7 @@ def run_job(
             budget=budget,
             augment=settings.augment,
             average=settings.average or None,
+            on_replay=on_replay,
         )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat

@@ -137,7 +137,7 @@ def run_and_tell(
     if run.sign is not None:
         private_key(run.sign)  # refused before the work, not after it
     own = opened(run.budget, has_baseline=settings.baseline)
-    console = Console(stderr=True, quiet=run.json)
+    console = Console(stderr=True, quiet=run.json, markup=False)
     if run.is_new:
         check_new_folder(path)  # again: imports take a while, and others may have begun there
     try:
@@ -157,7 +157,7 @@ def run_and_tell(
     table = Table(show_header=False, title=f"run {path}", title_justify="left")
     for row in result.rows(words):
         table.add_row(*row)
-    out = Console()
+    out = Console(markup=False)  # names may hold brackets, here and in every table
     out.print(table)
     result.tell(out)
     print(f"report: {path / 'report.html'}")  # one line each, to be copied

@@ -135,7 +135,7 @@ def _print_table(rows: list[Any], words: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False)
     cells = {
         "ε": lambda row: f"{row.epsilon:.3f}",
         "noise": lambda row: f"{row.noise_multiplier:.3f}",

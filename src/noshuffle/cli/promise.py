@@ -10,7 +10,6 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from noshuffle.cli.from_record import setting
 from noshuffle.cli.mechanisms import HELP
@@ -30,6 +29,9 @@ DELTA_HELP = "δ, strictly between 0 and 1"
 NOISE_HELP = "noise standard deviation / clip norm of one contribution"
 TEST_SEED_HELP = "reproducible noise for tests: NOT PRIVATE"
 SIGN_HELP = "sign the sealed run with this Ed25519 private key (a PEM file)"
+REPLAY_HELP = (
+    "a step released before whose sum is another now: refuse; skip: no update, still charged"
+)
 FOLDER_HELP = "run folder (default runs/NAME-TIME)"
 
 
@@ -121,6 +123,8 @@ def print_json(record: object) -> None:
     """
     import json
 
+    from noshuffle.release.files import finite
+
     told = finite(record)
     text = json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False)
     try:
@@ -128,12 +132,3 @@ def print_json(record: object) -> None:
     except UnicodeEncodeError:
         text = json.dumps(told, indent=2, allow_nan=False)
     print(text)
-
-
-def finite(value: Any) -> Any:
-    """The same with None for every number in it that is none, as JSON has it."""
-    if isinstance(value, dict):
-        return {name: finite(own) for name, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

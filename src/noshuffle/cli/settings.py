@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from noshuffle.cli import promise
 from noshuffle.cli.budget import BUDGET_HELP
 from noshuffle.cli.from_record import check_fields, setting
-from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, whole
+from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, utf8, whole
 
 if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
@@ -310,6 +310,7 @@ def dated(name: str) -> Path:
 
 def check_new_folder(out: Path) -> None:
     """Refuse to begin a run in a file or in a folder that holds something."""
+    utf8(out=out)
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
     if out.exists() and any(file.name != ".lock" for file in out.iterdir()):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,17 @@ from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import argument, check_fields, given, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
-from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, JSON_HELP, TEST_SEED_HELP, print_json
+from noshuffle.cli.promise import (
+    DELTA_HELP,
+    FOLDER_HELP,
+    JSON_HELP,
+    REPLAY_HELP,
+    TEST_SEED_HELP,
+    print_json,
+)
 from noshuffle.cli.settings import begun, check_new_folder, dated, kept_settings
 from noshuffle.cli.words import refuse, say
-from noshuffle.errors import InvalidInput, open_unit, positive, whole
+from noshuffle.errors import InvalidInput, one_of, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, SinglePass
 
 if TYPE_CHECKING:
@@ -81,6 +89,10 @@ class SumOptions:
     )
     json: bool = setting(False, JSON_HELP, "--json")
     budget: Path | None = setting(None, BUDGET_HELP)
+    on_replay: str = setting("refuse", REPLAY_HELP, check=partial(one_of, ("refuse", "skip")))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @takes(given(SumSettings), SumOptions)
@@ -95,7 +107,10 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     from noshuffle.cli.job_view import stop_on_signals
 
     settings, path = _settings_and_folder(stated, where)
-    run = _Run(settings, where.file, path, is_quiet=where.json, budget=opened(where.budget))
+    own = opened(where.budget)
+    run = _Run(
+        settings, where.file, path, is_quiet=where.json, on_replay=where.on_replay, budget=own
+    )
     with stop_on_signals(lambda: run.is_reading) as is_stopped:
         is_done = run.add_all(is_stopped)
         run.close()
@@ -130,6 +145,7 @@ class _Run:
         path: Path,
         *,
         is_quiet: bool,
+        on_replay: str = "refuse",
         budget: Budget | None = None,
     ) -> None:
         from noshuffle.noise import test_source
@@ -164,6 +180,7 @@ class _Run:
                 clip=settings.clip,
                 shape=(len(self.table.columns),),
                 on_violation="drop" if settings.id is not None else "refuse",
+                on_replay=on_replay,
                 run=self.folder,
                 source=None if seed is None else test_source(seed=seed),
                 budget=budget,
@@ -308,4 +325,4 @@ class _Run:
         for line in (self.lines[i] for i in picks if self.lines):
             cells = [f"{value:,.6g}" for value in line["totals"]]
             table.add_row(f"{line['rows']:,}", *cells, f"{line['deviation']:,.4g}")
-        Console().print(table)
+        Console(markup=False).print(table)

@@ -6,6 +6,7 @@ like, each of them protected.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from noshuffle.cli import start
@@ -35,7 +36,8 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
         from noshuffle.cli.job import run_job
         from noshuffle.cli.job_view import JobWords, run_and_tell
 
-    return run_and_tell("train", run_job, settings, path, run, JobWords())
+    job = partial(run_job, on_replay=run.on_replay)
+    return run_and_tell("train", job, settings, path, run, JobWords())
 
 
 @takes(given(FederatedSettings), RunOptions)

@@ -9,11 +9,14 @@ come.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from noshuffle.cli import promise
+from noshuffle.cli.from_record import check_fields
 from noshuffle.cli.settings import KeptTrainSettings, RunOptions, folder, kept_settings
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, Unsupported, one_of
 
 #: What may be said together with --extend.
 MAY_CHANGE = ("epochs", "epsilon", "mechanism", "batch_size", "clip_norm")
@@ -28,6 +31,15 @@ class TrainOptions(RunOptions):
         "go on with this run for --epochs more, under one ε (--epsilon: of all of it); "
         "--batch-size, --clip-norm and --mechanism may change",
     )
+
+    on_replay: str = folder(
+        "auto", f"{promise.REPLAY_HELP}; auto: skip on cuda, else refuse",
+        check=partial(one_of, ("auto", "refuse", "skip")),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
 
     @property
     def is_new(self) -> bool:

@@ -4,6 +4,8 @@ The library speaks of Python arguments; a person who typed options reads options
 
 >>> in_options("say so: moved=True; noise_multiplier must be > 0", ["moved", "noise_multiplier"])
 'say so: --moved; --noise-multiplier must be > 0'
+>>> in_options("pass it over: on_replay='skip', or private.skip()", ["on_replay"])
+'pass it over: --on-replay skip'
 >>> in_options("epochs must be a whole number; use accountant='rdp'", ["epochs", "accountant"])
 '--epochs must be a whole number; use --accountant rdp'
 """
@@ -34,7 +36,11 @@ def answering(*, as_json: bool) -> Iterator[None]:
 
 
 def in_options(message: str, names: Iterable[str]) -> str:
-    """The message with the arguments that are options of the command written as such."""
+    """The message with the arguments that are options of the command written as such.
+
+    What can be called in Python alone is left out where it is named as another way.
+    """
+    message = re.sub(r",? or private\.\w+\(\)", "", message)
     for name in sorted(names, key=len, reverse=True):
         flag = "--" + name.replace("_", "-")
         here = rf"(?<![-\w.]){re.escape(name)}"

@@ -63,6 +63,11 @@ class LocalTraining:
         stated = {name: value for name, value in given.items() if value is not None}
         whole(steps=self.steps, epochs=self.epochs, **stated)
         non_negative(proximal=self.proximal)
+        most = torch.finfo(torch.float32).max
+        for name in ("learning_rate", "proximal"):
+            if getattr(self, name) > most:
+                came = getattr(self, name)
+                raise InvalidInput(f"{name} must be at most {most:.3g} (float32), got {came:g}")
 
     def batches(self, examples: int) -> list[slice]:
         rows = examples if self.most_examples is None else min(examples, self.most_examples)

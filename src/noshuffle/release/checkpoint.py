@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, utf8
 from noshuffle.release.files import file_digest, sync, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8}|[1-9]\d{8,})$")  # one name for a step
@@ -109,13 +109,19 @@ def saved(folder: Path) -> list[Path]:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint back; one clear line where a file of it is missing or damaged."""
+    utf8(**{"the path of a checkpoint": path})
     for name in ("state.pt", "model.safetensors"):
         if not (path / name).exists():
             raise InvalidInput(f"{path} is not a checkpoint: {path / name} is missing")
     try:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         state["model"] = load_file(path / "model.safetensors")
-    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except OSError as error:
+        raise InvalidInput(
+            f"the checkpoint {path} could not be read ({error.strerror or error}); look after the "
+            "permissions of its files and the disk, then go on"
+        ) from None
+    except (EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise InvalidInput(
             f"the checkpoint {path} is damaged ({type(error).__name__}); bring its files back, or "
             "remove it to go on from the one before"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,15 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
     sync(path.parent)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number in it that is none, as JSON has it."""
+    if isinstance(value, dict):
+        return {name: finite(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_json(value: Any) -> bytes:

@@ -32,10 +32,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput, ReplayRefused, instance_of
+from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, utf8
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.files import file_digest, read_json, sync, write_bytes, write_json
+from noshuffle.release.files import (
+    file_digest,
+    finite,
+    read_json,
+    sync,
+    write_bytes,
+    write_json,
+)
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
 
@@ -112,6 +119,7 @@ class RunFolder:
 
     def refuse_strangers(self) -> None:
         """Raise where a run cannot begin: there is one, or somebody else's files are."""
+        utf8(**{"the name of a run folder": self.path})  # reports and safetensors need it
         found = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
         ours = ("checkpoints", "config.json", "ancestors.json")
         strangers = [name for name in found if name not in ours and not name.startswith(".")]
@@ -157,16 +165,20 @@ class RunFolder:
             return ()
         return tuple(Ancestor.from_dict(record) for record in read_json(self.ancestors_file))
 
-    def published(self) -> dict[str, list[Any]]:
-        """Digest and size of the files beside ledger, statement and checkpoints."""
+    def files(self) -> list[Path]:
+        """The files beside ledger, statement and checkpoints."""
         ledger = self.ledger_file.name
         apart = {self.statement_file.name, self.signature_file.name}
         apart |= {ledger + end for end in ("", "-wal", "-shm", "-journal")}
-        return {
-            file.name: [file_digest(file), file.stat().st_size]
+        return [
+            file
             for file in sorted(self.path.iterdir())
             if file.is_file() and not file.name.startswith(".") and file.name not in apart
-        }
+        ]
+
+    def published(self) -> dict[str, list[Any]]:
+        """Digest and size of the files beside ledger, statement and checkpoints."""
+        return {file.name: [file_digest(file), file.stat().st_size] for file in self.files()}
 
     def unknown(self) -> list[str]:
         """What lies in the folder and is not of its form: other folders, hidden files, strangers
@@ -194,8 +206,11 @@ class RunFolder:
         write_json(self.config_file, dict(record))
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line of metrics; `step` names the number of steps it was taken after."""
-        line = json.dumps(dict(record), sort_keys=True, allow_nan=False) + "\n"
+        """Add one line of metrics; `step` names the number of steps it was taken after.
+
+        A number that is none (of a model that ran away) is null there: nothing stops for it.
+        """
+        line = json.dumps(finite(dict(record)), sort_keys=True, allow_nan=False) + "\n"
         handle = os.open(self.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(line.encode())

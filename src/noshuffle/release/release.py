@@ -296,7 +296,7 @@ class Release(RunState):
         return ReplayRefused(
             f"step {step} was released before, and {why}; the same noise under another sum would "
             "cancel in the difference; give it exactly what it had (data, order, model, loss), or "
-            "pass it over: private.skip(), or on_replay='skip'"
+            "pass it over: on_replay='skip', or private.skip()"
         )
 
     def skip(self) -> int:
