@@ -201,6 +201,11 @@ def keys(found: Found) -> Iterator[str]:
         except NoshuffleError as error:
             yield f"the keys cannot be read: {error}"
             return
+        except OSError as error:  # they are their owner's alone
+            found.unchecked.append(
+                f"what needs the keys, which could not be read ({error.strerror or error})"
+            )
+            return
         since = max(sealed_at(found.evidence.notes(KIND)), default=0)
         failures, checked = by_keys(
             ring, found.plan, found.rows, found.facts, found.lives, since=since

@@ -54,11 +54,11 @@ def private_key(path: Path) -> Any:
 
 
 def signature_failure(
-    folder: RunFolder, plan: Plan, link_of: dict[int, str], *, public_key: str | Path | None
+    folder: RunFolder, plan: Plan, link_of: dict[int, str], *, public_key: bytes | None
 ) -> str | None:
     """What is wrong with the signature in the folder; None if it holds. Raises if there is none.
 
-    `public_key` is a PEM file, or the key in hex; without it the one in the file is taken.
+    `public_key` is the one that must have signed; without it the one in the file is taken.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -66,8 +66,7 @@ def signature_failure(
     record = read_json(folder.signature_file)
     try:
         told = bytes.fromhex(record["public_key"])
-        wanted = told if public_key is None else _public_bytes(public_key)
-        if wanted != told:
+        if public_key not in (told, None):
             return "signature.json was made with another key than the one given"
         text = _signed_text(plan, record)
         Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
@@ -82,12 +81,13 @@ def signature_failure(
     return None
 
 
-def _public_bytes(given: str | Path) -> bytes:
+def public_bytes(given: str | Path) -> bytes:
+    """The Ed25519 key of a PEM file, or of 64 hex digits."""
     from cryptography.hazmat.primitives import serialization as form
 
-    if isinstance(given, str) and len(given) == 64 and not Path(given).exists():
-        return bytes.fromhex(given)
     try:
+        if isinstance(given, str) and len(given) == 64 and not Path(given).exists():
+            return bytes.fromhex(given)
         key: Any = form.load_pem_public_key(Path(given).read_bytes())
         found: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
         return found

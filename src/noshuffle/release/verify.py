@@ -18,10 +18,10 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,10 +32,14 @@ from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
 from noshuffle.release.facts import TEST_SEED, notes_of
 from noshuffle.release.files import as_json, file_digest, read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.signature import signature_failure
+from noshuffle.release.ledger_tables import Evidence, is_unreadable
+from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
 from noshuffle.release.verdict import Verdict
+
+Made = TypeVar("Made")
+#: A file that is gone, or something else in its place, is evidence; one that may not be read, none.
+_NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict:
@@ -44,14 +48,19 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     Guarantees: nothing in the folder can be changed without an answer other than PROVED, except by
     making ledger, files and statement anew together, which a signature shows (`public_key`). It
     cannot know what was never recorded. Of a saved stream, every phase is verified.
+
+    Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
+    the guarantee: the error of the operating system is raised. Other files that cannot be read are
+    named as not checked.
     """
     run, refuted = RunFolder(path), []
+    wanted = None if public_key is None else public_bytes(public_key)  # a slip refutes nothing
     phases = sorted(run.path.glob("phase-*"), key=lambda phase: (len(phase.name), phase.name))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
     try:
         plan = run.plan()
-    except (NoshuffleError, OSError, UnicodeDecodeError) as error:
+    except (NoshuffleError, *_NOT_THERE, UnicodeDecodeError) as error:
         return Verdict(str(path), (f"plan.json cannot be read: {error}",))
     if run.plan_file.read_bytes() != plan.to_json().encode():
         refuted.append("plan.json is not in canonical form: it was edited")
@@ -59,20 +68,24 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         told: dict[str, Any] | None = {**read_json(run.statement_file)}
         if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
             refuted.append("statement.json is not as a run writes it: it was edited")
-    except (OSError, ValueError, TypeError) as error:
+    except (*_NOT_THERE, ValueError, TypeError) as error:
         told = None
         refuted.append(f"statement.json cannot be read: {error}")
     try:
         evidence = Evidence(run.ledger_file)
-    except (sqlite3.DatabaseError, OSError) as error:
+    except (sqlite3.DatabaseError, *_NOT_THERE) as error:
+        if is_unreadable(error):
+            raise
         return Verdict(str(path), (*refuted, f"ledger.sqlite cannot be read: {error}"))
     found = Found(run, plan, evidence, told, refuted=refuted)
     try:
         found.read_rows()
         for check in (*LEDGER_CHECKS, _saved, _published, _head):
             found.refuted += check(found)
-        found.refuted += _signature(found, public_key)
+        found.refuted += _signature(found, wanted)
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if is_unreadable(error):
+            raise
         found.refuted.append(f"ledger.sqlite is damaged: {error}")
         return Verdict(str(path), tuple(found.refuted))
     finally:
@@ -84,7 +97,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         said = spent(plan, len(found.rows), ancestors=run.ancestors(), notes=notes_of(found.facts))
         found.refuted += _statement(found, json.loads(json.dumps(said.to_dict())))
         epsilon, delta = said.epsilon, said.delta
-    except (NoshuffleError, OSError, ValueError, KeyError, TypeError) as error:
+    except (NoshuffleError, *_NOT_THERE, ValueError, KeyError, TypeError) as error:
         found.refuted.append(f"no statement follows from the evidence: {error}")
     return Verdict(
         str(path),
@@ -138,6 +151,20 @@ def _together(path: str, phases: list[Verdict]) -> Verdict:
     )
 
 
+def _unless_unreadable(
+    found: Found, path: Path, read: Callable[..., Made], *given: Any
+) -> Made | None:
+    """What `read` makes of a file; None, and noted as not checked, where it cannot be read."""
+    try:
+        return read(*given)
+    except _NOT_THERE:
+        raise
+    except OSError as error:
+        where = path.relative_to(found.run.path)
+        found.unchecked.append(f"{where}, which could not be read ({error.strerror or error})")
+        return None
+
+
 def _saved(found: Found) -> Iterator[str]:
     """Files of checkpoints against their digests in the ledger."""
     noted = {int(note["step"]): note["files"] for note in found.evidence.notes("checkpoint")}
@@ -145,7 +172,7 @@ def _saved(found: Found) -> Iterator[str]:
     for step, path in paths.items():
         if step not in noted:
             yield f"the ledger does not know of the checkpoint {path.name}"
-        elif name := checkpoint.changed(path, noted[step]):
+        elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):
             yield f"checkpoints/{path.name}/{name} is not what was saved"
     if noted and max(noted) not in paths:
         found.unchecked.append(f"the checkpoint of step {max(noted)}, which is not in the folder")
@@ -164,7 +191,7 @@ def _published(found: Found) -> Iterator[str]:
             yield f"{name} is not in the folder any more: the runs that this one adds up with"
         elif not path.exists():
             found.unchecked.append(f"{name}, which is not in the folder any more")
-        elif file_digest(path) != digest:
+        elif _unless_unreadable(found, path, file_digest, path) not in (digest, None):
             data = path.read_bytes()
             head = hashlib.sha256(data[: int(size)]).hexdigest()
             if path.suffix == ".jsonl" and len(data) > int(size) and head == digest:
@@ -172,7 +199,7 @@ def _published(found: Found) -> Iterator[str]:
                 found.unchecked.append(line)
             else:
                 yield f"{name} is not what the ledger says"
-    for name in (*run.published(), *run.unknown()):
+    for name in (*(file.name for file in run.files()), *run.unknown()):
         if name not in told and name != run.plan_file.name:
             found.unchecked.append(f"{name}, which the ledger does not know of")
     if run.config_file.exists():  # another release from the same rows is not in this ledger
@@ -192,20 +219,25 @@ def _links(found: Found) -> dict[int, str]:
     return {int(seq): bytes(link).hex() for seq, link in found.evidence.db.execute(both)}
 
 
-def _signature(found: Found, public_key: str | Path | None) -> Iterator[str]:
+def _signature(found: Found, public_key: bytes | None) -> Iterator[str]:
     if not found.run.signature_file.exists():
         if public_key is not None:
             yield "there is no signature.json in the folder"
         return
     try:
         wrong = signature_failure(found.run, found.plan, _links(found), public_key=public_key)
-    except (OSError, ValueError) as error:
+    except (IsADirectoryError, ValueError) as error:
         wrong = f"signature.json cannot be read: {error}"
     found.is_signed = wrong is None
     if wrong is not None:
         yield wrong
     elif public_key is None:
         found.unchecked.append("whose signature it is (give public_key=)")
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
 def _checkpoints(found: Found) -> Iterator[str]:
@@ -215,10 +247,13 @@ def _checkpoints(found: Found) -> Iterator[str]:
         return
     where = saved[-1].name
     try:
-        state = torch.load(saved[-1] / "state.pt", map_location="cpu", weights_only=True)
+        state = _unless_unreadable(found, saved[-1], _state, saved[-1] / "state.pt")
+        if state is None:
+            return
         noise = state.get("noise")
-        told = {name: str(state[name]) for name in ("plan", "key", "batch_size") if name in state}
-    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        bound = ("plan", "key", "batch_size")
+        told: dict[str, str] = {name: str(state[name]) for name in bound if name in state}
+    except (*_NOT_THERE, EOFError, RuntimeError, UnpicklingError) as error:
         yield f"{where}/state.pt cannot be read ({type(error).__name__})"
         return
     for name, said in told.items():
