@@ -7,6 +7,7 @@ import io
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from noshuffle.cli.number_rows import NumberRows, open_text
@@ -53,6 +54,23 @@ def test_fits_refuse(tmp_path: Path) -> None:
     file.write_text("city,city#0,y\nRome,3,0\n")
     with pytest.raises(InvalidInput, match="two features would be called 'city#0'"):
         read_table(file, target="y", hash_text=2)
+
+
+@pytest.mark.parametrize("word", ["NA", "N/A", "#N/A", "null", "NULL"])
+def test_words_for_no_number_are_empty_cells_of_numbers_and_values_of_text(
+    tmp_path: Path, word: str
+) -> None:
+    """Before, one of them made a column of numbers text, with a category for every number."""
+    file = tmp_path / "t.csv"
+    file.write_text(f"a,city,y\n1,{word},{word}\n{word},Rome,b\n,Oslo,b\n")
+    table = read_table(file, target="y", missing="skip", categories={"city": [word, "Rome"]})
+    assert table.columns == ("a", f"city={word}", "city=Rome")
+    np.testing.assert_array_equal(table.x[:, 0], [1.0, np.nan, np.nan])
+    assert table.x[:, 1:].tolist() == [[1, 0], [0, 1], [0, 0]]
+    assert table.y.tolist() == [word, "b", "b"]  # a class like any other
+    file.write_text(f"a,y\n{word},0\n,1\n")
+    with pytest.raises(InvalidInput, match="column 'a' holds text"):
+        read_table(file, target="y")
 
 
 def test_numbers_beyond_all_integers_stay_numbers(tmp_path: Path) -> None:

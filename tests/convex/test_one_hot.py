@@ -206,3 +206,8 @@ def test_equal_cells_have_one_form_whoever_comes_first() -> None:
     np.testing.assert_array_equal(
         given.transform(np.array([[b"a"], [1.0]], dtype=object)), np.eye(2)
     )
+
+
+def test_complex_numbers_are_refused_in_the_words_of_scikit_learn() -> None:
+    with pytest.raises(InvalidInput, match="Complex data not supported"):
+        PrivateOneHot(test_seed=0).fit(np.ones((5, 1), dtype=complex))

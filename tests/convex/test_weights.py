@@ -12,7 +12,12 @@ import torch
 from scipy import sparse
 from sklearn.metrics import balanced_accuracy_score
 
-from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
+from noshuffle.convex import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateSVC,
+    PrivateTreesClassifier,
+)
 from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.losses import by_label, logistic
@@ -158,6 +163,18 @@ def test_refusals(settings: dict[str, Any], weight: Any, match: str) -> None:
     with pytest.raises((InvalidInput, Unsupported), match=match) as caught:
         quick(**settings).fit(X, Y, weight)
     assert "\n" not in str(caught.value)
+
+
+def test_gaps_are_refused_in_words_that_help() -> None:
+    gaps = X.copy()
+    gaps[3, 0] = np.nan
+    with pytest.raises(InvalidInput, match="X contains NaN; give missing='skip'"):
+        quick().fit(gaps, Y)
+    labels = np.where(Y == 1, "yes", "no").astype(object)
+    labels[5] = None
+    for model in (quick(classes=["no", "yes"]), PrivateTreesClassifier(classes=["no", "yes"])):
+        with pytest.raises(InvalidInput, match="labels of one kind, got NoneType, str"):
+            model.fit(X, labels)
 
 
 def test_streams_want_their_largest_weight_and_groups_go_by_name() -> None:

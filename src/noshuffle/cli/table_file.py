@@ -4,7 +4,8 @@ Every column but the target (and the ids) is a feature. Numbers are taken as the
 public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
 name and value, which depends on no other row; with `categories` those of its values that are listed
 (or that a function of all text columns lists) become indicators; otherwise text is refused. Empty
-cells of features count as zero, or as NaN (`missing="skip"`); an empty target is refused.
+cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero, or as NaN
+(`missing="skip"`); an empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,6 +35,8 @@ from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
 Categories = Mapping[str, Sequence[str]]
+#: What R, pandas, spreadsheets and databases write for a number that is not there.
+_NO_NUMBER = frozenset(("NA", "N/A", "#N/A", "null", "NULL"))
 ChooseFn = Callable[[dict[str, list[str]], list[str] | None], Categories]
 
 
@@ -93,7 +96,7 @@ def read_table(
     }
     if only is None:
         check_named(features, str(path))
-    as_numbers = {n: _numbers(column, name=n, empty=empty) for n, column in features.items()}
+    as_numbers = {n: _numbers(_emptied(c), name=n, empty=empty) for n, c in features.items()}
     if callable(categories):
         texts = {n: c for n, c in features.items() if as_numbers[n] is None}
         categories = categories(texts, None if ids is None else cells[ids])
@@ -167,6 +170,13 @@ def _parquet(path: Path) -> dict[str, list[str]]:
         name: ["" if cell is None else str(cell) for cell in column]
         for name, column in columns.items()
     }
+
+
+def _emptied(column: list[str]) -> list[str]:
+    """The column with empty cells in the place of words for them, if it holds something else."""
+    if not _NO_NUMBER.intersection(column) or not set(column) - _NO_NUMBER - {""}:
+        return column
+    return ["" if cell in _NO_NUMBER else cell for cell in column]
 
 
 def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | None:

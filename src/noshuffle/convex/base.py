@@ -163,7 +163,14 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         if self.missing == "skip":
             checks["ensure_all_finite"] = "allow-nan"
         numeric = isinstance(self, RegressorMixin)
-        return validate_data(self, X, y, y_numeric=numeric, **checks)  # type: ignore[no-any-return]
+        try:
+            return validate_data(self, X, y, y_numeric=numeric, **checks)  # type: ignore[no-any-return]
+        except ValueError as error:
+            if "Input X contains NaN" not in str(error):  # scikit-learn would name other models
+                raise
+            raise InvalidInput(
+                "X contains NaN; give missing='skip' to leave such rows out, or fill the gaps"
+            ) from None
 
     def _is_plain(self, X: Any, y: Any) -> bool:
         """Whether a further piece of a stream is as scikit-learn would hand it back.

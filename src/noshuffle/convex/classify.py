@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
@@ -34,7 +33,7 @@ from noshuffle.convex.losses import Loss, hinge, logistic, smoothed_hinge
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
 from noshuffle.convex.progress import told
 from noshuffle.convex.schedule import LOGISTIC_RATE
-from noshuffle.convex.targets import ClassTargets
+from noshuffle.convex.targets import ClassTargets, check_labels
 from noshuffle.errors import InvalidInput, one_of
 
 
@@ -69,7 +68,7 @@ class PrivateLinearClassifier(ClassTargets, ClassifierMixin, PrivateLinearModel)
         if not reset and self._is_plain(X, y):
             return X, y
         X, y = super()._checked(X, y, reset=reset)
-        check_classification_targets(y)
+        check_labels(y)
         return X, y
 
     def _name_classes(self, classes: Any, *, goes_on: bool) -> None:

@@ -204,7 +204,9 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def _cells(self, X: Any, *, reset: bool) -> NDArray[Any]:
         """The value of every cell; as objects, or one cell would decide on the type of others."""
         if getattr(getattr(X, "dtype", None), "kind", "") == "c":
-            raise InvalidInput("X must hold categories, got complex numbers")
+            raise InvalidInput(
+                "X must hold categories, got complex numbers; Complex data not supported"
+            )
         found = validate_data(self, X, dtype=object, ensure_all_finite=False, reset=reset)
         out = np.empty(found.shape, dtype=object)
         out.ravel()[:] = [_value(cell) for cell in found.ravel().tolist()]

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.accounting import gaussian
@@ -28,6 +27,7 @@ from noshuffle.convex.rows import RowMap
 from noshuffle.convex.rule import Rule
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.table_fit import GIVEN_BOUNDS, IDS, NO_IDS, SETTINGS
+from noshuffle.convex.targets import check_labels
 from noshuffle.errors import InvalidInput, Unsupported, open_unit, positive
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
@@ -62,7 +62,7 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
         is_numeric = isinstance(self, RegressorMixin)
         X, y = validate_data(self, X, y, y_numeric=is_numeric, dtype=np.float64)
         if isinstance(self, ClassifierMixin):
-            check_classification_targets(y)
+            check_labels(y)
         return X, y
 
     def _fitted_rows(self, X: Any) -> Array:

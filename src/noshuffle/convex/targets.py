@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from noshuffle.convex.arrays import Array, check_ranges
@@ -18,6 +19,17 @@ from noshuffle.errors import InvalidInput
 READ_CLASSES = (
     "The set of classes was read from y; that these classes occur is taken to be public knowledge."
 )
+
+
+def check_labels(y: Any) -> None:
+    """Refuse what cannot be classes: numbers between integers, labels without an order."""
+    try:
+        check_classification_targets(y)
+    except TypeError:  # of np.unique, for None or NaN beside text
+        kinds = ", ".join(sorted({type(label).__name__ for label in np.ravel(y)}))
+        raise InvalidInput(
+            f"y must hold labels of one kind, got {kinds}; leave rows without a label out"
+        ) from None
 
 
 class ClassTargets:
