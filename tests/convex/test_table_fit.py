@@ -355,6 +355,19 @@ def test_small_targets_are_not_buried_under_noise_for_their_bounds() -> None:
     assert seen.score(x, y) > 0.8
 
 
+def test_a_gradient_once_seen_is_no_leave_to_follow_noise() -> None:
+    """Alike columns, 30 % of the bounds: squared errors were twice those of the mean at ε = 1."""
+    rng = np.random.default_rng(4)
+    common = rng.normal(size=(3000, 3))
+    x = np.clip((common @ rng.normal(size=(3, 20)) + 0.5 * rng.normal(size=(3000, 20))) / 6, -1, 1)
+    y = 0.075 * (common @ [0.8, -0.5, 0.3] + 0.5 * rng.normal(size=3000))
+    scores = []
+    for seed in range(3):
+        model = PrivateLinearRegression(epsilon=1.0, bounds=(-1, 1), test_seed=seed)
+        scores.append(model.fit(x[:1000], y[:1000]).score(x[1000:], y[1000:]))
+    assert np.mean(scores) > 0.2
+
+
 def test_steps_are_shorter_where_a_class_is_rare() -> None:
     """By the share that the first released gradient tells, or by the number of classes."""
     rng, n, p = np.random.default_rng(3), 3000, 5

@@ -30,8 +30,9 @@ released, and its gradient is clipped afterwards. Clipped gradients of linear mo
 of another convex loss (Song, Steinke, Thakkar, Thakurta 2021).
 
 Targets may be small beside their bounds, and the noise is for the bounds: regressions follow what a
-velocity has beyond its noise (`shrinkage`; of deviation σ√(1 + β² + … + β^{2(t−1)})) until half of
-one was none, and all of it from there on. Otherwise predictions lie far from a mean that is known.
+velocity has beyond its noise (`shrinkage`; of deviation σ√(1 + β² + … + β^{2(t−1)})) in every step.
+Otherwise predictions lie far from a mean that is known: steps that follow all of the noise add
+ησ²/(2(1 − β)) to the variance of predictions for every column, whatever its curvature.
 
 `schedule` says how many steps are worth their noise. Sparse rows are taken as they
 are, and models without an intercept are scaled but not centred.
@@ -66,8 +67,6 @@ MOMENTUM, TYPICAL = 0.9, math.sqrt(0.6)
 MOST_STRETCH = 4.0
 #: Balanced classes multiply steps by at most this.
 MOST_GAIN = 4.0
-#: Share of a velocity that is no noise from which on regressions follow all of it.
-VISIBLE = 0.5
 #: Variance below which a column within [−1, 1] counts as constant.
 _FLOOR = 1e-4
 
@@ -111,7 +110,7 @@ class GradientRule(Rule):
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
     _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
-    _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap", "_seen")
+    _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
@@ -132,7 +131,7 @@ class GradientRule(Rule):
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
         self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
-        self._count, self._taken, self._seen = 0, 0, 0.0
+        self._count, self._taken = 0, 0
         self.learning_rate, self._row_length = self.rate, self.length
 
     @property
@@ -347,12 +346,10 @@ class GradientRule(Rule):
             self._average, self._taken = self._average + self._theta, self._taken + 1
 
     def _visible_share(self) -> float:
-        """What of the velocity along columns is followed: all once it stood out of its noise."""
+        """What of the velocity along columns is no noise."""
         squares = (1 - MOMENTUM ** (2 * (self._count - self._before))) / (1 - MOMENTUM**2)
         deviation = self._gain * self._deviation * math.sqrt(squares)
-        kept = kept_share(self._velocity[:, :-1], deviation)
-        self._seen = max(self._seen, kept)
-        return 1.0 if self._seen >= VISIBLE else kept
+        return kept_share(self._velocity[:, :-1], deviation)
 
     @property
     def _descents(self) -> int:
