@@ -178,13 +178,20 @@ def one(name: str, seed: int) -> dict[str, float] | None:
     return out
 
 
-def line(name: str, kept: list[Any]) -> str:
+def added(kept: dict[str, Any], run: dict[str, float] | None) -> dict[str, Any]:
+    """What is kept of all runs of a case, with one more: sums of each number, and how many."""
+    sums, counts = dict(kept["sums"]), dict(kept["counts"])
+    for key, value in (run or {}).items():
+        sums[key], counts[key] = sums.get(key, 0.0) + value, counts.get(key, 0) + 1
+    none = kept["none"] + int(run is None)
+    return {"runs": kept["runs"] + 1, "none": none, "sums": sums, "counts": counts}
+
+
+def line(name: str, kept: dict[str, Any]) -> str:
     """One row of the table."""
-    had = [run for run in kept if run is not None]
 
     def mean(key: str) -> float:
-        values = [run[key] for run in had if key in run]
-        return float(np.mean(values)) if values else math.nan
+        return kept["sums"][key] / kept["counts"][key] if key in kept["sums"] else math.nan
 
     shares = [mean(key) for key in SHARES]
     # "table" is of a tenth of the runs, and says less.
@@ -193,7 +200,7 @@ def line(name: str, kept: list[Any]) -> str:
     numbers = [*(f"{v:.3f}" for v in shares), f"{mean('deviation'):.4f}", f"{mean('noise'):.4f}"]
     numbers = ["–" if v == "nan" else v for v in numbers]
     case = CASES[name]
-    cells = [name, f"{case.rows:,}", f"{case.epsilon:g}", str(len(kept)), str(len(kept) - len(had))]
+    cells = [name, f"{case.rows:,}", f"{case.epsilon:g}", str(kept["runs"]), str(kept["none"])]
     return "| " + " | ".join([*cells, *numbers, verdict]) + " |"
 
 
@@ -203,15 +210,17 @@ def write(out: Path, found: dict[str, Any]) -> None:
     draft.replace(out)
 
 
-def measure(name: str, kept: list[Any], runs: int, save_fn: Callable[[], None]) -> None:
+def measure(name: str, found: dict[str, Any], runs: int, out: Path) -> None:
     """Go on until there are so many runs."""
-    began, first = time.perf_counter(), len(kept)
-    while len(kept) < runs:
-        kept.append(one(name, len(kept)))
-        if len(kept) % 25 == 0 or len(kept) == runs:
-            save_fn()
-            left = (time.perf_counter() - began) / (len(kept) - first) * (runs - len(kept))
-            print(f"{name}: {len(kept)} of {runs} runs, {left:.0f} s left", file=sys.stderr)
+    kept = found.get(name, {"runs": 0, "none": 0, "sums": {}, "counts": {}})
+    began, first = time.perf_counter(), kept["runs"]
+    while kept["runs"] < runs:
+        found[name] = kept = added(kept, one(name, kept["runs"]))
+        done = kept["runs"]
+        if done % 25 == 0 or done == runs:
+            write(out, found)
+            left = (time.perf_counter() - began) / (done - first) * (runs - done)
+            print(f"{name}: {done} of {runs} runs, {left:.0f} s left", file=sys.stderr)
 
 
 def main() -> None:
@@ -222,14 +231,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    found: dict[str, list[Any]] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     names = given.only or list(CASES)[: 1 if given.quick else None]
     print("| model | rows | ε | runs | none | coefficients | predictions | table | deviation "
           "| of noise | |\n" + "|---" * 11 + "|")  # fmt: skip
     for name in names:
-        kept = found.setdefault(name, [])
-        measure(name, kept, 10 if given.quick else given.runs, lambda: write(given.out, found))
-        print(line(name, kept), flush=True)
+        measure(name, found, 10 if given.quick else given.runs, given.out)
+        print(line(name, found[name]), flush=True)
 
 
 if __name__ == "__main__":
