@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,9 @@ from noshuffle.release.files import file_digest, sync, write_bytes
 
 _NAME = re.compile(r"^step-(\d{8}|[1-9]\d{8,})$")  # one name for a step
 _LEFT = re.compile(r"^\.(model\.safetensors|state\.pt)\.\d+\.tmp$")  # of `files.write_bytes`
+#: A random value in state.pt until the run is sealed. The ledger keeps the digest of state.pt for
+#: good: without it, what a seal removes could be guessed, and a guess checked by that digest.
+SALT = "salt"
 #: Names of the files of a checkpoint, each with its SHA-256.
 Digests = dict[str, str]
 
@@ -57,7 +61,8 @@ def save(
         raise OSError(f"{temporary / 'model.safetensors'}: {error}") from None
     sync(temporary / "model.safetensors")
     buffer = io.BytesIO()
-    torch.save({key: value for key, value in state.items() if key != "model"}, buffer)
+    rest = {key: value for key, value in state.items() if key != "model"}
+    torch.save({**rest, SALT: secrets.token_hex(32)}, buffer)
     write_bytes(temporary / "state.pt", buffer.getvalue(), mode=0o600)
     if target.exists():  # a replay came past here again; the old one is as good
         _remove(temporary)

@@ -211,7 +211,10 @@ def _remove_positions(ledger: Ledger) -> None:
 def _drop_noise_states(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Checkpoints keep model and optimizer; what past noise can be worked out of goes."""
     is_sampled = plan.participation.is_sampled
-    secret = ("noise", "random", "epoch_random") if is_sampled else ("noise",)
+    # Noise of sparse tables is kept with the steps in which their rows were last touched.
+    secret = ["noise", "tables", checkpoint.SALT]
+    if is_sampled:
+        secret += ["random", "epoch_random"]
     checkpoint.sweep(folder.checkpoints)
     for path in checkpoint.saved(folder.checkpoints):
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
