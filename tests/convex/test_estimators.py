@@ -20,7 +20,7 @@ from noshuffle import convex
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
 from noshuffle.convex.phases import FIRST_PHASE
 from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation, Unsupported
-from noshuffle.optim.constraints import l2_ball
+from noshuffle.optim.constraints import L1Ball, l2_ball
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import tree
 
@@ -265,6 +265,19 @@ def test_constraints_hold(averaging: str) -> None:
     assert (simplex >= -1e-12).all()
     # The first iterate, zero, is no point of the simplex, but it is not averaged in.
     assert simplex.sum() == pytest.approx(2.0)
+
+
+def test_constraints_hold_or_are_refused_by_every_solver() -> None:
+    x, y = blobs(300)
+    common: dict[str, Any] = {"epsilon": 1.0, "radius": 0.5, "test_seed": 0}
+    kinds: list[Any] = ["ball", "box", "simplex", "l1_ball", L1Ball(0.2)]
+    for solver in ("gd", "objective", "frank_wolfe"):
+        for kind in kinds[: 3 if solver == "frank_wolfe" else None]:
+            with pytest.raises(Unsupported, match=r"has no constraint.*use solver='ftrl'"):
+                PrivateLogisticRegression(solver=solver, constraint=kind, **common).fit(x, y)
+    for kind, size in zip(kinds[3:], (0.5, 0.2)):
+        model = PrivateLogisticRegression(solver="frank_wolfe", constraint=kind, **common).fit(x, y)
+        assert np.abs(model.coef_).sum() <= size + 1e-9
 
 
 def test_copies_carry_no_secret_and_cannot_go_on() -> None:

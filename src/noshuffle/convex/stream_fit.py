@@ -23,7 +23,7 @@ from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
 from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.rule import Rule
-from noshuffle.convex.shape import composite_of, constraint_of, groups_of, makes_zeros
+from noshuffle.convex.shape import composite_of, groups_of, makes_zeros
 from noshuffle.convex.step_line import StepLine
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
@@ -84,7 +84,7 @@ class StreamFit(TableFit):
             fit_intercept=self.fit_intercept,
             averaging=averaging if self.averaging is None else self.averaging,
             composite=composite,
-            constraint=constraint_of(self.constraint, radius=self.radius),
+            constraint=self._constraint(),
             groups=groups_of(
                 self.groups, features=features, names=getattr(self, "feature_names_in_", None)
             ),

@@ -38,8 +38,10 @@ from noshuffle.convex.schedule import (
     steps_for,
     takes_vertices,
 )
+from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
+from noshuffle.optim.constraints import Constraint, L1Ball
 from noshuffle.release.units import as_ids
 from noshuffle.statement import PrivacyStatement
 
@@ -160,10 +162,14 @@ class TableFit:
                 self.solver_, reason = "frank_wolfe", f"{X.shape[1]} columns"
             why = f"Solver {self.solver_} was taken, from public settings alone: {reason}."
         if self.solver_ in ("gd", *ONE_SHOT):
-            odd = [n for n in given if n not in ("passes", "learning_rate", "constraint")]
+            keeps = self.solver_ == "frank_wolfe" and isinstance(self._constraint(), L1Ball)
+            taken = ("passes", "learning_rate", "constraint" if keeps else "")
+            odd = [name for name in given if name not in taken]
             if odd:
+                is_ball = self.solver_ == "frank_wolfe" and odd[0] == "constraint"
+                lack = "constraint but 'l1_ball'" if is_ball else odd[0]
                 raise Unsupported(
-                    f"solver={self.solver_!r} has no {odd[0]}; use solver='ftrl', or leave it out"
+                    f"solver={self.solver_!r} has no {lack}; use solver='ftrl', or leave it out"
                 )
         if self.solver_ in ONE_SHOT and run is not None:
             raise Unsupported(
@@ -182,6 +188,9 @@ class TableFit:
         elif self.solver_ == "sums":
             self._passes = 1
         return why
+
+    def _constraint(self) -> Constraint | None:
+        return constraint_of(self.constraint, radius=self.radius)
 
     def _repeats(self) -> int:
         """Readings of each of the two kinds by which "gd" finds bounds in private."""
@@ -317,7 +326,10 @@ class TableFit:
             self._weights, found = tilted(record, rows, labels, **settings)
         else:
             record = self._weighted(self._record(order=math.inf))
-            settings["radius"] = WIDE_RADIUS if self.solver == "auto" else self.radius
+            ball = self._constraint()
+            settings["radius"] = ball.radius if isinstance(ball, L1Ball) else self.radius
+            if self.solver == "auto":
+                settings["radius"] = WIDE_RADIUS
             self._weights, found = chosen_vertices(record, rows, labels, **settings)
         self.__dict__.pop("_stream", None)
         self.n_steps_, self.n_rows_ = int(found.details.get("steps", 1)), X.shape[0]
