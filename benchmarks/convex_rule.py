@@ -1,6 +1,6 @@
 """The simulation behind the steps of `solver="auto"`: synthetic tables, every solver and schedule.
 
-    python benchmarks/convex_rule.py [--quick] [--task classify regress wide rare]
+    python benchmarks/convex_rule.py [--quick] [--task classify regress wide rare small]
 
 For each family, number of rows n, columns p and ε: test accuracy (R² of regressions, at least −1)
 of "gd" at several numbers of readings and step sizes, of the rule's own choice ("auto") and of
@@ -10,7 +10,9 @@ columns, skewed and correlated ones, indicators of five values each with a rare 
 very different spread; of classes also clusters of five. "wide" has thousands of columns, of which
 3, 30 or all matter, and "gd" beside "frank_wolfe" at several radii, printed cell by cell. "rare"
 has two classes, one of share π, or ten clusters, and what "gd" gains by η = 2, 1 and by the rule
-over η = 4, in points, mean over families, p = 20 and 60, weak and strong margins.
+over η = 4, in points, mean over families, p = 20 and 60, weak and strong margins. "small": R² of
+linear regression whose targets fill their bounds, fill a tenth of them (around their middle, or
+far from it), have outliers, or are lognormal: mean and error of eight seeds.
 """
 
 from __future__ import annotations
@@ -169,14 +171,76 @@ def simulate_rare(*, quick: bool) -> None:
             print(f"{share or '1/10':>6}{worth:>6}{gains}", flush=True)
 
 
+def with_outliers(seed: int, *, one_sided: bool) -> tuple[Any, Any]:
+    """Three of a hundred targets have errors of forty times the deviation of the others'."""
+    n, p = 4800 + HELD, 8
+    rng = np.random.default_rng((3, seed))
+    x = rng.uniform(-1, 1, (n, p))
+    signal = x @ rng.normal(size=p)
+    far, errors = rng.random(n) < 0.03, rng.normal(size=n)
+    errors = np.where(far, 20 * (np.abs(errors) if one_sided else errors), 0.5 * errors)
+    return x, np.clip((signal / signal.std() + errors) / 60, -1, 1)
+
+
+def lognormal(seed: int) -> tuple[Any, Any]:
+    """Around 30,000 within (0, 500,000)."""
+    n, p = 4800 + HELD, 8
+    rng = np.random.default_rng((4, seed))
+    x = rng.uniform(-1, 1, (n, p))
+    signal = x @ rng.normal(size=p)
+    y = 30_000 * np.exp(0.6 * signal / signal.std() + 0.5 * rng.normal(size=n))
+    return x, np.clip(y, 0, 500_000) / 250_000 - 1
+
+
+def simulate_small(*, quick: bool) -> None:
+    """R² of regressions whose targets are small beside their bounds, and of others."""
+    made: dict[str, Any] = {
+        "outliers, 4,800 x 8": lambda seed: with_outliers(seed, one_sided=False),
+        "outliers to one side": lambda seed: with_outliers(seed, one_sided=True),
+        "lognormal, 4,800 x 8": lognormal,
+    }
+
+    def family(kind: str, n: int, p: int, share: float, middle: float) -> Any:
+        def draw(seed: int) -> tuple[Any, Any]:
+            x, y = targets(kind, n + HELD, p, seed=seed)
+            return x, share * y + middle
+
+        return draw
+
+    sizes = (("uniform", 1000, 20), ("spreads", 1000, 20), ("spreads", 4000, 20))
+    for kind, n, p in (*sizes, ("skewed", 4000, 20), ("spreads", 4000, 60)):
+        for words, share, middle in (("all", 1.0, 0.0), ("a tenth", 0.1, 0.0)):
+            made[f"{kind}, {n:,} x {p}, {words}"] = family(kind, n, p, share, middle)
+    made["spreads, 4,000 x 20, off-centre"] = family("spreads", 4000, 20, 0.1, 0.5)
+    epsilons, seeds = (0.1, 0.3, 1.0, 8.0), 2 if quick else 8
+    print("small: R²\n" + f"{'targets':<34}" + "".join(f"{f'ε = {e:g}':>16}" for e in epsilons))
+    from noshuffle.convex import PrivateLinearRegression
+
+    for name, draw in list(made.items())[: 2 if quick else None]:
+        cells = []
+        for epsilon in epsilons:
+            found = []
+            for seed in range(seeds):
+                x, y = draw(seed)
+                model = PrivateLinearRegression(
+                    epsilon=epsilon, delta=DELTA, bounds=(-1, 1), test_seed=seed
+                ).fit(x[:-HELD], y[:-HELD])
+                found.append(model.score(x[-HELD:], y[-HELD:]))
+            cells.append(f"{np.mean(found):.3f} ± {np.std(found) / np.sqrt(seeds):.3f}")
+        print(f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--task", nargs="+", default=("classify", "regress", "wide", "rare"))
+    parser.add_argument(
+        "--task", nargs="+", default=("classify", "regress", "wide", "rare", "small")
+    )
     given = parser.parse_args()
+    own = {"wide": simulate_wide, "rare": simulate_rare, "small": simulate_small}
     for task in given.task:
-        if task in ("wide", "rare"):
-            (simulate_wide if task == "wide" else simulate_rare)(quick=given.quick)
+        if task in own:
+            own[task](quick=given.quick)
         else:
             simulate(task, quick=given.quick)
 

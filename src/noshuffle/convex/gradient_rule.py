@@ -29,7 +29,8 @@ much). All of it is post-processing: the x' of a row depends on the row and on w
 released, and its gradient is clipped afterwards. Clipped gradients of linear models are gradients
 of another convex loss (Song, Steinke, Thakkar, Thakurta 2021).
 
-Targets may be small beside their bounds, and the noise is for the bounds: regressions follow what a
+Targets may be small beside their bounds, and the noise is for the bounds: linear regression counts
+them first and takes a smaller unit (`target_window`), and regressions follow what a
 velocity has beyond its noise (`shrinkage`; of deviation σ√(1 + β² + … + β^{2(t−1)})) in every step.
 Otherwise predictions lie far from a mean that is known: steps that follow all of the noise add
 ησ²/(2(1 − β)) to the variance of predictions for every column, whatever its curvature.
@@ -59,6 +60,7 @@ from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.rule import Rule, Watch
 from noshuffle.convex.schedule import LENGTH, eased
 from noshuffle.convex.shrinkage import kept_share, shrunk
+from noshuffle.convex.target_window import BINS, bins_of, window
 from noshuffle.errors import non_negative, positive
 
 #: Momentum, clipping of (x, x²) in units of √p.
@@ -100,6 +102,10 @@ class GradientRule(Rule):
     #: Models of log y start at the logarithm of the mean target, which the first reading releases,
     #: and divide gradients by this power of it. None: targets are not read for that.
     level_power: float | None = None
+    #: Readings before those of the columns that count targets (regressions: see `target_window`),
+    #: and R = nμ/√(p + 1) for it.
+    windows: int = 0
+    worth: float = 0.0
     #: Readings at the end that compare means of y and of predictions (models of log y).
     balances: int = 0
     #: Readings of the run that come before those of this rule (`ranges`).
@@ -111,15 +117,18 @@ class GradientRule(Rule):
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
     _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
     _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
+    _STATE += ("_bins", "_middle", "_unit")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
         non_negative(alpha=self.ridge)
         k, p = self.outputs, self.features
         self._columns = 2 * p if self.readings else 0
-        self.size = max(k * (p + 1), self._columns, self.census + 1)
+        self.size = max(k * (p + 1), self._columns, self.census + 1, BINS if self.windows else 0)
         self._counting = int(self.census > 0)
-        self._before = self._counting + self.readings  # readings before the first gradient
+        self._lead_in = self._counting + self.windows  # readings before the first of the columns
+        self._before = self._lead_in + self.readings  # readings before the first gradient
+        self._bins, self._middle, self._unit = np.zeros(BINS if self.windows else 0), 0.0, 1.0
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
         self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
@@ -142,8 +151,9 @@ class GradientRule(Rule):
 
     def _unscaled(self, theta: Array) -> Array:
         """Weights for rows as they come, from those for standardised ones."""
-        coef = theta[:, :-1] * self._scale
-        return np.hstack([coef, theta[:, -1:] - coef @ self._centre[:, None]])
+        coef = theta[:, :-1] * self._scale * self._unit
+        intercept = theta[:, -1:] * self._unit + self._middle
+        return np.hstack([coef, intercept - coef @ self._centre[:, None]])
 
     def law(self) -> Law:
         """What is known of the error of the weights, in their own coordinates."""
@@ -186,6 +196,9 @@ class GradientRule(Rule):
             if self.level_power is not None:  # (1, y), y within [0, 1]
                 counts = np.append(counts, there @ np.clip(y, 0.0, 1.0)) / math.sqrt(2.0)
             out[: len(counts)] = self.clip_norm * (1 - CLIP_SLACK) * counts
+        elif self._count < self._lead_in:
+            held = np.bincount(bins_of(y), there, BINS)
+            out[:BINS] = self.clip_norm * (1 - CLIP_SLACK) * held
         elif self._count < self._before:
             out[: self._columns] = self._column_sums(x, there)
         elif self.balances and self._count >= self._steps - self.balances:
@@ -252,6 +265,8 @@ class GradientRule(Rule):
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
             margins = rows @ theta[:, :-1].T + theta[:, -1]
+            if self.windows:
+                y = np.asarray((y - self._middle) / self._unit, dtype=np.float64)
             residual = self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
@@ -311,6 +326,11 @@ class GradientRule(Rule):
         self._count += 1
         if self._count <= self._counting:
             self._take_census(mean * (self._phase.batch_size * self._share / self.clip_norm))
+            return
+        if self._count <= self._lead_in:
+            self._bins += mean[:BINS] * (self._phase.batch_size * self._share / self.clip_norm)
+            if self._count == self._lead_in:
+                self._find_window()
             return
         if self._count <= self._before:
             unit = self._filled * self._share * self._typical / self.clip_norm
@@ -404,6 +424,14 @@ class GradientRule(Rule):
             kept = np.maximum(counts, max(2.0 * deviation, 1.0))
             self._class_weight = kept.min() / kept
             self._gain *= min(float(kept.mean() / kept.min()), MOST_GAIN)
+
+    def _find_window(self) -> None:
+        """Where the targets are, from what was released."""
+        noise = self._phase.plan.noise_multiplier * self._share / math.sqrt(self.windows)
+        rows = self._phase.batch_size / self._filled
+        self._middle, self._unit = window(
+            self._bins / self.windows, rows=rows, deviation=noise, worth=self.worth
+        )
 
     def _standardise(self) -> None:
         """Centre and scale of the columns from what was released."""

@@ -39,6 +39,7 @@ from noshuffle.convex.schedule import (
     takes_vertices,
 )
 from noshuffle.convex.shape import constraint_of
+from noshuffle.convex.target_window import can_be_seen
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
 from noshuffle.optim.constraints import Constraint, L1Ball
@@ -75,6 +76,8 @@ class TableFit:
     #: For models of log y (`GradientRule.level_power`).
     _LEVEL_POWER: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ()
+    #: Whether "gd" looks for a window that targets lie in.
+    _WINDOW: ClassVar[bool] = False
     #: Whether "auto" may take "frank_wolfe".
     _VERTICES: ClassVar[bool] = False
 
@@ -185,6 +188,8 @@ class TableFit:
             self._schedule, self._passes = found, found.readings + found.steps
             self._passes += int(self._census() > 0) + self._spreads() + self._balances()
             self._passes += 2 * self._repeats()
+            self._windows, self._worth = self._looks(*X.shape)
+            self._passes += self._windows
         elif self.solver_ == "sums":
             self._passes = 1
         return why
@@ -221,6 +226,22 @@ class TableFit:
         if self._LEVEL_POWER is None or self.inference or not self.fit_intercept:
             return 0
         return self._schedule.readings
+
+    def _looks(self, rows: int, columns: int) -> tuple[int, float]:
+        """Readings that linear regression spends on where its targets are, and R, from public
+        numbers (`target_window`)."""
+        steps = self._schedule.steps
+        is_asked = self._WINDOW and not self.inference and self.passes == 1 and steps > 1
+        if not is_asked or self.epsilon == math.inf:
+            return 0, math.inf
+        mu, rows = (
+            gaussian.mu(epsilon=self.epsilon, delta=self.delta),
+            int(rows / self._most_weight),
+        )
+        readings = max(1, round(steps / 16))
+        noise = math.sqrt((steps + self._schedule.readings + readings) / readings) / mu
+        worth = rows * mu / math.sqrt(columns + 1)
+        return readings * int(can_be_seen(rows=rows, deviation=noise)), worth
 
     def _refuse_inference(self, loss: MarginLoss, outputs: int) -> None:
         if self.solver_ == "sums":
@@ -365,6 +386,8 @@ class TableFit:
             is_balanced=self._is_balanced(),
             level_power=self._LEVEL_POWER,
             balances=self._balances(),
+            windows=self._windows,
+            worth=self._worth,
             spreads=self._spreads(),
             lead=2 * self._repeats(),
         )
