@@ -137,7 +137,7 @@ PROMISES = (
     Mutant(
         "a replaced model is PROVED",
         "release/verify.py",
-        "elif name := checkpoint.changed(path, noted[step]):",
+        "elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):",
         'elif name := "":',
         VERIFY,
         "evidence",
