@@ -54,7 +54,8 @@ def seal(
     Guarantees: raises, and destroys nothing, where the evidence contradicts the keys or where a
     checkpoint is not what the run saved. What was checked is in the ledger before the keys are
     gone, and before the secret positions are. Where the run sampled, no file of the folder tells
-    who took part in a step, or how many, when this returns.
+    who took part in a step, or how many, when this returns; steps that versions before 0.2 wrote,
+    and their raw counts (operator.jsonl), stay as they are.
     """
     folder = RunFolder.of(run)
     plan = folder.plan()
