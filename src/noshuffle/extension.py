@@ -29,6 +29,7 @@ Functions take the `Plan` that asks. No state.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -101,16 +102,7 @@ def extended(
         # A unit lies in one phase: with its S the same as before, so is ε.
         own = prefix_sensitivity(fitted, local, local.steps).squared
         return with_factor(math.sqrt(own / plan.sensitivity.squared))
-    positive(epsilon=epsilon)
-    if (spent := plan.epsilon_after(kept)) > epsilon:
-        raise InvalidInput(
-            f"the first {kept} steps have ε = {spent:.6g} already, so all of them cannot have "
-            f"{epsilon:.6g}; give a larger epsilon"
-        )
-    factor = calibrate.smallest(
-        lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=1e-9, most=1e6
-    )
-    return with_factor(factor)
+    return _calibrated(plan, kept, epsilon, with_factor, tolerance=1e-9)
 
 
 def _is_staged(plan: Any, mechanism: str | Strategy, epsilon: float | None) -> bool:
@@ -172,14 +164,28 @@ def _with_stage(
 
     if epsilon is None:
         return with_factor(1.0)
+    return _calibrated(plan, plan.steps, epsilon, with_factor, tolerance=1e-3)
+
+
+def _calibrated(
+    plan: Any,
+    kept: int,
+    epsilon: float,
+    with_factor: Callable[[float], Any],
+    *,
+    tolerance: float,
+) -> Any:
+    """The longer plan with the least noise in its last phase that keeps all steps within ε."""
     positive(epsilon=epsilon)
-    if (spent := plan.epsilon()) >= epsilon:
+    spent = plan.epsilon_after(kept)
+    # A unit of a stage is always in the next one, too: that one cannot cost nothing.
+    if spent > epsilon or (spent == epsilon and plan.participation.is_sampled):
         raise InvalidInput(
-            f"the first {plan.steps} steps have ε = {spent:.6g} already, so all of them cannot "
-            f"have {epsilon:.6g}; give a larger epsilon"
+            f"the first {kept} steps have ε = {spent:.6g} already, so all of them cannot have "
+            f"{epsilon:.6g}; give a larger epsilon"
         )
     factor = calibrate.smallest(
-        lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=1e-3, most=1e6
+        lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=tolerance, most=1e6
     )
     return with_factor(factor)
 

@@ -12,22 +12,20 @@ showed (docs/proofs.md, "Stages of secret draws"). No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from noshuffle.errors import InvalidInput, whole
-from noshuffle.participation.base import Participation
+from noshuffle.errors import InvalidInput
+from noshuffle.participation.base import InStages, Participation
 from noshuffle.participation.draws import BallsInBins, CyclicPoisson, SeparatedBins
 
 _KINDS = {own.kind: own for own in (CyclicPoisson, BallsInBins, SeparatedBins)}
 
 
 @dataclass(frozen=True)
-class DrawnStages(Participation):
+class DrawnStages(InStages[Participation]):
     """Secret draws of one kind, one stage after another, each drawn anew."""
 
-    stages: tuple[Participation, ...]
     kind: ClassVar[str] = "drawn-stages"
     is_sampled: ClassVar[bool] = True
     keeps_draws: ClassVar[bool] = True
@@ -41,37 +39,16 @@ class DrawnStages(Participation):
                 f"kind, got {self.stages!r}"
             )
         object.__setattr__(self, "stages", stages)
-        whole(steps=self.steps)
-
-    @property
-    def steps(self) -> int:
-        return sum(own.steps for own in self.stages)
-
-    def starts(self) -> Iterator[tuple[int, Participation]]:
-        """(first step, draws) of every stage."""
-        first = 0
-        for own in self.stages:
-            yield first, own
-            first += own.steps
+        super().__post_init__()
 
     def at(self, step: int) -> tuple[int, int, Participation]:
         """(number, first step, draws) of the stage that a step lies in."""
         found = [(i, *own) for i, own in enumerate(self.starts()) if own[0] <= step]
         return found[-1]
 
-    def most_within(self, steps: int) -> int:
-        return sum(
-            own.most_within(min(steps - first, own.steps))
-            for first, own in self.starts()
-            if first < steps
-        )
-
     def words(self) -> str:
         said = "; then, drawn anew: ".join(own.words() for own in self.stages)
         return f"{len(self.stages)} stages, each with secret draws of its own: {said}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "stages": [own.to_dict() for own in self.stages]}
 
 
 def stages_of(part: Participation) -> tuple[Participation, ...]:

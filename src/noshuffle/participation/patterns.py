@@ -9,12 +9,11 @@ MinSeparation(steps=50, separation=10, max_participations=2)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from noshuffle.errors import MAX_STEPS, InvalidInput, whole
-from noshuffle.participation.base import InEpochs, Participation
+from noshuffle.errors import MAX_STEPS, InvalidInput
+from noshuffle.participation.base import InEpochs, InStages, Participation
 
 #: The horizon of a run whose length nobody knows: the longest there is.
 OPEN = MAX_STEPS
@@ -143,14 +142,13 @@ class Restarted(Participation):
 
 
 @dataclass(frozen=True)
-class Stages(Participation):
+class Stages(InStages[Epochs]):
     """Epochs of one length after epochs of another; the order may change where a stage begins.
 
     A unit takes part once in every epoch of every stage, at one place of each stage: what a batch
     size does that is changed on the way, since an epoch then has another number of steps.
     """
 
-    stages: tuple[Epochs, ...]
     kind: ClassVar[str] = "stages"
 
     def __post_init__(self) -> None:
@@ -163,29 +161,11 @@ class Stages(Participation):
         if not stages or not all(type(own) is Epochs for own in stages):
             raise InvalidInput(f"stages are one or more Epochs, got {self.stages!r}")
         object.__setattr__(self, "stages", stages)
-        whole(steps=self.steps)
-
-    @property
-    def steps(self) -> int:
-        return sum(own.steps for own in self.stages)
-
-    def starts(self) -> Iterator[tuple[int, Epochs]]:
-        """(first step, epochs) of every stage."""
-        first = 0
-        for own in self.stages:
-            yield first, own
-            first += own.steps
+        super().__post_init__()
 
     def at(self, step: int) -> tuple[int, Epochs]:
         """(first step, epochs) of the stage that a step lies in; of the last one beyond it."""
         return [found for found in self.starts() if found[0] <= step][-1]
-
-    def most_within(self, steps: int) -> int:
-        return sum(
-            own.most_within(min(steps - first, own.steps))
-            for first, own in self.starts()
-            if first < steps
-        )
 
     def words(self) -> str:
         said = [f"{own.epochs} epochs of {own.steps_per_epoch} steps" for own in self.stages]
@@ -193,9 +173,6 @@ class Stages(Participation):
             f"{', then '.join(said)}: each unit takes part once per epoch, always at the same "
             "position of a stage; the order may change where a stage begins"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "stages": [own.to_dict() for own in self.stages]}
 
 
 def narrowed(part: Participation, most: int) -> Participation | None:
