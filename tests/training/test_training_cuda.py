@@ -72,8 +72,8 @@ def test_a_user_captures_a_graph_beside_a_private_run(compile):
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 6, generator=g).cuda(), torch.randint(3, (8,), generator=g).cuda()
     private, loss_fn = make(compile=compile), nn.CrossEntropyLoss()
-    for _ in range(2):
-        private.step(loss_fn, x, y)
+    for step in range(2):
+        private.step(loss_fn, x, y, ids=list(range(8 * step, 8 * step + 8)))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -98,5 +98,5 @@ def test_a_user_captures_a_graph_beside_a_private_run(compile):
         graph.replay()
         losses.append(loss.item())
     assert losses[0] > losses[1] > losses[2]
-    private.step(loss_fn, x, y)
+    private.step(loss_fn, x, y, ids=list(range(16, 24)))
     assert private.steps_released == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from noshuffle.release.digest import Keys, Printer, plain
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
+from noshuffle.training.compiled.graphs import Captured, warmed
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.models import build
 
@@ -253,3 +255,26 @@ def test_digests_on_the_device_are_those_of_the_twin():
     expected = torch.stack([plain(here, group) for group in groups])
     found = Printer(there, [[t.cuda() for t in group] for group in groups]).run_().cpu()
     assert torch.equal(found, expected)
+
+
+def test_a_graph_that_nobody_holds_does_not_end_the_next_capture():
+    """Given up in a cycle, it is found by the collector whenever that runs: not in a capture."""
+    total = torch.zeros(1, device="cuda")
+
+    def once():
+        [[] for _ in range(100)]  # enough new containers for a collection, if one may run
+        total.add_(1)
+
+    warmed(once, total.device)
+    old = Captured(once, captures=True)
+    old.itself = old
+    before = gc.get_threshold()
+    try:
+        del old
+        gc.set_threshold(10, 1, 1)
+        graph = Captured(once, captures=True)
+    finally:
+        gc.set_threshold(*before)
+    graph()
+    assert gc.isenabled()
+    assert total.item() == 3.0

@@ -15,6 +15,7 @@ the capture itself that way. State: what was staged last; the counts.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,18 @@ def warmed(do: Callable[[], Any], device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is given up while another is captured ends that capture (torch resets it)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Captured:
     """A function without arguments, captured once and replayed, or simply called."""
 
@@ -118,7 +131,8 @@ class Captured:
         if captures:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (a loader that pins memory) may go on using the device meanwhile.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+            with _no_garbage_collection(), capture:
                 do()
 
     def __call__(self) -> None:
