@@ -25,7 +25,7 @@ from noshuffle.cli.federated_parts import (
     make_plan,
 )
 from noshuffle.cli.federated_settings import PRESETS, FederatedSettings, clip_of, limits_of
-from noshuffle.cli.job_view import Stopped, stop_on_signals
+from noshuffle.cli.job_view import Stopped
 from noshuffle.cli.train import federated
 from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
@@ -334,17 +334,6 @@ def test_stopped_between_rounds_and_resumed_is_bit_identical(
     assert "2 processes went on" in (tmp_path / "r" / "report.html").read_text()
     assert main(["federated", "--resume", str(tmp_path / "r"), "--json"]) == 0  # nothing is left
     assert same(last_model(tmp_path / "r"), last_model(run))
-
-
-def test_the_first_signal_asks_and_the_second_stops() -> None:
-    before = signal.getsignal(signal.SIGINT)  # a shell's background jobs ignore it
-    with stop_on_signals() as is_stopped:
-        assert not is_stopped()
-        signal.raise_signal(signal.SIGINT)
-        assert is_stopped()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def interrupted(path: Path, number: signal.Signals, after: int) -> subprocess.Popen[bytes]:

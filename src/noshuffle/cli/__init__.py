@@ -27,6 +27,7 @@ from functools import cache
 from typing import Any
 
 from noshuffle.cli.application import COMMANDS, application
+from noshuffle.cli.signals import status_of, stop_at_once
 from noshuffle.cli.start import leave, let_threads_sleep, steady_streams
 from noshuffle.cli.words import answering, refuse
 from noshuffle.errors import NoshuffleError
@@ -82,8 +83,8 @@ def _answer(given: list[str]) -> int:
         if type(error).__name__ == "Abort":
             return refuse("stopped", status=130)
         raise
-    except KeyboardInterrupt:
-        return refuse("stopped", status=130)
+    except KeyboardInterrupt as error:
+        return refuse("stopped", status=status_of(error))
 
 
 def _of_sqlite(error: sqlite3.DatabaseError) -> str:
@@ -100,6 +101,7 @@ def _of_sqlite(error: sqlite3.DatabaseError) -> str:
 
 def run() -> None:
     """The command as a process of its own."""
+    stop_at_once()
     steady_streams()
     let_threads_sleep()
     leave(main())

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from noshuffle.cli.mechanisms import PLACEHOLDER, mechanism_names
+from noshuffle.cli.signals import status_of
 from noshuffle.cli.words import in_options, refuse
 from noshuffle.errors import NoshuffleError
 
@@ -86,8 +87,8 @@ def _one_line(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(**given)
         except NoshuffleError as error:
             return refuse(in_options(str(error), names))
-        except KeyboardInterrupt:  # typer would say nothing
-            return refuse("stopped", status=130)
+        except KeyboardInterrupt as error:  # typer would say nothing
+            return refuse("stopped", status=status_of(error))
 
     return call
 

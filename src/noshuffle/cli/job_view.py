@@ -1,13 +1,12 @@
 """A long job in front of a person: progress, a stop between two steps, the closing table, JSON.
 
-`run_and_tell` runs the job of `noshuffle train` or `noshuffle federated`. The first ctrl-C (or
-SIGTERM) stops it after the step it is in, with everything saved; a second one stops at once.
+`run_and_tell` runs the job of `noshuffle train` or `noshuffle federated`. The first signal (ctrl-C,
+see `signals`) stops it after the step it is in, with everything saved; a second one stops at once.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from rich.table import Table
 from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
 from noshuffle.cli.settings import RunOptions, RunSettings, check_device, check_new_folder
+from noshuffle.cli.signals import Interrupted, StopRequest, status_of
 from noshuffle.cli.words import refuse
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
@@ -140,15 +140,18 @@ def run_and_tell(
     console = Console(stderr=True, quiet=run.json, markup=False)
     if run.is_new:
         check_new_folder(path)  # again: imports take a while, and others may have begun there
+    # Before there is a plan (data, fits) nothing has begun that would have to be finished.
+    asked = StopRequest(lambda: not (path / "plan.json").is_file())
     try:
-        with stop_on_signals() as is_stopped, watching(console, words) as (watch, say):
-            told = {"watch": watch, "say": say, "is_stopped": is_stopped, "budget": own}
+        with asked, watching(console, words) as (watch, say):
+            told = {"watch": watch, "say": say, "is_stopped": asked, "budget": own}
             result = finished(path) or job(settings, path, keep_keys=run.keep_keys, **told)
-    except (Stopped, KeyboardInterrupt):
+    except (Stopped, KeyboardInterrupt) as error:
+        status = asked.status if isinstance(error, Stopped) else status_of(error)
         if not (path / "plan.json").is_file():
-            raise KeyboardInterrupt from None
+            raise Interrupted(status - 128) from None
         again = f"{path} --budget {run.budget}" if run.budget else path
-        return refuse(f"stopped; go on with noshuffle {kind} --resume {again}", status=130)
+        return refuse(f"stopped; go on with noshuffle {kind} --resume {again}", status=status)
     if run.sign is not None and result.steps == result.plan.steps:
         seal(path, sign=run.sign)
     if run.json:
@@ -195,34 +198,6 @@ def finished(path: Path) -> JobResult | None:
         accuracy=told["test_accuracy"],
         error=told["test_error"],
     )
-
-
-@contextmanager
-def stop_on_signals(
-    is_idle: Callable[[], bool] = lambda: False,
-) -> Iterator[Callable[[], bool]]:
-    """The first ctrl-C (or SIGTERM) asks to stop after the step; a second one stops at once.
-
-    So does the first while `is_idle`: nothing is under way that would have to be finished.
-    """
-    asked: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        if asked or is_idle():
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    try:
-        before = [signal.signal(number, handle) for number in numbers]
-    except ValueError:  # not in the main thread: whoever runs us handles signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, old in zip(numbers, before):
-            signal.signal(number, old)
 
 
 @contextmanager

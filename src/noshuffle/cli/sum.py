@@ -104,18 +104,19 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     For example: noshuffle sum sales.csv --clip 100 --epsilon 1 · tail -f log.csv | noshuffle sum -
     --clip 1 --batch 60 --steps 1440
     """
-    from noshuffle.cli.job_view import stop_on_signals
+    from noshuffle.cli.signals import StopRequest
 
     settings, path = _settings_and_folder(stated, where)
     own = opened(where.budget)
     run = _Run(
         settings, where.file, path, is_quiet=where.json, on_replay=where.on_replay, budget=own
     )
-    with stop_on_signals(lambda: run.is_reading) as is_stopped:
+    with StopRequest(lambda: run.is_reading) as is_stopped:
         is_done = run.add_all(is_stopped)
         run.close()
     if not is_done:
-        return refuse(f"stopped; go on with noshuffle sum {where.file} --resume {path}", status=130)
+        again = f"noshuffle sum {where.file} --resume {path}"
+        return refuse(f"stopped; go on with {again}", status=is_stopped.status)
     run.tell(as_json=where.json)
     return 0
 
