@@ -12,7 +12,9 @@ train: $(READY)
 	$(BIN)/noshuffle train
 	@echo "for noshuffle in this shell: . $(BIN)/activate"
 
-# Three at a time on two cores: some tests wait for processes of their own most of the time.
+# Three at a time on two cores: some tests wait for processes of their own most of the time. Where
+# the environment forbids compiled files, every process would compile all test modules for itself.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -33,9 +35,14 @@ if os.environ.get("CI") and hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: providers._local_constants
 
 
+#: `torch.manual_seed` formats the stack for every kind of device that is not in use, which takes
+#: longer than most tests (torch 2.13); without CUDA the generator of the CPU is all there is.
+seed_torch: Callable[[int], Any] = torch.manual_seed
+
 # Triton chooses its interpreter when it is imported, which may be long before a kernel is tested.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    seed_torch = torch.default_generator.manual_seed
 
 #: What is imported stays; to look through all of it for garbage takes a tenth of the time.
 gc.disable()
@@ -45,6 +52,12 @@ def pytest_collection_finish() -> None:
     ENTROPY.know(own for name, own in list(sys.modules.items()) if name.split(".")[0] == "tests")
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[list[pytest.Collector]]:
+    """Doctests stand in src alone: to look for them in all objects of the tests finds none."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 class Entropy:
@@ -86,7 +99,7 @@ class Entropy:
     def begin(self, name: str) -> None:
         """Keys of this name; every generator begins alike, whatever ran before."""
         self.name, self.drawn = name, 0
-        torch.manual_seed(0)
+        seed_torch(0)
         for _, put, first in self.generators:
             put(first)
 
