@@ -244,7 +244,7 @@ def test_stopped_by_a_signal_and_resumed_is_bit_identical(tmp_path: Path) -> Non
         said = child.communicate(timeout=900)[1].decode()
     finally:
         child.kill()
-    assert child.returncode == 130
+    assert child.returncode == 143
     assert f"noshuffle train --resume {paths[0]}" in said
     assert main(["verify", str(paths[0])]) == 4
     assert main(["train", "--resume", str(paths[0]), "--json"]) == 0
