@@ -6,6 +6,8 @@
     bins      one secret position for every unit, under the strategies of "none" and "cyclic", and
               bands fitted to its own accountant (`bins_fit`)
     separated a fresh one in every epoch: independent noise, or an eighth of an epoch of bands
+    fixed     as many units in every step, at random; independent noise (DP-SGD)
+    truncated as poisson, and of a batch that came out too large a random part (DP-SGD)
 
 Batches have the same expected size everywhere. Compared is z · rms, the noise in the running sum,
 which already holds what the amplification of each is worth. No state.
@@ -16,6 +18,10 @@ which already holds what the amplification of each is worth. No state.
 >>> rows = alternatives(Plan.fit, Epochs(4, 8), epsilon=4.0, delta=1e-5, kinds=kinds)
 >>> [row.kind for row in rows], rows[0].rms < rows[1].rms
 (['cyclic', 'poisson'], True)
+>>> part = Epochs(4, 8)
+>>> how = {"epsilon": 4.0, "delta": 1e-5, "batch_size": 25, "population": 200}
+>>> alternatives(Plan.fit, part, kinds=("fixed",), **how)[0].plan.participation
+FixedSize(steps=32, batch=25, population=200)
 """
 
 from __future__ import annotations
@@ -32,15 +38,18 @@ from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
     Epochs,
+    FixedSize,
     Participation,
     Poisson,
     SeparatedBins,
+    TruncatedPoisson,
 )
 from noshuffle.strategies import Strategy, Workload, error
 
 KINDS = ("none", "poisson", "cyclic", "bins")
-#: Kinds of secret draws; "separated" is tried where it is asked for by name.
-DRAWN = ("poisson", "cyclic", "separated", "bins")
+#: Kinds of secret draws; "separated", and those that are drawn from a population of known size, are
+#: tried where they are asked for by name.
+DRAWN = ("poisson", "fixed", "truncated", "cyclic", "separated", "bins")
 
 
 @dataclass(frozen=True)
@@ -84,12 +93,16 @@ def alternatives(
     workload: Workload | None = None,
     neighbours: str = "",
     max_buffers: int | None = None,
+    batch_size: int | None = None,
+    population: int | None = None,
     **options: Any,
 ) -> list[SamplingRow]:
     """Rows for the kinds that apply, the least noise first.
 
     `fit_plan` is `Plan.fit`, `unsampled` the mechanism of "none"; `options` are its own. Secret
     positions have no proof for replace-one, and are left out there (refused if nothing remains).
+    "fixed" and "truncated" draw `batch_size` of `population` units; like the others they are
+    compared for add-remove neighbours unless `neighbours` says otherwise.
     """
     instance_of(Epochs, participation=participation)
     for kind in kinds:
@@ -106,8 +119,8 @@ def alternatives(
     common = {"epsilon": epsilon, "delta": delta, "workload": workload, **options}
     common |= {"neighbours": neighbours, "max_buffers": max_buffers}
 
-    def row(kind: str, part: Participation, mechanism: str | Strategy) -> SamplingRow:
-        plan = fit_plan(part, mechanism=mechanism, **common)
+    def row(kind: str, part: Participation, mechanism: str | Strategy, **more: Any) -> SamplingRow:
+        plan = fit_plan(part, mechanism=mechanism, **{**common, **more})
         felt = error(plan.strategy, plan.steps, workload=workload or Workload()).rms
         return SamplingRow(kind, plan, plan.noise_multiplier * felt)
 
@@ -117,6 +130,10 @@ def alternatives(
         rows["none"] = row("none", participation, unsampled)
     if "poisson" in kinds:
         rows["poisson"] = row("poisson", Poisson(n, 1 / b), "identity")
+    for kind in ("fixed", "truncated"):
+        if kind in kinds:
+            part = _of_population(kind, participation, batch_size, population)
+            rows[kind] = row(kind, part, "identity", neighbours=neighbours or "add-remove")
     if "cyclic" in kinds or "bins" in kinds:
 
         @cache
@@ -132,18 +149,38 @@ def alternatives(
         fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in widths.items()]
         rows["separated"] = min(fresh, key=lambda each: each.rms)
     if "bins" in kinds:
-        part, found = BallsInBins(participation.epochs, b), []
+        bins, found = BallsInBins(participation.epochs, b), []
         tried = [rows["none"].plan.strategy, rows["cyclic"].plan.strategy]
-        own = fit_bins(part, epsilon=epsilon, delta=delta, workload=workload or Workload())
+        own = fit_bins(bins, epsilon=epsilon, delta=delta, workload=workload or Workload())
         for strategy in tried if own is None else [*tried, own]:
             if max_buffers is not None and strategy.buffers(n) > max_buffers:
                 continue
             with suppress(Unsupported):  # trees
-                found.append(row("bins", part, strategy))
+                found.append(row("bins", bins, strategy))
         if found:
             rows["bins"] = min(found, key=lambda each: each.rms)
     wanted = [found for kind, found in rows.items() if kind in kinds]
     return sorted(wanted, key=lambda each: each.rms)
+
+
+def _of_population(
+    kind: str, order: Epochs, batch_size: int | None, population: int | None
+) -> FixedSize | TruncatedPoisson:
+    """Draws from a population of this size, in as many steps and of as many units as the others."""
+    if batch_size is None or population is None:
+        raise InvalidInput(
+            f'sampling="{kind}" needs batch_size and population: it draws so many units out of so '
+            "many"
+        )
+    whole(batch_size=batch_size, population=population)
+    if population // batch_size != order.steps_per_epoch:
+        raise InvalidInput(
+            f"population ({population}) and batch_size ({batch_size}) must go with "
+            f"{order.steps_per_epoch} steps in one pass, they make {population // batch_size}"
+        )
+    if kind == "fixed":
+        return FixedSize(order.steps, batch_size, population)
+    return TruncatedPoisson.of(steps=order.steps, batch=batch_size, population=population)
 
 
 def _least(value: Any, most: int) -> int:
@@ -162,6 +199,12 @@ def fit_sampled(
     fit_plan: Callable[..., Any], participation: Participation, *, sampling: str, **options: Any
 ) -> Any:
     """The plan with the least noise among kinds of sampling: one of `KINDS`, or "any"."""
+    if sampling in ("fixed", "truncated"):
+        raise InvalidInput(
+            f'sampling="{sampling}" needs to know the population: give '
+            f"{'FixedSize(…)' if sampling == 'fixed' else 'TruncatedPoisson.of(…)'} in place of "
+            'Epochs(…), with mechanism="identity"'
+        )
     one_of(("none", *DRAWN, "any"), sampling=sampling)
     if not isinstance(participation, Epochs) or options.get("epsilon") is None:
         raise InvalidInput('sampling= compares at one epsilon, for Epochs(…); give both, or "none"')

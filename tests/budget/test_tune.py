@@ -154,3 +154,11 @@ def test_a_delta_beside_which_epsilon_is_nothing_is_refused() -> None:
         tune(lambda setting, trial: (0.0, None), [1, 2], epsilon=0.05, delta=1e-2)
     with pytest.raises(InvalidInput, match="at most 500"):
         Repetitions(mean=800, eta=math.inf)
+
+
+@pytest.mark.parametrize("law", ["geometric", "logarithmic"])
+def test_more_runs_than_can_be_drawn_are_refused(law: str) -> None:
+    """The number of runs was drawn one by one with a probability of 1e-300 each: for ever."""
+    with pytest.raises(InvalidInput, match=r"at most 1,000,000 runs on average, got 1e\+300"):
+        tune(lambda setting, trial: (0.0, None), [1], epsilon=8.0, repeats=1e300, law=law)
+    assert 1 <= Repetitions.named(law, mean=1e6).draw(lambda: 0.2) < 1e6

@@ -11,7 +11,8 @@ import pytest
 
 from noshuffle.cli import main
 from noshuffle.comparison import LEFT_OUT, compare
-from noshuffle.participation import Epochs, Participation, SinglePass
+from noshuffle.errors import InvalidInput
+from noshuffle.participation import Epochs, FixedSize, Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import Strategy, identity
 from noshuffle.strategies.lower_bound import rms_lower_bound
@@ -136,6 +137,10 @@ BAD = [
     "plan --steps 0",
     "plan --steps 16 --plot picture.txt",
     "plan --steps 16 --target-epsilon -2",
+    "plan --epochs 2 --steps-per-epoch 8 --mechanism tree --sampling fixed",
+    "plan --epochs 2 --population 80 --batch-size 100 --mechanism tree --sampling fixed",
+    "plan --epochs 2 --steps-per-epoch 9 --population 80 --batch-size 10 --mechanism tree "
+    "--sampling truncated",
     "wish",
 ]
 
@@ -223,3 +228,23 @@ def test_sentences_are_cut_between_words_on_a_narrow_terminal(
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     assert any(line.startswith("  - ") for line in lines)
+
+
+def test_plan_with_draws_of_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """One subset of each size a step, for the same neighbours as the coin flips beside it."""
+    line = "plan --epochs 2 --population 80 --batch-size 10 --mechanism tree --target-epsilon 4"
+    found = {}
+    for kind in ("fixed", "truncated", "poisson"):
+        *_, row = output(capsys, *line.split(), "--sampling", kind)
+        assert row["sampling"] == kind
+        found[kind] = row
+    part = FixedSize(steps=16, batch=10, population=80)
+    assert found["fixed"]["participation"] == part.to_dict()
+    own = Plan.fit(part, mechanism="identity", epsilon=4.0, neighbours="add-remove")
+    assert found["fixed"]["noise_multiplier"] == own.noise_multiplier
+    assert found["fixed"]["plan_hash"] == own.hash
+    # Whoever leaves a batch of fixed size is replaced: twice the distance, almost twice the noise.
+    assert 1.5 < own.noise_multiplier / found["poisson"]["noise_multiplier"] <= 2
+    assert found["truncated"]["noise_multiplier"] >= found["poisson"]["noise_multiplier"]
+    with pytest.raises(InvalidInput, match="FixedSize"):
+        Plan.fit(Epochs(2, 8), mechanism="best", epsilon=4.0, sampling="fixed")

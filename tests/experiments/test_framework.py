@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from noshuffle import experiments
 from noshuffle.cli import main
 from noshuffle.errors import InvalidInput
+from noshuffle.experiments.__main__ import main as program
 from noshuffle.experiments.figure import Cell, Claim, not_tested, only_keys, shipped, verdict
 from noshuffle.experiments.runner import compute
 from noshuffle.experiments.store import Store
@@ -127,8 +129,37 @@ def test_the_command_writes_table_pictures_claims_and_json(
 
 
 @pytest.mark.parametrize(
-    "line", ["histogram", "rates --only nothing", "rates --within -1", "rates --device tpu"]
+    "line",
+    [
+        "histogram",
+        "rates --only nothing",
+        "rates --within -1",
+        "rates --device tpu",
+        "rates --data no/such/folder",
+    ],
 )
 def test_bad_input_is_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", *line.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("before", ["elsewhere", None])
+def test_the_folder_of_the_data_is_that_of_one_run(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--data stayed in the environment: whatever the same process did next looked there."""
+    monkeypatch.setenv("NOSHUFFLE_DATA", "elsewhere")
+    if before is None:
+        monkeypatch.delenv("NOSHUFFLE_DATA")
+    seen: list[str | None] = []
+
+    def computed(*_: Any, **__: Any) -> Any:
+        seen.append(os.environ.get("NOSHUFFLE_DATA"))
+        raise InvalidInput("enough")
+
+    monkeypatch.setattr(experiments, "compute", computed)
+    line = f"reproduce rates --quick --data {tmp_path} --out {tmp_path / 'r'}"
+    assert main(line.split()) == 2
+    assert program(["rates", "--quick", "--data", str(tmp_path), "--out", str(tmp_path / "r")]) == 2
+    assert seen == [str(tmp_path)] * 2
+    assert os.environ.get("NOSHUFFLE_DATA") == before

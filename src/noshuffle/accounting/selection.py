@@ -34,6 +34,8 @@ from noshuffle.errors import InvalidInput, one_of
 
 Array = np.ndarray
 LAWS = ("poisson", "geometric", "logarithmic")
+#: More runs than that, on average, nobody makes; and their number is drawn one by one.
+MOST_RUNS = 1e6
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Repetitions:
             raise InvalidInput(
                 f"a search needs a mean of at least 1 and a shape above −1, got {self.mean!r} and "
                 f"{self.eta!r}"
+            )
+        if self.mean > MOST_RUNS:
+            raise InvalidInput(
+                f"a search makes at most {MOST_RUNS:,.0f} runs on average, got {self.mean:g}"
             )
         if self.eta == math.inf and self.mean > 500:  # e^−mean would leave floating point
             raise InvalidInput(f"a Poisson law of runs has a mean of at most 500, got {self.mean}")

@@ -21,7 +21,9 @@ class PlanSettings(Promise):
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
     sampling: str = setting(
-        "", "what secret draws would buy: any, or one of poisson, cyclic, separated, bins"
+        "",
+        "what secret draws would buy: any (poisson, cyclic, bins), or one of these, separated, "
+        "fixed or truncated (with --population and --batch-size)",
     )
     bound: bool = setting(False, "also say what no mechanism can be below (prefix sums)")
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
@@ -109,6 +111,8 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
         neighbours=asked.neighbours,
         unit=asked.unit,
         max_buffers=asked.max_buffers,
+        batch_size=asked.batch_size,
+        population=asked.population,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,8 +37,6 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
     if asked.within is not None:
         positive(within=asked.within)
     check_device(asked.device)
-    if asked.data is not None:
-        os.environ["NOSHUFFLE_DATA"] = str(asked.data)
     from noshuffle import experiments
     from noshuffle.release.files import write_bytes
 
@@ -56,6 +53,7 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
             device=asked.device,
             only=asked.only or (),
             within=asked.within,
+            data=asked.data,
             say=say,
         )
         stopped = outcome.stopped

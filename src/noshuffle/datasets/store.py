@@ -12,10 +12,12 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from noshuffle.errors import DataUnavailable
+from noshuffle.errors import DataUnavailable, InvalidInput
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,24 @@ def local(name: str) -> Path | None:
     folder = os.environ.get("NOSHUFFLE_DATA")
     path = Path(folder or "").expanduser() / name
     return path if folder and path.is_file() else None
+
+
+@contextmanager
+def looked_up_in(folder: Path | None) -> Iterator[None]:
+    """$NOSHUFFLE_DATA is this folder in here, for child processes too, and then what it was."""
+    if folder is None:
+        yield
+        return
+    if not folder.is_dir():
+        raise InvalidInput(f"data must be a folder that holds the data files, got '{folder}'")
+    before = os.environ.get("NOSHUFFLE_DATA")
+    os.environ["NOSHUFFLE_DATA"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("NOSHUFFLE_DATA")
+        if before is not None:
+            os.environ["NOSHUFFLE_DATA"] = before
 
 
 def needed(name: str) -> Path:

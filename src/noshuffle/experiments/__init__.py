@@ -55,10 +55,17 @@ def run(
     device: str = "cpu",
     only: Sequence[str] = (),
     within: float | None = None,
+    data: Path | None = None,
     say: Say | None = to_stderr,
 ) -> tuple[Store, HowFar]:
-    """Compute what is missing of a figure; its results and how far they are."""
+    """Compute what is missing of a figure; its results and how far they are.
+
+    Data files are looked up in the folder `data`, or in $NOSHUFFLE_DATA.
+    """
+    from noshuffle.datasets.store import looked_up_in  # torch: half of this package needs none
+
     asked = Request(settings=shipped(name, quick=quick), quick=quick, trials=trials, device=device)
-    cells = only_keys(figure(name).cells(asked), only)
-    store = open_store(name, folder, quick=quick)
-    return store, compute(cells, store, device=device, within=within, say=say)
+    with looked_up_in(data):
+        cells = only_keys(figure(name).cells(asked), only)
+        store = open_store(name, folder, quick=quick)
+        return store, compute(cells, store, device=device, within=within, say=say)

@@ -7,7 +7,6 @@ For a machine with little installed: it needs torch, NumPy and SciPy. `noshuffle
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -26,9 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], help="cells whose key begins so")
     parser.add_argument("--out", type=Path, help="folder of the results (reproduced/FIGURE)")
     asked = vars(parser.parse_args(arguments))
-    figure, data, out = (asked.pop(name) for name in ("figure", "data", "out"))
-    if data:
-        os.environ["NOSHUFFLE_DATA"] = str(data)
+    figure, out = asked.pop("figure"), asked.pop("out")
     try:
         store, outcome = run(figure, out or Path("reproduced") / figure, **asked)
     except NoshuffleError as error:
