@@ -474,7 +474,7 @@ def test_units_of_a_run_that_comes_back_are_counted_once(tmp_path: Path) -> None
     sums.add([1.0, 1.0], ids=[7, 8])
     sums.add([1.0, 1.0], ids=[7, 9])
     sums.close()
-    assert budget.spent_by([7, 8, 9]) == pytest.approx(whole.spent_by([7, 8, 9]), rel=1e-9)
+    assert budget.spent_by(iter([7, 8, 9])) == pytest.approx(whole.spent_by([7, 8, 9]), rel=1e-9)
     assert len(list(budget.folder.glob("units-*.npy"))) == 2
 
 

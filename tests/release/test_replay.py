@@ -314,6 +314,8 @@ def test_units_are_of_one_kind_for_ever(tmp_path: Path) -> None:
     again = make(path=tmp_path / "run")
     with pytest.raises(InvalidInput, match="told its units apart by integers, and now names came"):
         again.step(LOSS, x[8:16], y[8:16], ids=[str(i) for i in range(8, 16)])
+    with pytest.raises(InvalidInput, match="told its units apart by integers, and now names came"):
+        again.step(LOSS, x[8:16], y[8:16], ids=(str(i) for i in range(8, 16)))  # read once only
     assert "Units were told apart by integers" in again.statement().words()
     names = make()
     with pytest.raises(InvalidInput, match="one integer or name"):  # which leaves no kind behind

@@ -82,6 +82,14 @@ def without_late_evidence(path: Path) -> None:
     restate(path)
 
 
+def change_byte(path: Path, after: bytes, *, at: int, by: int) -> None:
+    """One byte of the ledger's file, counted from where these bytes stand."""
+    file = path / "ledger.sqlite"
+    data = bytearray(file.read_bytes())
+    data[data.index(after) + at] ^= by
+    file.write_bytes(bytes(data))
+
+
 UNITS = encode_units(np.arange(6, 11))
 #: What is done, by hand, to any folder.
 HANDS: dict[str, Hand] = {
@@ -105,6 +113,11 @@ HANDS: dict[str, Hand] = {
     ),
     "a hidden file": lambda p: (p / ".report.tmp").write_text("x"),
     "a table more": lambda p: sql(p, ("CREATE TABLE proof (epsilon REAL)",)),
+    # The number of a row stands before its lengths: its index has another one then.
+    "number of a row in its page": lambda p: change_byte(p, b"test_keyno", at=-4, by=0x40),
+    "a letter of a table's form that is none": lambda p: change_byte(
+        p, b"CREATE TABLE log", at=8, by=0x80
+    ),
     "a trigger": lambda p: sql(
         p, ("CREATE TRIGGER t AFTER INSERT ON steps BEGIN DELETE FROM units; END",)
     ),

@@ -146,6 +146,9 @@ def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
     verdict = verify(sealed)
     assert verdict.answer == "PROVED", verdict.words()  # checked before the keys were destroyed
     assert any("secret draws of 6 steps" in line for line in verdict.checked)
+    summed = shutil.copytree(sealed, tmp_path / "summed")  # who was drawn is in no summary
+    sql(summed, ("INSERT INTO units VALUES (3, 0, 0, 1)",))
+    assert verify(summed).answer == "REFUTED"
     ring = private._parts.release._ring
     drawn = make_sampler(rule, key=ring.sampling_key, population=24).draw(2)
     ids = np.setdiff1d(np.arange(24), drawn)

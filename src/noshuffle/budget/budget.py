@@ -60,7 +60,7 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids, as_ids, kind_of_ids
+from noshuffle.release.units import Ids, ids_and_kind
 from noshuffle.statement import PrivacyStatement
 
 NUMBERS = ("epsilon", "delta", "pure")
@@ -357,8 +357,9 @@ class Budget:
         return np.isin(self._units_of(ids, state), barred)
 
     def _units_of(self, ids: Any, state: BooksState) -> Ids:
-        check_kind(state.kind_of_ids, kind_of_ids(ids))
-        return as_ids(ids, secret=secret_of(self.folder, self.limit))
+        units, kind = ids_and_kind(ids, secret=secret_of(self.folder, self.limit))
+        check_kind(state.kind_of_ids, kind)
+        return units
 
 
 def _process() -> str:

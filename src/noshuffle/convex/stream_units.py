@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of
-from noshuffle.release.units import Ids, UnitTable, as_ids, kind_of_ids
+from noshuffle.release.units import Ids, UnitTable, ids_and_kind
 
 
 class StreamUnits:
@@ -56,7 +56,7 @@ class StreamUnits:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
         if not rows:
             return
-        kind, units = kind_of_ids(given), as_ids(given, secret=bytes.fromhex(self.secret))
+        units, kind = ids_and_kind(given, secret=bytes.fromhex(self.secret))
         if self.kind not in ("", kind):
             raise InvalidInput(
                 f"this stream told its rows apart by {self.kind}, and now {kind} came; 5 and '5' "

@@ -26,7 +26,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import guard
 from noshuffle.release.extension import FACTS, KIND, why_not
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence, Row, broken_link, described, stranger
+from noshuffle.release.ledger_tables import Evidence, Row, broken_link, damage, described, stranger
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
 from noshuffle.release.units import Ids, UnitTable, name_to_id
@@ -75,6 +75,8 @@ def chain(found: Found) -> Iterator[str]:
     """No row was changed, cut out or put in between, and nothing else is in the file."""
     if (part := stranger(found.evidence.db)) is not None:
         yield f"the ledger has another {part} than the tables of a run"
+    if (wrong := damage(found.evidence.db)) is not None:
+        yield f"ledger.sqlite is damaged: {wrong}"
     broken = broken_link(found.evidence.db)
     if broken is not None:
         yield broken
@@ -137,9 +139,11 @@ def steps(found: Found) -> Iterator[str]:
 
 def units(found: Found) -> Iterator[str]:
     """Every step again through the rules; the summary per unit follows from those it covers."""
-    if found.plan.participation.is_sampled:
-        return
     covered, saved = found.evidence.saved_units()
+    if found.plan.participation.is_sampled:
+        if saved:
+            yield "the summary of units lists some, and secret draws have none"
+        return
     table = UnitTable()
     rule, own = found.plan.guarded, found.facts.get("identified_by") == "fingerprints"
     rows = found.rows

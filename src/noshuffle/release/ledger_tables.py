@@ -178,6 +178,15 @@ def stranger(db: sqlite3.Connection) -> str | None:
     return next((f"{kind} {name}" for kind, name, _ in sorted(wanted ^ found)), None)
 
 
+def damage(db: sqlite3.Connection) -> str | None:
+    """Where the file is not as SQLite writes it; None where it is.
+
+    Tables are read by their indexes here and row by row there: both must hold the same.
+    """
+    (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    return None if found == "ok" else " ".join(str(found).split())
+
+
 def broken_link(db: sqlite3.Connection) -> str | None:
     """The first place where the chain does not hold, in words; None where all of it does."""
     steps = db.execute(
@@ -317,4 +326,7 @@ def _open(path: Path, how: str) -> sqlite3.Connection:
     except sqlite3.DatabaseError:
         db.close()
         raise
+    except UnicodeDecodeError:  # of sqlite3 (Python 3.12), where its own message quotes bad bytes
+        db.close()
+        raise sqlite3.DatabaseError("malformed database schema") from None
     return db

@@ -45,7 +45,7 @@ from noshuffle.release import account, digest, tags
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.opening import Run, open_run
 from noshuffle.release.run_state import RunState
-from noshuffle.release.units import Ids, as_ids, kind_of_ids
+from noshuffle.release.units import Ids, ids_and_kind
 
 #: A digest that is there, or one to wait for.
 Later = bytes | Callable[[], bytes]
@@ -129,10 +129,10 @@ class Release(RunState):
 
         A run takes integers in every step, or names in every step.
         """
-        found = as_ids(ids, secret=self.id_secret)  # what is refused leaves nothing on record
+        # what is refused leaves nothing on record
+        found, kind = ids_and_kind(ids, secret=self.id_secret)
         if rows not in (None, len(found)):
             raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
-        kind = kind_of_ids(ids)
         if kind and kind != self._kind_of_ids:
             if self._kind_of_ids:
                 raise InvalidInput(

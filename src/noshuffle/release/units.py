@@ -95,6 +95,17 @@ def kind_of_ids(ids: Any) -> str:
     return "" if first is None else "names" if isinstance(first, str | bytes) else "integers"
 
 
+def ids_and_kind(ids: Any, *, secret: bytes = b"") -> tuple[Ids, str]:
+    """`as_ids` and `kind_of_ids` of ids that can be read once only (a generator), too.
+
+    >>> ids_and_kind(iter(["7"]))[1], ids_and_kind(iter([7]))[1]
+    ('names', 'integers')
+    """
+    if isinstance(ids, Iterable) and not isinstance(ids, Tensor | np.ndarray):
+        ids = list(ids)
+    return as_ids(ids, secret=secret), kind_of_ids(ids)
+
+
 def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     """Unit ids from a tensor, an array, or a list of integers or names."""
     if isinstance(ids, Tensor):

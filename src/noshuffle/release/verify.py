@@ -46,7 +46,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     """Recompute the guarantee of a run folder from its evidence.
 
     Guarantees: nothing in the folder can be changed without an answer other than PROVED, except by
-    making ledger, files and statement anew together, which a signature shows (`public_key`). It
+    making ledger, files and statement anew together, which a signature shows (`public_key`). (What
+    says nothing is not compared: `.lock`, and bytes of ledger.sqlite outside its rows.) It
     cannot know what was never recorded. Of a saved stream, every phase is verified.
 
     Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
