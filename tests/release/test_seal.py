@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.noise import test_source as make_source
 from noshuffle.participation import SinglePass
 from noshuffle.release import ledger_tables as tables
+from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
 from noshuffle.release.seal import seal
 from noshuffle.training import verify
@@ -255,3 +257,41 @@ def test_a_seal_that_was_interrupted_is_brought_to_its_end(
     seal(path)
     assert not (path / "checkpoints/key.json").exists()
     assert verify(path).answer == "PROVED", verify(path).words()
+
+
+def test_a_full_disk_is_said_and_the_seal_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was SQLite's "database or disk is full", without a word of what to do."""
+
+    class Full(Ledger):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            pages = self.db.execute("PRAGMA page_count").fetchone()[0]
+            self.db.execute(f"PRAGMA max_page_count={pages}")
+
+    path = tmp_path / "r"
+    folders.train(folders.open_run(path)).close(keep_keys=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("noshuffle.release.seal.Ledger", Full)
+        with pytest.raises(sqlite3.OperationalError, match="space on the disk") as told:
+            seal(path)
+        assert told.value.sqlite_errorname == "SQLITE_FULL"
+    seal(path)
+    assert verify(path).answer == "PROVED"
+
+
+def test_a_step_that_a_full_disk_stopped_is_released_later(tmp_path: Path) -> None:
+    private = folders.open_run(tmp_path / "r")
+    folders.train(private, stop=2)
+    db = private.ledger.db
+    db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
+    with pytest.raises(sqlite3.OperationalError, match="space on the disk"):
+        folders.train(private)
+    released = private.steps_released
+    assert 2 <= released < 20
+    db.execute("PRAGMA max_page_count=1000000")
+    again = folders.open_run(tmp_path / "r")
+    assert again.steps_released == released
+    folders.train(again).close()
+    assert verify(tmp_path / "r").answer == "PROVED"

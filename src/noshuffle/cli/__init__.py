@@ -68,7 +68,9 @@ def _answer(given: list[str]) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         return refuse(f"{where}{error.strerror or error}")
     except sqlite3.DatabaseError as error:
-        return refuse(_of_sqlite(error))
+        from noshuffle.release.ledger_errors import in_words
+
+        return refuse(in_words(error))
     except UnicodeDecodeError:
         return refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
     except UnicodeEncodeError as error:
@@ -85,18 +87,6 @@ def _answer(given: list[str]) -> int:
         raise
     except KeyboardInterrupt as error:
         return refuse("stopped", status=status_of(error))
-
-
-def _of_sqlite(error: sqlite3.DatabaseError) -> str:
-    name = getattr(error, "sqlite_errorname", "")
-    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY")):
-        return (
-            f"the ledger (ledger.sqlite) cannot be opened, read or written: {error}; look after "
-            "the space on the disk and the permissions of the folder, then go on"
-        )
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return f"the ledger (ledger.sqlite) is in use by another process: {error}; try again"
-    return f"the ledger (ledger.sqlite) cannot be read, the run is damaged: {error}"
 
 
 def run() -> None:

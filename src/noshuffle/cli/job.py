@@ -33,6 +33,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.extension import finish
 from noshuffle.release.folder import take
+from noshuffle.release.units import Ids
 from noshuffle.report import write_report
 from noshuffle.training import Private, RunFolder, fit_model, privatize
 from noshuffle.training.batches import TensorBatches
@@ -63,6 +64,7 @@ def run_job(
     finish(folder)
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     optimizer = make_optimizer(settings, model)
+    order = _order(settings, data)  # refused, if it is, before there is a run
     with nullcontext() if folder.is_started else begun(folder, settings.to_dict()):
         lock = take(path)
         private = privatize(
@@ -80,7 +82,7 @@ def run_job(
         )
     if settings.unit == "user":
         private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
-    batches = _batches(settings, data, private)
+    batches = _batches(settings, data, private, order)
     say("training")
     statement = fit_model(
         private,
@@ -130,6 +132,7 @@ def train_quietly(
     """One run in memory, of which nothing but the model is left."""
     model = make_model(settings, data)
     optimizer = make_optimizer(settings, model)
+    order = _order(settings, data)
     private = privatize(
         model,
         optimizer,
@@ -140,7 +143,7 @@ def train_quietly(
     )
     fit_model(
         private,
-        _batches(settings, data, private),
+        _batches(settings, data, private, order),
         nn.CrossEntropyLoss(),
         epochs=_passes(settings),
         scheduler=make_scheduler(settings, optimizer, plan.steps),
@@ -179,12 +182,19 @@ def _callback(task: TrainTask, watch: Watch | None, is_stopped: Callable[[], boo
     return after
 
 
-def _batches(settings: TrainSettings, data: DataSet, private: Private) -> TensorBatches:
+def _order(settings: TrainSettings, data: DataSet) -> list[Ids] | None:
+    """Rows of every batch, or None where they are drawn in secret."""
+    return row_order(settings, data) if settings.sampling == "none" else None
+
+
+def _batches(
+    settings: TrainSettings, data: DataSet, private: Private, order: list[Ids] | None
+) -> TensorBatches:
     tensors = (data.x_train.to(settings.device), data.y_train.to(settings.device))
-    if settings.sampling != "none":
+    if order is None:
         return TensorBatches(tensors, private.sampler(len(data)))
     units = data.units.numpy() if settings.unit == "user" and data.units is not None else None
-    return TensorBatches(tensors, row_order(settings, data), units)
+    return TensorBatches(tensors, order, units)
 
 
 def _baseline(settings: TrainSettings, task: TrainTask, data: DataSet, steps: int) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import partial
@@ -321,12 +321,13 @@ def check_new_folder(out: Path) -> None:
 def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
-    Those of a run that was refused are taken away again. Another process that began in the same
-    folder meanwhile keeps its own.
+    Those of a run that was refused are taken away again, and so are folders that were made for it.
+    Another process that began in the same folder meanwhile keeps its own.
     """
     from noshuffle.release.files import read_json
     from noshuffle.release.folder import take
 
+    made = [each for each in (home.path, *home.path.parents) if not each.exists()]
     home.path.mkdir(parents=True, exist_ok=True)
     lock = take(home.path)
     kept = read_json(home.config_file) if home.config_file.exists() else None
@@ -338,6 +339,11 @@ def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
     except BaseException:
         if not home.is_started:
             home.config_file.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has put something into it
+                if made:
+                    (home.path / ".lock").unlink(missing_ok=True)
+                for each in made:
+                    each.rmdir()
         raise
     finally:
         del lock

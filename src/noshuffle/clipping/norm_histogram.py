@@ -36,6 +36,8 @@ from noshuffle.errors import InvalidInput, open_unit, positive
 
 #: Edges of the bins in units of the clip norm; the first and the last bin are open.
 EDGES: NDArray[np.float64] = 2.0 ** (np.arange(-8, 9) / 2)
+#: With less of the guarantee the noise of a bin is thousands of units: nothing can be read off it.
+LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,11 @@ class HistogramClip:
     def __post_init__(self) -> None:
         positive(norm=self.norm)
         open_unit(share=self.share)
+        if self.share < LEAST_SHARE:
+            raise InvalidInput(
+                f"share must be at least {LEAST_SHARE:g}, or a histogram of norms is nothing but "
+                f"noise; got {self.share:g}"
+            )
         for name in ("norm", "share"):  # one way to write a number, which a ledger holds
             object.__setattr__(self, name, float(getattr(self, name)))
 

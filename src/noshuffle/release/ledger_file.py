@@ -32,6 +32,7 @@ from noshuffle.one_owner import OneOwner
 from noshuffle.release import ledger_tables as tables
 from noshuffle.release import secret_units
 from noshuffle.release.files import sync
+from noshuffle.release.ledger_errors import explained
 from noshuffle.release.units import Ids
 
 #: Bytes of a page, and how many of them the write-ahead log holds before it begins anew.
@@ -194,8 +195,9 @@ class LedgerFile(tables.LedgerTables, OneOwner):
                 if self._waiting.keys() - {step - 1}:
                     self.flush()
                 late = self.collect_digests().get(step - 1, b"")
-            self._undo()  # one insertion is a transaction by itself
-            self._add(step, now, count, batch, digest, late, ids)
+            with explained():
+                self._undo()  # one insertion is a transaction by itself
+                self._add(step, now, count, batch, digest, late, ids)
             self._waiting.clear()
         except sqlite3.IntegrityError:
             raise ReplayRefused(
@@ -291,23 +293,24 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         Refused where a newer process has gone on with the run, unless it is `by_anyone`.
         """
         self.check_owner()
-        self._undo()
-        waiting = self.collect_digests()
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
-            if tables.last_link(self.db) != self.head:
-                self._read_head()
-            if not by_anyone:
-                self._check_newest()
-            if waiting:
-                self._append("digest", {step: digest.hex() for step, digest in waiting.items()})
-            yield
-            self.db.execute("COMMIT")
-        except BaseException:
+        with explained():
             self._undo()
-            self._identified_by = ""
-            self._read_head()
-            raise
+            waiting = self.collect_digests()
+            self.db.execute("BEGIN IMMEDIATE")
+            try:
+                if tables.last_link(self.db) != self.head:
+                    self._read_head()
+                if not by_anyone:
+                    self._check_newest()
+                if waiting:
+                    self._append("digest", {step: digest.hex() for step, digest in waiting.items()})
+                yield
+                self.db.execute("COMMIT")
+            except BaseException:
+                self._undo()
+                self._identified_by = ""
+                self._read_head()
+                raise
         for step in waiting:
             del self._waiting[step]
 

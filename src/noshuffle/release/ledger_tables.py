@@ -308,17 +308,6 @@ class Evidence(LedgerTables):
             self._copy.cleanup()
 
 
-#: What SQLite calls a file that it may not or cannot read, whatever the file holds.
-_UNREADABLE = tuple(
-    f"SQLITE_{name}" for name in ("IOERR", "CANTOPEN", "PERM", "BUSY", "LOCKED", "FULL", "NOMEM")
-)
-
-
-def is_unreadable(error: Exception) -> bool:
-    """Whether a ledger could not be read for reasons that are none of its own (a bad disk, say)."""
-    return str(getattr(error, "sqlite_errorname", "")).startswith(_UNREADABLE)
-
-
 def _open(path: Path, how: str) -> sqlite3.Connection:
     db = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True)
     try:

@@ -34,6 +34,7 @@ from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
+from noshuffle.release.ledger_errors import explained
 from noshuffle.release.ledger_tables import Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import make_sampler
@@ -108,12 +109,13 @@ def note_files(run: RunFolder | str | Path) -> None:
 def _opened(folder: RunFolder, plan: Plan) -> Iterator[Ledger]:
     """The ledger of a folder that nobody else goes on with meanwhile."""
     lock = take(folder.path)
-    ledger = Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
-        del lock
+    with explained():
+        ledger = Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+            del lock
 
 
 def by_keys(

@@ -32,7 +32,8 @@ from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
 from noshuffle.release.facts import TEST_SEED, notes_of
 from noshuffle.release.files import as_json, file_digest, read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence, is_unreadable
+from noshuffle.release.ledger_errors import is_unreadable
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
 from noshuffle.release.verdict import Verdict
