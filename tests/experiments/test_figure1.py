@@ -194,6 +194,25 @@ def test_claims_and_picture(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf8")
 
 
+def test_lines_are_fitted_to_their_own_momentum() -> None:
+    lines = {line.name: line for group in groups(shipped("figure1")) for line in group.lines}
+    names = {name: lines[name].fit_at(1.0) for name in ("blt", "blt_heavy", "amplified_heavy")}
+    assert names == {"blt": "blt", "blt_heavy": "blt~0.97", "amplified_heavy": "amplified"}
+    how: dict[str, Any] = {"epochs": 20, "per_epoch": 100, "epsilon": 1.0}
+    plans = {
+        beta: fitted.plan(fitted.name_at("blt", momentum=beta), **how, delta=1e-5, rate=0.01)
+        for beta in (0.9, 0.97)
+    }
+    felt = {  # noise that momentum makes of the plan fitted to `fit`, at equal η / (1 − momentum)
+        (fit, used): fitted.predicted(plan, momentum=used)
+        for fit, plan in plans.items()
+        for used in plans
+    }
+    assert felt[0.9, 0.9] < felt[0.97, 0.9]
+    assert felt[0.97, 0.97] < felt[0.9, 0.97]
+    assert felt[0.97, 0.97] < 0.95 * felt[0.9, 0.9]
+
+
 def test_what_ships_is_fitted_beforehand() -> None:
     kept = fitted._kept()["noise"]
     before = len(kept)

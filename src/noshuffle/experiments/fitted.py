@@ -2,6 +2,7 @@
 
     strategies["blt/20x100"]          the strategy for 20 passes of 100 steps
     noise["blt/20x100/2/1e-05"]       its noise multiplier at ε = 2, δ = 1e-5
+    strategies["blt~0.97/20x100"]     the same for momentum 0.97 (0.9 where none is named)
     strategies["cyclic@2/20x100"]     bands for groups that take turns, as many as are best at ε = 2
     strategies["bins@2/20x100"]       bands for one secret position a unit, fitted at ε = 2
 
@@ -77,8 +78,9 @@ def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
             assert own is not None, "no study is so long"
             kept[key] = own.to_dict()
     if key not in kept:
-        mechanism, options, is_heavy = MECHANISMS[name]
-        workload = heavy_ball(BETA) if is_heavy else None
+        kind, _, beta = name.partition("~")
+        mechanism, options, is_heavy = MECHANISMS[kind]
+        workload = heavy_ball(float(beta or BETA)) if is_heavy else None
         if options.get("restart_every") == WHOLE:
             options = {**options, "restart_every": epochs * per_epoch}
         found = fit(mechanism, Epochs(epochs, per_epoch), workload=workload, **options)
@@ -113,10 +115,20 @@ def groups(strategy: Strategy) -> int:
     return len(strategy.bands)
 
 
-def predicted(plan: Plan) -> float:
-    """Noise × rms error of what momentum makes of the sums, in clip norms."""
-    rms = error(plan.strategy, plan.steps, workload=heavy_ball(BETA)).rms
-    return plan.noise_multiplier * float(rms)
+def name_at(name: str, *, momentum: float) -> str:
+    """The name of a line's fit at its momentum; fits to prefix sums are the same at any."""
+    is_heavy = name in MECHANISMS and MECHANISMS[name][2]
+    return f"{name}~{momentum:g}" if is_heavy and momentum != BETA else name
+
+
+def predicted(plan: Plan, *, momentum: float = BETA) -> float:
+    """Noise × rms error of what momentum makes of the sums, in clip norms.
+
+    Rates are compared at equal η/(1−β), what a gradient moves the iterate by in the end, so the
+    error is that of (1−β)/(1−BETA) times the sums: equal for all momenta where noise is slow.
+    """
+    rms = error(plan.strategy, plan.steps, workload=heavy_ball(momentum)).rms
+    return plan.noise_multiplier * float(rms) * (1 - momentum) / (1 - BETA)
 
 
 def save() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from noshuffle.experiments.fitted import AMPLIFIED
+from noshuffle.experiments.fitted import AMPLIFIED, name_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,9 @@ class StudyLine:
 
     def fit_at(self, epsilon: float) -> str:
         """The name in `fitted`: bands under a secret draw are those that are best at ε."""
-        return f"{self.fit}@{epsilon:g}" if self.fit in AMPLIFIED else self.fit
+        if self.fit in AMPLIFIED:
+            return f"{self.fit}@{epsilon:g}"
+        return name_at(self.fit, momentum=self.momentum)
 
 
 @dataclass(frozen=True)

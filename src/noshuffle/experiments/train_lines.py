@@ -162,7 +162,7 @@ def train(
                 "trial": trial,
                 "seed": seed + trial,
                 "noise_multiplier": z,
-                "noise_rms": fitted.predicted(plan) if plan else 0.0,
+                "noise_rms": fitted.predicted(plan, momentum=line.momentum) if plan else 0.0,
                 "accuracy": found,
                 "averaged": averaged,
             }
