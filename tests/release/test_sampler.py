@@ -17,6 +17,7 @@ from noshuffle.participation import (
 )
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
+    AHEAD,
     FixedSizeSampler,
     PoissonSampler,
     in_order,
@@ -160,3 +161,22 @@ def test_steps_not_yet_drawn_get_the_keys_of_the_new_process():
     for t in range(4, 10):
         assert not np.array_equal(a.draw(t), b.draw(t))
         assert not np.array_equal(a.draw(t), before.draw(t))
+
+
+def test_the_guard_gets_what_was_drawn_whatever_a_loop_does_with_its_own(monkeypatch):
+    """Remembered draws are those of a second draw, changed by nobody, and of the key in use."""
+    keys, count = {"now": KEY}, []
+    words = FixedSizeSampler._words
+    monkeypatch.setattr(FixedSizeSampler, "_words", lambda *a: count.append(a[1]) or words(*a))
+    sampler = make_sampler(FixedSize(steps=99, batch=5, population=40), key=lambda _: keys["now"])
+    twin = make_sampler(FixedSize(steps=99, batch=5, population=40), key=KEY)
+    for step, own in enumerate(sampler):
+        own[:] = 0
+        if step < 3:
+            assert np.array_equal(sampler.handed_out(step), twin.draw(step))
+    assert count.count(98) == 1
+    assert np.array_equal(sampler.handed_out(98), twin.draw(98))
+    assert len(sampler._handed) == AHEAD
+    assert np.array_equal(sampler.handed_out(0), twin.draw(0))  # forgotten long ago: drawn again
+    keys["now"] = KEY[::-1]
+    assert not np.array_equal(sampler.handed_out(98), twin.draw(98))

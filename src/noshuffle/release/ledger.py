@@ -169,7 +169,7 @@ class Ledger(LedgerFile):
                 f"{len(self.barred)} units have used up the budget of this data, and a sampled "
                 "plan cannot leave them out: its ε rests on the draw; use one without sampling"
             )
-        drawn = self.sampler.draw(step)
+        drawn = self.sampler.handed_out(step)
         if ids is not None and self._groups_users:
             ids = np.unique(ids)
         guard.check_sampled(step=step, ids=ids, drawn=drawn, is_partial=is_partial)

@@ -46,6 +46,8 @@ from noshuffle.release.units import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
 SamplingKey = bytes | Callable[[int], bytes]
+#: Draws that are remembered between their batch and its step: workers of a loader fetch ahead.
+AHEAD = 32
 
 
 def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
@@ -83,12 +85,31 @@ class Sampler:
         """The units of this step, in increasing order."""
         raise NotImplementedError
 
+    def hand_out(self, step: int) -> Ids:
+        """The units of this step for a training loop, remembered for the guard: one draw a step."""
+        drawn = self.draw(step)
+        while len(self._handed) >= AHEAD:
+            self._handed.pop(next(iter(self._handed)))
+        self._handed[step] = self._key(step), drawn
+        return drawn.copy()  # a loop may shuffle its own
+
+    def handed_out(self, step: int) -> Ids:
+        """What was handed out for this step under the same key, or drawn again: for the guard."""
+        key, drawn = self._handed.get(step, (b"", None))
+        return self.draw(step) if drawn is None or key != self._key(step) else drawn
+
+    @cached_property
+    def _handed(self) -> dict[int, tuple[bytes, Ids]]:
+        return {}
+
+    def _key(self, step: int) -> bytes:
+        return self.key if isinstance(self.key, bytes) else self.key(self.begins + step)
+
     def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
         """A random word a unit, of the step's own ChaCha20 stream (nonce: stage and step)."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
-        own = self.begins + (step if key_of is None else key_of)
-        key = self.key if isinstance(self.key, bytes) else self.key(own)
+        key = self._key(step if key_of is None else key_of)
         nonce = bytes(8) + ((self.stage << 48) + step).to_bytes(8, "little")
         cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
@@ -100,7 +121,7 @@ class Sampler:
         return units[self._words(step, len(units)) < np.uint64(int(rate * 2**64))]
 
     def __iter__(self) -> Iterator[Ids]:
-        return (self.draw(step) for step in range(self.start, self.steps))
+        return (self.hand_out(step) for step in range(self.start, self.steps))
 
     def __len__(self) -> int:
         return self.steps - self.start
