@@ -44,44 +44,12 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity
 from noshuffle.training import privatize
 from noshuffle.training.compiled.sum import candidates
+from noshuffle.training.residual import residual, wide
 
 LOSS = nn.CrossEntropyLoss()
 BLT = blt((0.999, 0.98, 0.85, 0.4), (0.05, 0.1, 0.15, 0.2))
 VIEWS = 4
 Step = Callable[[], object]
-
-
-class Block(nn.Module):
-    """Two convolutions with normalisation before them, and a way around (He et al. 2016)."""
-
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(16, inside), nn.GroupNorm(16, outside)
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.around: nn.Module = nn.Identity()
-        if stride > 1 or inside != outside:
-            self.around = nn.Conv2d(inside, outside, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(x))
-        return self.around(x) + self.conv2(F.relu(self.norm2(self.conv1(h))))
-
-
-def residual(widths: list[tuple[int, int, int]], *, first: int) -> nn.Module:
-    """Blocks (width, how many, stride), after one convolution of `first` channels."""
-    parts: list[nn.Module] = [nn.Conv2d(3, first, 3, 1, 1, bias=False)]
-    now = first
-    for width, many, stride in widths:
-        for i in range(many):
-            parts.append(Block(now, width, stride if i == 0 else 1))
-            now = width
-    head = [nn.GroupNorm(16, now), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*parts, *head, nn.Linear(now, 10))
-
-
-def wide(k: int) -> nn.Module:
-    return residual([(16 * k, 2, 1), (32 * k, 2, 2), (64 * k, 2, 2)], first=16)
 
 
 class Encoder(nn.Module):

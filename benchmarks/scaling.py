@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from residual_gpu import BLT, Encoder, timed, wide
+from residual_gpu import BLT, Encoder, timed
 from step_methods import captured
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,6 +33,7 @@ from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.training import privatize
 from noshuffle.training.models import build
+from noshuffle.training.residual import wide
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOSS = nn.CrossEntropyLoss()

@@ -7,6 +7,7 @@
     linear, mlp tables
     softmax     linear, from zero: for fixed features (`scattering`)
     feature_cnn two 3×3 convolutions, tanh, on fixed features of images
+    wrn_16_4    a wide residual net with GroupNorm (`residual`), 2,748,890 parameters on CIFAR-10
     char_lstm   embedding, one LSTM, output layer for next-character prediction
 
 Initial weights depend on `torch.manual_seed`: they are public, unlike the noise.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.errors import InvalidInput
+from noshuffle.training.residual import wide
 
 Shape = tuple[int, ...]
 
@@ -125,6 +127,7 @@ _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "softmax": _linear,
     "feature_cnn": _feature_cnn,
     "mlp": _mlp,
+    "wrn_16_4": lambda shape, classes: wide(4, channels=shape[0], classes=classes),
     "char_lstm": lambda shape, classes: CharLSTM(classes),
 }
 NAMES = tuple(_MODELS)
