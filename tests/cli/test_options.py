@@ -124,6 +124,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("federated --task os:path", "task 'os:path' must be a function"),
         ("federated --client-lr 1e300", "learning_rate must be at most"),
         ("federated --proximal 1e300", "proximal must be at most"),
+        ("train --device x", "device must be cpu"),
+        ("tune --device x", "device must be cpu"),
         ("train --test-seed \udcff", r"--test-seed must be text in UTF-8, got '\udcff'"),
         ("train --order \udcff:f", r"--order must be text in UTF-8, got '\udcff:f'"),
         ("train --out \udcff", r"--out must be text in UTF-8, got '\udcff'"),

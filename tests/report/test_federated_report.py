@@ -109,6 +109,16 @@ def test_secret_draws_stay_secret(tmp_path: Path) -> None:
     page = write_report(tmp_path / "a").read_text()
     assert "rounds that a user was asked in" not in page
     assert page.count("<svg") == 3
+    assert (tmp_path / "a" / "operator.jsonl").exists()  # as a version before 0.2 left it
+    assert not (tmp_path / "a" / "operator.html").exists()
+
+
+def test_lines_that_are_no_counts_are_passed_over(tmp_path: Path) -> None:
+    a_run(tmp_path / "a").close()
+    with (tmp_path / "a" / "operator.jsonl").open("ab") as file:
+        file.write(b'\n3\nnull\n{"step": "x"}\n{"step": 8, "asked": 6}\n\xff\n')
+    write_report(tmp_path / "a")
+    assert "9 (45.0 %)" in (tmp_path / "a" / "operator.html").read_text()
 
 
 def test_an_adaptive_clip_is_drawn_and_shares_one_epsilon(tmp_path: Path) -> None:

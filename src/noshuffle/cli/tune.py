@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import check_fields, given, setting, takes
 from noshuffle.cli.promise import FOLDER_HELP, Output, print_json
-from noshuffle.cli.settings import TrainSettings, check_new_folder, dated
+from noshuffle.cli.settings import TrainSettings, check_device, check_new_folder, dated
 from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, positive
 
@@ -46,6 +46,7 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
         raise InvalidInput("tune takes --epsilon, --sampling none and --unit example")
     if settings.baseline or settings.test_seed is not None:
         raise InvalidInput("tune has neither --baseline nor --test-seed: give them to train")
+    check_device(settings.device)
     out = search.out or dated(f"tune-{settings.folder_name()}")
     check_new_folder(out)
     choices = [

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: More distinct counts than this are drawn as a filled line.
 _MOST_BARS = 60
+#: What is counted in a round, for the operator alone.
+_COUNTS = ("asked", "answered", "nonfinite", "refused")
 
 
 def lead(run: RunRecord) -> str:
@@ -127,12 +129,16 @@ def _stated(run: RunRecord) -> float:
 
 
 def write_operator_page(run: RunRecord, *, style: str) -> None:
-    """operator.html beside the report, readable by the owner only; not without raw counts."""
+    """operator.html beside the report, readable by the owner only; not without raw counts.
+
+    None where cohorts were sampled either, though folders of before 0.2 have the counts: how many a
+    secret draw took is secret, and the digest of the page, from which it can be guessed, would
+    become part of the ledger.
+    """
     rows = _raw_counts(run.path / "operator.jsonl")
-    if not rows:
+    if not rows or run.plan.participation.is_sampled:
         return
-    names = ("asked", "answered", "nonfinite", "refused")
-    asked, answered, nonfinite, refused = (sum(row[name] for row in rows) for name in names)
+    asked, answered, nonfinite, refused = (sum(row[name] for row in rows) for name in _COUNTS)
     planned = int(run.config.get("clients_per_round", max(row["asked"] for row in rows)))
     cells = (
         ("rounds", f"{len(rows):,}"),
@@ -155,12 +161,15 @@ def write_operator_page(run: RunRecord, *, style: str) -> None:
     write_bytes(run.path / "operator.html", page.encode(), mode=0o600)
 
 
-def _raw_counts(path: Path) -> list[dict[str, Any]]:
+def _raw_counts(path: Path) -> list[dict[str, int]]:
+    """A row a round; lines that a crash cut short, or somebody edited, are passed over."""
     rows = []
-    for line in path.read_text(encoding="utf8").splitlines() if path.is_file() else ():
-        with suppress(json.JSONDecodeError):  # cut short by a crash
-            rows.append(json.loads(line))
-    return sorted(rows, key=lambda row: int(row["step"]))
+    text = path.read_text(encoding="utf8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, AttributeError):
+            found = json.loads(line)
+            rows.append({name: int(found.get(name, 0)) for name in ("step", *_COUNTS)})
+    return sorted(rows, key=lambda row: row["step"])
 
 
 @as_svg
