@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 Array = np.ndarray
 
@@ -42,6 +42,12 @@ def _log_expm1(x: Array) -> Array:
     return np.where(x > 30, x, np.log(np.expm1(np.minimum(x, 30)))) + np.where(
         x > 30, np.log1p(-np.exp(-np.maximum(x, 30))), 0.0
     )
+
+
+def _log_sum_exp(x: Array) -> float:
+    """log Σ e^x. SciPy's (1.17) spends 200 µs per call on kinds of arrays; a curve makes 156."""
+    top = float(x.max())
+    return top + math.log(np.exp(x - top).sum()) if math.isfinite(top) else top
 
 
 def poisson(*, noise_multiplier: float, rate: float, order: float) -> float:
@@ -61,7 +67,7 @@ def _whole_order(sigma: float, q: float, order: int) -> float:
     with np.errstate(over="ignore"):
         growth = k * (k - 1) / (2 * sigma**2)
     terms = _log_binomial(order, k) + (order - k) * math.log1p(-q) + k * math.log(q)
-    return float(logsumexp(terms + _log_expm1(growth)))
+    return _log_sum_exp(terms + _log_expm1(growth))
 
 
 def _real_order(sigma: float, q: float, order: float) -> float:
@@ -97,7 +103,7 @@ def _real_order(sigma: float, q: float, order: float) -> float:
     left = ~small & (u <= 0)
     log_f[left] = np.log(np.expm1(order * log_1u[left]) - order * u[left])
     log_phi = -0.5 * t**2 - 0.5 * math.log(2 * math.pi)
-    return float(logsumexp(log_f + log_phi)) + math.log(h)
+    return _log_sum_exp(log_f + log_phi) + math.log(h)
 
 
 def fixed_size(*, noise_multiplier: float, rate: float, orders: Sequence[float]) -> Array:
@@ -136,7 +142,7 @@ def _fixed_whole(sigma: float, q: float, order: int, moments: Array) -> float:
     else:
         bound[0] = min(bound[0], math.log(4) + float(_log_expm1(np.array(1 / sigma**2))))
     terms = _log_binomial(order, i) + i * math.log(q) + bound
-    return float(np.logaddexp(0.0, logsumexp(terms)))
+    return float(np.logaddexp(0.0, _log_sum_exp(terms)))
 
 
 def _even_moments(sigma: float, order: int) -> Array:
@@ -153,5 +159,5 @@ def _even_moments(sigma: float, order: int) -> Array:
         y = (2 * sigma * t - 1) / (2 * sigma**2)
         with np.errstate(divide="ignore"):
             log_gap = np.where(y > 30, y, np.log(np.abs(np.expm1(np.minimum(y, 30.0)))))
-        out[k] = logsumexp(n * log_gap - 0.5 * t**2) + math.log(h / math.sqrt(2 * math.pi))
+        out[k] = _log_sum_exp(n * log_gap - 0.5 * t**2) + math.log(h / math.sqrt(2 * math.pi))
     return out
