@@ -6,9 +6,7 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -336,28 +334,20 @@ def test_stopped_between_rounds_and_resumed_is_bit_identical(
     assert same(last_model(tmp_path / "r"), last_model(run))
 
 
-def interrupted(path: Path, number: signal.Signals, after: int) -> subprocess.Popen[bytes]:
-    """A real process of its own that gets a signal once `after` rounds are told of."""
-    line = [sys.executable, "-m", "noshuffle", *command(path, rounds=400, clients_per_round=60)]
-    child = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    told, end = path / "operator.jsonl", time.monotonic() + 900
-    try:
-        while not told.exists() or told.read_bytes().count(b"\n") < after:
-            assert child.poll() is None, "the run ended before it could be stopped"
-            assert time.monotonic() < end, f"no {after} rounds after a quarter of an hour"
-            time.sleep(0.02)
-        child.send_signal(number)
-        child.wait(timeout=900)
-    finally:
-        child.kill()
-    return child
+Interrupted = Callable[..., int | None]
 
 
-def test_killed_and_resumed_is_the_run_that_lost_that_round(tmp_path: Path) -> None:
+def long_run(path: Path) -> list[str]:
+    return command(path, rounds=400, clients_per_round=60)
+
+
+def test_killed_and_resumed_is_the_run_that_lost_that_round(
+    tmp_path: Path, interrupted: Interrupted
+) -> None:
     """SIGKILL somewhere inside a round; then the same run, which gives the same round up."""
     path = tmp_path / "killed"
-    child = interrupted(path, signal.SIGKILL, 3)
-    assert child.returncode == -signal.SIGKILL
+    told = path / "operator.jsonl"
+    assert interrupted(long_run(path), signal.SIGKILL, file=told, lines=3) == -signal.SIGKILL
     settings = FederatedSettings.of({**SMALL, "rounds": 400, "clients_per_round": 60})
     job, lost = assemble(settings, path)
     assert len(lost) <= 1
@@ -393,10 +383,12 @@ def advance(job: Any, until: int) -> None:
     )
 
 
-def test_ctrl_c_ends_the_round_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_round_and_says_how_to_go_on(
+    tmp_path: Path, interrupted: Interrupted
+) -> None:
     path = tmp_path / "stopped"
-    child = interrupted(path, signal.SIGINT, 2)
-    assert child.returncode == 130
+    told = path / "operator.jsonl"
+    assert interrupted(long_run(path), signal.SIGINT, file=told, lines=2) == 130
     assert main(["verify", str(path)]) == 4
     evidence = Evidence(path / "ledger.sqlite")
     assert not list(evidence.log("skip"))

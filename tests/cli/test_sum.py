@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,30 +269,23 @@ def test_a_silent_stream_is_stopped_at_once(tmp_path: Path) -> None:
     assert main(["verify", str(out)]) == 0
 
 
-def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_killed_and_resumed_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, interrupted: Callable[..., int | None]
+) -> None:
     """SIGKILL somewhere after 70 steps; released steps leave again with the same totals."""
     file = write(tmp_path / "t.csv", [[i % 7] for i in range(800)], "a")
     out = tmp_path / "r"
-    command = [sys.executable, "-m", "noshuffle", "sum", str(file), "--clip", "9", "--batch", "2",
-               "--mechanism", "tree", "--test-seed", "k", "--out", str(out)]  # fmt: skip
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    told, end = out / "metrics.jsonl", time.monotonic() + 600
-    try:
-        while not told.exists() or told.read_bytes().count(b"\n") < 70:
-            assert child.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        seen = [json.loads(line) for line in told.read_text().splitlines()[:70]]
-        child.send_signal(signal.SIGKILL)
-        child.wait(timeout=600)
-    finally:
-        child.kill()
+    command = ["sum", str(file), "--clip", "9", "--batch", "2", "--mechanism", "tree",
+               "--test-seed", "k", "--out", str(out)]  # fmt: skip
+    told = out / "metrics.jsonl"
+    assert interrupted(command, signal.SIGKILL, file=told, lines=70) == -signal.SIGKILL
+    seen = [json.loads(line) for line in told.read_text().splitlines()[:70]]
     assert main(["sum", str(file), "--resume", str(out), "--json"]) == 0
     found = totals(out)
     assert [row["step"] for row in found] == list(range(1, 401))
     assert [row["a"] for row in found[:70]] == [line["totals"][0] for line in seen]
     whole = tmp_path / "whole"
-    assert main([*command[3:-1], str(whole), "--json"]) == 0
+    assert main([*command[:-1], str(whole), "--json"]) == 0
     assert totals(whole) == found
     assert main(["verify", str(out)]) == 4  # a test seed, and nothing wrong beside it
 
