@@ -3,12 +3,13 @@
     on a CPU                       norms, in one call     weighted sums, in another
     DenseGradient                  ‖d[b]‖²                Σ_b f_b d[b]
     OuterGradient with one step    ‖a[b]‖² · ‖g[b]‖²
-    OuterGradient                                         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
+    OuterGradient                  inner products         (f·g)ᵀ a or gᵀ (f·a): one ordinary product
 
-`native_rows` reads the matrices where they lie; the bias of a linear layer has the matrix g of its
-weight, read once for both. What is not float32 in ordinary memory, or too small, is left to the
-forms themselves: the twins of these functions. On a GPU `bundled` puts [B, n_1], [B, n_2], … into
-one [B, n_1 + n_2 + …], with one norm and one weighted sum. State: where the matrices of a step lie.
+`native_rows` and `native_steps` read the matrices where they lie; the bias of a linear layer has
+the matrix g of its weight, read once for both. What is not float32 in ordinary memory, or too
+small, is left to the forms themselves: the twins of these functions. On a GPU `bundled` puts
+[B, n_1], [B, n_2], … into one [B, n_1 + n_2 + …], with one norm and one weighted sum. State: where
+the matrices of a step lie.
 
 >>> form = DenseGradient(torch.randn(64, 2048))
 >>> Rowwise({"w": [form]}).take_squares()
@@ -24,9 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from noshuffle.clipping import native_rows
+from noshuffle.clipping import native_rows, native_steps
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_rows import Matrix, Weighing, matrix
+from noshuffle.clipping.native_steps import StepMap
+from noshuffle.clipping.rules import StepSums
 
 #: Weighted numbers that are held at a time: 4 MiB.
 HELD = 1 << 20
@@ -44,9 +47,13 @@ class Rowwise:
         self._dense: dict[str, tuple[DenseGradient, Matrix]] = {}
         self._outer: dict[str, tuple[OuterGradient, Matrix, Matrix]] = {}
         self._at: dict[int, str] = {}  # names by where their matrices lie
+        self._steps: dict[str, OuterGradient] = {}  # that have several
+        self._sums: dict[str, StepSums] = {}
         for name, own in forms.items():
             form = own[0] if len(own) == 1 else None
-            if isinstance(form, DenseGradient):
+            if isinstance(form, StepSums) and "grads" not in form.__dict__:
+                self._sums[name] = form
+            elif isinstance(form, DenseGradient):
                 d = matrix(form.grads, form.grads.shape[0])
                 if d is not None:
                     self._dense[name] = (form, d)
@@ -56,6 +63,8 @@ class Rowwise:
                 g, a = matrix(form.g, rows), matrix(form.a, rows)
                 if g is not None and a is not None:
                     self._outer[name] = (form, g, a)
+                if form.a.shape[1] > 1 and native_steps.fits(form.a, form.g):
+                    self._steps[name] = form
 
     def take_squares(self) -> None:
         """Find the `square` of every form that is rows, and leave it with the form.
@@ -63,6 +72,8 @@ class Rowwise:
         Guarantees: never too small by more than a few roundings in double precision; an example
         with a NaN or an infinity has a square that is one.
         """
+        if self._steps or self._sums:
+            self._take_steps()
         pairs: list[tuple[Matrix, Matrix | None]] = []
         owners: list[tuple[GradientForm | None, GradientForm | None]] = []
         alone = {name: form for name, (form, _) in self._dense.items()}
@@ -74,6 +85,8 @@ class Rowwise:
                 owners.append((alone.pop(self._shared(g), None), form))
                 size += g.rows * (g.width + a.width)
         for name, rows in alone.items():
+            if "square" in rows.__dict__:
+                continue
             d = self._dense[name][1]
             pairs.append((d, None))
             owners.append((rows, None))
@@ -84,6 +97,32 @@ class Rowwise:
             for owner, square in zip(own, found):
                 if owner is not None:
                     owner.__dict__["square"] = square
+
+    def _take_steps(self) -> None:
+        """The same of maps with several steps, and of the sums of those."""
+        size, owners, maps = 0, [], []
+        for form in self._steps.values():
+            if form.is_small():  # written out instead
+                continue
+            a, g = form.a, form.g
+            own = [name for name, sums in self._sums.items() if sums.g is g or sums.g is a]
+            if (
+                own and self._sums[own[0]].g is a
+            ):  # stored the other way round: the norm is the same
+                a, g = g, a
+            owners.append((form, own))
+            maps.append(StepMap(a, g, bool(own)))
+            size += form.a.numel() + form.g.numel()
+        if native_steps.is_worth(size):
+            for (form, own), found in zip(owners, native_steps.squares(maps)):
+                form.__dict__["square"] = found.squares
+                for name in own:
+                    self._sums[name].__dict__.update(grads=found.sums, square=found.sum_squares)
+        for name, sums in self._sums.items():  # torch sums up what is left
+            d = matrix(sums.grads, len(sums.grads))
+            if d is not None:
+                self._dense[name] = (sums, d)
+        self._sums = {}
 
     def _shared(self, g: Matrix) -> str:
         """The bias whose gradients are this very matrix, or no name."""

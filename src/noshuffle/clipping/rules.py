@@ -23,6 +23,7 @@ parameters (`named_rule`), and the trial on two examples decides whether such a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -92,20 +93,47 @@ def summed(t: Tensor) -> Tensor:
     return t.sum(1, dtype=sum_dtype(t.dtype))
 
 
+class StepSums(DenseGradient):
+    """The bias of a linear map on a CPU, g summed over its steps: `Rowwise` finds that on the way.
+
+    It keeps g alive, as the weight's form does.
+    """
+
+    g: Tensor
+
+    def __init__(self, g: Tensor) -> None:
+        self.__dict__["g"] = g
+
+    @cached_property
+    def grads(self) -> Tensor:
+        return summed(self.g)
+
+
+def bias_of(g: Tensor, *, is_kept: bool) -> DenseGradient:
+    """Σ_t g[b,t], at once unless g lies in ordinary memory and is kept for the weight anyway."""
+    is_later = is_kept and g.device.type == "cpu" and g.shape[1] > 1
+    return StepSums(g) if is_later else DenseGradient(summed(g))
+
+
 def affine(
-    a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int
+    a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int, is_trained: bool = True
 ) -> tuple[GradientForm, GradientForm]:
-    """Weight and bias of x ↦ W x + b, with any number of axes between example and feature."""
+    """Weight and bias of x ↦ W x + b, with any number of axes between example and feature.
+
+    `is_trained`: whether the weight is, so that its form will be kept.
+    """
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
     widths = (g.shape[2], a.shape[2])
-    bias = DenseGradient(summed(g))
+    is_alone = g.shape[1] == 1
+    bias = DenseGradient(summed(g)) if is_alone else bias_of(g, is_kept=is_trained)
     return OuterGradient(*((aligned(a), aligned(g)) if a.is_cuda else (a, g)), shape, widths), bias
 
 
 @rule(nn.Linear)
 def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
-    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
+    trained = layer.weight.requires_grad
+    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size, is_trained=trained)
     return {"weight": weight, "bias": bias}
 
 
@@ -192,7 +220,7 @@ def stored_by_input(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, Gr
     g = g.reshape(size, -1, g.shape[-1])
     widths = (a.shape[2], g.shape[2])
     weight = OuterGradient(aligned(g), aligned(a), tuple(layer.weight.shape), widths)
-    return {"weight": weight, "bias": DenseGradient(summed(g))}
+    return {"weight": weight, "bias": bias_of(g, is_kept=layer.weight.requires_grad)}
 
 
 def scaled_embedding(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:

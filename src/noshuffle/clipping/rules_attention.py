@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.rules import affine, rewrite
+from noshuffle.clipping.rules import affine, bias_of, rewrite
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ def _linear(
         return F.pad(g, pad) if any(pad) else g
 
     def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
-        one, two = affine(a, full(g, weight, rows), shape, size=a.shape[0])
+        own = weight.requires_grad and shift is rows
+        one, two = affine(a, full(g, weight, rows), shape, size=a.shape[0], is_trained=own)
         if bias is None:
             return [(weight, one)]
         if shift is not rows:
-            two = affine(a, full(g, bias, shift), shape, size=a.shape[0])[1]
+            two = bias_of(full(g, bias, shift).reshape(len(a), -1, len(bias)), is_kept=False)
         return [(weight, one), (bias, two)]
 
     tape.record(build, out)

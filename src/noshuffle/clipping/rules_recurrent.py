@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import lstm
-from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
+from noshuffle.clipping.forms import GradientForm, OuterGradient
 from noshuffle.clipping.products import wide
-from noshuffle.clipping.rules import affine, rewrite
+from noshuffle.clipping.rules import affine, bias_of, rewrite
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def _one_way(
                 (w_hh, OuterGradient(previous, hidden, tuple(w_hh.shape))),
             ]
             if b_ih is not None:
-                found += [(b_ih, DenseGradient(g.sum(1))), (b_hh, DenseGradient(hidden.sum(1)))]
+                kept = w_ih.requires_grad, w_hh.requires_grad
+                found += [(b_ih, bias_of(g, is_kept=kept[0]))]
+                found += [(b_hh, bias_of(hidden, is_kept=kept[1]))]
             return found
 
         tape.record(build, projected)

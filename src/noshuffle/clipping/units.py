@@ -33,6 +33,7 @@ from noshuffle.clipping.forms import (
 )
 from noshuffle.clipping.products import HALF
 from noshuffle.clipping.rowwise import Bundle, Rowwise, bundled
+from noshuffle.clipping.rules import StepSums
 from noshuffle.device_copy import DeviceCopy
 from noshuffle.errors import InvalidInput
 
@@ -299,6 +300,8 @@ def _are_many(forms: Mapping[str, Sequence[GradientForm]]) -> bool:
             numbers += form.grads.numel()
         elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
             numbers += form.a.numel() + form.g.numel()
+        elif type(form) is StepSums:  # in the g of its weight
+            continue
         else:
             return True
     return numbers >= native_rows.LEAST
