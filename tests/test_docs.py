@@ -25,7 +25,9 @@ notebooks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(notebooks)
 ALONE = (
     "README.md",
+    "docs/index.md",
     "docs/budget.md",
+    "docs/compiled-step.md",
     "docs/federated.md",
     "docs/lazy-noise.md",
     "docs/studies.md",
@@ -35,6 +37,14 @@ ALONE = (
 )
 #: One for each kind of user; `make tutorial-NAME` runs one of them.
 TUTORIALS = ("mnist", "lora", "stream", "flower", "officer", "mechanism")
+
+
+#: Pages whose Python a test of their own runs: the last one here, the others beside what they tell.
+ELSEWHERE = {
+    "docs/convex.md": "tests/convex/test_docs_convex.py",
+    "docs/transformers.md": "tests/clipping/test_huggingface.py",
+    "docs/distributed.md": "tests/test_docs.py",
+}
 
 
 def blocks(name: str) -> list[tuple[bool, str]]:
@@ -136,6 +146,15 @@ def documents() -> list[Path]:
     return [page for pattern in found for page in ROOT.glob(pattern)]
 
 
+def test_every_page_with_python_is_run() -> None:
+    run_here = {*ALONE, *(f"docs/tutorials/{name}.md" for name in TUTORIALS)}
+    for page, by in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / by).read_text(encoding="utf8")
+    names = {str(page.relative_to(ROOT)) for page in documents()}
+    with_python = {name for name in names if any(not note for note, _ in blocks(name))}
+    assert with_python == run_here | set(ELSEWHERE)
+
+
 def test_links_lead_somewhere() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
@@ -155,7 +174,27 @@ def test_commands_in_documents_exist() -> None:
     for page in documents():
         text = page.read_text(encoding="utf8")
         shell = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL))
+        shell = shell.replace("\\\n", " ")
         for line in re.findall(r"^noshuffle ([^#\n]*)", shell, re.MULTILINE):
             command, *words = line.split()
             known = {name for p in commands[command].params for name in p.opts + p.secondary_opts}
             assert {w for w in words if w.startswith("--")} <= known, f"{page.name}: {line}"
+
+
+def test_epsilon_in_documents_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `noshuffle epsilon` line as it stands; other commands take too long here."""
+    from noshuffle.cli import main
+
+    lines = {
+        line
+        for page in documents()
+        for line in re.findall(
+            r"^noshuffle (epsilon [^#\n]*)",
+            page.read_text(encoding="utf8").replace("\\\n", " "),
+            re.MULTILINE,
+        )
+    }
+    assert len(lines) >= 2
+    for line in lines:
+        assert main(line.split()) == 0, line
+        assert "-DP per" in capsys.readouterr().out

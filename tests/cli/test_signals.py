@@ -63,7 +63,7 @@ def test_a_job_that_is_stopped(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """After its step with everything saved, and at once before there is a plan."""
-    path, saved = tmp_path / "r", []
+    path, saved = tmp_path / "my run", []
 
     def job(settings: Any, path: Path, *, is_stopped: Any, **_: Any) -> Any:
         if has_begun:
@@ -79,7 +79,7 @@ def test_a_job_that_is_stopped(
     if has_begun:
         assert job_view.run_and_tell(*given) == 128 + number
         said = capsys.readouterr().err
-        assert said == f"noshuffle: stopped; go on with noshuffle train --resume {path}\n"
+        assert said == f"noshuffle: stopped; go on with noshuffle train --resume '{path}'\n"
     else:
         with pytest.raises(KeyboardInterrupt) as stopped:
             job_view.run_and_tell(*given)

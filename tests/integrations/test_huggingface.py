@@ -396,6 +396,26 @@ def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):
         trainer(tmp_path, plan=whole).train(resume_from_checkpoint="somewhere")
 
 
+def test_the_best_model_is_that_of_an_unbroken_run(tmp_path):
+    """Stopped behind the best checkpoint; what is evaluated last is that one, of either run."""
+    options = {"num_train_epochs": 1, "save_total_limit": 1, "eval_strategy": "steps"}
+    options |= {"eval_dataset": Sentences(6), "eval_steps": 2, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # it is the first
+    options |= {"learning_rate": 0.5}
+    whole = trainer(tmp_path / "whole", run=tmp_path / "a", **options)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "out", run=tmp_path / "b", callbacks=[Stop(3)], **options).train()
+    again = trainer(tmp_path / "out", seed=9, run=tmp_path / "b", **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-2")
+    assert again.state.best_metric == whole.state.best_metric
+    assert torch.equal(weights(again.model), weights(whole.model))
+    assert again.private.steps_released == whole.private.steps_released == 6
+    again.private.close(keep_keys=True)  # the run folder ends with the last model, not the best
+    assert not verify(tmp_path / "b").refuted
+
+
 @pytest.mark.slow
 def test_killed_by_the_system_and_resumed(tmp_path):
     """SIGKILL in the middle of a step, twice; the third process ends where an unbroken run does."""

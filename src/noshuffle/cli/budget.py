@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
-from noshuffle.cli.words import say
+from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def opened(folder: Path | None, *, has_baseline: bool = False) -> Budget | None:
     if has_baseline and BASELINE not in own.declared():
         raise InvalidInput(
             f"--baseline trains without privacy on data that has a budget; leave it out, or allow "
-            f"it first: noshuffle budget {folder} --unprotected {BASELINE}"
+            f"it first: noshuffle budget {quoted(folder)} --unprotected {BASELINE}"
         )
     return own
 

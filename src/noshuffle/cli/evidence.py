@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import SIGN_HELP, Output, print_json
-from noshuffle.cli.words import in_options, say
+from noshuffle.cli.words import in_options, quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def seal(asked: SealSettings, output: Output) -> None:
         print(f"  (checked before: {line})")
     if is_signed:
         print(f"signed: {asked.run / 'signature.json'}")
-    print(f"check the evidence: noshuffle verify {asked.run}")
+    print(f"check the evidence: noshuffle verify {quoted(asked.run)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
 from noshuffle.cli.settings import dated
-from noshuffle.cli.words import say
+from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of, positive
 
 _ESTIMATORS = {
@@ -340,4 +340,4 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         _, value, deviation = model.progress_[-1]
         shown = f"{_scored(model)} {value:.4f} ± {2 * deviation:.4f}"
         print(f"released progressive {shown} (covered by ε)")
-    print(f"report: {page}\ncheck the evidence: noshuffle verify {path}")
+    print(f"report: {page}\ncheck the evidence: noshuffle verify {quoted(path)}")

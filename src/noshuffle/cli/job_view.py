@@ -21,7 +21,7 @@ from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
 from noshuffle.cli.settings import RunOptions, RunSettings, check_device, check_new_folder
 from noshuffle.cli.signals import Interrupted, StopRequest, status_of
-from noshuffle.cli.words import refuse
+from noshuffle.cli.words import quoted, refuse
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
@@ -150,7 +150,7 @@ def run_and_tell(
         status = asked.status if isinstance(error, Stopped) else status_of(error)
         if not (path / "plan.json").is_file():
             raise Interrupted(status - 128) from None
-        again = f"{path} --budget {run.budget}" if run.budget else path
+        again = quoted(path) + (f" --budget {quoted(run.budget)}" if run.budget else "")
         return refuse(f"stopped; go on with noshuffle {kind} --resume {again}", status=status)
     if run.sign is not None and result.steps == result.plan.steps:
         seal(path, sign=run.sign)
@@ -166,7 +166,7 @@ def run_and_tell(
     print(f"report: {path / 'report.html'}")  # one line each, to be copied
     if (path / "operator.html").is_file():
         print(f"raw counts, for you alone: {path / 'operator.html'}")
-    print(f"check the evidence: noshuffle verify {path}")
+    print(f"check the evidence: noshuffle verify {quoted(path)}")
     return result.exit_code
 
 

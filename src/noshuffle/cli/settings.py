@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from noshuffle.cli import promise
 from noshuffle.cli.budget import BUDGET_HELP
 from noshuffle.cli.from_record import check_fields, setting
+from noshuffle.cli.words import quoted
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, utf8, whole
 
 if TYPE_CHECKING:
@@ -295,7 +296,8 @@ def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
     if made_by == "fit":
         raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
     if made_by != kind:
-        raise InvalidInput(f"{run} is another kind of run; use: noshuffle {made_by} --resume {run}")
+        again = f"noshuffle {made_by} --resume {quoted(run)}"
+        raise InvalidInput(f"{run} is another kind of run; use: {again}")
     if "run_folder" in kept:  # a setting of the app in examples/federated
         raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
     return kept
@@ -314,7 +316,8 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
     if out.exists() and any(file.name != ".lock" for file in out.iterdir()):
-        raise InvalidInput(f"{out} is not empty; go on with --resume {out}, or use another --out")
+        again = f"--resume {quoted(out)}"
+        raise InvalidInput(f"{out} is not empty; go on with {again}, or use another --out")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from noshuffle.cli.promise import (
     print_json,
 )
 from noshuffle.cli.settings import begun, check_new_folder, dated, kept_settings
-from noshuffle.cli.words import refuse, say
+from noshuffle.cli.words import quoted, refuse, say
 from noshuffle.errors import InvalidInput, one_of, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, SinglePass
 
@@ -115,7 +115,7 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
         is_done = run.add_all(is_stopped)
         run.close()
     if not is_done:
-        again = f"noshuffle sum {where.file} --resume {path}"
+        again = f"noshuffle sum {quoted(where.file)} --resume {quoted(path)}"
         return refuse(f"stopped; go on with {again}", status=is_stopped.status)
     run.tell(as_json=where.json)
     return 0
@@ -310,9 +310,9 @@ class _Run:
         if self.sums.step < self.plan.steps:
             print(
                 f"{self.sums.step} of {self.plan.steps} planned steps; go on, once there is more: "
-                f"noshuffle sum {self.file} --resume {path}"
+                f"noshuffle sum {quoted(self.file)} --resume {quoted(path)}"
             )
-        print(f"check the evidence: noshuffle verify {path}")
+        print(f"check the evidence: noshuffle verify {quoted(path)}")
 
     def _print_table(self) -> None:
         from rich.console import Console

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -61,6 +62,15 @@ def refuse(message: str, *, status: int = 2) -> int:
     if _AS_JSON.get():
         print(json.dumps({"error": line, "status": status}, indent=2))
     return status
+
+
+def quoted(path: object) -> str:
+    """A file or folder as it can be typed in a shell.
+
+    >>> quoted("runs/a"), quoted("runs/my run")
+    ('runs/a', "'runs/my run'")
+    """
+    return shlex.quote(str(path))
 
 
 def wrapped(text: str, width: int) -> str:
