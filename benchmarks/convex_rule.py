@@ -1,6 +1,6 @@
 """The simulation behind the steps of `solver="auto"`: synthetic tables, every solver and schedule.
 
-    python benchmarks/convex_rule.py [--quick] [--task classify regress wide rare small]
+    python benchmarks/convex_rule.py [--quick] [--task classify regress wide rare small constant]
 
 For each family, number of rows n, columns p and ε: test accuracy (R² of regressions, at least −1)
 of "gd" at several numbers of readings and step sizes, of the rule's own choice ("auto") and of
@@ -12,7 +12,9 @@ very different spread; of classes also clusters of five. "wide" has thousands of
 has two classes, one of share π, or ten clusters, and what "gd" gains by η = 2, 1 and by the rule
 over η = 4, in points, mean over families, p = 20 and 60, weak and strong margins. "small": R² of
 linear regression whose targets fill their bounds, fill a tenth of them (around their middle, or
-far from it), have outliers, or are lognormal: mean and error of eight seeds.
+far from it), have outliers, or are lognormal: mean and error of eight seeds. "constant": what
+every regression saves of the loss of the best constant at 300 x 5 and 1,000 x 20, and in brackets
+what a private constant does that has all of ε (a mean; of the median, one of 64 counts).
 """
 
 from __future__ import annotations
@@ -230,14 +232,116 @@ def simulate_small(*, quick: bool) -> None:
         print(f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
+def numbers(kind: str, n: int, p: int, *, seed: int) -> tuple[Any, Any]:
+    """Columns of a family, targets within [−1, 1]: all of it, a tenth of it in or off its middle,
+    or with errors of Student's t of two degrees."""
+    columns_of, where = kind.split(", ")
+    x, y = targets(columns_of, n, p, seed=seed)
+    if where == "heavy tails":
+        errors = np.random.default_rng((5, seed)).standard_t(2, size=n)
+        return x, np.clip(0.15 * y + 0.03 * errors, -1, 1)
+    return x, y if where == "all" else 0.1 * y + (0.5 if where == "off-centre" else 0.0)
+
+
+def regressions() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """A model by name: how it is made, targets from [−1, 1], its loss, the best constant."""
+    from noshuffle import convex
+
+    def deviance(kind: str) -> Any:
+        def poisson(y: Any, m: Any) -> Any:
+            return m - y + np.where(y > 0, y * np.log(np.maximum(y, 1e-12) / m), 0.0)
+
+        return poisson if kind == "poisson" else lambda y, m: y / m - 1 - np.log(y / m)
+
+    def pinball(y: Any, m: Any) -> Any:
+        return np.abs(y - m)
+
+    def huber(y: Any, m: Any) -> Any:
+        return np.where(np.abs(y - m) < 0.1, 0.5 * (y - m) ** 2, 0.1 * np.abs(y - m) - 0.005)
+
+    def as_is(y: Any) -> Any:
+        return y
+
+    def above(y: Any) -> Any:
+        return (y + 1.02) / 2.02
+
+    positive = {"target_bounds": (0.009, 1.0)}
+    return {
+        "linear": (convex.PrivateLinearRegression, {}, as_is, lambda y, m: (y - m) ** 2),
+        "huber": (convex.PrivateHuberRegressor, {"width": 0.1}, as_is, huber),
+        "median": (convex.PrivateQuantileRegressor, {}, as_is, pinball),
+        "poisson": (convex.PrivatePoissonRegressor, positive, above, deviance("poisson")),
+        "gamma": (convex.PrivateGammaRegressor, positive, above, deviance("gamma")),
+    }
+
+
+def private_constant(name: str, y: Any, *, mu: float, rng: Any, low: float) -> float:
+    """A mean, or of "median" a quantile of 64 counts, with all of ε."""
+    if name != "median":
+        middle, half = (low + 1) / 2, (1 - low) / 2
+        return (
+            float(np.clip(y.mean() + half * rng.normal() / (len(y) * mu), low, 1))
+            if half
+            else middle
+        )
+    counts = np.histogram(y, 64, (low, 1))[0] + rng.normal(size=64) / mu
+    below = np.cumsum(counts)
+    return float(low + (1 - low) / 64 * (np.argmin(np.abs(below - len(y) / 2)) + 0.5))
+
+
+def simulate_constant(*, quick: bool) -> None:
+    """Share of the loss of the best constant that a regression saves, beside a private constant."""
+    from noshuffle.accounting import gaussian
+
+    sizes = ((1000, 20),) if quick else ((300, 5), (1000, 20))
+    kinds = [f"{c}, {w}" for c in ("uniform", "spreads") for w in ("all", "a tenth")]
+    kinds += ["spreads, off-centre", "uniform, heavy tails"]
+    seeds = 2 if quick else 8
+    print(f"constant: 1 − loss/loss of the best constant, auto (private constant)\n{'model':<8}"
+          f"{'targets':<34}" + "".join(f"{f'ε = {e:g}':>30}" for e in (0.1, 0.3, 1.0)))  # fmt: skip
+    for name, (make, more, map_fn, loss) in regressions().items():
+        for (n, p), kind in product(sizes, kinds):
+            cells = []
+            for epsilon in (0.1, 0.3, 1.0):
+                mu, found = gaussian.mu(epsilon=epsilon, delta=DELTA), []
+                for seed in range(seeds):
+                    x, y = numbers(kind, n + HELD, p, seed=seed)
+                    y, rng = map_fn(y), np.random.default_rng((6, seed))
+                    low = more.get("target_bounds", (-1.0, 1.0))[0]
+                    held, told = x[-HELD:], y[-HELD:]
+                    model = make(
+                        epsilon=epsilon,
+                        delta=DELTA,
+                        bounds=(-1, 1),
+                        test_seed=f"{kind} {n} {seed}",
+                        **more,
+                    )
+                    model.fit(x[:-HELD], y[:-HELD])
+                    flat = [
+                        private_constant(name, y[:-HELD], mu=mu, rng=rng, low=low)
+                        for _ in range(50)
+                    ]
+                    best = min(loss(told, told.mean()).mean(), loss(told, np.median(told)).mean())
+                    own = loss(told, model.predict(held)).mean()
+                    others = [loss(told, max(c, 1e-3) if low > 0 else c).mean() for c in flat]
+                    found.append((1 - own / best, 1 - np.mean(others) / best))
+                a, c = np.mean(found, axis=0)
+                error = np.std([f[0] for f in found]) / np.sqrt(seeds)
+                sign = " !" if a < c - 2 * error else "  "
+                cells.append(f"{a:.3f} ± {error:.3f} ({c:.3f}){sign}")
+            line = f"{name:<8}{f'{kind}, {n:,} x {p}':<34}"
+            print(line + "".join(f"{cell:>30}" for cell in cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
-        "--task", nargs="+", default=("classify", "regress", "wide", "rare", "small")
+        "--task", nargs="+", default=("classify", "regress", "wide", "rare", "small", "constant")
     )
     given = parser.parse_args()
     own = {"wide": simulate_wide, "rare": simulate_rare, "small": simulate_small}
+    own["constant"] = simulate_constant
     for task in given.task:
         if task in own:
             own[task](quick=given.quick)

@@ -20,10 +20,13 @@ measured by whichever interpreter has them, and a line says what was left out.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -178,7 +181,26 @@ def ours(name: str, data: Table, epsilon: float, seed: int) -> float | None:
     return float(model.fit(x, y).score(held, told))
 
 
+def let_import() -> None:
+    """diffprivlib 0.6.6 imports names of trees and gives an argument that scikit-learn 1.9 has not:
+    its forests are left out, the argument is taken and kept (it is "ovr", as it was)."""
+    from sklearn.linear_model import LogisticRegression
+
+    if "multi_class" in inspect.signature(begin := LogisticRegression.__init__).parameters:
+        return
+    forest: Any = types.ModuleType("diffprivlib.models.forest")
+    forest.RandomForestClassifier = forest.DecisionTreeClassifier = object
+    sys.modules.setdefault(forest.__name__, forest)
+
+    def with_argument(self: Any, *given: Any, multi_class: str = "ovr", **named: Any) -> None:
+        begin(self, *given, **named)
+        self.multi_class = multi_class
+
+    LogisticRegression.__init__ = with_argument
+
+
 def diffprivlib(data: Table, epsilon: float, seed: int) -> float | None:
+    let_import()
     from diffprivlib.models import LogisticRegression  # type: ignore[import-not-found]
 
     x, y, held, told = data

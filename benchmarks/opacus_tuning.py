@@ -69,19 +69,22 @@ def drawn(kind: str, n: int, p: int, *, low: float) -> tuple[Any, Any]:
     return x.astype(np.float32), y
 
 
-def sgd(x: Any, y: Any, k: int, *, rows: int, sigma: float, epochs: int, parts: int) -> Any:
-    """Weights of all `PAIRS`, columns + 1 × pairs × outputs, after DP-SGD on these rows."""
+def sgd(
+    x: Any, y: Any, k: int, *, rows: int, sigma: float, epochs: int, parts: int,
+    pairs: tuple[tuple[float, float], ...] = PAIRS, seed: int = 0,
+) -> Any:  # fmt: skip
+    """Weights of all `pairs`, columns + 1 × pairs × outputs, after DP-SGD on these rows."""
     n, outputs = len(x), 1 if k == 2 else k
     x = np.hstack([x, np.ones((n, 1), np.float32)])
     norms = np.sqrt((x * x).sum(1))
-    clip, rate = (np.array(v, np.float32) for v in zip(*PAIRS))
-    w = np.zeros((x.shape[1], len(PAIRS), outputs), np.float32)
-    rng = np.random.default_rng(0)
+    clip, rate = (np.array(v, np.float32) for v in zip(*pairs))
+    w = np.zeros((x.shape[1], len(pairs), outputs), np.float32)
+    rng = np.random.default_rng(seed)
     double = math.sqrt(2.0) if k == 2 else 1.0
     told = y[:, None] if k == 2 else np.eye(k)[y]
     for _ in range(epochs * parts):
         at = np.flatnonzero(rng.random(n) < 1 / parts)
-        m = (x[at] @ w.reshape(len(w), -1)).reshape(len(at), len(PAIRS), outputs)
+        m = (x[at] @ w.reshape(len(w), -1)).reshape(len(at), len(pairs), outputs)
         if k == 2:
             r = 1 / (1 + np.exp(-np.clip(m, -30, 30)))
         else:
@@ -90,7 +93,7 @@ def sgd(x: Any, y: Any, k: int, *, rows: int, sigma: float, epochs: int, parts: 
         r -= told[at][:, None, :]
         size = double * np.sqrt((r * r).sum(2)) * norms[at, None]
         r *= np.minimum(1.0, clip / np.maximum(size, 1e-12))[:, :, None]
-        total = (x[at].T @ r.reshape(len(at), -1)).reshape(w.shape) * double**2
+        total = (x[at].T @ r.reshape(len(at), w[0].size)).reshape(w.shape) * double**2
         noise = double * sigma * n / rows * rng.standard_normal(w.shape, np.float32)
         w -= (rate / (n / parts))[:, None] * (total + clip[:, None] * noise)
     return w

@@ -90,9 +90,9 @@ def test_curvature_is_the_derivative_of_the_gradients(loss: losses.Loss) -> None
     rows, residual, bends, _ = rule._residuals(x, y, None, theta=theta)
     rows = np.hstack([rows, np.ones((n, 1))])
     assert np.max(np.sum(rows**2, axis=1)) > 2 * reach(3)
-    limits = {"clip": 50.0, "limit": rule._limit, "outer_limit": rule._outer_limit}
-    found = unpack_square(spread_sum(rows, residual * rows, bends, **limits)[:10], 4)
-    found *= rule._limit * math.sqrt(2) / 50.0
+    known = rule._limits
+    told = spread_sum(rows, residual * rows, bends, clip=50.0, **known._asdict())
+    found = unpack_square(told[:10], 4) * known.limit * math.sqrt(2) / 50.0
     numeric = [(slope(theta + 1e-5 * e) - slope(theta - 1e-5 * e)) / 2e-5 for e in np.eye(4)]
     np.testing.assert_allclose(found, numeric, rtol=1e-4, atol=1e-4 * n)
 

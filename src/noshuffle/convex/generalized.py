@@ -73,6 +73,9 @@ class PrivateQuantileRegressor(PrivateRegressor):
     def _loss(self, classes: int) -> MarginLoss:
         return PerMargin(losses.quantile(level=self.quantile))
 
+    def _start_level(self) -> float | None:
+        return self.quantile
+
 
 class LogRSquared(RSquared):
     """`RSquared` of models of log y."""

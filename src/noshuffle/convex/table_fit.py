@@ -23,25 +23,16 @@ from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.gradient_rule import GradientRule
+from noshuffle.convex.gradient_fit import GradientFit
 from noshuffle.convex.losses import Loss, by_label
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
 from noshuffle.convex.ranges import FOUND, is_private
 from noshuffle.convex.rows import RowMap
-from noshuffle.convex.schedule import (
-    LENGTH,
-    LOGISTIC_RATE,
-    WIDE_RADIUS,
-    Schedule,
-    stable_rate,
-    steps_for,
-    takes_vertices,
-)
+from noshuffle.convex.schedule import LENGTH, WIDE_RADIUS, takes_vertices
 from noshuffle.convex.shape import constraint_of
-from noshuffle.convex.target_window import can_be_seen
 from noshuffle.convex.weighting import by_class
-from noshuffle.errors import InvalidInput, Unsupported, one_of, positive, whole
+from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import Constraint, L1Ball
 from noshuffle.release.units import as_ids
 from noshuffle.statement import PrivacyStatement
@@ -65,48 +56,28 @@ class NoBounds(UserWarning):
     """A table was learned without bounds of its columns: legal, and rarely meant."""
 
 
-class TableFit:
+class TableFit(GradientFit):
     """What estimators need to learn a table as a whole."""
 
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd", "objective", "frank_wolfe")
-    #: Step size of "gd"; None for regressions.
-    _RATE: ClassVar[float | None] = 1.0
-    #: A factor of it.
-    _STEP: ClassVar[float] = 1.0
-    #: For models of log y (`GradientRule.level_power`).
-    _LEVEL_POWER: ClassVar[float | None] = None
     _BOUNDS: ClassVar[tuple[str, ...]] = ()
-    #: Whether "gd" looks for a window that targets lie in.
-    _WINDOW: ClassVar[bool] = False
     #: Whether "auto" may take "frank_wolfe".
     _VERTICES: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # of the estimator
         solver: str
         solver_: str
-        epsilon: float
-        delta: float
         horizon: int | None
         batch_size: int | None
-        passes: int
         mechanism: Any
         averaging: str | None
-        learning_rate: float | None
         release_score: bool
-        penalty: Any
-        alpha: float
         constraint: Any
         radius: float
-        bounds: Any
         feature_bound: float | None
-        fit_intercept: bool
         neighbours: str
         budget: Any
         test_seed: int | str | None
-        missing: str
-        inference: bool
-        rows_per_unit: int | None
-        _most_weight: float
         privacy_: PrivacyStatement
         _weights: Array
         _SCORE: ClassVar[Any]
@@ -184,22 +155,13 @@ class TableFit:
             self._refuse_private_bounds()
             self._refuse_many_rows()
         if self.solver_ == "gd":
-            found = self._scheduled(*X.shape, is_sparse=sparse.issparse(X))
-            self._schedule, self._passes = found, found.readings + found.steps
-            self._passes += int(self._census() > 0) + self._spreads() + self._balances()
-            self._passes += 2 * self._repeats()
-            self._windows, self._worth = self._looks(*X.shape)
-            self._passes += self._windows
+            self._passes = self._plan_readings(*X.shape, is_sparse=sparse.issparse(X))
         elif self.solver_ == "sums":
             self._passes = 1
         return why
 
     def _constraint(self) -> Constraint | None:
         return constraint_of(self.constraint, radius=self.radius)
-
-    def _repeats(self) -> int:
-        """Readings of each of the two kinds by which "gd" finds bounds in private."""
-        return max(1, round(self._schedule.steps / 8)) if is_private(self.bounds) else 0
 
     def _refuse_many_rows(self) -> None:
         if self.rows_per_unit is not None:
@@ -214,34 +176,6 @@ class TableFit:
                 f"solver={self.solver_!r} does not find bounds in private; fit with solver='gd', "
                 "or give bounds as numbers"
             )
-
-    def _spreads(self) -> int:
-        """Readings that "gd" spends on what confidence intervals need."""
-        # Of models of log y the curvature lies far below its bound: the noise hides it sooner.
-        share = 4 if self._LEVEL_POWER is None else 2
-        return max(2, round(self._schedule.steps / share)) if self.inference else 0
-
-    def _balances(self) -> int:
-        """Readings at the end in which models of log y compare means of y and of predictions."""
-        if self._LEVEL_POWER is None or self.inference or not self.fit_intercept:
-            return 0
-        return self._schedule.readings
-
-    def _looks(self, rows: int, columns: int) -> tuple[int, float]:
-        """Readings that linear regression spends on where its targets are, and R, from public
-        numbers (`target_window`)."""
-        steps = self._schedule.steps
-        is_asked = self._WINDOW and not self.inference and self.passes == 1 and steps > 1
-        if not is_asked or self.epsilon == math.inf:
-            return 0, math.inf
-        mu, rows = (
-            gaussian.mu(epsilon=self.epsilon, delta=self.delta),
-            int(rows / self._most_weight),
-        )
-        readings = max(1, round(steps / 16))
-        noise = math.sqrt((steps + self._schedule.readings + readings) / readings) / mu
-        worth = rows * mu / math.sqrt(columns + 1)
-        return readings * int(can_be_seen(rows=rows, deviation=noise)), worth
 
     def _refuse_inference(self, loss: MarginLoss, outputs: int) -> None:
         if self.solver_ == "sums":
@@ -259,49 +193,12 @@ class TableFit:
                 "leave it out"
             )
 
-    def _is_balanced(self) -> bool:
-        given = getattr(self, "class_weight", None)
-        return isinstance(given, str) and given == "balanced"
-
-    def _census(self) -> int:
-        """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
-        if self._is_balanced():
-            return len(getattr(self, "classes_", ()))
-        is_partial = self.missing == "skip" or self.rows_per_unit is not None
-        return int(is_partial or self._LEVEL_POWER is not None)
-
     def _refuse_balance(self) -> None:
         if self._is_balanced():
             raise Unsupported(
                 f"solver={self.solver_!r} does not count classes in private; give class_weight as "
                 "a mapping, or fit with solver='gd'"
             )
-
-    def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
-        """How "gd" reads a table: from public numbers, or from passes and learning_rate."""
-        mu = math.inf
-        if self.epsilon != math.inf:
-            mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
-        found = steps_for(
-            rows=max(1, int(rows / self._most_weight)),
-            columns=columns,
-            mu=mu,
-            rate=self._RATE,
-            fit_intercept=self.fit_intercept,
-            is_sparse=is_sparse,
-            classes=len(getattr(self, "classes_", ())) if self._RATE == LOGISTIC_RATE else 0,
-        )
-        found = found._replace(rate=found.rate * self._STEP)
-        if self.inference:
-            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)), eases=False)
-        if self.passes != 1:
-            whole(at_least=2, passes=self.passes)
-            readings = 0 if is_sparse else max(1, round(self.passes / 10))
-            found = Schedule(self.passes - readings, readings, LENGTH, found.rate)
-        if self.learning_rate is not None:
-            positive(learning_rate=self.learning_rate)
-            found = found._replace(rate=float(self.learning_rate), eases=False)
-        return found
 
     def _is_batch(self, rows: int) -> bool:
         """Whether a table is one batch of every reading."""
@@ -365,32 +262,6 @@ class TableFit:
         """The loss with the weights of two classes, which are a function of the label."""
         table = by_class(getattr(self, "class_weight", None), getattr(self, "classes_", None))
         return record if table is None else by_label(record, *table.tolist())
-
-    def _gradient_rule(
-        self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
-    ) -> GradientRule:
-        return GradientRule(
-            loss=loss,
-            features=features,
-            outputs=outputs,
-            clip_norm=clip_norm,
-            rate=self._schedule.rate,
-            readings=self._schedule.readings,
-            length=self._schedule.length,
-            eases=self._schedule.eases,
-            ridge=self.alpha if self.penalty == "l2" else 0.0,
-            fit_intercept=self.fit_intercept,
-            most_weight=self._most_weight,
-            census=self._census(),
-            has_many_rows=self.rows_per_unit is not None,
-            is_balanced=self._is_balanced(),
-            level_power=self._LEVEL_POWER,
-            balances=self._balances(),
-            windows=self._windows,
-            worth=self._worth,
-            spreads=self._spreads(),
-            lead=2 * self._repeats(),
-        )
 
     def _row_map(self, features: int) -> RowMap:
         return RowMap.of(

@@ -12,13 +12,19 @@ w = 2, 4, 8 or 16 bins that holds enough of the n rows,
 y' = (y − centre)/unit, unit = (w/32)·max(1, R/100), unless that is above ¾. R = nμ/√(p + 1)
 (`schedule`): where R is large, noise is no reason to look away from large targets, whose gradients
 are clipped sooner in a smaller unit. Targets that fill their bounds have
-no such window. Post-processing of what was released; no state.
+no such window.
+
+The same counts tell where a quantile regression starts: at the bin for which the noisy pinball risk
+Σ_j count_j·ρ_τ(y_j − b) is least (which averages the noise of the sums below b), and within it by
+interpolation. Post-processing of what was released; no state.
 
 >>> counts = np.zeros(64); counts[40:44] = 250.0
 >>> window(counts, rows=1000, deviation=5.0, worth=50.0)
 (0.3125, 0.125)
 >>> window(np.full(64, 1000 / 64), rows=1000, deviation=5.0, worth=50.0)
 (0.0, 1.0)
+>>> quantile(counts, rows=1000, level=0.5)
+0.3125
 """
 
 from __future__ import annotations
@@ -62,3 +68,16 @@ def window(counts: Array, *, rows: float, deviation: float, worth: float) -> tup
         if held[first] >= max(NEARLY_ALL * rows - slack, MOST * rows + slack):
             return (first + length / 2) / (BINS / 2) - 1.0, unit
     return 0.0, 1.0
+
+
+def quantile(counts: Array, *, rows: float, level: float) -> float:
+    """Of targets within [−1, 1], from counts of so many rows with noise."""
+    edges = np.linspace(-1.0, 1.0, BINS + 1)
+    below = np.concatenate([[0.0], np.cumsum(counts)])
+    # The slope of the risk between two edges is what lies below less its share: its sums are risks.
+    slope = (below[1:] + below[:-1]) / 2 - level * rows
+    risk = np.concatenate([[0.0], np.cumsum(slope)])
+    best = int(risk.argmin())  # an edge; the crossing lies in one of the two bins beside it
+    first = min(max(best - int(below[best] >= level * rows), 0), BINS - 1)
+    inside = (level * rows - below[first]) / max(float(counts[first]), 1e-9)
+    return float(edges[first] + min(max(inside, 0.0), 1.0) * (edges[1] - edges[0]))

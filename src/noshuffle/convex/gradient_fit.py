@@ -1,0 +1,166 @@
+"""GradientFit: how "gd" reads a table: how many readings of which kind, and the rule that has them.
+
+All of it follows from settings, the shape of the table, ε and δ. In order: two kinds that find
+bounds (`ranges`), a census, windows of targets, columns, gradients, and at the end what intervals
+or the calibration of models of log y need. State: the schedule of the fit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from noshuffle.accounting import gaussian
+from noshuffle.convex.gradient_rule import GradientRule
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.mean_first import mean_steps
+from noshuffle.convex.ranges import is_private
+from noshuffle.convex.schedule import LENGTH, LOGISTIC_RATE, Schedule, stable_rate, steps_for
+from noshuffle.convex.target_window import can_be_seen
+from noshuffle.errors import positive, whole
+
+
+class GradientFit:
+    """What estimators need to learn a table by full-batch descent."""
+
+    #: Step size of "gd"; None for regressions.
+    _RATE: ClassVar[float | None] = 1.0
+    #: A factor of it.
+    _STEP: ClassVar[float] = 1.0
+    #: For models of log y (`GradientRule.level_power`).
+    _LEVEL_POWER: ClassVar[float | None] = None
+    #: Whether "gd" looks for a window that targets lie in.
+    _WINDOW: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # of the estimator
+        epsilon: float
+        delta: float
+        passes: int
+        learning_rate: float | None
+        penalty: Any
+        alpha: float
+        bounds: Any
+        fit_intercept: bool
+        missing: str
+        inference: bool
+        rows_per_unit: int | None
+        _most_weight: float
+
+        def _loss(self, classes: int) -> MarginLoss: ...
+
+    def _start_level(self) -> float | None:
+        """The quantile that a regression starts at."""
+        return None
+
+    def _plan_readings(self, rows: int, columns: int, *, is_sparse: bool) -> int:
+        """Set the schedule; how often the table is read in all."""
+        self._schedule = found = self._scheduled(rows, columns, is_sparse=is_sparse)
+        self._windows, self._worth = self._looks(rows, columns)
+        asked = int(self._census() > 0) + self._windows + self._spreads() + self._balances()
+        return found.readings + found.steps + asked + 2 * self._repeats()
+
+    def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
+        """How "gd" reads a table: from public numbers, or from passes and learning_rate."""
+        mu = math.inf
+        if self.epsilon != math.inf:
+            mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
+        found = steps_for(
+            rows=max(1, int(rows / self._most_weight)),
+            columns=columns,
+            mu=mu,
+            rate=self._RATE,
+            fit_intercept=self.fit_intercept,
+            is_sparse=is_sparse,
+            classes=len(getattr(self, "classes_", ())) if self._RATE == LOGISTIC_RATE else 0,
+        )
+        found = found._replace(rate=found.rate * self._STEP)
+        if self.inference:
+            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)), eases=False)
+        if self.passes != 1:
+            whole(at_least=2, passes=self.passes)
+            readings = 0 if is_sparse else max(1, round(self.passes / 10))
+            found = Schedule(self.passes - readings, readings, LENGTH, found.rate)
+        if self.learning_rate is not None:
+            positive(learning_rate=self.learning_rate)
+            found = found._replace(rate=float(self.learning_rate), eases=False)
+        return found._replace(means=self._means(rows, found.steps, mu=mu))
+
+    def _repeats(self) -> int:
+        """Readings of each of the two kinds by which "gd" finds bounds in private."""
+        return max(1, round(self._schedule.steps / 8)) if is_private(self.bounds) else 0
+
+    def _spreads(self) -> int:
+        """Readings that "gd" spends on what confidence intervals need."""
+        # Of models of log y the curvature lies far below its bound: the noise hides it sooner.
+        share = 4 if self._LEVEL_POWER is None else 2
+        return max(2, round(self._schedule.steps / share)) if self.inference else 0
+
+    def _balances(self) -> int:
+        """Readings at the end in which models of log y compare means of y and of predictions."""
+        if self._LEVEL_POWER is None or self.inference or not self.fit_intercept:
+            return 0
+        return self._schedule.readings
+
+    def _looks(self, rows: int, columns: int) -> tuple[int, float]:
+        """Readings that a regression spends on where its targets are, and R, from public numbers
+        (`target_window`)."""
+        steps = self._schedule.steps
+        if self.epsilon == math.inf or not self.fit_intercept:
+            return 0, math.inf
+        mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
+        rows = int(rows / self._most_weight)
+        worth = rows * mu / math.sqrt(columns + 1)
+        if self._start_level() is not None:  # a constant is all of it where steps are one
+            return max(4 if steps == 1 else 8, round(steps / 4)), worth
+        if not self._WINDOW or self.inference or self.passes != 1 or steps == 1:
+            return 0, worth
+        readings = max(1, round(steps / 16))
+        noise = math.sqrt((steps + self._schedule.readings + readings) / readings) / mu
+        return readings * int(can_be_seen(rows=rows, deviation=noise)), worth
+
+    def _means(self, rows: int, steps: int, *, mu: float) -> int:
+        """Steps that move the intercept alone, where it is a running mean: in regressions whose
+        curvature along it is known."""
+        is_number = self._RATE is None and self._start_level() is None
+        if not is_number or not self.fit_intercept or self.inference:
+            return 0
+        return mean_steps(steps, reach=rows / self._most_weight * mu)
+
+    def _is_balanced(self) -> bool:
+        given = getattr(self, "class_weight", None)
+        return isinstance(given, str) and given == "balanced"
+
+    def _census(self) -> int:
+        """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
+        if self._is_balanced():
+            return len(getattr(self, "classes_", ()))
+        is_partial = self.missing == "skip" or self.rows_per_unit is not None
+        return int(is_partial or self._LEVEL_POWER is not None)
+
+    def _gradient_rule(
+        self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
+    ) -> GradientRule:
+        return GradientRule(
+            loss=loss,
+            features=features,
+            outputs=outputs,
+            clip_norm=clip_norm,
+            rate=self._schedule.rate,
+            readings=self._schedule.readings,
+            length=self._schedule.length,
+            eases=self._schedule.eases,
+            ridge=self.alpha if self.penalty == "l2" else 0.0,
+            fit_intercept=self.fit_intercept,
+            most_weight=self._most_weight,
+            census=self._census(),
+            has_many_rows=self.rows_per_unit is not None,
+            is_balanced=self._is_balanced(),
+            level_power=self._LEVEL_POWER,
+            balances=self._balances(),
+            windows=self._windows,
+            means=self._schedule.means,
+            level=self._start_level(),
+            worth=self._worth,
+            spreads=self._spreads(),
+            lead=2 * self._repeats(),
+        )

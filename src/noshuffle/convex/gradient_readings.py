@@ -1,0 +1,147 @@
+"""GradientReadings: which reading of "gd" is about what, in order, and how much noise it has.
+
+    census · windows of targets · columns · gradients [intercept alone · all · at the answer]
+    · curvature (intervals) or calibration (models of log y)
+
+Sizes and places follow from the settings alone. `gradient_rule` says what is done with them.
+State: what the first readings released, iterate, velocity and sums of the descent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from noshuffle.convex.arrays import CLIP_SLACK
+from noshuffle.convex.calibration import LARGEST
+from noshuffle.convex.census import filled
+from noshuffle.convex.margins import MarginLoss
+from noshuffle.convex.phases import Phase
+from noshuffle.convex.rule import Rule, Watch
+from noshuffle.convex.schedule import LENGTH
+from noshuffle.convex.target_window import BINS
+from noshuffle.errors import non_negative, positive
+
+
+@dataclass(eq=False, kw_only=True)
+class GradientReadings(Rule):
+    """Settings of the readings, and where each begins."""
+
+    loss: MarginLoss
+    features: int
+    outputs: int
+    clip_norm: float
+    rate: float
+    readings: int
+    length: float = LENGTH
+    eases: bool = False
+    ridge: float = 0.0
+    fit_intercept: bool = True
+    most_weight: float = 1.0
+    #: Classes to count in the first reading (1: rows only; 0: no such reading), and to balance.
+    census: int = 0
+    #: Whether a unit has several rows, whose weights add up to `most_weight` at most. Then counts
+    #: and sums of columns are of weighted rows, as gradients are.
+    has_many_rows: bool = False
+    is_balanced: bool = False
+    #: Models of log y start at the logarithm of the mean target, which the first reading releases,
+    #: and divide gradients by this power of it. None: targets are not read for that.
+    level_power: float | None = None
+    #: Readings before those of the columns that count targets (regressions: see `target_window`),
+    #: and R = nμ/√(p + 1).
+    windows: int = 0
+    worth: float = 0.0
+    #: Of quantile regressions: these counts say where they start, and no unit.
+    level: float | None = None
+    #: Gradient steps that move the intercept alone, before all others; with them the intercept is
+    #: a running mean (regressions of bounded curvature: see `mean_first`). 0: it is a coordinate.
+    means: int = 0
+    #: Readings at the end that compare means of y and of predictions (models of log y).
+    balances: int = 0
+    #: Readings of the run that come before those of this rule (`ranges`).
+    lead: int = 0
+    #: Readings at the end that release what confidence intervals need (see `inference`).
+    spreads: int = 0
+    watch: Watch | None = None
+
+    _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
+    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
+    _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
+    _STATE += ("_bins", "_middle", "_unit", "_is_scarce")
+
+    def __post_init__(self) -> None:
+        positive(clip_norm=self.clip_norm, learning_rate=self.rate)
+        non_negative(alpha=self.ridge)
+        k, p = self.outputs, self.features
+        self._columns = 2 * p if self.readings else 0
+        self.size = max(k * (p + 1), self._columns, self.census + 1, BINS if self.windows else 0)
+        self._counting = int(self.census > 0)
+        self._lead_in = self._counting + self.windows  # readings before the first of the columns
+        self._before = self._lead_in + self.readings  # readings before the first gradient
+        self._bins, self._middle, self._unit = np.zeros(BINS if self.windows else 0), 0.0, 1.0
+        #: Released numbers of rows by class, and what follows from them.
+        self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
+        self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
+        self._balance_unit = self.clip_norm * (1 - CLIP_SLACK) / LARGEST
+        # Sums of gradients at the answer and of `spread_sum`.
+        self._slopes = np.zeros(p + 1)
+        self._spread = np.zeros((p + 1) * (p + 2) + 1 if self.spreads else 0)
+        self.size = max(self.size, len(self._spread))
+        self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
+        self._moments = np.zeros(self._columns)
+        self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
+        self._count, self._taken = 0, 0
+        self._is_scarce = False
+        self.learning_rate, self._row_length = self.rate, self.length
+
+    def start(self, phase: Phase) -> None:
+        self._phase = phase
+
+    @property
+    def _steps(self) -> int:
+        """Readings of this rule."""
+        return self._phase.plan.steps - self.lead
+
+    @property
+    def _last(self) -> int:
+        """Readings before the first that is about curvature."""
+        return self._steps - self.spreads if self.spreads else self._count + 1
+
+    @property
+    def _descent(self) -> int:
+        """Readings until the descent ends; for intervals it has half of the gradients."""
+        if not self.spreads:
+            return self._count + 1
+        return self._before + (self._steps - self._before - self.spreads + 1) // 2
+
+    @property
+    def _is_mean(self) -> bool:
+        """Whether the next step reads targets without columns."""
+        return 0 <= self._count - self._before < self.means
+
+    @property
+    def _descents(self) -> int:
+        """Gradient steps."""
+        end = self._descent if self.spreads else self._steps - self.balances
+        return end - self._before
+
+    @property
+    def _deviation(self) -> float:
+        """Of the noise of an entry of a released mean."""
+        return self._phase.plan.noise_multiplier * self.clip_norm / self._phase.batch_size
+
+    @property
+    def _share(self) -> float:
+        """What counts and sums of columns were divided by, so that a unit adds at most one row."""
+        return self.most_weight if self.has_many_rows else 1.0
+
+    @property
+    def _filled(self) -> float:
+        """Rows for each row that was counted."""
+        if not self.census:
+            return 1.0
+        unit, rows = self._phase.plan.noise_multiplier, float(self._phase.batch_size)
+        known: dict[str, Any] = {"deviation": unit, "has_many_rows": self.has_many_rows}
+        return filled(self.counts, rows=rows, **known)
