@@ -115,7 +115,11 @@ def test_participation_is_checked_before_anything_is_added() -> None:
     assert dropping.add([1.0, 0.5], ids=[5, 6]) == 0.5
 
 
-@pytest.mark.parametrize("wrong", [[1j], ["a"], [[1.0], [1.0, 2.0]], {}, None])
+WRONG: list[Any] = [[1j], ["a"], [[1.0], [1.0, 2.0]], {}, None, {1: [1.0], "1": [2.0]}]
+WRONG += [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.cfloat)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_bad_contributions_are_one_line(wrong: Any) -> None:
     sums = PrivateSum(plan_of(2), clip=1.0)
     with pytest.raises(NoshuffleError) as caught:

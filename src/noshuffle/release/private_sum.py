@@ -285,6 +285,8 @@ def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
         if not given:
             raise InvalidInput("contributions by name must hold at least one name, got none")
         parts = {str(name): _tensor(value) for name, value in given.items()}
+        if len(parts) < len(given):
+            raise InvalidInput(f"names must differ as text, got {list(given)}; rename one of them")
         sizes = {name: len(value) for name, (value, _) in parts.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidInput(f"every name must have one row per unit, got {sizes}")
@@ -308,4 +310,9 @@ def _tensor(value: Any) -> tuple[Tensor, str]:
         value = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
     if value.is_complex():
         raise InvalidInput("contributions must be real numbers, got complex ones")
+    if value.layout is not torch.strided or value.is_quantized:
+        kind = "quantized" if value.is_quantized else str(value.layout)
+        raise InvalidInput(
+            f"contributions must be a dense tensor, got {kind}; use to_dense() or dequantize()"
+        )
     return value.detach().reshape(1) if value.dim() == 0 else value.detach(), kind
