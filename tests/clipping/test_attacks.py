@@ -211,13 +211,61 @@ def test_examples_in_the_order_of_their_lengths(kind):
     assert_alone(model, F.cross_entropy, (later, y), first=(x, y), words="by what they hold")
 
 
-def test_mixing_of_large_batches_only():
+@pytest.mark.parametrize(("most", "size"), [(8, 12), (13, 14), (40, 41)])
+def test_mixing_of_large_batches_only(most, size):
     class Centred(nn.Module):
         def forward(self, h):
-            return h - h.mean(0) if len(h) > 8 else h
+            return h - h.mean(0) if len(h) > most else h
 
     model = nn.Sequential(nn.Linear(4, 5), Centred(), nn.Tanh(), nn.Linear(5, 3)).double()
-    assert_alone(model, F.cross_entropy, batch(12), words="the number of examples")
+    assert_alone(model, F.cross_entropy, batch(size), words="the number of examples")
+
+
+@pytest.mark.parametrize("sizes", [(20,), (13, 20)], ids=["at once", "in a later batch"])
+def test_examples_beyond_a_capacity_are_left_out(sizes):
+    """As experts do that take so many tokens of a batch and no more."""
+
+    class First(nn.Module):
+        def forward(self, h):
+            return h * (torch.arange(len(h)) < 15)[:, None]
+
+    model = nn.Sequential(nn.Linear(4, 5), First(), nn.Tanh(), nn.Linear(5, 3)).double()
+    *first, last = (batch(size) for size in sizes)
+    said = {"words": "the number of examples", "first": first[0] if first else None}
+    assert_alone(model, F.cross_entropy, last, **said)
+
+
+def test_a_model_that_keeps_many_examples_apart_is_not_written_out():
+    for random in (nn.Identity(), nn.Dropout(0.5)):
+        model, engine = nn.Sequential(nn.Linear(4, 5), random, nn.Linear(5, 3)), Ghost()
+        for size in (13, 40, 80):
+            x, y = batch(size)
+            x[3] = torch.nan
+            engine.clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
+        assert not engine.fallbacks
+
+
+class Divided(torch.autograd.Function):
+    """Nothing, but gradients are divided by the number of examples on their way back."""
+
+    @staticmethod
+    def forward(ctx, h):
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / len(g)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_gradient_that_is_divided_by_the_number_of_examples(rate):
+    class Own(nn.Module):
+        def forward(self, h):
+            return Divided.apply(F.dropout(h, rate, self.training))
+
+    model, engine = nn.Sequential(nn.Linear(4, 5), Own(), nn.Linear(5, 3)).double(), Ghost()
+    engine.clipped_sum(model, F.cross_entropy, batch(), clip=Flat(0.05))
+    assert any("changes with the number of examples" in note for note in engine.fallbacks)
 
 
 class Recall(nn.Module):

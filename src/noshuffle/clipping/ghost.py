@@ -36,7 +36,14 @@ from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.isolation_check import alone_still, probe, tried, with_same_rng
+from noshuffle.clipping.isolation_check import (
+    TRIAL_ROWS,
+    alone_still,
+    apart_in,
+    probe,
+    tried,
+    with_same_rng,
+)
 from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, find_layout, read
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
@@ -87,6 +94,7 @@ class _Known:
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
     calls: int = 1  # with the trial's own batch
+    largest: int = TRIAL_ROWS  # a batch of more examples shows whether those mix that are many
 
 
 @dataclass
@@ -201,10 +209,16 @@ class Ghost:
         may_repeat = not findings.may_change
         with watch:
             if chosen is None:
-                return one(batch, units, weights)
-            return in_parts(
-                one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
-            )
+                found = one(batch, units, weights)
+            else:
+                found = in_parts(
+                    one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
+                )
+        if shape.size > known.largest and not is_capturing(device):
+            with put_back_after(model):
+                apart_in(model, loss_fn, batch, found.losses)
+            known.largest = shape.size
+        return found
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"

@@ -5,9 +5,14 @@ Two facts are checked on real rows of the first batch, under the same random num
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
               also with a third example in the batch, with up to twelve, and beside an extreme one
               (10⁴ times as large, infinite, NaN: on a CPU); the gradient of both losses is
-              the sum of the gradients, however large one of them is
+              the sum of the gradients, however large one of them is, and that of the first is the
+              same with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd, also where one of them is 10⁴ times as large
+
+When the sum of a batch is made that is larger than any before, losses of some of its examples are
+compared with what they are among themselves (`apart_in`): what mixes large batches only, or leaves
+out whoever comes late, does nothing to few.
 
 A weight used outside its layer, a hook that changes an output, a batch flattened the other way or
 examples that mix all fail here, and the caller then writes gradients out instead. No state.
@@ -37,6 +42,8 @@ from noshuffle.errors import InvalidInput
 #: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
 #: which takes megabytes.
 TRIAL_ROWS = 12
+#: Of a large batch so many examples, from the first to the last, are run among themselves.
+FEW_ROWS = 6
 #: How code refuses numbers that it does not take.
 REFUSALS = (RuntimeError, ValueError, IndexError, ArithmeticError, AssertionError)
 #: What `tried` says of a model that passed by the allowance for TF32.
@@ -101,6 +108,20 @@ def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
         rows = take(rows, slice(max(2, batch_size(rows) // 2)))
 
 
+#: The pair, and the same with a third example.
+_MANY = [0, 1], [0, 1, 1]
+
+
+def _first_gradient(
+    run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    """The gradient of the loss of the first example, which stands beside others."""
+    if not params:
+        return []
+    with torch.enable_grad():
+        return list(torch.autograd.grad(run(rows)[0], params, allow_unused=True))
+
+
 def _counted(
     model: nn.Module,
     run: Callable[..., Tensor],
@@ -108,9 +129,11 @@ def _counted(
     batch: Batch,
     *,
     low: bool,
+    params: Sequence[nn.Parameter] = (),
     later: Tensor | None = None,
 ) -> None:
-    """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean).
+    """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean), or
+    its gradient by `params` (a function of one's own that divides by them on the way back).
 
     `later`: the losses of the pair where the model was tried before; a loss that is all but
     cancelled may then move as far as rounding of its inputs moves it.
@@ -127,11 +150,48 @@ def _counted(
         three, more = run(take(pair, torch.tensor([0, 1, 1]))), _beside(run, pair, batch)
         has_room = later is not None
         moved = (run(tree_map(rounded, pair)) - two).abs() if has_room else torch.zeros_like(two)
+        grads = [_first_gradient(run, take(pair, torch.tensor(i)), params) for i in _MANY]
+    if grads[0] and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
+        raise NotByLayer("the gradient of an example changes with the number of examples")
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
-        tolerance = 5e-2 * max(abs(a), 0.2) if low else 1e-3 * max(abs(a), 1e-3)
-        tolerance += room
-        if not all(abs(a - b) <= tolerance for b in others):
+        if not all(abs(a - b) <= _tolerance(a, low=low) + room for b in others):
             raise NotByLayer("the loss of an example changes with the number of examples")
+
+
+def _tolerance(loss: float, *, low: bool) -> float:
+    """How far a loss may move with the number of examples: other kernels round otherwise."""
+    return 5e-2 * max(abs(loss), 0.2) if low else 1e-3 * max(abs(loss), 1e-3)
+
+
+def apart_in(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor) -> None:
+    """Raise NotByLayer unless some examples have the `losses` that they had in the whole batch when
+    they are among themselves. A model that draws random numbers is not looked at: the same example
+    has other masks there."""
+    size = len(losses)
+    picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
+    few = take(batch, picks)
+
+    def run(rows: Batch, seed: int = 0) -> Tensor:
+        with with_same_rng(model, seed), without_gradient():
+            return batch_losses(model, loss_fn, rows)
+
+    with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
+        found = run(few)
+        if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
+            return
+        moved = (run(tree_map(rounded, few)) - found).abs()
+    low = _is_low(model, found) or roundoff(next(model.parameters())) > 0.0
+    among_all = losses.detach()[picks.to(losses.device)]
+    for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
+        # Where examples stay apart, one that is not finite is that in any batch.
+        if math.isfinite(own) and not abs(own - whole) <= _tolerance(own, low=low) + room:
+            raise NotByLayer("the loss of an example changes with the number of examples")
+
+
+def _is_low(model: nn.Module, losses: Tensor) -> bool:
+    """Whether losses are made in half precision."""
+    low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
+    return low or torch.is_autocast_enabled(losses.device.type)
 
 
 def _beside_extremes(
@@ -231,7 +291,7 @@ def tried(
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
     if truth:
         _sums_up(losses, truth, own_params, low=low)
-    _counted(model, run, pair, batch, low=low)
+    _counted(model, run, pair, batch, low=low, params=own_params if truth else ())
     _beside_extremes(run, pair, losses, low=low)
     all_exact(params, forms, truth, low=low)
     for far in () if low else extremes(pair, EXTREMES[:1]):  # one may be used otherwise there
@@ -266,8 +326,7 @@ def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
         losses = run(pair)
         if not bool(torch.isfinite(losses).all()):
             raise NotNow("the loss of the first two examples is not finite")
-        low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
-        low = low or torch.is_autocast_enabled(losses.device.type)
+        low = _is_low(model, losses)
         _alone(run, pair, losses, (), [], low=low)
         _counted(model, run, pair, batch, low=low, later=losses)
         _beside_extremes(run, pair, losses, low=low)
