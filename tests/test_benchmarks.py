@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from noshuffle.strategies import blt
+from noshuffle.strategies.workload import Workload, cooldown
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -52,6 +55,26 @@ def test_tolerated_noise_is_where_the_curve_meets_the_target(
     scale = {"blt": 1.0, "tree": 4.0, "identity": 9.0}
     found = figure.curve(table, scale, ("tree", "blt"))
     assert np.allclose(found, [[0.04, 0.08], [50.1, 49.0]])
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.9])
+def test_noise_of_the_iterates_is_that_of_the_matrices(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that forgets, as matrices; without forgetting, the workload of the library."""
+    bench, n, beta = load("workload_error", monkeypatch), 24, 0.7
+    strategy = blt(decays=(0.9, 0.4), scales=(0.2, 0.1), taps=(0.3,), lag=6)
+    rates = np.array(cooldown(n))
+    keep = np.diag(1 - (1 - alpha) * rates[1:], -1)  # θ_t − keep·θ_{t−1} = η_t·(1−β)·m_t
+    heavy = np.eye(n) - beta * np.eye(n, k=-1)
+    A = np.linalg.inv(np.eye(n) - keep) @ np.diag(rates * (1 - beta)) @ np.linalg.inv(heavy)
+    if alpha == 1:
+        assert np.allclose(A, (1 - beta) * Workload(beta, tuple(rates)).matrix(n))
+    squared = np.sum((A @ strategy.noising(n)) ** 2, axis=1)
+    found = bench.felt(strategy, rates, beta=beta, alpha=alpha)
+    assert np.allclose(np.square(found), [squared.mean(), squared[-6:].mean(), squared[-1]])
+    met = max(sum(A[-1, place + 6 * lap] for lap in range(4)) for place in range(6))
+    assert bench.floor(rates, epochs=4, beta=beta, alpha=alpha) == pytest.approx(met)
 
 
 def test_split_benchmarks_have_all_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@
 
 With β = 0 and constant η this is the prefix sum (FTRL, plain SGD). Momentum and schedule are
 post-processing of the released gradients, so they never change the guarantee; they only change
-which strategy is best.
+which strategy is best. A forgets nothing, as if the loss had no curvature: gains per step that are
+fitted to a falling rate put their noise into its last steps, which a model with curvature feels at
+its end (docs/results.md). Fit to the momentum, and to rates only where iterates add up.
 
 >>> prefix().matrix(3)
 array([[1., 0., 0.],
