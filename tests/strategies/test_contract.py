@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -165,6 +166,7 @@ def min_separation_patterns(n, b, k):
             stack.extend((*p, t) for t in range(p[-1] + b, n))
 
 
+@cache
 def allowed(participation, steps):
     """Every pattern of the first `steps` steps."""
     if isinstance(participation, SinglePass):
@@ -190,8 +192,14 @@ def reached(X, pattern):
     block = X[np.ix_(pattern, pattern)]
     if np.all(block > -1e-14 * np.abs(block).max()):
         return block.sum()
-    signs = (np.array((1, *s)) for s in itertools.product((1, -1), repeat=len(pattern) - 1))
-    return max(s @ block @ s for s in signs)
+    signs = all_signs(len(pattern))
+    return ((signs @ block) * signs).sum(axis=1).max()
+
+
+@cache
+def all_signs(count):
+    """One in a row; the first is positive, since −s does what s does."""
+    return np.array([(1, *s) for s in itertools.product((1, -1), repeat=count - 1)])
 
 
 PARTICIPATIONS = [
