@@ -32,7 +32,8 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = f.relu(self.norm1(x))
         moved: Tensor = self.conv2(f.relu(self.norm2(self.conv1(h))))
-        return moved + self.around(x)
+        around: Tensor = self.around(x)
+        return moved + around
 
 
 def residual(
