@@ -149,6 +149,42 @@ def test_refusals_speak_of_options(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("kind", "line", "words"),
+    [
+        ("train", "mechanism = 3", "--mechanism must be text, got 3"),
+        ("train", "data = [1]", "data must be text, got [1]"),
+        ("train", "epochs = true", "--epochs must be a whole number, got True"),
+        ("train", "epochs = 1.5", "--epochs must be a whole number, got 1.5"),
+        ("train", "lr = 'fast'", "--lr must be a number, got 'fast'"),
+        ("train", "baseline = 1", "--baseline must be true or false, got 1"),
+        ("train", "device = 1979-05-27", "--device must be text, got datetime.date"),
+        ("federated", "task = {a = 1}", "task must be text, got {'a': 1}"),
+        ("federated", "separation = 'two'", "--separation must be a whole number"),
+    ],
+)
+def test_settings_of_another_type(
+    kind: str,
+    line: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A TOML file may hold anything; most of it ended in a traceback, true was the number 1."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(line)
+    assert main([kind, "--config", "c.toml"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
+def test_whole_numbers_are_numbers() -> None:
+    assert TrainSettings.of({"lr": 1, "epsilon": 8}).lr == 1
+
+
 def test_arguments_become_options() -> None:
     names = ["moved", "delta", "test_seed", "steps"]
     assert in_options("say so: moved=True", names) == "say so: --moved"

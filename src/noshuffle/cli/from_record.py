@@ -30,11 +30,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from functools import partial, wraps
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Optional, get_args, get_type_hints
 
 import typer
 
-from noshuffle.errors import utf8
+from noshuffle.errors import InvalidInput, utf8
 
 Command = Callable[..., Any]
 
@@ -64,12 +64,37 @@ def _field(default: Any, **metadata: Any) -> Any:
     return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
+#: What a value is called that a field of this type takes.
+_KINDS: dict[Any, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
+
+
 def check_fields(record: Any) -> None:
-    """Call the check of every field that has one and a value."""
+    """Refuse values of another type (a file may hold any), and call the checks that fields have."""
+    kinds = get_type_hints(type(record))
     for one in dataclasses.fields(record):
         check, value = one.metadata.get("check"), getattr(record, one.name)
-        if check is not None and value is not None:
+        if value is None:
+            continue
+        if "option" in one.metadata:
+            _check_kind(one.name, value, kinds[one.name])
+        if check is not None:
             check(**{one.name: value})
+
+
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    """A field of type `kind` takes this value: a whole number is a number, true is none."""
+    taken = [each for each in (get_args(kind) or (kind,)) if each is not type(None)]
+    if not all(each in _KINDS for each in taken):
+        return
+    found = type(value)
+    if not (found in taken or (found is int and float in taken)):
+        words = " or ".join(_KINDS[each] for each in taken)
+        raise InvalidInput(f"{name} must be {words}, got {value!r}")
 
 
 @dataclass(frozen=True)

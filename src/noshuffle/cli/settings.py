@@ -75,7 +75,7 @@ class RunSettings:
             )
         stated = {k: v for k, v in given.items() if v is not None}
         by = stated.get(cls.preset_by, cls.__dataclass_fields__[cls.preset_by].default)
-        merged = {**cls.presets.get(by, {}), **stated}
+        merged = {**(cls.presets.get(by, {}) if isinstance(by, str) else {}), **stated}
         if merged.get("epsilon") is None and merged.get("noise_multiplier") is None:
             merged["epsilon"] = DEFAULT_EPSILON
         return cls(**merged)
