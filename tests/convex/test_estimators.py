@@ -111,6 +111,22 @@ def test_searches_in_processes_frames_and_weights_through_pipelines() -> None:
         assert model.score(frame, y) > 0.8
 
 
+def test_a_frame_of_polars_is_learned_and_streamed_as_its_numbers_are() -> None:
+    polars = pytest.importorskip("polars")
+    x, y = blobs(600)
+    frame, series = polars.DataFrame(dict(zip("abcde", x.T))), polars.Series("y", y)
+    made: dict[str, Any] = {"epsilon": 4.0, "classes": [0, 1], "test_seed": 0}
+    plain = PrivateLogisticRegression(**made, bounds=(-6, 6)).fit(x, y)
+    named = PrivateLogisticRegression(**made, bounds={"a": (-6, 6), None: (-6, 6)})
+    np.testing.assert_array_equal(named.fit(frame, series).predict(frame), plain.predict(x))
+    streams = [PrivateSVC(**made, bounds=(-6, 6), horizon=600) for _ in range(2)]
+    for rows in (slice(0, 300), slice(300, 600)):
+        ids = range(600)[rows]
+        streams[0].partial_fit(frame[rows], series[rows], ids=polars.Series(list(ids)))
+        streams[1].partial_fit(x[rows], y[rows], ids=ids)
+    np.testing.assert_allclose(streams[0].coef_, streams[1].coef_, rtol=1e-9)
+
+
 @pytest.mark.parametrize("k", [2, 3, 6])
 @pytest.mark.parametrize("kind", [PrivateLogisticRegression, PrivateSVC])
 def test_learns_and_states(kind: Any, k: int) -> None:
