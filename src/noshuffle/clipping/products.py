@@ -152,9 +152,10 @@ def weighted(x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
     is_narrower = x.shape[2] <= y.shape[2]
     if x.dtype not in HALF and y.dtype not in HALF:  # as below, in two operations
         factors = factors.to(x.dtype).reshape(-1, 1, 1)
-        turned = [t.transpose(0, 1) for t in (x, y, factors)]
-        if not x.is_contiguous() and all(t.is_contiguous() for t in turned[:2]):
-            x, y, factors = turned  # steps first in memory (recurrent layers): nothing is copied
+        if not x.is_contiguous():
+            turned = [t.transpose(0, 1) for t in (x, y, factors)]
+            if all(t.is_contiguous() for t in turned[:2]):
+                x, y, factors = turned  # steps first in memory (recurrent layers): none is copied
         x, y = (x * factors, y) if is_narrower else (x, y * factors)
         return x.reshape(-1, x.shape[2]).mT @ y.reshape(-1, y.shape[2])
     if is_narrower:

@@ -195,14 +195,16 @@ class LedgerFile(tables.LedgerTables, OneOwner):
                 if self._waiting.keys() - {step - 1}:
                     self.flush()
                 late = self.collect_digests().get(step - 1, b"")
-            with explained():
-                self._undo()  # one insertion is a transaction by itself
-                self._add(step, now, count, batch, digest, late, ids)
+            self._undo()  # one insertion is a transaction by itself
+            self._add(step, now, count, batch, digest, late, ids)
             self._waiting.clear()
         except sqlite3.IntegrityError:
             raise ReplayRefused(
                 f"step {step} was released by another process of this run; stop one"
             ) from None
+        except sqlite3.OperationalError:
+            with explained():  # here, not around the insertion: every step would pay for it
+                raise
 
     def _add(self, step: int, now: float, count: int, *fields: bytes) -> None:
         """`fields`: batch, digest, late digest, encoded units."""
