@@ -160,6 +160,7 @@ def test_refusals_speak_of_options(
         ("train", "baseline = 1", "--baseline must be true or false, got 1"),
         ("train", "device = 1979-05-27", "--device must be text, got datetime.date"),
         ("federated", "task = {a = 1}", "task must be text, got {'a': 1}"),
+        ("federated", f"proximal = 1{400 * '0'}", "--proximal must be a finite number"),
         ("federated", "separation = 'two'", "--separation must be a whole number"),
     ],
 )
@@ -182,7 +183,9 @@ def test_settings_of_another_type(
 
 
 def test_whole_numbers_are_numbers() -> None:
-    assert TrainSettings.of({"lr": 1, "epsilon": 8}).lr == 1
+    made = FederatedSettings.of({"client_lr": 10**23, "rounds": 3})  # torch takes the float alone
+    assert (type(made.client_lr), made.client_lr) == (float, 1e23)
+    assert type(made.rounds) is int
 
 
 def test_arguments_become_options() -> None:

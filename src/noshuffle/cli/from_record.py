@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
@@ -84,6 +85,22 @@ def check_fields(record: Any) -> None:
             _check_kind(one.name, value, kinds[one.name])
         if check is not None:
             check(**{one.name: value})
+
+
+def with_floats(record: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with whole numbers as floating-point ones where a field takes those.
+
+    torch refuses a learning rate of 10²⁰ that is no float by an OverflowError of its own.
+    """
+    kinds = get_type_hints(record)
+
+    def made(name: str, value: Any) -> Any:
+        kind = kinds.get(name)
+        if type(value) is not int or float not in (get_args(kind) or (kind,)):
+            return value
+        return float(value) if abs(value) < 10**300 else math.inf
+
+    return {name: made(name, value) for name, value in values.items()}
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from noshuffle.cli import promise
 from noshuffle.cli.budget import BUDGET_HELP
-from noshuffle.cli.from_record import check_fields, setting
+from noshuffle.cli.from_record import check_fields, setting, with_floats
 from noshuffle.cli.words import quoted
 from noshuffle.errors import InvalidInput, non_negative, one_of, open_unit, positive, utf8, whole
 
@@ -78,7 +78,7 @@ class RunSettings:
         merged = {**(cls.presets.get(by, {}) if isinstance(by, str) else {}), **stated}
         if merged.get("epsilon") is None and merged.get("noise_multiplier") is None:
             merged["epsilon"] = DEFAULT_EPSILON
-        return cls(**merged)
+        return cls(**with_floats(cls, merged))
 
     def __post_init__(self) -> None:
         check_fields(self)
