@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,9 +56,15 @@ CHECKED = [
 ]
 
 
+@pytest.fixture
+def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scikit-learn (1.9) removes those of its checks at the end of a process that workers skip."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.mark.parametrize("model", CHECKED, ids=lambda m: type(m).__name__)
 @pytest.mark.filterwarnings("ignore")
-def test_scikit_learn_contract(model: Any) -> None:
+def test_scikit_learn_contract(model: Any, own_temporary_files: None) -> None:
     results = check_estimator(model, expected_failed_checks=WAIVED, on_fail=None, on_skip=None)
     failed = [(r["check_name"], r["exception"]) for r in results if r["status"] == "failed"]
     assert failed == []
@@ -74,7 +82,7 @@ FEW_ROWS = dict.fromkeys(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", convex.__all__)
 @pytest.mark.filterwarnings("ignore")
-def test_scikit_learn_contract_at_defaults(name: str) -> None:
+def test_scikit_learn_contract_at_defaults(name: str, own_temporary_files: None) -> None:
     is_bounded = name in ("PrivateQuantileRegressor", "PrivatePoissonRegressor") or "Gamma" in name
     expected = UNBOUNDED if is_bounded else FEW_ROWS if "Trees" in name else AT_DEFAULTS
     results = check_estimator(
