@@ -26,7 +26,7 @@ from noshuffle.convex.phases import PhaseBudget, make_phase, next_phase, stateme
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
-from noshuffle.errors import Unsupported
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source as source_of
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.verify import verify
@@ -236,6 +236,14 @@ def test_rows_depend_on_themselves_alone() -> None:
         np.testing.assert_array_equal(made.apply(x[i : i + 1])[0], together[i])
     assert (np.linalg.norm(together, axis=1) <= 1 + 1e-12).all()
     assert (np.abs(RowMap.of(bounds, feature_bound=None, features=4).apply(x)) <= 1).all()
+
+
+def test_bounds_by_lows_and_highs_are_told_how_to_turn() -> None:
+    bounds = np.zeros(3), np.ones(3)
+    with pytest.raises(InvalidInput, match=r"3 pairs.*shape \(2, 3\); .*numpy.transpose"):
+        RowMap.of(bounds, feature_bound=None, features=3)
+    made = RowMap.of(np.transpose(bounds), feature_bound=None, features=3)
+    assert made.high.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_phases_spend_what_the_budget_allows() -> None:

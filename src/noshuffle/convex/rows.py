@@ -69,9 +69,10 @@ class RowMap:
         if pairs.shape == (2,):
             pairs = np.tile(pairs, (features, 1))
         if pairs.shape != (features, 2):
+            turned = "; lows and highs are rows here: give numpy.transpose(bounds)"
             raise InvalidInput(
                 f"bounds must be one pair (low, high) or {features} pairs, one per column; got "
-                f"an array of shape {pairs.shape}"
+                f"an array of shape {pairs.shape}{turned if pairs.T.shape == (features, 2) else ''}"
             )
         check_ranges(bounds=pairs)
         low, high = pairs[:, 0].copy(), pairs[:, 1].copy()
