@@ -449,7 +449,7 @@ def test_facts_are_written_once():
 
 def test_sampled_steps_take_the_draw_and_nothing_else():
     class Fixed:
-        def draw(self, step):
+        def handed_out(self, step):
             return np.array([1, 4, 6]) + step
 
     ledger = Ledger(FixedSize(steps=4, batch=3, population=10))
