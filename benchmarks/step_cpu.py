@@ -89,14 +89,33 @@ def compare(case: str, rounds: int, methods: tuple[str, ...] = METHODS) -> None:
         print(f"| {TITLES[method]} | {' | '.join(cells)} |", flush=True)
 
 
-def phases(case: str, rounds: int) -> None:
-    """Time of every phase of a private step, by wrapping the functions that are its phases."""
+def phase_functions() -> list[tuple[object, str, str]]:
+    """Who has a function that is a phase of a step, its name, and what the phase is called."""
     from noshuffle.clipping import ghost_forms, rowwise, rules_conv
     from noshuffle.clipping import units as members
     from noshuffle.noise import NoiseStream
-    from noshuffle.release import fingerprint, ledger
+    from noshuffle.release import fingerprint, ledger, tags
     from noshuffle.training import step as training_step
 
+    return [
+        (fingerprint, "of_batch", "batch print"),
+        (ledger.Ledger, "admit", "admit"),
+        (ghost_forms, "batch_losses", "forward"),
+        (torch.autograd, "grad", "backward, norms"),
+        (rules_conv.Convolution, "squares", "norms of convolutions"),
+        (rowwise.Rowwise, "take_squares", "norms of rows"),
+        (members, "clip_factors", "factors"),
+        (rowwise.Rowwise, "totals", "weighted sums"),
+        (tags, "of_group", "digests"),
+        (ledger.Ledger, "record", "record"),
+        (NoiseStream, "add_", "noise, divide"),
+        (torch.optim.SGD, "step", "optimizer"),
+        (training_step.Step, "_outcome", "outcome"),
+    ]
+
+
+def phases(case: str, rounds: int) -> None:
+    """Time of every phase of a private step, by wrapping the functions that are its phases."""
     spent: dict[str, float] = {}
     inside: list[float] = []
 
@@ -122,19 +141,8 @@ def phases(case: str, rounds: int) -> None:
         step = stepper(case, method)
         step(), step()
         if not table:
-            watch(fingerprint, "of_state", "state print")
-            watch(fingerprint, "of_batch", "batch print")
-            watch(ledger.Ledger, "admit", "admit")
-            watch(ghost_forms, "batch_losses", "forward")
-            watch(torch.autograd, "grad", "backward, norms")
-            watch(rules_conv.Convolution, "squares", "norms of convolutions")
-            watch(rowwise.Rowwise, "take_squares", "norms of rows")
-            watch(members, "clip_factors", "factors")
-            watch(rowwise.Rowwise, "totals", "weighted sums")
-            watch(ledger.Ledger, "record", "record")
-            watch(NoiseStream, "add_", "noise, divide")
-            watch(torch.optim.SGD, "step", "optimizer")
-            watch(training_step.Step, "_outcome", "outcome")
+            for owner, name, label in phase_functions():
+                watch(owner, name, label)
         rows = table.setdefault(method, [])
         for _ in range(rounds):
             spent.clear()

@@ -175,3 +175,9 @@ def test_more_than_three_percent_is_worse(
     assert worse == int(is_worse)
     assert ("**worse**" in text) is is_worse
     assert f"{float(after) / 100:.3f}" in text
+
+
+def test_phases_of_a_step_are_functions_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load("step_cpu", monkeypatch).phase_functions()
+    assert [name for owner, name, _ in found if not callable(getattr(owner, name, None))] == []
+    assert len({label for *_, label in found}) == len(found)
