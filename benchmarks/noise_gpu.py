@@ -66,7 +66,7 @@ def speed(count: int, *, has_peers: bool = True) -> None:
     ours: dict[str, float] = {}
     least: dict[str, float] = {}
 
-    def line(name: str, ms: float, moves: float, buffers: int) -> None:
+    def line(name: str, ms: float, moves: float, buffers: float) -> None:
         limit = moves / 8 * copied
         gib = buffers * 4 * count / 2**30
         print(f"| {name} | {ms:.3f} | {moves:.1f} | {limit / ms:.2f} | {gib:.2f} | |", flush=True)
@@ -77,6 +77,9 @@ def speed(count: int, *, has_peers: bool = True) -> None:
             ours[name], moves, buffers = time_step(recipe, value)
             line(f"noshuffle, {name}", ours[name], moves, buffers)
             least[name] = moves / 8 * copied
+    with row("compact"):
+        ms, moves, buffers = time_step(BLT_4, value, is_compact=True)
+        line("noshuffle, BLT, 4 buffers of 16 bits", ms, moves, buffers / 2)
     with row("bf16"):
         low = torch.zeros(count, device=DEVICE, dtype=torch.bfloat16)
         ms, moves, buffers = time_step(RECIPES["independent"], low)

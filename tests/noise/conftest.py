@@ -109,7 +109,7 @@ def fma(a: Any, b: Any, c: Any) -> Value:
 
 def language(program: list[int]) -> SimpleNamespace:
     """What kernels know as `tl`; `program` holds the number of the one that runs."""
-    kinds = ("int32", "int64", "uint32", "uint64", "float32", "float64")
+    kinds = ("int16", "int32", "int64", "uint32", "uint64", "float32", "float64")
     return SimpleNamespace(
         **{kind: getattr(np, kind) for kind in kinds},
         constexpr=int,

@@ -602,3 +602,34 @@ def test_noise_buffers_on_the_host_train_the_same_model():
     assert all(torch.equal(a, b) for a, b in zip(*found))
     with pytest.raises(InvalidInput, match="noise_memory"):
         make(network(), plan, noise_memory="disk")
+
+
+def test_compact_noise_buffers_keep_epsilon_and_resume(tmp_path):
+    """Noise differs by little, and a killed run goes on to the same bits."""
+    plan = Plan.fit(SinglePass(steps=6), mechanism="blt", noise_multiplier=1.0)
+    x, y = data()
+
+    def train(private, steps):
+        for i in steps:
+            rows = slice(3 * i, 3 * i + 3)
+            private.step(LOSS, x[rows], y[rows], ids=range(3 * i, 3 * i + 3))
+        return torch.cat([p.detach().flatten() for p in private.model.parameters()])
+
+    runs = {where: make(network(), plan, noise_memory=where) for where in ("device", "compact")}
+    device, compact = (train(private, range(6)) for private in runs.values())
+    assert 0 < float((device - compact).abs().max()) < 0.01
+    stated = {private.statement().epsilon for private in runs.values()}
+    assert len(stated) == 1
+    folder = {"run": tmp_path / "run", "noise_memory": "compact"}
+    first = make(network(), plan, **folder)
+    train(first, range(3))
+    first.save()
+    expected = train(first, range(3, 5))
+    del first  # as a killed process leaves it
+    again = make(network(), plan, **folder)
+    assert again.resume() == 3
+    assert torch.equal(train(again, range(3, 5)), expected)
+    with pytest.raises(Unsupported, match="compact"):
+        make(
+            network(), plan_of(SinglePass(steps=3), z=1.0, strategy=tree()), noise_memory="compact"
+        )

@@ -7,17 +7,9 @@ so that every block draws what the whole would (`layout`): the bits are those of
 on the device. BLT-4 for 1.3·10⁹ parameters keeps 21 GB on the host instead, and moves them both
 ways in every step, at once: 0.4 s at 50 GB/s, which pays where a step is many microbatches.
 
-Fewer bits would be no way to save memory. A buffer that is rounded to a spacing q is a function of
-noise alone, but not a linear one. Sums that differ by D are then explained by draws that differ by
-CD + e, where e is how rounding differs. An entry of the state that moves by m ≪ q stays, or jumps
-by q with probability m/q, so
-
-    E‖e‖² = Σ q·|m| ≤ q·√d·‖D‖,    ‖e‖ ≤ q·√d at worst
-
-and e must be charged beside D. With d = 1.3·10⁹ (√d = 36,000), noise of one clip norm and bfloat16
-(q ≈ 2⁻⁸) that is 12 clip norms, 140 at worst: many times the contribution that is hidden. float16
-has 4 and 18. To draw all past rows again would need no buffer, but t draws in step t; banded
-inverses (`FeedForward`) and dense matrices are made that way, and have no state to move.
+Half the bytes on the device, at the price of random words: `compact`. To draw all past rows again
+would need no buffer, but t draws in step t; banded inverses (`FeedForward`) and dense matrices are
+made that way, and have no state to move.
 
 State: none of its own; the buffers are the caller's.
 """
@@ -36,8 +28,9 @@ from noshuffle.noise.layout import Layout
 
 #: Tiles of a block: 2²⁴ numbers, 64 MiB a buffer.
 BLOCK_TILES = 2**14
-#: Where buffers may lie; "auto" takes the host where they would fill half of what is free.
-PLACES = ("auto", "device", "host")
+#: Where buffers may lie; "auto" takes the host where they would fill half of what is free, and
+#: "compact" keeps 16 bits of each number on the device (`compact`).
+PLACES = ("auto", "device", "host", "compact")
 
 #: Adds the noise of step `step` to the flat tensors of one block.
 AddFn = Callable[..., None]

@@ -9,7 +9,7 @@ one flat tensor (none for independent noise, banded inverses and dense matrices,
 are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
 everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
 a CPU with a compiler and AES (`whole_step`). Buffers that would fill the device may lie on the host
-(`hosted`), with the same bits.
+(`hosted`), with the same bits, or have 16 bits (`compact`).
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -46,6 +46,7 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
+from noshuffle.noise.compact import CompactPlans, read_buffers, write_buffers_
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
@@ -119,6 +120,10 @@ class NoiseStream(OneOwner):
         self._is_broken = False
         self._lock = threading.Lock()
         shape = (self.buffers, self._layout.tiles, TILE)
+        self._compact: CompactPlans | None = None
+        if memory == "compact" and self.buffers:
+            self._compact = CompactPlans.of(recipe, self._plans)
+            self._plans = self._compact.plans
         # One compiled loop, where there is one for this device and source; else chunk by chunk.
         kind = self._source.kind if isinstance(self._source, Source) else ""
         is_fused = kind == "philox" and fused.is_ready(self._device)
@@ -138,17 +143,19 @@ class NoiseStream(OneOwner):
             own: dict[str, Any] = {"state": self._state, "device": self._device}
             self._hosted = HostedStep(self._layout, **own, make=make, chunk_tiles=chunk)
             return
-        self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        kept = torch.float32 if self._compact is None else torch.int16
+        self._state = torch.zeros(shape, dtype=kept, device=self._device)
         parts: dict[str, Any] = {"source": self._source, "state": self._state}
         if is_fused:
             self._fused = self._kernel(self._layout, self._state)
         else:
             self._chunks = ChunkStep(self._layout, workers=workers, **parts)
-        if kind == "aes" and on_cpu and whole_step.is_ready():
+        if kind == "aes" and on_cpu and self._compact is None and whole_step.is_ready():
             self._whole = WholeStep(self._layout, workers=workers, **parts)
 
     def _kernel(self, layout: Layout, state: Tensor) -> Fused:
         more: dict[str, Any] = {"source": self._source, "scale": self.scale, "steps": self.horizon}
+        more["compact"] = self._compact
         self._kernels.append(Fused(self._plans, layout=layout, state=state, **more))
         return self._kernels[-1]
 
@@ -164,7 +171,7 @@ class NoiseStream(OneOwner):
 
     @property
     def buffers(self) -> int:
-        """Model-sized float32 tensors kept between steps."""
+        """Model-sized tensors kept between steps, in float32 or (`compact`) 16 bits."""
         return self._plans.buffers
 
     @property
@@ -217,7 +224,9 @@ class NoiseStream(OneOwner):
             self._fused.add_(targets, step=self._step)
         else:
             assert self._chunks is not None
-            self._chunks.add_(targets, plan=self._plans.at(self._step), scale=self.scale)
+            own = None if self._compact is None else self._compact.dithering(self._step)
+            plan = self._plans.at(self._step)
+            self._chunks.add_(targets, plan=plan, scale=self.scale, dithering=own)
         for name, noisy in plain.items():
             if noisy is not values[name]:
                 values[name].copy_(noisy)
@@ -287,11 +296,20 @@ class NoiseStream(OneOwner):
         self._wait()
         buffers = {}
         if self.buffers:
-            for name, pieces in self._layout.views(self._state).items():
+            kept = self._state
+            if self._compact is not None:
+                kept = read_buffers(self._state, **self._last_dithers(self._step))
+            for name, pieces in self._layout.views(kept).items():
                 shape = (self.buffers, *self._layout.shapes[name])
                 buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
+
+    def _last_dithers(self, step: int) -> dict[str, Any]:
+        """Where the numbers of compact buffers are read from and written to after `step` steps."""
+        assert self._compact is not None
+        last = self._compact.dithering(max(step - 1, 0))
+        return {"layout": self._layout, "source": self._source, "last": last}
 
     def begin_at(self, step: int) -> None:
         """Go on at a step from which on nothing of the steps before is used (a new phase)."""
@@ -326,7 +344,10 @@ class NoiseStream(OneOwner):
                 )
         whole(at_least=0, at_most=self.horizon, step=state["step"])
         check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
-        views = self._layout.views(self._state) if self.buffers else {}
+        kept = self._state
+        if self._compact is not None:
+            kept = torch.zeros(self._state.shape, dtype=torch.float32, device="cpu")
+        views = self._layout.views(kept) if self.buffers else {}
         if set(state["buffers"]) != set(views):
             raise InvalidInput(f"the saved buffers must be those of {sorted(views)}")
         for name in views:
@@ -338,11 +359,13 @@ class NoiseStream(OneOwner):
                 )
         # The padding of a tile is never read by anyone, so it need not be restored.
         self._wait()
-        self._state.zero_()
+        kept.zero_()
         for name, pieces in views.items():
             flat = state["buffers"][name].reshape(self.buffers, -1)
             for piece, part in zip(pieces, flat.split([p.shape[1] for p in pieces], dim=1)):
                 piece.copy_(part)
+        if self._compact is not None:
+            write_buffers_(self._state, kept, **self._last_dithers(int(state["step"])))
         self._step = int(state["step"])
         self._is_broken = False
         for kernel in self._kernels:

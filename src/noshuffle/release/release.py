@@ -86,7 +86,7 @@ class Release(RunState):
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
             budget: what all runs on the same data draw on (`noshuffle.Budget`).
-            noise_memory: where noise buffers lie (`noise.hosted`).
+            noise_memory: where noise buffers lie (`noise.hosted`, `noise.compact`).
         """
         if not isinstance(divisor, BySteps):
             positive(divisor=divisor)

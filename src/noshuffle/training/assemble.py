@@ -100,7 +100,8 @@ def privatize(
         average: decay of an average of iterates, `private.average`: post-processing, free.
         noise_memory: where noise buffers lie, "device" or "host" (streamed to the GPU in every
             step, the same noise, no CUDA graph); "auto" takes the host where they would fill more
-            than half of the GPU's free memory.
+            than half of the GPU's free memory. "compact" keeps them on the device in 16 bits, for
+            BLT noise (`noise.compact`: the same guarantee).
     """
     one_of(PLACES, noise_memory=noise_memory)
     if compile not in ("auto", True, False):

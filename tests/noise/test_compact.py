@@ -1,0 +1,231 @@
+"""Buffers of 16 bits: what rounding adds is uniform, independent of draws, and as small as said.
+
+`test_triton` holds the kernel against these operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import NoiseStream, Source, compact, test_source
+from noshuffle.noise.compact import CompactPlans, Dithering, added, spacings
+from noshuffle.noise.source import Drawer
+from noshuffle.noise.step_plan import StepPlans
+from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, InPhases, Recipe, Recursive
+
+TAPS = ((0, 1.0), (3, 0.4), (5, -0.2))
+RECIPE = Buffered((0.97, 0.8, 0.3), (-0.004, -0.05, -0.4), TAPS)
+GAINS = tuple(1.0 + 0.1 * (t % 3) for t in range(40))
+SCALED = Buffered((0.9, 0.5), (-0.1, -0.2), scale=GAINS, draw_scale=GAINS[::-1])
+SHAPES = {"w": (3, 700), "b": (5,)}
+STEPS = 40
+
+
+def stream(recipe: Recipe = RECIPE, *, memory: str = "compact", **more: Any) -> NoiseStream:
+    own: dict[str, Any] = {"source": test_source(seed="compact"), "scale": 1.0, "steps": STEPS}
+    return NoiseStream(recipe, shapes=SHAPES, memory=memory, **own | more)
+
+
+def noise(made: NoiseStream, steps: int = 1) -> Tensor:
+    """The noise of w in the next steps."""
+    rows = []
+    for _ in range(steps):
+        values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        made.add_(values)
+        rows.append(values["w"])
+    return torch.stack(rows)
+
+
+def drawn(recipe: Buffered, step: int, source: Source) -> Tensor:
+    """u of a step from the source's own rows."""
+    u = torch.zeros(SHAPES["w"])
+    for row, weight in StepPlans.of(recipe).at(step).draws:
+        z = torch.empty(SHAPES["w"])
+        source.normal_(z, row=row, name="w")
+        u += weight * z
+    return u
+
+
+def errors(source: Source, *, steps: int = STEPS) -> Tensor:
+    """What rounding adds to each buffer in every step, in spacings: steps × buffers × w."""
+    made, before, found = stream(source=source), torch.zeros(3, *SHAPES["w"]), []
+    theta = torch.tensor(RECIPE.decays)[:, None, None]
+    q = torch.tensor(spacings(RECIPE))[:, None, None]
+    for step in range(steps):
+        noise(made)
+        after = made.state_dict()["buffers"]["w"]
+        found.append((after - (theta * before + drawn(RECIPE, step, source))) / q)
+        before = after
+    return torch.stack(found)
+
+
+def keyed(seed: int) -> Source:
+    return test_source(seed=seed)
+
+
+def test_errors_are_uniform_and_no_function_of_the_draws() -> None:
+    """Of two runs with the same draws and other dithers the errors have nothing in common; without
+    dithers they would be equal."""
+    source = keyed(3)
+    one = errors(source)
+    assert float(one.abs().max()) < 0.502  # half a spacing, and the rounding of float32
+    for b in range(3):
+        sample = one[:, b].flatten().numpy()
+        assert stats.kstest(sample[::5], stats.uniform(-0.5, 1.0).cdf).pvalue > 1e-4
+        assert abs(sample.std() - 12**-0.5) < 0.005
+        steps = one[:, b].flatten(1)
+        assert abs(float((steps[1:] * steps[:-1]).mean())) < 4 / 12 / sample.size**0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dithering, "row", lambda self, draw: 2**31 + 5000 + draw * self.rows)
+        other = errors(source)
+    assert abs(float((one * other).mean())) * 12 < 4 / one.numel() ** 0.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact, "dither", lambda words, buffer: torch.zeros(words.shape))
+        plain = errors(source)
+        patch.setattr(Dithering, "row", lambda self, draw: 2**31 + 5000 + draw * self.rows)
+        assert torch.equal(plain, errors(source))
+
+
+def test_every_step_writes_with_dithers_of_its_own_and_the_next_reads_with_them() -> None:
+    asked: list[tuple[int, int]] = []
+    drawn_words = Drawer.words_
+
+    def recorded(self: Drawer, out: Tensor, *, chunk: int, row: int, draw: int) -> None:
+        asked.append((row, draw))
+        drawn_words(self, out, chunk=chunk, row=row, draw=draw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drawer, "words_", recorded)
+        noise(stream(), STEPS)
+    steps = np.array(asked).reshape(STEPS, 2, 2, 2)  # read or written, row of two buffers
+    read, written = steps[:, 0], steps[:, 1]
+    assert len(np.unique(written[..., 0])) == 2 * STEPS
+    assert (written[..., 0] >= 2**31).all()
+    np.testing.assert_array_equal(read[1:], written[:-1])
+    np.testing.assert_array_equal(written[:, 0, 1], np.arange(STEPS))  # under the key of its draw
+
+
+def test_the_noise_is_that_of_the_buffers_as_they_are_read() -> None:
+    made, source = stream(), test_source(seed="compact")
+    for step in range(5):
+        before = made.state_dict()["buffers"]["w"] if step else torch.zeros(3, *SHAPES["w"])
+        y = drawn(RECIPE, step, source)
+        for c, s in zip(RECIPE.scales, before):
+            y += c * s
+        assert float((noise(made)[0] - y).abs().max()) < 1.01 * 2**-10
+
+
+def test_running_sums_are_off_by_what_is_said() -> None:
+    """Buffers beside those in float32; the released noise is on a grid that is coarser."""
+    made, other = stream(), stream(memory="device")
+    off, total = torch.zeros(SHAPES["w"]), torch.zeros(SHAPES["w"])
+    for _ in range(STEPS):
+        noise(made), (total := total + noise(other)[0])
+        if made.step < STEPS:
+            pair = [one.state_dict()["buffers"]["w"] for one in (made, other)]
+            off += sum(c * (s - t) for c, s, t in zip(RECIPE.scales, *pair))
+    share = float(off.std() / total.std())
+    assert share == pytest.approx(added(RECIPE, steps=STEPS), rel=0.1)
+
+
+def test_added_noise_by_hand() -> None:
+    recipe, steps = Buffered((0.9, 0.5), (-0.1, -0.2), ((0, 1.0), (2, 0.3))), 7
+    weights = [np.array([c * sum(th**i for i in range(m)) for m in range(1, steps)])
+               for th, c in zip(recipe.decays, recipe.scales)]  # fmt: skip
+    rounding = sum(q**2 / 12 * (w**2).sum() for q, w in zip(spacings(recipe), weights))
+    prefix, state = [], np.zeros(2)
+    total = 0.0
+    for t in range(steps):  # the response to one draw
+        u = {0: 1.0, 2: 0.3}.get(t, 0.0)
+        total += u + state @ recipe.scales
+        prefix.append(total)
+        state = state * recipe.decays + u
+    expected = (rounding / np.square(prefix).sum()) ** 0.5
+    assert added(recipe, steps=steps) == pytest.approx(expected, rel=1e-12)
+
+
+def test_half_the_bytes() -> None:
+    assert stream()._state.nbytes * 2 == stream(memory="device")._state.nbytes
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, SCALED, Buffered((0.9999,), (-1e-4,))])
+def test_sixteen_deviations_are_in_reach(recipe: Buffered) -> None:
+    made = stream(recipe, steps=STEPS)
+    noise(made, STEPS)
+    k = made._state.float()
+    assert float(k.abs().max()) < compact.MOST / 2
+    assert float(k.std()) > 4  # and it is not all rounding
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, SCALED], ids=["taps", "gains"])
+@pytest.mark.parametrize("kind", ["aes", "philox"])
+def test_a_resumed_stream_has_the_same_bits(recipe: Buffered, kind: str) -> None:
+    source = test_source(seed=4, kind=kind)
+    made = stream(recipe, source=source)
+    noise(made, 7)
+    saved = made.state_dict()
+    again = stream(recipe, source=source)
+    again.load_state_dict(saved)
+    assert torch.equal(noise(made, 9), noise(again, 9))
+
+
+def test_a_run_goes_on_with_either_kind_of_buffers() -> None:
+    for first, then in (("device", "compact"), ("compact", "device")):
+        made, whole = stream(memory=first), stream(memory="device")
+        noise(made, 7), noise(whole, 7)
+        again = stream(memory=then)
+        again.load_state_dict(made.state_dict())
+        far = noise(again, 9) - noise(whole, 9)
+        assert 0 < float(far.abs().max()) < 0.02
+
+
+def test_a_fresh_key_leaves_what_was_written_readable() -> None:
+    first = Source(bytes(32))
+    made = stream(source=first)
+    noise(made, 6)
+    before = made.state_dict()
+    again = stream(source=first.rekeyed(6, bytes([7] * 32)))
+    again.load_state_dict(before)
+    assert torch.equal(again.state_dict()["buffers"]["w"], before["buffers"]["w"])
+    assert not torch.equal(noise(made), noise(again))
+
+
+def test_phases_have_spacings_of_their_own_and_forget() -> None:
+    slow = Buffered((0.999,), (-0.001,))
+    recipe = InPhases(((RECIPE, 4, 1.0), (slow, 6, 2.0), (FeedForward((1.0, -0.5)), 3, 1.0)))
+    plans = CompactPlans.of(recipe, StepPlans.of(recipe))
+    assert plans.dithering(3).spacing == spacings(RECIPE)
+    assert plans.dithering(4).spacing[0] == spacings(slow)[0] > spacings(RECIPE)[0]
+    whole, there = stream(recipe, steps=13), stream(recipe, memory="device", steps=13)
+    assert float((noise(whole, 13) - noise(there, 13)).abs().max()) < 0.02
+    begun = stream(recipe, steps=13)
+    begun.begin_at(4)
+    later = stream(recipe, steps=13)
+    noise(later, 4)
+    assert torch.equal(noise(begun, 6), noise(later, 6))
+
+
+def test_beyond_the_range_is_nan_for_good() -> None:
+    made = stream()
+    noise(made, 2)
+    saved = made.state_dict()
+    saved["buffers"]["w"][0, 0, 0], saved["buffers"]["w"][1, 0, 1] = 1e9, float("nan")
+    made.load_state_dict(saved)
+    for _ in range(3):
+        assert noise(made)[0].isnan().nonzero().tolist() == [[0, 0], [0, 1]]
+
+
+def test_what_is_not_offered_says_so() -> None:
+    for recipe in (Forest("honaker", STEPS), Recursive((0.8, -0.4))):
+        with pytest.raises(Unsupported, match=r"compact.*blt"):
+            stream(recipe)
+    assert stream(FeedForward((1.0,))).buffers == 0
+    with pytest.raises(InvalidInput, match="dithers"):
+        Dithering((1.0, 1.0, 1.0), 0, 0).row(2**30)
