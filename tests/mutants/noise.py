@@ -20,7 +20,7 @@ NOISE = (
         "noise/compact.py",
         "return ((half & 0xFFFF).to(torch.float32) - 32767.5) * 2.0**-16",
         "return (half & 0).to(torch.float32)",
-        COMPACT,
+        TWINS + COMPACT,
         "correlation",
     ),
     Mutant(
@@ -36,7 +36,15 @@ NOISE = (
         "noise/compact.py",
         "s = (k.to(torch.float32) - dither(words, buffer=buffer)).mul_(spacing)",
         "s = k.to(torch.float32).mul_(spacing)",
-        COMPACT,
+        TWINS + COMPACT,
+        "correlation",
+    ),
+    Mutant(
+        "buffers of 16 bits that are cut off at the ends of their range, in the C loop",
+        "native/noise.c",
+        "k[j] = fabsf(s) <= 32767.0f ? (int16_t)s : INT16_MIN;",
+        "k[j] = (int16_t)fminf(fmaxf(s, -32767.0f), 32767.0f);",
+        TWINS + COMPACT,
         "correlation",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import NoiseStream, Source, compact, test_source
+from noshuffle.noise import NoiseStream, Source, compact, native, test_source
 from noshuffle.noise.compact import CompactPlans, Dithering, added, spacings
 from noshuffle.noise.source import Drawer
 from noshuffle.noise.step_plan import StepPlans
@@ -87,6 +87,7 @@ def test_errors_are_uniform_and_no_function_of_the_draws() -> None:
         other = errors(source)
     assert abs(float((one * other).mean())) * 12 < 4 / one.numel() ** 0.5
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
         patch.setattr(compact, "dither", lambda words, buffer: torch.zeros(words.shape))
         plain = errors(source)
         patch.setattr(Dithering, "row", lambda self, draw: 2**31 + 5000 + draw * self.rows)
@@ -174,6 +175,12 @@ def test_a_resumed_stream_has_the_same_bits(recipe: Buffered, kind: str) -> None
     again = stream(recipe, source=source)
     again.load_state_dict(saved)
     assert torch.equal(noise(made, 9), noise(again, 9))
+
+
+def test_the_torch_form_has_the_bits_of_the_c_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = noise(stream(), 12)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert torch.equal(noise(stream(), 12), expected)
 
 
 def test_a_run_goes_on_with_either_kind_of_buffers() -> None:

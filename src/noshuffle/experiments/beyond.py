@@ -16,10 +16,10 @@ from noshuffle.experiments.accuracy import Point, curve, search_grid
 from noshuffle.experiments.curves import beside, compare, draw, table
 from noshuffle.experiments.figure import Claim, ClaimVerdict, Figure, Results, shipped, verdict
 
-#: Published accuracy in % on CIFAR-10 without other data, with Poisson samples: De et al. 2022 (arXiv
-#: 2204.13650), wide residual nets, 16 copies a row; Tramèr and Boneh 2021 (2011.11660), the same
-#: features as here; Tang et al. 2023 (2306.06076), nets that were first trained on images of random
-#: processes, which are no data of anybody (the figure of their abstract).
+#: Published accuracy in % on CIFAR-10 without other data, with Poisson samples: De et al. 2022
+#: (arXiv 2204.13650), wide residual nets, 16 copies a row; Tramèr and Boneh 2021 (2011.11660), the
+#: same features as here; Tang et al. 2023 (2306.06076), nets that were first trained on images of
+#: random processes, which are nobody's data (the figure of their abstract).
 PUBLISHED = {
     "Tang et al. 2023 (sampled, pre-trained on random images)": {1.0: 72.3},
     "De et al. 2022 (sampled)": {1.0: 56.8, 2.0: 64.9, 4.0: 73.5, 8.0: 81.4},

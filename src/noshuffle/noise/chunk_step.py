@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noshuffle.noise.compact import Dithering, correlate_compact_
+from noshuffle.noise.compact import Dithering
 from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.grid import add_on_grid_
 from noshuffle.noise.layout import Layout, share
-from noshuffle.noise.native import Buffers, correlate_
+from noshuffle.noise.native import Buffers, correlate_, correlate_compact_
 from noshuffle.noise.source import AnySource
 from noshuffle.noise.step_plan import StepPlan, grid_of
 
@@ -104,7 +104,7 @@ class ChunkStep:
         if self._buffers and dithering is not None:
             before, after = self._words(dithering, index=index, worker=worker)
             own: dict[str, Any] = {"spacing": dithering.spacing, "before": before, "after": after}
-            correlate_compact_(y, u=u, plan=plan, state=views.tensors, scale=scale, **own)
+            correlate_compact_(y, u=u, plan=plan, state=views, scale=scale, **own)
         elif self._buffers:
             correlate_(y, u=u, plan=plan, state=views, scale=scale)
         self._drawer.jitters_(coins, step=step, worker=worker)

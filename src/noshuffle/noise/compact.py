@@ -20,9 +20,8 @@ steps ago has in the running sum,
 deviations of a normal let happen once in 10⁵⁶ draws, becomes NaN and stays it. The words of D
 come from rows 2³¹ and up of the same generators, half a word a buffer.
 
-State: the buffers that are given; saved and loaded they are Ŝ in float32, which k is found from
-again, so that a run may go on with either kind. The kernel has the same operations
-(`triton_kernels`).
+State: the buffers that are given. The C loop (`native`) and the kernel (`triton_kernels`) have the
+same operations.
 
 >>> recipe = Buffered((0.9, 0.5), (-0.1, -0.2))
 >>> spacings(recipe) == (2.0**-9, 2.0**-10), round(added(recipe, steps=100), 4)
@@ -33,7 +32,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -42,9 +41,6 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise.gaussian import TILE
-from noshuffle.noise.layout import Layout
-from noshuffle.noise.source import Source
 from noshuffle.noise.step_plan import StepPlan, StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, InPhases, Recipe
 
@@ -166,7 +162,7 @@ def pack_(k: Tensor, s: Tensor, *, words: Tensor, buffer: int, spacing: float) -
     k.copy_(torch.where(s.abs() <= MOST, s, NOT_A_NUMBER))
 
 
-def correlate_compact_(
+def correlate_compact_in_torch_(
     y: Tensor,
     *,
     u: Tensor,
@@ -179,8 +175,9 @@ def correlate_compact_(
 ) -> None:
     """`native.correlate_` on 16-bit buffers, with the words of their dithers before and after.
 
-    Guarantees: what is read is what was to be written plus a uniform number that depends on no
-    draw. NaN, infinity and what lies beyond the range become NaN for good.
+    In torch operations, for every device; `native.correlate_compact_` takes the C loop where there
+    is one. Guarantees: what is read is what was to be written plus a uniform number that depends on
+    no draw. NaN, infinity and what lies beyond the range become NaN for good.
     """
     inner = dict(plan.inner)
     y.copy_(u)
@@ -189,35 +186,3 @@ def correlate_compact_(
         y.add_(s * inner.get(b, 0.0))
         pack_(k, s.mul_(theta).add_(u), words=after[b // 2], buffer=b, spacing=q)
     y.mul_(plan.gain * scale)
-
-
-def read_buffers(state: Tensor, *, layout: Layout, source: Source, last: Dithering) -> Tensor:
-    """The buffers as float32 in ordinary memory; `last`: of the step that wrote them."""
-    found = torch.empty(state.shape, dtype=torch.float32, device="cpu")
-    for k, place, words, b in _each(state, layout=layout, source=source, last=last):
-        found[b, place] = unpacked(k, words=words, buffer=b, spacing=last.spacing[b]).cpu()
-    return found
-
-
-def write_buffers_(
-    state: Tensor, values: Tensor, *, layout: Layout, source: Source, last: Dithering
-) -> None:
-    """The reverse of `read_buffers`, and the first rounding of buffers that were float32."""
-    for k, place, words, b in _each(state, layout=layout, source=source, last=last):
-        s = values[b, place].to(state.device, copy=True)
-        pack_(k, s, words=words, buffer=b, spacing=last.spacing[b])
-
-
-def _each(
-    state: Tensor, *, layout: Layout, source: Source, last: Dithering
-) -> Iterator[tuple[Tensor, slice, Tensor, int]]:
-    """Per buffer of every chunk: its numbers, their place, the words of its dithers, which one."""
-    drawer = source.drawer(layout.chunks, device=state.device, workers=1)
-    for index, chunk in enumerate(layout.chunks):
-        place = slice(chunk.first, chunk.first + chunk.tiles)
-        words = torch.empty((chunk.tiles, TILE), dtype=torch.int32, device=state.device)
-        for b in range(len(last.spacing)):
-            if not b % 2:
-                row = last.row(last.after) + b // 2
-                drawer.words_(words, chunk=index, row=row, draw=last.after)
-            yield state[b, place], place, words, b

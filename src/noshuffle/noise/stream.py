@@ -46,7 +46,8 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
-from noshuffle.noise.compact import CompactPlans, read_buffers, write_buffers_
+from noshuffle.noise.compact import CompactPlans
+from noshuffle.noise.compact_state import read_buffers, write_buffers_
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
