@@ -90,8 +90,8 @@ def test_a_job_that_is_stopped(
 @pytest.mark.parametrize("number", NUMBERS[1:])
 def test_any_other_command(number: signal.Signals) -> None:
     program = (
-        "import os, signal, sys, noshuffle.cli as c\n"
-        f"c.application = lambda *_: signal.raise_signal({int(number)})\n"
+        "import os, signal, sys, noshuffle.cli as c, noshuffle.cli.application as a\n"
+        f"a.application = lambda *_: signal.raise_signal({int(number)})\n"
         "sys.argv = ['noshuffle', 'plan']\n"
         "c.run()\n"
     )
@@ -99,14 +99,16 @@ def test_any_other_command(number: signal.Signals) -> None:
     assert (done.returncode, done.stderr) == (128 + number, "noshuffle: stopped\n")
 
 
-def test_ctrl_c_while_the_command_line_is_loaded() -> None:
+@pytest.mark.parametrize("module", ["commands", "help_page", "application"])
+def test_ctrl_c_while_the_command_line_is_loaded(module: str) -> None:
     program = (
         "import sys\n"
         "class Stop:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'noshuffle.cli.application':\n"
+        f"        if name == 'noshuffle.cli.{module}':\n"
         "            raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Stop())\n"
+        "sys.argv = ['noshuffle', 'plan']\n"
         "from noshuffle.__main__ import run\n"
         "run()\n"
     )

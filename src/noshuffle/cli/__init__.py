@@ -1,32 +1,17 @@
 """The command line. Commands are thin and import late; every error is one line and exit status 2.
 
 With --json standard output is one JSON document, of a refusal too: {"error": …, "status": …}.
-
-noshuffle epsilon   a number and its assumptions
-noshuffle plan      mechanisms side by side at equal privacy
-noshuffle train     train a model privately and keep the evidence
-noshuffle federated train over users that come when they like, each of them protected
-noshuffle fit       a private linear model from a table
-noshuffle predict   what such a model says of other rows
-noshuffle sum       private running totals of a table of numbers
-noshuffle tune      the best learning rate and clip norm, the search paid for
-noshuffle budget    what all runs on the same data cost together
-noshuffle verify    recompute the guarantee of a run from its folder
-noshuffle audit     check a guarantee without the formulas that made it
-noshuffle seal      destroy the keys of a run, and sign it
-noshuffle reproduce an experiment of the paper: table, pictures, claims that hold
-noshuffle report    draw the report of a run again
+`commands.COMMANDS` lists them; help and refusals of the first word need no more than that list.
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 import sys
 from functools import cache
 from typing import Any
 
-from noshuffle.cli.application import COMMANDS, application
+from noshuffle.cli.commands import COMMANDS
 from noshuffle.cli.signals import status_of, stop_at_once
 from noshuffle.cli.start import leave, let_threads_sleep, steady_streams
 from noshuffle.cli.words import answering, refuse
@@ -40,6 +25,8 @@ def __getattr__(name: str) -> Any:
     """`app`: the application with all of its commands."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from noshuffle.cli.application import application
+
     return application()
 
 
@@ -52,7 +39,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _answer(given: list[str]) -> int:
     try:
+        from noshuffle.cli.help_page import all_commands, help_for, print_version
+
+        if (page := help_for(given)) is not None:
+            print(page)
+            return 0
+        if not given:
+            print(all_commands(), file=sys.stderr)
+            return 2
+        if given == ["--version"]:
+            print_version()
+            return 0
+        if given[0] not in COMMANDS and not given[0].startswith("-"):
+            return refuse(_no_such(given[0]))
         from typer.main import get_command
+
+        from noshuffle.cli.application import application
 
         own = application(given[:1]) if given[:1] and given[0] in COMMANDS else application()
         command = get_command(own)
@@ -67,10 +69,6 @@ def _answer(given: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         return refuse(f"{where}{error.strerror or error}")
-    except sqlite3.DatabaseError as error:
-        from noshuffle.release.ledger_errors import in_words
-
-        return refuse(in_words(error))
     except UnicodeDecodeError:
         return refuse("a file that should hold text (UTF-8) does not; the folder is damaged")
     except UnicodeEncodeError as error:
@@ -79,6 +77,10 @@ def _answer(given: list[str]) -> int:
     except MemoryError:
         return refuse("there is not enough memory for that; ask for fewer steps, rows or buckets")
     except Exception as error:
+        if "sqlite3" in sys.modules and isinstance(error, sys.modules["sqlite3"].DatabaseError):
+            from noshuffle.release.ledger_errors import in_words
+
+            return refuse(in_words(error))
         # typer may carry its own click: recognise usage errors by shape, not by class.
         if hasattr(error, "format_message"):
             return refuse(error.format_message() or "give a command; noshuffle --help lists them")
@@ -87,6 +89,14 @@ def _answer(given: list[str]) -> int:
         raise
     except KeyboardInterrupt as error:
         return refuse("stopped", status=status_of(error))
+
+
+def _no_such(name: str) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"there is no command {name!r}; {meant}noshuffle --help lists them"
 
 
 def run() -> None:

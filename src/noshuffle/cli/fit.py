@@ -90,7 +90,6 @@ class FitSettings:
     score: bool = setting(
         False,
         "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
-        "--score/--no-score",
     )
     out: Path | None = setting(None, FOLDER_HELP)
     test_seed: str | None = setting(None, TEST_SEED_HELP)

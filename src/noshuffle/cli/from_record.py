@@ -16,7 +16,7 @@ preset. The help then names a field's default itself, unless a preset says other
 ... class Brewing:
 ...     cups: int = setting(2, "how many")
 ...     kind: str = setting("black", "green or black")
->>> [p.annotation.__metadata__[0].help for p in given(Brewing).parameters()]
+>>> [option.text for option in given(Brewing).options()]
 ['how many (default 2)', 'green or black (default)']
 >>> given(Brewing).made({"cups": 3, "kind": None})
 {'cups': 3}
@@ -30,14 +30,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from functools import partial, wraps
-from typing import Annotated, Any, Optional, get_args, get_type_hints
-
-import typer
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
 
 from noshuffle.errors import InvalidInput, utf8
-
-Command = Callable[..., Any]
 
 
 def setting(
@@ -52,13 +48,12 @@ def setting(
     `heading` is that of the help; `check` is one of the named checks of `noshuffle.errors`, which
     `check_fields` calls with the field as keyword unless it is None.
     """
-    option = partial(typer.Option, *names, rich_help_panel=heading)
-    return _field(default, text=text, option=option, check=check)
+    return _field(default, text=text, names=names, heading=heading, check=check)
 
 
 def argument(text: str, default: Any = ...) -> Any:
     """A field that is an argument of the command, without a flag."""
-    return _field(default, text=text, option=typer.Argument)
+    return _field(default, text=text, is_argument=True)
 
 
 def _field(default: Any, **metadata: Any) -> Any:
@@ -81,7 +76,7 @@ def check_fields(record: Any) -> None:
         check, value = one.metadata.get("check"), getattr(record, one.name)
         if value is None:
             continue
-        if "option" in one.metadata:
+        if "text" in one.metadata:
             _check_kind(one.name, value, kinds[one.name])
         if check is not None:
             check(**{one.name: value})
@@ -114,6 +109,59 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         raise InvalidInput(f"{name} must be {words}, got {value!r}")
 
 
+#: What the help calls a value of this type.
+_METAVARS: dict[Any, str] = {str: "TEXT", int: "INTEGER", float: "FLOAT", Path: "PATH", bool: ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOption:
+    """An option of a command, or an argument, as a field of a record says it."""
+
+    name: str
+    kind: Any
+    default: Any
+    text: str
+    names: tuple[str, ...] = ()
+    heading: str | None = None
+    is_argument: bool = False
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it can be switched off by --no-… too: true or false, with no flag of its own."""
+        return bool in (get_args(self.kind) or (self.kind,)) and not self.names
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        dashed = self.name.replace("_", "-")
+        off = (f"--no-{dashed}",) if self.is_switch else ()
+        return self.names or (f"--{dashed}", *off)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in the help."""
+        if self.is_argument:
+            return self.name.upper()
+        kinds = [kind for kind in (get_args(self.kind) or (self.kind,)) if kind in _METAVARS]
+        lists = [each for each in get_args(self.kind) if get_origin(each) is list]
+        return _METAVARS[(kinds or get_args((lists or [self.kind])[0]))[0]]
+
+    def parameter(self) -> inspect.Parameter:
+        """What typer reads."""
+        import typer
+
+        made = typer.Argument() if self.is_argument else typer.Option(*self.names)
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if self.is_required else self.default,
+            annotation=Annotated[self.kind, made],
+        )
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of one record; `only_given` makes them optional and hands over a dict."""
@@ -122,22 +170,18 @@ class Options:
     only_given: bool = False
 
     def fields(self) -> Iterator[dataclasses.Field[Any]]:
-        return (f for f in dataclasses.fields(self.record) if "option" in f.metadata)
+        return (f for f in dataclasses.fields(self.record) if "text" in f.metadata)
 
-    def parameters(self) -> Iterator[inspect.Parameter]:
-        """What typer reads: one keyword a field."""
+    def options(self) -> Iterator[CommandOption]:
+        """One for each field."""
         kinds = get_type_hints(self.record)
         for one in self.fields():
-            kind, default, text = kinds[one.name], one.default, one.metadata["text"]
+            kind, default = kinds[one.name], one.default
+            text = _with_default(one.metadata["text"], self._common_default(one))
             if self.only_given:
-                text = _with_default(text, self._common_default(one))
                 kind, default = Optional[kind], None  # noqa: UP045  (kind is known at run time)
-            yield inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if default is MISSING else default,
-                annotation=Annotated[kind, one.metadata["option"](help=text)],
-            )
+            rest = {k: v for k, v in one.metadata.items() if k not in ("text", "check")}
+            yield CommandOption(name=one.name, kind=kind, default=default, text=text, **rest)
 
     def made(self, options: Mapping[str, Any]) -> Any:
         own = {one.name: options[one.name] for one in self.fields()}
@@ -158,21 +202,24 @@ def given(record: type[Any]) -> Options:
     return Options(record, only_given=True)
 
 
-def takes(*sources: type[Any] | Options) -> Callable[[Command], Command]:
-    """The command, called with a record (or a dict) for each source, as typer can read it."""
-    all_of = [one if isinstance(one, Options) else Options(one) for one in sources]
+@dataclass(frozen=True)
+class Command:
+    """A command and the records that it is called with, made of the options that were typed."""
 
-    def decorate(command: Command) -> Command:
-        @wraps(command)
-        def call(**options: Any) -> Any:
-            return command(*(one.made(options) for one in all_of))
+    call: Callable[..., Any]
+    sources: tuple[Options, ...]
 
-        parameters = [p for one in all_of for p in one.parameters()]
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in parameters}
-        return call
+    def __call__(self, **options: Any) -> Any:
+        return self.call(*(one.made(options) for one in self.sources))
 
-    return decorate
+    def options(self) -> list[CommandOption]:
+        return [option for one in self.sources for option in one.options()]
+
+
+def takes(*sources: type[Any] | Options) -> Callable[[Callable[..., Any]], Command]:
+    """The command that is called with a record (or a dict) for each source."""
+    all_of = tuple(one if isinstance(one, Options) else Options(one) for one in sources)
+    return lambda call: Command(call, all_of)
 
 
 def _with_default(text: str, default: Any) -> str:
@@ -184,6 +231,6 @@ def _with_default(text: str, default: Any) -> str:
     for ending, said in ((r" \(", " (default; "), ("", " (default)")):
         if isinstance(default, str) and re.search(marked + ending, text):
             return re.sub(marked + ending, word + said, text, count=1)
-    if text.endswith(")"):
+    if re.search(r"\([^()\[]*\)$", text):  # not an interval, [0, 1)
         return f"{text[:-1]}; default {word})"
     return f"{text} (default {word})"

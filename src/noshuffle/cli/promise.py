@@ -10,18 +10,14 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noshuffle.cli.from_record import setting
 from noshuffle.cli.mechanisms import HELP
 from noshuffle.errors import InvalidInput
-from noshuffle.participation import (
-    Epochs,
-    FixedSize,
-    MinSeparation,
-    Participation,
-    Poisson,
-    SinglePass,
-)
+
+if TYPE_CHECKING:
+    from noshuffle.participation import Epochs, Participation
 
 #: Help of options that several commands have.
 JSON_HELP = "print JSON and nothing else"
@@ -63,6 +59,8 @@ class Promise:
     unit: str = setting("example", "what is protected: example or user")
 
     def participation(self, *, poisson_rate: float | None = None) -> Participation:
+        from noshuffle.participation import FixedSize, MinSeparation, Poisson, SinglePass
+
         order = self._order()
         horizon = order.steps if order is not None else self.steps
         if horizon is None:
@@ -91,6 +89,8 @@ class Promise:
 
     def _order(self) -> Epochs | None:
         """Passes in one order, if the options speak of any."""
+        from noshuffle.participation import Epochs
+
         per_epoch = self.steps_per_epoch
         if self.epochs is not None and per_epoch is None and self.population and self.batch_size:
             per_epoch = self.population // self.batch_size
