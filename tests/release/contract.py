@@ -195,8 +195,16 @@ def place_of(frame: Any) -> str:
     return "elsewhere"
 
 
-def child(job: Callable[[], None], kill_after: int | None) -> int | str:
-    """Run a job in a fork; the number of its calls, "killed" and where, or its error."""
+def child(
+    job: Callable[[], None],
+    kill_after: int | None,
+    *,
+    counts: Callable[[Any, str], bool] = lambda frame, event: True,
+) -> int | str:
+    """Run a job in a fork; the number of its calls, "killed" and where, or its error.
+
+    `counts` says which events of the profiler are calls to count; all of them by default.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -205,7 +213,7 @@ def child(job: Callable[[], None], kill_after: int | None) -> int | str:
 
         def count(frame: Any, event: str, arg: Any) -> None:
             nonlocal calls
-            calls += 1
+            calls += counts(frame, event)
             if calls == kill_after:
                 os.write(write, place_of(frame).encode())
                 os.kill(os.getpid(), signal.SIGKILL)

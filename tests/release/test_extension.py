@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 import sqlite3
 
 import numpy as np
 import pytest
 import torch
+from tests.release.contract import child
 
 import noshuffle as ns
 from noshuffle.auditing.run_folder import audit_run
@@ -20,6 +22,7 @@ from noshuffle.errors import (
 from noshuffle.noise import test_source as named_source
 from noshuffle.release import extension
 from noshuffle.release.extension import extend
+from noshuffle.release.seal import seal
 from noshuffle.release.verify import verify
 from noshuffle.strategies import blt, identity
 
@@ -344,3 +347,80 @@ def test_schedules_that_are_none(bad):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(InvalidInput):
         ns.privatize(model, optimizer, SHORT, clip_norm=bad, batch_size=4)
+
+
+#: What leaves something on the disk; a kill between two of them is as good as any other.
+WRITES = {"write_bytes", "take_coming_ring", "begin_life", "rebind", "note", "hold_to"}
+
+
+def is_write(frame, event):
+    return event == "return" and frame.f_code.co_name in WRITES
+
+
+@pytest.mark.parametrize("keep_keys", [False, True], ids=["sealed", "with keys"])
+def test_an_extension_that_is_killed_refutes_nothing(tmp_path, keep_keys):
+    """After every write: nothing was begun, or it is said what to do, and then it is done."""
+    plan = SHORT.extended(epochs=1, mechanism="continue") if keep_keys else MORE
+    finished(tmp_path / "run", keep_keys=keep_keys)
+    answers, said, kills = [], "killed", 0
+    while str(said).startswith("killed"):
+        kills += 1
+        path = tmp_path / f"run{kills}"
+        shutil.copytree(tmp_path / "run", path)
+        said = child(lambda: extend(path, plan), kills, counts=is_write)  # noqa: B023
+        try:
+            answers.append(verify(path).answer)
+        except InvalidInput as error:
+            answers.append(str(error).partition(" is ")[2][:14])
+        extend(path, plan)  # brings it to its end, or begins anew
+        assert verify(path).answer == "PROVED"
+        if kills % 3:  # the others are trained to their end, too
+            continue
+        private = start(plan, path)
+        assert private.resume() == 8
+        train(private, 12)
+        private.close()
+        assert verify(path).answer == "PROVED"
+    assert set(answers) == {"PROVED", "being extended"}
+    assert kills > 6
+    assert not isinstance(said, str), said
+
+
+@pytest.mark.parametrize("kills", [4, 5, 8], ids=["note", "keys", "checkpoint"])
+def test_a_half_extended_run_is_brought_to_its_end_before_it_is_sealed(tmp_path, kills):
+    """A seal of the mixture of two plans was refuted, and its keys were gone."""
+    finished(tmp_path)
+    assert str(child(lambda: extend(tmp_path, MORE), kills, counts=is_write)).startswith("killed")
+    with pytest.raises(InvalidInput, match="being extended"):
+        verify(tmp_path)
+    seal(tmp_path)
+    assert verify(tmp_path).answer == "PROVED"
+
+
+def test_a_half_extended_run_that_is_opened_is_brought_to_its_end(tmp_path):
+    """Down to statement.json, which a kill before its writing left as it was."""
+    finished(tmp_path)
+    said = child(lambda: extend(tmp_path, MORE), None, counts=is_write)
+    assert isinstance(said, int)
+    shutil.rmtree(tmp_path)
+    finished(tmp_path)
+    child(lambda: extend(tmp_path, MORE), said - 1, counts=is_write)  # all but the statement
+    with pytest.raises(InvalidInput, match="being extended"):
+        verify(tmp_path)
+    extension.finish(ns.release.folder.RunFolder(tmp_path))
+    assert verify(tmp_path).answer == "PROVED"
+
+
+def test_a_folder_in_which_no_run_has_begun(tmp_path):
+    """A process that is killed before plan.json is there leaves keys at most."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "key.json").touch()
+    with pytest.raises(InvalidInput, match=r"no run has begun .*; begin one with --out"):
+        verify(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InvalidInput, match=r"no run has begun .*; --resume begins it"):
+        verify(tmp_path)
+    finished(tmp_path / "run")
+    for name in ("plan.json", "ledger.sqlite", "statement.json"):
+        (tmp_path / "run" / name).unlink()
+    assert verify(tmp_path / "run").answer == "REFUTED"  # checkpoints are there

@@ -24,11 +24,12 @@ import numpy as np
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release import guard
-from noshuffle.release.extension import FACTS, KIND, why_not
+from noshuffle.release.extension import FACTS, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link, damage, described, stranger
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
+from noshuffle.release.unfinished import EXTENDED
 from noshuffle.release.units import Ids, UnitTable, name_to_id
 
 
@@ -164,7 +165,7 @@ def _units_of(rows: list[Row]) -> Iterator[tuple[int, Ids]]:
 
 def extensions(found: Found) -> Iterator[str]:
     """Every released row is of the plan; facts have changed where the run was extended alone."""
-    events = [(e.seq, json.loads(e.body)) for e in found.evidence.log(KIND)]
+    events = [(e.seq, json.loads(e.body)) for e in found.evidence.log(EXTENDED)]
     allowed = {seq + i for seq, note in events for i in range(1, int(note["facts"]) + 1)}
     known: dict[str, Any] = {}
     for event in found.evidence.log("fact"):
@@ -210,7 +211,7 @@ def keys(found: Found) -> Iterator[str]:
                 f"what needs the keys, which could not be read ({error.strerror or error})"
             )
             return
-        since = max(sealed_at(found.evidence.notes(KIND)), default=0)
+        since = max(sealed_at(found.evidence.notes(EXTENDED)), default=0)
         failures, checked = by_keys(
             ring, found.plan, found.rows, found.facts, found.lives, since=since
         )
@@ -239,7 +240,7 @@ def positions(found: Found) -> Iterator[str]:
     if all_secret and not found.plan.participation.is_sampled:
         yield f"step {all_secret[0].step} hides its units, and the plan has no secret draws"
         return
-    ends, notes = sealed_at(found.evidence.notes(KIND)), found.evidence.notes(POSITIONS)
+    ends, notes = sealed_at(found.evidence.notes(EXTENDED)), found.evidence.notes(POSITIONS)
     since = max(ends, default=0)
     yield from _earlier_positions([row for row in all_secret if row.step < since], notes)
     secret = [row for row in all_secret if row.step >= since]

@@ -40,11 +40,11 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS
+from noshuffle.release.unfinished import EXTENDED, is_half_extended
 from noshuffle.release.units import UnitTable
 from noshuffle.version import __version__
 
-#: The kind of note in the ledger, and the facts that an extension may give another value.
-KIND = "extended"
+#: The facts that an extension may give another value.
 FACTS = ("plan", "key", "clip", "batch_size", "noise_scale", "sealed", "rescaled")
 
 
@@ -95,10 +95,10 @@ def extend(
             "facts": len(new),
             "config": None if config is None else dict(config),
         }
-        if is_sealed:
-            folder.write_ring(ring)
+        if is_sealed:  # key.json comes with the note: keys of no life on record refute a run
+            folder.write_ring(ring, folder.coming_key_file)
             begin_life(ledger, ring, folder.ledger_file)
-        ledger.rebind(KIND, body, new)
+        ledger.rebind(EXTENDED, body, new)
         _apply(folder, ledger, plan)
     finally:
         ledger.close()
@@ -123,7 +123,7 @@ def finish(folder: RunFolder) -> None:
         return
     with closing(Evidence(folder.ledger_file)) as evidence:
         is_made = {"log", "steps"} <= evidence.names()  # not if killed while they were being made
-        notes = evidence.notes(KIND) if is_made else []
+        notes = evidence.notes(EXTENDED) if is_made else []
         steps = sum(1 for _ in evidence.rows()) if is_made else 0
     if not notes:
         return
@@ -136,10 +136,11 @@ def finish(folder: RunFolder) -> None:
 
 def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
     """Units, plan.json and the newest checkpoint as the ledger has them; does nothing twice."""
+    folder.take_coming_ring(str(ledger.meta("key")))
     ledger.hold_to(plan.guarded)  # a stage that begins at a released step has first steps anew
     if folder.plan() != plan:
         write_bytes(folder.plan_file, plan.to_json().encode())
-    note, found = ledger.notes(KIND)[-1], checkpoint.saved(folder.checkpoints)
+    note, found = ledger.notes(EXTENDED)[-1], checkpoint.saved(folder.checkpoints)
     if not found:
         raise InvalidInput(f"{folder.checkpoints} has no checkpoint any more; bring it back")
     path = found[-1]
@@ -152,10 +153,18 @@ def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
             f"{path / (wrong or ['.'])[-1]} is not what this run saved; bring it back"
         )
     state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    if state["plan"] == plan.hash:
-        return
-    if state["plan"] != note["before"]["plan"]:
-        raise InvalidInput(f"{path} is of an earlier plan than this extension's; bring it back")
+    if state["plan"] != plan.hash:
+        if state["plan"] != note["before"]["plan"]:
+            raise InvalidInput(f"{path} is of an earlier plan than this extension's; bring it back")
+        _rewrite(path, state, ledger, plan)
+    if is_half_extended(ledger, folder):
+        folder.signature_file.unlink(missing_ok=True)  # it was about the run as it had ended
+        ledger.note("files", files=folder.published())
+        write_statement(folder, plan, ledger)
+
+
+def _rewrite(path: Path, state: dict[str, Any], ledger: Ledger, plan: Plan) -> None:
+    """The state of the last released step, to go on under the new plan."""
     facts, noise = ledger.bound(), state.get("noise")
     recipe = plan.strategy.recipe(plan.steps)
     if noise is not None and ledger.released in StepPlans.of(recipe).anew:
@@ -178,9 +187,6 @@ def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
     files = {**checkpoint.digests(path), "state.pt": digest}
     ledger.note("checkpoint", step=int(state["step"]), files=files)
     write_bytes(path / "state.pt", buffer.getvalue(), mode=0o600)
-    folder.signature_file.unlink(missing_ok=True)  # it was about the run as it had ended
-    ledger.note("files", files=folder.published())
-    write_statement(folder, plan, ledger)
 
 
 def _refuse(folder: RunFolder, ledger: Ledger, old: Plan, plan: Plan, *, is_sealed: bool) -> None:

@@ -83,6 +83,8 @@ class RunFolder:
     signature_file = Inside("signature.json")
     checkpoints = Inside("checkpoints")
     key_file = Inside("checkpoints", "key.json")
+    #: Keys that an extension has drawn and not begun with; by its name a write that was left.
+    coming_key_file = Inside("checkpoints", ".key.json.0.tmp")
 
     def __init__(self, path: str | Path) -> None:
         instance_of((str, os.PathLike), **{"a run folder": path})
@@ -127,9 +129,18 @@ class RunFolder:
             what = "plan.json" if self.is_started else strangers[0]
             raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
 
-    def write_ring(self, ring: KeyRing) -> None:
+    def write_ring(self, ring: KeyRing, file: Path | None = None) -> None:
         """Keep the keys; durable when this returns."""
-        write_json(self.key_file, ring.to_dict(), mode=0o600)
+        write_json(file or self.key_file, ring.to_dict(), mode=0o600)
+
+    def take_coming_ring(self, name: str) -> None:
+        """Let the keys of this name that an extension has drawn be those of the run."""
+        if not self.coming_key_file.exists():
+            return
+        is_there = self.key_file.exists() and self.ring().name == name
+        if not is_there and KeyRing.from_dict(read_json(self.coming_key_file)).name == name:
+            self.coming_key_file.replace(self.key_file)
+            sync(self.checkpoints)
 
     def ring(self) -> KeyRing:
         """The keys; one clear line where they are gone."""

@@ -206,6 +206,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     counted here. `moved` is no longer needed.
     """
     old, new = RunFolder.of(parent), RunFolder(path)
+    finish(old)
     plan = old.plan()
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")

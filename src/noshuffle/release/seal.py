@@ -28,7 +28,7 @@ import torch
 from noshuffle.errors import NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.extension import KIND
+from noshuffle.release.extension import finish
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder, take
@@ -39,6 +39,7 @@ from noshuffle.release.ledger_tables import Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.signature import private_key, write_signature
+from noshuffle.release.unfinished import EXTENDED
 
 #: The kind of note in the ledger about secret positions, and what it says of them.
 POSITIONS, TO_BE_REMOVED, REMOVED = "positions", "to be removed", "removed"
@@ -59,6 +60,7 @@ def seal(
     and their raw counts (operator.jsonl), stay as they are.
     """
     folder = RunFolder.of(run)
+    finish(folder)
     plan = folder.plan()
     signer = None if sign is None else private_key(Path(sign))
     with _opened(folder, plan) as ledger:
@@ -71,7 +73,7 @@ def seal(
         if folder.key_file.exists():
             ring = folder.ring()
             lives = ledger.notes("life")
-            rows, since = list(ledger.rows()), max(sealed_at(ledger.notes(KIND)), default=0)
+            rows, since = list(ledger.rows()), max(sealed_at(ledger.notes(EXTENDED)), default=0)
             failures, checked = by_keys(ring, plan, rows, ledger.facts(), lives, since=since)
             if failures:
                 raise VerificationFailed(f"{folder.path}: {failures[0]}")
@@ -100,6 +102,7 @@ def seal(
 def note_files(run: RunFolder | str | Path) -> None:
     """Note the digests of a folder's files in its ledger, after a report was drawn, say."""
     folder = RunFolder.of(run)
+    finish(folder)
     with _opened(folder, folder.plan()) as ledger:
         ledger.note("files", files=folder.published())
         write_statement(folder, folder.plan(), ledger)

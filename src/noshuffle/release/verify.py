@@ -36,6 +36,7 @@ from noshuffle.release.ledger_errors import is_unreadable
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
+from noshuffle.release.unfinished import refuse_unfinished
 from noshuffle.release.verdict import Verdict
 
 Made = TypeVar("Made")
@@ -52,7 +53,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     cannot know what was never recorded. Of a saved stream, every phase is verified.
 
     Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
-    the guarantee: the error of the operating system is raised. Other files that cannot be read are
+    the guarantee: the error of the operating system is raised; so is a line where no run has begun,
+    or an extension was killed on its way (`unfinished`). Other files that cannot be read are
     named as not checked.
     """
     run, refuted = RunFolder(path), []
@@ -60,6 +62,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     phases = sorted(run.path.glob("phase-*"), key=lambda phase: (len(phase.name), phase.name))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
+    refuse_unfinished(run)
     try:
         plan = run.plan()
     except (NoshuffleError, *_NOT_THERE, UnicodeDecodeError) as error:

@@ -1,0 +1,58 @@
+"""Folders that a killed process left without a guarantee to speak of: a line instead of a verdict.
+
+    never begun    no plan, ledger, statement or checkpoint: nothing was released, and nothing is
+                   refuted by files that are not there
+    half extended  the ledger has an extension of which statement.json does not know, and no step
+                   since: plan, checkpoint and statement are of two plans until whoever opens the
+                   folder next brings it to its end (`extension.finish`)
+
+State: none.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing, suppress
+
+from noshuffle.errors import InvalidInput
+from noshuffle.release import checkpoint
+from noshuffle.release.files import read_json
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_tables import Evidence, LedgerTables
+
+#: The kind of note that an extension leaves in the ledger.
+EXTENDED = "extended"
+
+
+def refuse_unfinished(run: RunFolder) -> None:
+    """Raise, in one line, where the folder is of one of these kinds."""
+    ours = (run.plan_file, run.ledger_file, run.statement_file)
+    is_empty = run.path.is_dir() and not any(file.exists() for file in ours)
+    if is_empty and not checkpoint.saved(run.checkpoints):
+        again = "--resume begins it" if run.config_file.exists() else "begin one with --out"
+        raise InvalidInput(
+            f"no run has begun in {run.path}: it has no plan.json, ledger.sqlite or "
+            f"statement.json, and nothing was released; {again}"
+        )
+    try:
+        with closing(Evidence(run.ledger_file)) as evidence:
+            is_half = is_half_extended(evidence, run)
+    except (OSError, sqlite3.Error, ValueError, TypeError, KeyError):
+        return  # what cannot be read is a matter of the verdict
+    if is_half:
+        raise InvalidInput(
+            f"{run.path} is being extended, or its process was killed at that: nothing is known "
+            "of its guarantee until --resume has brought the extension to its end"
+        )
+
+
+def is_half_extended(ledger: LedgerTables, run: RunFolder) -> bool:
+    """Whether statement.json was written before the newest extension, and no step came since."""
+    events = list(ledger.log(EXTENDED))
+    if not events or next(ledger.rows(start=int(json.loads(events[-1].body)["released"])), None):
+        return False
+    told = 0
+    with suppress(OSError, ValueError, TypeError, KeyError):  # no statement at all
+        told = int(read_json(run.statement_file)["ledger_rows"])
+    return told < events[-1].seq
