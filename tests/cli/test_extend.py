@@ -1,13 +1,17 @@
 """noshuffle train --extend: more epochs, other batches, one ε."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.release.contract import child
 
 from noshuffle.cli import main
 from noshuffle.cli.train_extension import TrainOptions, extend_run
 from noshuffle.release import extension
+from noshuffle.release.seal import seal
 from noshuffle.release.verify import verify
 
 BRIEF = ["--model", "linear", "--mechanism", "identity", "--epochs", "1", "--batch-size", "400"]
@@ -40,3 +44,26 @@ def test_a_run_is_extended_killed_and_brought_to_its_end(tmp_path, monkeypatch, 
     ):
         assert main(["train", "--extend", run, *wrong]) == 2
         assert words in capsys.readouterr().err
+
+
+def is_write(frame, event):
+    names = {"end", "note", "write_bytes", "destroy_keys"}
+    return event == "return" and frame.f_code.co_name in names
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("again", ["--resume", "--extend"])
+def test_a_run_that_was_killed_while_it_was_sealed_goes_on(tmp_path, again):
+    """After every write: nothing refuted, and both commands bring the seal to its end first."""
+    assert main(["train", *BRIEF, "--epsilon", "4", "--keep-keys", "--out", str(tmp_path)]) == 0
+    more = ["--epochs", "1", "--mechanism", "identity", "--batch-size", "700"]
+    for kill in range(1, 12):
+        run = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{again}-{kill}"))
+        said = child(lambda: seal(run), kill, counts=is_write)  # noqa: B023
+        assert verify(run).answer in ("PROVED", "CONSISTENT"), kill
+        if kill in (1, 3, 5):
+            assert main(["train", again, str(run), *(more if again == "--extend" else [])]) == 0
+            assert verify(run).answer == "PROVED"
+        if not str(said).startswith("killed"):
+            break
+    assert not isinstance(said, str), said

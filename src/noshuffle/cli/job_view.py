@@ -26,7 +26,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import seal
+from noshuffle.release.seal import finish_seal, seal
 from noshuffle.release.signature import private_key
 from noshuffle.statement import PrivacyStatement
 
@@ -173,6 +173,8 @@ def run_and_tell(
 def finished(path: Path) -> JobResult | None:
     """What a run that is sealed ended with, from its folder; None if there is something to do."""
     folder = RunFolder(path)
+    if folder.is_started:
+        finish_seal(folder)
     if not folder.is_started or folder.key_file.exists():
         return None
     plan, said = folder.plan(), read_json(folder.statement_file)

@@ -55,6 +55,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     from noshuffle.release.extension import extend, finish
     from noshuffle.release.folder import RunFolder
     from noshuffle.release.opening import known_steps
+    from noshuffle.release.seal import finish_seal
 
     assert run.extend is not None
     if run.config or run.out or run.resume:
@@ -66,6 +67,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     home, more = RunFolder(run.extend), int(stated["epochs"])
     settings = KeptTrainSettings.of(kept_settings(run.extend, kind="train"))
     finish(home)
+    finish_seal(home)  # of a process that was killed at the end of the run
     plan, done = home.plan(), known_steps(home)
     batch = int(stated.get("batch_size", settings.batch_size))
     clip = float(stated.get("clip_norm", settings.clip_norm))

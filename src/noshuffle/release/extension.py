@@ -40,7 +40,7 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS
-from noshuffle.release.unfinished import EXTENDED, is_half_extended
+from noshuffle.release.unfinished import EXTENDED, is_half_extended, is_half_sealed
 from noshuffle.release.units import UnitTable
 from noshuffle.version import __version__
 
@@ -75,6 +75,10 @@ def extend(
     try:
         released, facts = ledger.released, ledger.bound()
         is_sealed = "sealed" in facts
+        if is_half_sealed(ledger, folder):
+            raise InvalidInput(
+                f"a seal of {folder.path} was killed on its way: seal it once more, then extend it"
+            )
         _refuse(folder, ledger, old, plan, is_sealed=is_sealed)
         ring = KeyRing.new() if is_sealed else folder.ring()
         new: dict[str, str | None] = {"plan": plan.hash, "key": ring.name, "sealed": None}

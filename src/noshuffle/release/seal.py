@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_errors import explained
-from noshuffle.release.ledger_tables import Row, broken_link
+from noshuffle.release.ledger_tables import Evidence, Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.unfinished import EXTENDED
+from noshuffle.release.unfinished import EXTENDED, is_half_sealed
 
 #: The kind of note in the ledger about secret positions, and what it says of them.
 POSITIONS, TO_BE_REMOVED, REMOVED = "positions", "to be removed", "removed"
@@ -97,6 +97,15 @@ def seal(
         if signer is not None:
             write_signature(folder, plan, ledger, signer)
     return checked
+
+
+def finish_seal(folder: RunFolder) -> None:
+    """Bring a seal to its end whose process was killed in between."""
+    if folder.key_file.exists() and folder.ledger_file.exists():
+        with closing(Evidence(folder.ledger_file)) as evidence:
+            is_half = "meta" in evidence.names() and is_half_sealed(evidence, folder)
+        if is_half:
+            seal(folder)
 
 
 def note_files(run: RunFolder | str | Path) -> None:

@@ -5,6 +5,8 @@
     half extended  the ledger has an extension of which statement.json does not know, and no step
                    since: plan, checkpoint and statement are of two plans until whoever opens the
                    folder next brings it to its end (`extension.finish`)
+    half sealed    the ledger says sealed, and the keys are there: a checkpoint may have lost its
+                   noise, and the ledger not know of it yet (a matter of the verdict)
 
 State: none.
 """
@@ -56,3 +58,8 @@ def is_half_extended(ledger: LedgerTables, run: RunFolder) -> bool:
     with suppress(OSError, ValueError, TypeError, KeyError):  # no statement at all
         told = int(read_json(run.statement_file)["ledger_rows"])
     return told < events[-1].seq
+
+
+def is_half_sealed(ledger: LedgerTables, run: RunFolder) -> bool:
+    """Whether a seal was begun and has not come to its end: another one would bring it there."""
+    return ledger.meta("sealed") is not None and run.key_file.exists()

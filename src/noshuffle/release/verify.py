@@ -36,7 +36,7 @@ from noshuffle.release.ledger_errors import is_unreadable
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
-from noshuffle.release.unfinished import refuse_unfinished
+from noshuffle.release.unfinished import is_half_sealed, refuse_unfinished
 from noshuffle.release.verdict import Verdict
 
 Made = TypeVar("Made")
@@ -178,7 +178,11 @@ def _saved(found: Found) -> Iterator[str]:
         if step not in noted:
             yield f"the ledger does not know of the checkpoint {path.name}"
         elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):
-            yield f"checkpoints/{path.name}/{name} is not what was saved"
+            line = f"checkpoints/{path.name}/{name}"
+            if name == "state.pt" and is_half_sealed(found.evidence, found.run):
+                found.unchecked.append(f"{line}, which a killed seal has left (seal it once more)")
+            else:
+                yield f"{line} is not what was saved"
     if noted and max(noted) not in paths:
         found.unchecked.append(f"the checkpoint of step {max(noted)}, which is not in the folder")
 
