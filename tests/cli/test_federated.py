@@ -8,12 +8,13 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
 from noshuffle.cli import main
+from noshuffle.cli.federated import federated
 from noshuffle.cli.federated_job import run_job
 from noshuffle.cli.federated_parts import (
     assemble,
@@ -24,7 +25,6 @@ from noshuffle.cli.federated_parts import (
 )
 from noshuffle.cli.federated_settings import PRESETS, FederatedSettings, clip_of, limits_of
 from noshuffle.cli.job_view import Stopped
-from noshuffle.cli.train import federated
 from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
 from noshuffle.federated.simulate import simulate
@@ -137,11 +137,10 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_help_tells_the_defaults() -> None:
     """A number or first word called a default is the one that is used, whatever the task."""
     told = {}
-    for name, hint in get_type_hints(federated, include_extras=True).items():
-        text = hint.__metadata__[0].help if hasattr(hint, "__metadata__") else ""
-        found = re.search(r"(\w+) \(default[);]|default ([\d.]+)\)", text)
+    for one in federated.options():
+        found = re.search(r"(\w+) \(default[);]|default ([\d.]+)\)", one.text)
         if found is not None:
-            told[name] = found[1] or found[2]
+            told[one.name] = found[1] or found[2]
     assert told.pop("task") == "digits"
     assert len(told) > 10
     for task in PRESETS:

@@ -20,7 +20,7 @@ HEAVY = ("typer", "click", "rich", "numpy", "scipy", "torch", "sqlite3", "matplo
 
 def test_the_list_says_what_the_commands_say() -> None:
     for name, entry in COMMANDS.items():
-        page = inspect.cleandoc(command(name).call.__doc__ or "")
+        page = inspect.cleandoc(command(name).__doc__ or "")
         assert entry.line == page.split("\n")[0], name
 
 

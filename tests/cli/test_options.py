@@ -12,7 +12,6 @@ import typer
 
 from noshuffle import __version__
 from noshuffle.cli import app, main
-from noshuffle.cli.application import readable
 from noshuffle.cli.epsilon import EpsilonSettings
 from noshuffle.cli.federated_settings import FederatedSettings
 from noshuffle.cli.fit import FitSettings
@@ -45,7 +44,7 @@ def typed(*line: str, only_given: bool = False) -> Any:
     made = []
     command = takes(given(Brewing) if only_given else Brewing)(made.append)
     tool = typer.Typer(pretty_exceptions_enable=False)
-    tool.command()(readable(command))
+    tool.command()(command)
     typer.main.get_command(tool).main(args=list(line), standalone_mode=False)
     return made[0]
 

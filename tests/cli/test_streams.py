@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from noshuffle import cli
 from noshuffle.cli import main, start
 from noshuffle.cli.promise import print_json
 from noshuffle.release.files import write_bytes
@@ -112,7 +111,8 @@ def test_what_is_wrong_with_a_ledger(
 def test_stopped_while_a_command_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "application", Mock(side_effect=KeyboardInterrupt))
+    stopped = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("noshuffle.cli.application.application", stopped)
     assert main(["epsilon", "--json"]) == 130
     told = capsys.readouterr()
     assert json.loads(told.out) == {"error": "stopped", "status": 130}

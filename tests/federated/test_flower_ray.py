@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from noshuffle import MinSeparation, Plan
+from noshuffle.errors import Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.simulate import RoundProgress, in_random_order
 from noshuffle.federated.tasks import FederatedTask
@@ -21,6 +22,7 @@ from noshuffle.noise import test_source as a_source
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
 pytest.importorskip("ray", reason="needs the extra 'federated'")
 
+from noshuffle.federated import flower_simulation
 from noshuffle.federated.flower_simulation import run_flower_simulation
 
 LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2, proximal=0.1)
@@ -98,3 +100,40 @@ def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
     assert got.users == expected.users
     for name, value in expected.parameters.items():
         assert torch.equal(got.parameters[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("own", "is_taken"),
+    [("/tmp", True), ("/tmp/" + "x" * 34, True), ("/tmp/" + "x" * 35, False), ("/tmp/a b", False)],
+)
+def test_sockets_of_ray_get_names_that_the_system_takes(
+    own: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", own)
+    with flower_simulation._short_folder() as folder:
+        if is_taken:
+            assert folder is None
+        else:
+            assert folder is not None
+            assert Path(folder).is_dir()
+            assert len(folder) < 20
+    assert folder is None or not Path(folder).exists()
+
+
+def test_ray_that_does_not_start_is_one_line_before_the_first_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flower's server would wait an hour for clients that never come."""
+    import ray
+
+    def fails(**_: object) -> None:
+        raise OSError("AF_UNIX path length cannot exceed\n107 bytes")
+
+    monkeypatch.setattr(ray, "init", fails)
+    task, rounds = a_task(), a_run(None)
+    with pytest.raises(Unsupported, match=r"did not start: AF_UNIX path .* exceed 107 bytes; try"):
+        run_flower_simulation(
+            rounds, a_model(), task, local=LOCAL, check_ins=in_random_order(task.users, seed=1)
+        )
+    assert rounds.server.round == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
@@ -47,19 +46,18 @@ def _everywhere(
 
 def readable(command: Command) -> Callable[..., Any]:
     """The command as typer reads it, with refusals in the words of its options, one line each."""
-    options = command.options()
+    names = [one.name for one in command.options()]
 
     def call(**given: Any) -> Any:
         try:
             return command(**given)
         except NoshuffleError as error:
-            return refuse(in_options(str(error), [one.name for one in options]))
+            return refuse(in_options(str(error), names))
         except KeyboardInterrupt as error:  # typer would say nothing
             return refuse("stopped", status=status_of(error))
 
-    parameters = [one.parameter() for one in options]
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    call.__signature__ = command.__signature__  # type: ignore[attr-defined]
+    call.__annotations__ = command.__annotations__
     return call
 
 

@@ -202,18 +202,29 @@ def given(record: type[Any]) -> Options:
     return Options(record, only_given=True)
 
 
-@dataclass(frozen=True)
 class Command:
-    """A command and the records that it is called with, made of the options that were typed."""
+    """A command and the records that it is called with, made of the options that were typed.
 
-    call: Callable[..., Any]
-    sources: tuple[Options, ...]
+    typer reads signature and annotations, which are made when it does: the help needs neither.
+    """
+
+    def __init__(self, call: Callable[..., Any], sources: tuple[Options, ...]) -> None:
+        self.call, self.sources = call, sources
+        self.__name__, self.__doc__ = call.__name__, call.__doc__
 
     def __call__(self, **options: Any) -> Any:
         return self.call(*(one.made(options) for one in self.sources))
 
     def options(self) -> list[CommandOption]:
         return [option for one in self.sources for option in one.options()]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.Signature([one.parameter() for one in self.options()])
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {p.name: p.annotation for p in self.__signature__.parameters.values()}
 
 
 def takes(*sources: type[Any] | Options) -> Callable[[Callable[..., Any]], Command]:

@@ -62,7 +62,7 @@ def one_command(name: str) -> str:
     for one in options:
         if one.is_argument:
             usage += f" {one.metavar}" if one.is_required else f" [{one.metavar}]"
-    paragraphs = inspect.cleandoc(own.call.__doc__ or "").split("\n\n")
+    paragraphs = inspect.cleandoc(own.__doc__ or "").split("\n\n")
     sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for one in options:
         heading = "Arguments" if one.is_argument else one.heading or "Options"
