@@ -13,11 +13,12 @@ import pytest
 
 from noshuffle.cli import main, tune
 from noshuffle.cli.job_view import JobWords, run_and_tell
-from noshuffle.cli.settings import RunOptions, TrainSettings, begun, dated
+from noshuffle.cli.settings import RunOptions, TrainSettings, begun, check_new_folder, dated
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.keys import KeyRing
 from noshuffle.release.private_sum import PrivateSum
 
 
@@ -44,6 +45,26 @@ def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> No
     with pytest.raises(InvalidInput, match="holds another run"), begun(folder, {"a": (2,)}):
         pass
     assert json.loads(folder.config_file.read_text()) == {"a": [1]}
+
+
+def test_keys_of_a_run_that_was_stopped_before_its_plan_are_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed: --out found the folder not empty, and --resume found no run."""
+    folder = RunFolder(tmp_path / "r")
+    plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("noshuffle.release.folder.write_bytes", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), begun(folder, {"a": 1}):
+            folder.begin(plan, KeyRing.new())
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    (folder.path / "own.txt").touch()
+    with pytest.raises(InvalidInput, match=r"is not empty; use another --out$"):
+        check_new_folder(folder.path)
+    folder.write_config({})
+    with pytest.raises(InvalidInput, match=r"is not empty; go on with --resume .*, or use another"):
+        check_new_folder(folder.path)
 
 
 def test_a_folder_that_was_begun_during_the_imports(tmp_path: Path) -> None:

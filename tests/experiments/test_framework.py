@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from noshuffle import experiments
 from noshuffle.cli import main
 from noshuffle.errors import InvalidInput
+from noshuffle.experiments import accuracy
 from noshuffle.experiments.__main__ import main as program
 from noshuffle.experiments.figure import Cell, Claim, not_tested, only_keys, shipped, verdict
 from noshuffle.experiments.runner import compute
@@ -136,11 +138,132 @@ def test_the_command_writes_table_pictures_claims_and_json(
         "rates --within -1",
         "rates --device tpu",
         "rates --data no/such/folder",
+        "rates --only=",
+        "rates --draw --out nowhere",
+        "rates --quick --out a/file",
+        "rates --within 1e400",
+        "rates --trials 0",
     ],
 )
-def test_bad_input_is_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/file").touch()
     assert main(["reproduce", *line.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def kept(**other: Any) -> dict[str, Any]:
+    """The results of one cell of the figure of rates."""
+    settings = {**shipped("rates", quick=True), "is_quick": True}
+    cell = {"result": {"ε": None}, "seconds": 1.0}
+    return {"figure": "rates", "settings": settings, "cells": {"ftrl": cell}, **other}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ('{"figure": "ra', "is not JSON"),
+        ("[]", "does not hold results of rates"),
+        (kept(figure="noise"), "does not hold results of rates"),
+        (kept(settings={"is_quick": True, "steps": 1}), "other settings (of another version?)"),
+        (kept(settings={"is_quick": False}), "made with no --quick; give the same"),
+        (kept(cells=None), "is damaged"),
+        (kept(cells={"ftrl": {"result": 1}}), "is damaged"),
+        (kept(cells={"ftrl": {"result": 1, "seconds": "?"}}), "is damaged"),
+        (kept(), "cannot be drawn"),
+        (kept(cells={}), "has no results to draw"),
+    ],
+)
+def test_results_that_cannot_be_gone_on_with_are_one_line(
+    found: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half written, of another version, edited: told, and left as they were."""
+    text = found if isinstance(found, str) else json.dumps(found)
+    (tmp_path / "results.json").write_text(text)
+    assert main(["reproduce", "rates", "--quick", "--draw", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert (tmp_path / "results.json").read_text() == text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_one_process_at_a_time_computes_in_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second would write its results over those of the first."""
+    ready, told = os.pipe()
+    other = os.fork()
+    if other == 0:
+        try:
+            with Store(tmp_path / "results.json", "rates", {}).alone():
+                os.write(told, b"held")
+                signal.pause()  # until it is killed
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(ready, 4) == b"held"
+        line = f"reproduce rates --quick --only noisy_max --out {tmp_path}"
+        assert main(line.split()) == 2
+        assert "another process computes in" in capsys.readouterr().err
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert not main(line.split())
+
+
+def study(**other: Any) -> dict[str, Any]:
+    task = {"title": "t", "data": "mnist", "model": "linear", "batch": 10, "epochs": 1,
+            "held_out": 10, "search": [1.0], "middle": [0.1]}  # fmt: skip
+    group = {"task": "t", "lines": ["l"], "epsilons": [1.0], "trials": [0]}
+    settings = {
+        "factors": [0.5, 1.0, 2.0],
+        "tasks": {"t": task},
+        "lines": {"l": {"title": "l", "fit": "blt"}},
+        "groups": [group],
+    }
+    for path, value in other.items():
+        part: Any = settings
+        *way, last = path.split("__")
+        for name in way:
+            part = part[int(name) if name.isdigit() else name]
+        part[last] = value
+    return settings
+
+
+def test_one_learning_rate_is_not_searched_any_wider() -> None:
+    """An IndexError."""
+    for settings, widens in ((study(), 1), (study(factors=[1.0]), 0)):
+        keys = [cell.key for cell in accuracy.cells(experiments.Request(settings=settings))]
+        assert sum("widen" in key for key in keys) == widens
+        assert sum("final" in key for key in keys) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"factors": []}, "settings: factors is empty"),
+        ({"groups": []}, "settings: groups is empty"),
+        ({"groups__0__epsilons": []}, "group 1: epsilons is empty"),
+        ({"groups__0__trials": []}, "group 1: trials is empty"),
+        ({"groups__0__lines": ["m"]}, "lines of group 1 must be one of l"),
+        ({"groups__0__task": "u"}, "task of group 1 must be one of t"),
+        ({"tasks__t__colour": 1}, "task t has an unknown key 'colour'"),
+        ({"lines__l__colour": 1}, "line l has an unknown key 'colour'"),
+        ({"tasks__t__search": [1.0, 2.0]}, "needs a middle for each ε"),
+        ({"tasks__t__search": []}, "task t: search is empty"),
+        ({"lines__l": {}}, "line l: fit is missing"),
+    ],
+)
+def test_settings_of_a_study_that_cannot_be_are_one_line(other: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words.replace("(", r"\(")):
+        accuracy.cells(experiments.Request(settings=study(**other)))
 
 
 @pytest.mark.parametrize("before", ["elsewhere", None])

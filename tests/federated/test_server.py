@@ -26,6 +26,7 @@ from noshuffle.errors import (
 from noshuffle.federated import ServerOptimizer, statement_for
 from noshuffle.federated.per_user import epsilon_of, spending
 from noshuffle.noise import test_source as a_source
+from noshuffle.release.verify import verify
 from noshuffle.strategies import tree
 
 SHAPES = {"w": (3, 2), "scale": (), "b": (4,)}
@@ -314,3 +315,10 @@ def test_a_run_with_noise_of_another_version_is_refused(tmp_path: Path, change: 
     server.ledger.db.execute(f"{change} WHERE name = 'noise'")
     with pytest.raises(InvalidInput, match="begun by another version of noshuffle"):
         a_server(a_plan(), run=tmp_path / "run")
+
+
+def test_a_folder_has_a_statement_from_its_beginning_on(tmp_path: Path) -> None:
+    """Killed in its first round, an honest run was refuted for the lack of one."""
+    server = a_server(a_plan(), run=tmp_path)
+    assert not verify(tmp_path).refuted
+    server.close()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.settings import check_device
 from noshuffle.cli.words import say as tell
-from noshuffle.errors import one_of, positive
+from noshuffle.errors import InvalidInput, one_of, positive
 from noshuffle.experiments import FIGURES
+
+if TYPE_CHECKING:
+    from noshuffle.experiments.figure import Checked, Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,6 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
         positive(within=asked.within)
     check_device(asked.device)
     from noshuffle import experiments
-    from noshuffle.release.files import write_bytes
 
     folder = asked.out or Path("reproduced") / asked.figure
     say = None if output.json else experiments.to_stderr
@@ -57,15 +60,20 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
             say=say,
         )
         stopped = outcome.stopped
-    shown = experiments.figure(asked.figure)
     results = store.results
-    text, claims = shown.table(results), shown.checked(results)
+    if asked.draw and not results:
+        raise InvalidInput(
+            f"{store.path} has no results to draw; give the --out that has them, or compute them "
+            "without --draw"
+        )
+    try:
+        text, claims, pictures = _written(asked.figure, results, folder)
+    except (KeyError, IndexError, TypeError, AttributeError) as e:
+        raise InvalidInput(
+            f"{store.path} holds results that cannot be drawn ({type(e).__name__}: {e}), of "
+            "another version or damaged; compute them again with another --out"
+        ) from e
     lines = "\n".join(str(claim) for claim in claims)
-    write_bytes(folder / "table.md", f"{text}\n".encode())
-    write_bytes(folder / "claims.md", f"{lines}\n".encode())
-    pictures = [folder / "figure.svg", folder / "figure.png"] if results else []
-    for path in pictures:
-        shown.draw(results, path)
     if output.json:
         record = {**store.record, "claims": [asdict(claim) for claim in claims]}
         print_json({**record, "seconds": store.seconds, "pictures": [str(p) for p in pictures]})
@@ -73,3 +81,19 @@ def reproduce(asked: FigureSettings, output: Output) -> None:
     print(f"{text}\n")
     tell(f"{lines}\n")
     print(f"{store.seconds:.0f} s of work in {folder}" + (f"; {stopped}" if stopped else ""))
+
+
+def _written(name: str, results: Results, folder: Path) -> tuple[str, list[Checked], list[Path]]:
+    """The table and the claims of results, written down with their pictures."""
+    from noshuffle.experiments import figure
+    from noshuffle.release.files import write_bytes
+
+    shown = figure(name)
+    text, claims = shown.table(results), shown.checked(results)
+    lines = "\n".join(str(claim) for claim in claims)
+    write_bytes(folder / "table.md", f"{text}\n".encode())
+    write_bytes(folder / "claims.md", f"{lines}\n".encode())
+    pictures = [folder / "figure.svg", folder / "figure.png"] if results else []
+    for path in pictures:
+        shown.draw(results, path)
+    return text, claims, pictures

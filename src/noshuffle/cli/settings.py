@@ -36,6 +36,8 @@ how = partial(setting, heading="How it runs")
 folder = partial(setting, heading="Run folder")
 training = partial(setting, heading="Training")
 DEFAULT_EPSILON = 8.0
+#: Largest learning rate and clip norm: noise and steps beyond it are no float32.
+MOST = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,9 @@ class TrainSettings(RunSettings):
             )
         if self.separation is not None and not is_banded:
             raise InvalidInput("separation belongs to sampling cyclic or separated")
+        for name in ("lr", "clip_norm"):
+            if (came := getattr(self, name)) > MOST:
+                raise InvalidInput(f"{name} must be at most {MOST:g} (float32), got {came:g}")
         if self.norm_share >= 1:
             raise InvalidInput(f"norm_share must lie in [0, 1), got {self.norm_share}")
         if self.average >= 1:
@@ -310,22 +315,23 @@ def dated(name: str) -> Path:
     return next(one for one in chain([path], others) if not one.exists())
 
 
-def check_new_folder(out: Path) -> None:
+def check_new_folder(out: Path, *, resumes: bool = True) -> None:
     """Refuse to begin a run in a file or in a folder that holds something."""
     utf8(out=out)
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
     if out.exists() and any(file.name != ".lock" for file in out.iterdir()):
-        again = f"--resume {quoted(out)}"
-        raise InvalidInput(f"{out} is not empty; go on with {again}, or use another --out")
+        is_run = resumes and (out / "config.json").exists()
+        again = f"go on with --resume {quoted(out)}, or " if is_run else ""
+        raise InvalidInput(f"{out} is not empty; {again}use another --out")
 
 
 @contextmanager
 def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
-    Those of a run that was refused are taken away again, and so are folders that were made for it.
-    Another process that began in the same folder meanwhile keeps its own.
+    Those of a run that was refused are taken away again, keys included, and so are folders that
+    were made for it. Another process that began in the same folder meanwhile keeps its own.
     """
     from noshuffle.release.files import read_json
     from noshuffle.release.folder import take
@@ -342,7 +348,10 @@ def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
     except BaseException:
         if not home.is_started:
             home.config_file.unlink(missing_ok=True)
+            home.destroy_keys()
             with suppress(OSError):  # somebody has put something into it
+                if home.checkpoints.exists():
+                    home.checkpoints.rmdir()
                 if made:
                     (home.path / ".lock").unlink(missing_ok=True)
                 for each in made:

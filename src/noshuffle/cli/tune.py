@@ -48,7 +48,7 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
         raise InvalidInput("tune has neither --baseline nor --test-seed: give them to train")
     check_device(settings.device)
     out = search.out or dated(f"tune-{settings.folder_name()}")
-    check_new_folder(out)
+    check_new_folder(out, resumes=False)
     choices = [
         replace(settings, lr=rate, clip_norm=norm)
         for rate in _numbers(search.learning_rates, [settings.lr * f for f in (0.25, 0.5, 1, 2, 4)])

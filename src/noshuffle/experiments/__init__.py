@@ -67,5 +67,6 @@ def run(
     asked = Request(settings=shipped(name, quick=quick), quick=quick, trials=trials, device=device)
     with looked_up_in(data):
         cells = only_keys(figure(name).cells(asked), only)
-        store = open_store(name, folder, quick=quick)
-        return store, compute(cells, store, device=device, within=within, say=say)
+        with open_store(name, folder, quick=quick).alone():
+            store = open_store(name, folder, quick=quick)  # as it is now
+            return store, compute(cells, store, device=device, within=within, say=say)

@@ -72,6 +72,8 @@ class _LineCells:
             self._cell(f"search/{place}", partial(self._train, part), 0.9 * len(part))
             for place, part in enumerate(_parts(runs, task.most))
         ]
+        if len(factors) == 1:  # a rate that is given, not searched
+            return found
         widen = partial(self._widen, factors[1] / factors[0])
         first = tuple(cell.key for cell in found)
         return [*found, self._cell("widen", widen, 0.9 * len(runs) / len(factors), first)]

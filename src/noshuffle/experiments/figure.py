@@ -27,6 +27,8 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, whole
 
+#: Cells that are named where one was asked for that is not there.
+_SHOWN = 20
 HOLDS, DIFFERS, NOT_TESTED = "HOLDS", "DIFFERS", "NOT TESTED"
 Results = Mapping[str, Any]
 
@@ -148,11 +150,15 @@ def only_keys(cells: Sequence[Cell], prefixes: Sequence[str]) -> list[Cell]:
     """The cells whose key begins so, with all that they need; all if nothing is asked."""
     if not prefixes:
         return list(cells)
+    if not all(prefix.strip() for prefix in prefixes):
+        raise InvalidInput("only must be the beginning of a key, got nothing; leave it out for all")
     by_key = {cell.key: cell for cell in cells}
     wanted = [cell.key for cell in cells if cell.key.startswith(tuple(prefixes))]
     if not wanted:
-        names = ", ".join(by_key)
-        raise InvalidInput(f"no cell is called {', '.join(prefixes)}; there are: {names}")
+        names = ", ".join(list(by_key)[:_SHOWN]) + (", …" if len(by_key) > _SHOWN else "")
+        raise InvalidInput(
+            f"no cell is called {', '.join(prefixes)}; there are {len(by_key)}: {names}"
+        )
     kept: set[str] = set()
     while wanted:
         key = wanted.pop()

@@ -10,9 +10,10 @@ No state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
 
+from noshuffle.errors import InvalidInput, one_of
 from noshuffle.experiments.fitted import AMPLIFIED, name_at
 
 
@@ -80,21 +81,50 @@ class Group:
 
 
 def groups(settings: Mapping[str, Any]) -> list[Group]:
-    """The groups of a settings file."""
-    tasks = {
-        name: StudyTask(name=name, **{k: _frozen(v) for k, v in record.items()})
-        for name, record in settings["tasks"].items()
-    }
-    lines = {name: StudyLine(name=name, **record) for name, record in settings["lines"].items()}
-    return [
-        Group(
-            tasks[record["task"]],
-            tuple(lines[name] for name in record["lines"]),
-            tuple(record["epsilons"]),
-            tuple(record["trials"]),
+    """The groups of a settings file; what is missing, unknown or empty there is one line."""
+    tasks = {name: _record(StudyTask, name, own) for name, own in settings["tasks"].items()}
+    lines = {name: _record(StudyLine, name, own) for name, own in settings["lines"].items()}
+    _filled("settings", settings, "factors", "groups")
+    out = []
+    for place, record in enumerate(settings["groups"]):
+        where = f"group {place + 1}"
+        _filled(where, record, "task", "lines", "epsilons", "trials")
+        one_of(tuple(tasks), **{f"task of {where}": record["task"]})
+        for name in record["lines"]:
+            one_of(tuple(lines), **{f"lines of {where}": name})
+        own = (tuple(record[name]) for name in ("epsilons", "trials"))
+        out.append(Group(tasks[record["task"]], tuple(lines[n] for n in record["lines"]), *own))
+    for task in tasks.values():
+        if not 0 < len(task.search) == len(task.middle):
+            raise InvalidInput(
+                f"task {task.name} needs a middle for each ε of search, got "
+                f"{len(task.middle)} for {len(task.search)}"
+            )
+    return out
+
+
+Made = TypeVar("Made", StudyTask, StudyLine)
+
+
+def _record(kind: type[Made], name: str, record: Mapping[str, Any]) -> Made:
+    """A record of a settings file; unknown and missing names are refused."""
+    known = {one.name for one in fields(kind)} - {"name"}
+    needed = {one.name for one in fields(kind) if one.default is MISSING} - {"name"}
+    what = kind.__name__.removeprefix("Study").lower()
+    if unknown := sorted(set(record) - known):
+        raise InvalidInput(
+            f"{what} {name} has an unknown key {unknown[0]!r}; there are: "
+            f"{', '.join(sorted(known))}"
         )
-        for record in settings["groups"]
-    ]
+    _filled(f"{what} {name}", record, *sorted(needed))
+    return kind(name=name, **{key: _frozen(value) for key, value in record.items()})
+
+
+def _filled(where: str, record: Mapping[str, Any], *names: str) -> None:
+    """These names are there; a list has something in it (the text of a mechanism may be empty)."""
+    for name in names:
+        if name not in record or record[name] == []:
+            raise InvalidInput(f"{where}: {name} is {'empty' if name in record else 'missing'}")
 
 
 def _frozen(value: Any) -> Any:

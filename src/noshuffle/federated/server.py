@@ -120,6 +120,8 @@ class ServerOptimizer(OneOwner):
         self.user_identity = GIVEN
         self.ancestors = self._release.ancestors
         self._statement: PrivacyStatement | None = None
+        if not self.ledger.released:  # a folder has a statement from its beginning on
+            self.write_statement()
 
     @property
     def ledger(self) -> Ledger:

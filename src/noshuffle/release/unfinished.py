@@ -1,6 +1,6 @@
 """Folders that a killed process left without a guarantee to speak of: a line instead of a verdict.
 
-    never begun    no plan, ledger, statement or checkpoint: nothing was released, and nothing is
+    never begun    no statement, checkpoint or row of a step: nothing was released, and nothing is
                    refuted by files that are not there
     half extended  the ledger has an extension of which statement.json does not know, and no step
                    since: plan, checkpoint and statement are of two plans until whoever opens the
@@ -29,19 +29,22 @@ EXTENDED = "extended"
 
 def refuse_unfinished(run: RunFolder) -> None:
     """Raise, in one line, where the folder is of one of these kinds."""
-    ours = (run.plan_file, run.ledger_file, run.statement_file)
-    is_empty = run.path.is_dir() and not any(file.exists() for file in ours)
-    if is_empty and not checkpoint.saved(run.checkpoints):
-        again = "--resume begins it" if run.config_file.exists() else "begin one with --out"
-        raise InvalidInput(
-            f"no run has begun in {run.path}: it has no plan.json, ledger.sqlite or "
-            f"statement.json, and nothing was released; {again}"
-        )
+    if not run.path.is_dir():
+        return
     try:
         with closing(Evidence(run.ledger_file)) as evidence:
+            has_steps = next(evidence.rows(), None) is not None
             is_half = is_half_extended(evidence, run)
+    except FileNotFoundError:
+        has_steps = is_half = False
     except (OSError, sqlite3.Error, ValueError, TypeError, KeyError):
         return  # what cannot be read is a matter of the verdict
+    if not has_steps and not run.statement_file.exists() and not checkpoint.saved(run.checkpoints):
+        again = "--resume begins it" if run.config_file.exists() else "begin one with --out"
+        raise InvalidInput(
+            f"no run has begun in {run.path}: it has no statement and no step on record, and "
+            f"nothing was released; {again}"
+        )
     if is_half:
         raise InvalidInput(
             f"{run.path} is being extended, or its process was killed at that: nothing is known "
