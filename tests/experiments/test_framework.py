@@ -16,6 +16,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.experiments import accuracy
 from noshuffle.experiments.__main__ import main as program
 from noshuffle.experiments.figure import Cell, Claim, not_tested, only_keys, shipped, verdict
+from noshuffle.experiments.panels import legend_below, panels
 from noshuffle.experiments.runner import compute
 from noshuffle.experiments.store import Store
 
@@ -286,3 +287,22 @@ def test_the_folder_of_the_data_is_that_of_one_run(
     assert program(["rates", "--quick", "--data", str(tmp_path), "--out", str(tmp_path / "r")]) == 2
     assert seen == [str(tmp_path)] * 2
     assert os.environ.get("NOSHUFFLE_DATA") == before
+
+
+def test_a_legend_is_below_its_panel_and_pictures_are_alike_each_time(tmp_path: Path) -> None:
+    """In the panel it hid points that came later."""
+    drawn = []
+    for name in ("a", "b"):
+        with panels(tmp_path / name / "f.svg", 1, 1, size=(4.0, 3.0)) as (axes,):
+            (tmp_path / name).mkdir()
+            legend_below(axes)  # of nothing: none
+            assert axes.get_legend() is None
+            for i in range(12):
+                axes.plot([0, 1], [i, 2 * i], label=f"line {i}")
+            legend_below(axes)
+            axes.figure.draw_without_rendering()
+            legend = axes.get_legend().get_window_extent()
+            assert legend.y1 < axes.get_window_extent().y0
+            assert legend.y0 >= 0
+        drawn.append((tmp_path / name / "f.svg").read_bytes())
+    assert drawn[0] == drawn[1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from noshuffle.experiments.accuracy import Point, curve
 from noshuffle.experiments.figure import ClaimVerdict, Results, not_tested, shipped, verdict
-from noshuffle.experiments.panels import COLOURS, markdown, panels
+from noshuffle.experiments.panels import COLOURS, legend_below, markdown, panels
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -80,8 +80,8 @@ def draw(
     """
     settings, found = shipped(figure), _found(figure, results)
     names = list(found) or [""]
-    columns = min(len(names), 3)
-    with panels(path, -(-len(names) // columns), columns, size=(5.2, 4.2)) as grid:
+    columns = 2 if len(names) == 4 else min(len(names), 3)
+    with panels(path, -(-len(names) // columns), columns, size=(5.2, 4.8)) as grid:
         for axes, task in zip(grid, names):
             _panel(axes, results, task, found.get(task, ()), settings, published.get(task, {}))
         for axes in grid[::columns]:
@@ -103,17 +103,17 @@ def _panel(
             axes.axhline(100 * points[0.0].mean, label=label, color="black", lw=0.8, ls=":")
             continue
         y, bars = zip(*((100 * p.mean, 100 * p.deviation) for p in points.values()))
-        style = STYLES.get(line, {"color": "#9aa5b1"})
+        style = STYLES.get(line, {"color": "#9aa5b1", "marker": "."})
         axes.errorbar(list(points), y, yerr=bars, label=label, ms=4, lw=1.3, **style)
     for (name, values), mark in zip(published.items(), "x+1"):
-        axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=name)
+        axes.plot(*zip(*values.items()), mark, color="black", ms=5, label=name, zorder=4)
     axes.set(xscale="log", xlabel="ε", title=_title(task, settings, _made(results, task)))
     shown = [epsilon for line in lines for epsilon in curve(results, task, line) if epsilon > 0]
     ends = min(shown, default=1.0), max(shown, default=16.0)
     ticks = [tick for tick in (0.5, 1, 2, 4, 8, 16) if ends[0] <= tick <= 1.3 * ends[1]]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    legend_below(axes)
 
 
 STYLES: dict[str, dict[str, Any]] = {

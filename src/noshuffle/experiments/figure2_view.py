@@ -21,7 +21,14 @@ from noshuffle.experiments.figure import (
     not_tested,
     verdict,
 )
-from noshuffle.experiments.panels import COLOURS, line, markdown, panels, plain_ticks
+from noshuffle.experiments.panels import (
+    COLOURS,
+    legend_below,
+    line,
+    markdown,
+    panels,
+    plain_ticks,
+)
 
 TITLES = {
     "blt": "DP-FTRL, BLT",
@@ -111,7 +118,7 @@ def draw(results: Results, path: Path) -> None:
     shown = heads(results)
     if not shown:
         return
-    with panels(path, len(shown), 3, size=(4.2, 3.6)) as axes:
+    with panels(path, len(shown), 3, size=(4.2, 4.0)) as axes:
         for row, head in enumerate(shown):
             over_epsilon, over_noise, computation = axes[3 * row : 3 * row + 3]
             _accuracy(over_epsilon, over_noise, results, head)
@@ -134,7 +141,7 @@ def _accuracy(over_epsilon: Any, over_noise: Any, results: Results, head: str) -
         for axis in (over_epsilon, over_noise):
             axis.axhline(level, color="0.5", ls="--", lw=1, label="no noise")
     over_epsilon.set(xscale="log", xlabel="ε of a user", ylabel="accuracy, %", title=f"2a: {head}")
-    over_epsilon.legend(fontsize=6.5, frameon=False)
+    legend_below(over_epsilon)
     over_noise.set(xscale="log", xlabel="noise multiplier", title="2b: over noise multipliers")
 
 
@@ -158,7 +165,7 @@ def _computation(axis: Any, results: Results, head: str) -> None:
     axis.set(xlabel="clients a round", ylabel="ε of a user", title="2c: at equal accuracy")
     if words:
         plain_ticks(axis, sorted({p["clients"] for line in lines for p in line["points"]}))
-        axis.legend(fontsize=6.5, frameon=False)
+        legend_below(axis)
 
 
 def _lines(results: Results, head: str, word: str) -> dict[str, dict[str, Any]]:

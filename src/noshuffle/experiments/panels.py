@@ -37,7 +37,13 @@ def panels(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"font.size": 8, "svg.fonttype": "none", "axes.titlesize": 9}):
+    look: Any = {
+        "font.size": 8,
+        "svg.fonttype": "none",
+        "axes.titlesize": 9,
+        "svg.hashsalt": path.stem,
+    }
+    with pyplot.rc_context(look):
         figure, grid = pyplot.subplots(
             rows,
             columns,
@@ -52,9 +58,23 @@ def panels(
             yield axes
             for one in axes:
                 one.set_visible(one.has_data())
-            figure.savefig(path, dpi=130)
+            is_dated = path.suffix == ".svg"  # which would be another file each time
+            figure.savefig(path, dpi=130, metadata={"Date": None} if is_dated else None)
         finally:
             pyplot.close(figure)
+
+
+def legend_below(axes: Any, *, columns: int = 2) -> None:
+    """What the lines are, below the panel: in it a legend hides points that come later."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.13),
+            ncols=columns,
+            frameon=False,
+            fontsize=7,
+            columnspacing=1.2,
+        )
 
 
 def line(
