@@ -192,6 +192,25 @@ def test_plan_says_what_no_mechanism_is_below(capsys: pytest.CaptureFixture[str]
     assert main([*line.split(), "--momentum", "0.9"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("more", "is_there"),
+    [("", True), ("--mechanism identity", False), ("--noise-multiplier 2", False)],
+)
+def test_dp_sgd_stands_in_the_table_with_and_without_samples(
+    more: str, is_there: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "plan --epochs 4 --steps-per-epoch 8 --max-buffers 0"
+    assert main([*line.split(), *more.split()]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {" ".join(row[:2]): row for row in rows if row[:1] == ["identity,"]}
+    assert list(found) == (["identity, sampled"] if is_there else [])
+    if is_there:  # less noise than without, at the same ε
+        (plain,) = (row for row in rows if row[:1] == ["identity"] and row[1] == "8.000")
+        sampled = found["identity, sampled"]
+        assert sampled[2] == "8.000"
+        assert 0 < float(sampled[3]) < float(plain[2])
+
+
 def test_the_usual_table_of_a_long_run_is_short() -> None:
     asked: list[str] = []
 

@@ -34,7 +34,10 @@ LINES: dict[str, tuple[str, tuple[str, ...]]] = {
         "plan --steps 16 --mechanism tree --bound",
         ("mechanism", "rms_error", "noise_multiplier", "rms_error_lower_bound"),
     ),
-    "reproduce": ("reproduce bounds --draw --out bounds", ("claims", "seconds", "pictures")),
+    "reproduce": (
+        "reproduce rates --quick --only noisy_max --out rates",
+        ("claims", "seconds", "pictures"),
+    ),
     "train": (
         "train --epochs 1 --batch-size 240 --mechanism tree --norm-share 0.05 --out trained",
         (*JOB, "baseline_accuracy"),

@@ -25,6 +25,15 @@ def backwards(data: datasets.DataSet) -> np.ndarray:
     return np.arange(len(data))[::-1]
 
 
+def of_an_epoch(data: datasets.DataSet, epoch: int) -> np.ndarray:
+    return backwards(data)
+
+
+def test_an_order_that_takes_something_else_is_one_line() -> None:
+    with pytest.raises(InvalidInput, match="must be a function of the data set: missing"):
+        rows_in_order(datasets.load("digits"), f"{__name__}:of_an_epoch", batch=100)
+
+
 def test_orders_hold_every_row_once() -> None:
     data = datasets.load("digits")
     whole = len(data) // 100 * 100

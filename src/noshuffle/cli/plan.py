@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.promise import Output, Promise, check_picture, print_json
 from noshuffle.cli.words import say
-from noshuffle.errors import InvalidInput, one_of, whole
+from noshuffle.errors import InvalidInput, NoshuffleError, one_of, whole
 from noshuffle.participation import Epochs, Participation
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(Promise):
-    mechanism: str = setting("usual", "one mechanism, 'usual' or 'all' that fit")
+    mechanism: str = setting("usual", "one mechanism by name, usual, or all that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
     max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
     sampling: str = setting(
@@ -76,9 +77,14 @@ def plan(asked: PlanSettings, output: Output) -> None:
         more = {} if least is None else {"rms_error_lower_bound": least}
         print_json([{**row.to_dict(), **more} for row in rows] + [row.to_dict() for row in found])
     else:
-        _print_table(rows, participation.words())
-        if isinstance(participation, Epochs) and not found and asked.target_epsilon is not None:
-            say("What secret draws would buy at this ε: --sampling any.")
+        is_drawable = isinstance(participation, Epochs) and asked.target_epsilon is not None
+        beside: list[Any] = []
+        if is_drawable and not found and asked.mechanism in ("usual", "all"):
+            with suppress(NoshuffleError):  # nobody asked: where there is no such plan, no row
+                beside = _sampled(participation, replace(asked, sampling="poisson"), rows[0])
+        _print_table(rows, beside, participation.words())
+        if is_drawable and not found:
+            say("What other secret draws would buy at this ε: --sampling any.")
     if found and not output.json:
         print("If positions can be drawn in secret (against the best of the table without):")
         for row in found:
@@ -134,7 +140,8 @@ def _say(name: str) -> None:
         print(f"\r\033[Kfitting {name} …" if name else "\r\033[K", end="", file=sys.stderr)
 
 
-def _print_table(rows: list[Any], words: str) -> None:
+def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
+    """The rows, the best first, and `beside` them DP-SGD with samples of the data."""
     from rich.box import HEAVY_HEAD, SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -157,11 +164,17 @@ def _print_table(rows: list[Any], words: str) -> None:
     table.add_column("mechanism", no_wrap=True)
     for heading in kept:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.name, *(cells[heading](row) for heading in kept))
+    lines = [(row.rms, row.name, [cells[heading](row) for heading in kept]) for row in rows]
+    for row in beside:
+        known = {"rms": f"{row.rms:.3f}", "noise": f"{row.plan.noise_multiplier:.3f}",
+                 "ε": f"{row.plan.epsilon():.3f}", "buffers": "0"}  # fmt: skip
+        lines.append((row.rms, "identity, sampled", [known.get(heading, "–") for heading in kept]))
+    for _, name, shown in sorted(lines, key=lambda line: line[0]):
+        table.add_row(name, *shown)
     console.print(table)
     console.print(
         "noise: its multiplier. rms, max: standard deviation of the noise in the running sum of "
-        "gradients over the steps, in units of the clip norm, at the ε shown. The order of the "
-        "data may be anybody's choice."
+        "gradients over the steps, in units of the clip norm, at the ε shown. identity is DP-SGD. "
+        "The order of the data may be anybody's choice"
+        + ("; sampled: every batch is drawn in secret." if beside else ".")
     )

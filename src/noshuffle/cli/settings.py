@@ -124,7 +124,10 @@ class TrainSettings(RunSettings):
         "auto", "classification, regression, or module:function, a loss of your own"
     )
     model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, mlp or char_lstm")
-    mechanism: str = privacy("blt_tapped", "blt_tapped, blt, tree, identity, … as in plan; or best")
+    mechanism: str = privacy(
+        "blt_tapped",
+        "blt_tapped, blt, tree, identity, … as in plan; best; release_sums: each sum by itself",
+    )
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)
     norm_share: float = privacy(
         0.0, "share of the guarantee (say 0.01) for a private histogram of gradient norms",
@@ -150,13 +153,18 @@ class TrainSettings(RunSettings):
     lr: float = training(0.5, "learning rate (not its inverse)", check=positive)
     momentum: float = training(0.9, "momentum of ftrl and sgd", check=non_negative)
     cooldown: float = training(0.25, "last part with a falling learning rate", check=non_negative)
-    order: str = training("file", "file, sorted, random-per-restart (tree) or module:function")
+    order: str = training(
+        "file", "file, sorted, random-per-restart (tree) or module:function (data set → its rows)"
+    )
     constraint: str = training("", "set of the weights (ftrl): l2:RADIUS, l1:RADIUS, box:LOW,HIGH")
     composite: str = training("", "regularizer (ftrl): l1:WEIGHT, elastic:L1,L2, group:WEIGHT")
     average: float = training(
         0.0, "decay of an average of iterates, told beside the last one", check=non_negative
     )
-    augment: int | None = training(None, "moved and mirrored copies of each image", check=whole)
+    augment: int | None = training(
+        None, "copies of each image, moved by up to 4 pixels and mirrored (photographs)",
+        check=whole,
+    )  # fmt: skip
     checkpoint_every: int | None = folder(
         None, "steps between checkpoints (default: an epoch)", check=whole
     )

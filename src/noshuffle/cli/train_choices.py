@@ -14,6 +14,7 @@ this is fixed before the first step; a random order is drawn from the public see
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,15 @@ def _own_order(name: str, data: DataSet) -> NDArray[np.int64]:
         raise InvalidInput(
             f"order must be file, sorted, {PER_RESTART} or module:function, got {name!r}"
         )
-    rows = np.asarray(imported(order=name)(data))
+    found = imported(order=name)
+    try:
+        inspect.signature(found).bind(data)
+    except TypeError as error:
+        raise InvalidInput(
+            f"order {name!r} must be a function of the data set: {error}; it returns the numbers "
+            "of its rows, in their order"
+        ) from None
+    rows = np.asarray(found(data))
     if not np.array_equal(np.sort(rows), np.arange(len(data))):
         raise InvalidInput(f"{name} must return every row of the data once, {len(data)} of them")
     return rows.astype(np.int64)
