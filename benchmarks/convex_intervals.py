@@ -68,6 +68,7 @@ CASES = {
     "linear, epsilon 1": Case("linear", 8000, epsilon=1.0),
     "linear, epsilon 8": Case("linear", epsilon=8.0),
     "linear, 1,000 rows, epsilon 8": Case("linear", 1000, epsilon=8.0),
+    "linear, 1,000 rows, epsilon 4": Case("linear", 1000, epsilon=4.0),
     "linear, skewed columns": Case("linear", columns="skewed"),
     "linear, correlated columns": Case("linear", 8000, columns="correlated"),
     "linear, errors grow with a column": Case("linear", errors="unequal"),

@@ -71,6 +71,25 @@ def test_the_law_is_that_of_a_newton_step() -> None:
     np.testing.assert_allclose(found.sampling, inverse @ j @ inverse / 100)
 
 
+def test_noise_of_the_spread_widens_intervals() -> None:
+    """Normal quantiles would hold 0.93: a width that noise made small misses."""
+    rng, rows, noise, held = np.random.default_rng(8), 100, 0.28, []
+    exact = np.concatenate([pack(np.eye(2)) / 0.1, pack(np.eye(2)), [0.0]]) / math.sqrt(2)
+    for _ in range(3000):
+        found = law_of(
+            exact + noise * rng.normal(size=7), q=2, clip=1.0, limit=0.1, outer_limit=1.0,
+            deviation=noise, point=rng.normal(size=2) / math.sqrt(rows),
+            gradient=0.03 * rng.normal(size=2), gradient_deviation=0.03, rows=rows, gain=1.0,
+        )  # fmt: skip
+        width, factor = found.along(np.eye(2), level=0.95, sampling=True)
+        held.append(np.abs(found.centre)[None] <= np.array([factor, [1.96, 1.96]]) * width)
+    ours, normal = np.mean(held, axis=(0, 2))
+    assert 0.94 < ours < 0.975  # chance moves it by 0.003
+    assert normal < 0.935
+    _, factor = found.along(np.eye(2), level=0.95, sampling=False)
+    np.testing.assert_allclose(factor, 1.96, atol=1e-3)
+
+
 @pytest.mark.parametrize("loss", [losses.logistic(), losses.squared(radius=np.inf)])
 def test_curvature_is_the_derivative_of_the_gradients(loss: losses.Loss) -> None:
     """Of long rows no more is cut off the curvature than off the gradients."""

@@ -23,7 +23,15 @@ around the population's minimiser:
 
 Noise N of Ĥ moves θ̃ by Ĥ⁻¹N(θ̄ − θ*), whose size is estimated by Ĥ⁻¹·mean g̃_t and put into the
 first part. "sampling=False" leaves the second part out: then the interval is about the answer that
-this table would give without noise. A ridge (penalty="l2") is part of gradients and of Ĥ, and then
+this table would give without noise.
+
+Ĵ is noisy, too. Along a, with u = Ĥ⁻¹a, the sampling part uᵀĴu/n has a deviation of s = e_J‖u‖²/n
+for noise of e_J in an entry of svec(Ĵ), and a variance v that is too small misses more than one
+that is too large gains. So v counts as an estimate of ν = 2v²/s² degrees of freedom (Satterthwaite
+1946) and quantiles are Student's: the coverage is right again to second order in s/v. Noise of Ĥ
+moves v less (CLEAR), and makes Ĥ⁻¹ too large on average.
+
+A ridge (penalty="l2") is part of gradients and of Ĥ, and then
 of the target. The target is the minimiser of the risk as it is clipped: where gradients are clipped
 often, it is not the maximum of the likelihood. Classifiers clip at no less than `free_clip` then,
 which no row of usual length meets; where the released share of clipped rows is above `FEW` beyond
@@ -44,7 +52,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from scipy.stats import norm
+from scipy.stats import t as student
 from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.convex.arrays import Array
@@ -105,8 +113,8 @@ def spread_sum(
 class Law:
     """θ̃ and the two parts of its covariance; `error` says why there is none.
 
-    `sampling` is None where nothing that was released tells it ("sums"). `clipped` is the share of
-    clipped rows, less twice its noise.
+    `sampling` is None where nothing that was released tells it ("sums"). `unsure`: aᵀ(unsure)a is
+    the deviation of aᵀ(sampling)a. `clipped` is the share of clipped rows, less twice its noise.
     """
 
     centre: Array
@@ -114,12 +122,16 @@ class Law:
     sampling: Array | None
     error: str = ""
     clipped: float = 0.0
+    unsure: Array | None = None
 
     def mapped(self, matrix: Array) -> Law:
         """The law of matrix @ θ̃."""
-        sampling = None if self.sampling is None else matrix @ self.sampling @ matrix.T
-        noise = matrix @ self.noise @ matrix.T
-        return Law(matrix @ self.centre, noise, sampling, self.error, self.clipped)
+        noise, sampling, unsure = (
+            None if part is None else matrix @ part @ matrix.T
+            for part in (self.noise, self.sampling, self.unsure)
+        )
+        assert noise is not None
+        return Law(matrix @ self.centre, noise, sampling, self.error, self.clipped, unsure)
 
     def covariance(self, sampling: bool) -> Array:
         """Of noise, or of both."""
@@ -131,6 +143,19 @@ class Law:
                 "known; give sampling=False, or fit with solver='gd'"
             )
         return np.asarray(self.noise + self.sampling)
+
+    def along(self, rows: Array, *, level: float, sampling: bool) -> tuple[Array, Array]:
+        """Deviations of rows @ θ̃, and what they are multiplied by for intervals of that level."""
+
+        def form(part: Array) -> Array:
+            return np.asarray(np.maximum(np.einsum("ij,jk,ik->i", rows, part, rows), 0.0))
+
+        variance, freedom = form(self.covariance(sampling)), np.full(len(rows), math.inf)
+        if sampling and self.unsure is not None:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                known = 2.0 * (variance / form(self.unsure)) ** 2
+            freedom = np.where(np.isnan(known), math.inf, known)
+        return np.sqrt(variance), np.asarray(student.ppf(0.5 + level / 2, freedom))
 
 
 def hidden_words(least: float, hidden: float) -> str:
@@ -183,6 +208,7 @@ def law_of(
         variance * inverse @ inverse,
         inverse @ outer @ inverse / rows,
         clipped=clipped,
+        unsure=deviation * unit * outer_limit * gain**2 / rows * inverse @ inverse,
     )
 
 
@@ -218,20 +244,18 @@ class Inference:
         zero = self._flat(np.zeros((1, len(law.centre))))
         ones = np.eye(len(law.centre))
         matrix = np.column_stack([self._flat(one[None]) - zero for one in ones])
-        mapped = law.mapped(matrix)
-        width = self._deviation(mapped, sampling)
-        estimate, reach = zero + mapped.centre, norm.ppf(0.5 + level / 2) * width
+        deviation, factor = law.along(matrix, level=level, sampling=sampling)
+        estimate, reach = zero + matrix @ law.centre, factor * deviation
         return Intervals(
-            estimate, estimate - reach, estimate + reach, width, BOTH if sampling else NOISE
+            estimate, estimate - reach, estimate + reach, deviation, BOTH if sampling else NOISE
         )
 
     def predict_interval(self, X: Any, level: float = 0.95, *, sampling: bool = True) -> Array:
         """(low, high) for what is expected of every row: a mean, or the second class's chance."""
         law = self._fitted_law(level)
         rows = np.hstack([x := self._rows_of(X), np.ones((x.shape[0], 1))])
-        parts = law.covariance(sampling)
-        width = np.sqrt(np.maximum(np.einsum("ij,jk,ik->i", rows, parts, rows), 0.0))
-        middle, reach = rows @ law.centre, norm.ppf(0.5 + level / 2) * width
+        deviation, factor = law.along(rows, level=level, sampling=sampling)
+        middle, reach = rows @ law.centre, factor * deviation
         return np.column_stack([self._link(middle - reach), self._link(middle + reach)])
 
     def _fitted_law(self, level: float) -> Law:
@@ -254,7 +278,3 @@ class Inference:
     def _flat(self, weights: Array) -> Array:
         coef, intercept = self._in_data_units(weights)
         return np.append(np.ravel(coef), intercept)
-
-    @staticmethod
-    def _deviation(law: Law, sampling: bool) -> Array:
-        return np.asarray(np.sqrt(np.maximum(np.diag(law.covariance(sampling)), 0.0)))
