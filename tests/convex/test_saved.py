@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -347,3 +348,45 @@ def test_a_stream_takes_the_run_folder_that_it_began_with_at_every_call(tmp_path
             with pytest.raises(Unsupported, match="goes with the first partial_fit"):
                 model.partial_fit(x[piece], y[piece], run=tmp_path / "other")
     assert verify(tmp_path / "run").released == 3
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "noshuffle.release.folder.RunFolder.begin",
+        "noshuffle.release.ledger.Ledger.copy_to",
+        "noshuffle.release.release.Release.write_statement",
+        "noshuffle.release.release.Release.load_state_dict",
+        "noshuffle.convex.saved.write_bytes",
+        "noshuffle.convex.saved.write_stream",
+    ],
+)
+@pytest.mark.parametrize("ids", [None, range(3000)])
+def test_a_save_that_failed_loses_nothing(place: str, ids: Any, tmp_path: Path) -> None:
+    """The stream goes on as if nobody had tried, and can be saved into the same folder."""
+    x, y = table()
+
+    def learn(model: Any, first: int, last: int) -> Any:
+        own = None if ids is None else ids[first:last]
+        return model.partial_fit(x[first:last], y[first:last], ids=own)
+
+    make = PrivateLogisticRegression(classes=[0, 1], batch_size=30, bounds=(-3, 3), **QUICK)
+    straight, model = learn(clone(make), 0, 500), learn(clone(make), 0, 500)
+    for error in (OSError, KeyboardInterrupt):
+        with mock.patch(place, side_effect=error), pytest.raises(error):
+            model.save(tmp_path / "s")
+        with pytest.raises(InvalidInput, match="no saved stream"):
+            PrivateLogisticRegression.load(tmp_path / "s")
+    for first, last in ((500, 731), (731, 1400)):  # a phase ends at 1024
+        learn(straight, first, last)
+        learn(model, first, last).save(tmp_path / "s")
+    np.testing.assert_allclose(model.coef_, straight.coef_, rtol=1e-9)
+    other = PrivateLogisticRegression.load(tmp_path / "s")
+    np.testing.assert_array_equal(other.coef_, model.coef_)
+    assert (other.n_steps_, other.n_rows_) == (straight.n_steps_, 1400)
+    for phase, steps in ((1, 35), (2, 12)):
+        found = verify(tmp_path / "s" / f"phase-{phase}")
+        assert (found.refuted, found.released) == ((), steps)
+    if ids is not None:
+        with pytest.raises(ParticipationViolation, match="came twice"):
+            learn(other, 20, 21)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 
 from noshuffle.convex import stream_units
 from noshuffle.convex.stream_units import StreamUnits
-from noshuffle.errors import ParticipationViolation
+from noshuffle.errors import InvalidInput, ParticipationViolation
 
 NONE = np.empty(0, dtype=np.int64)
+
+
+def admit(units: StreamUnits, ids: Any, barred: Any = NONE) -> None:
+    units.take(units.check(len(ids), ids, barred=barred))
+
+
+def leave(units: StreamUnits, count: int) -> list[int]:
+    found = units.first(count).tolist()
+    units.drop(count)
+    return found
 
 
 @pytest.mark.parametrize("most", [1, 3, 1024])
@@ -20,6 +31,7 @@ NONE = np.empty(0, dtype=np.int64)
 def test_nobody_comes_twice_whatever_the_pieces(
     most: int, may_repeat: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_units, "_MOST_GONE", most)
     monkeypatch.setattr(stream_units, "_MOST_SINGLE", most)
     luck = np.random.default_rng(seed)
     units, seen, pending = StreamUnits(may_repeat=may_repeat), set[int](), list[int]()
@@ -28,16 +40,16 @@ def test_nobody_comes_twice_whatever_the_pieces(
         ids = luck.integers(500, size=luck.choice([1, 1, 1, 2, 5])).tolist()
         is_new = not seen & set(ids) and (may_repeat or len(set(ids)) == len(ids))
         if is_new:
-            units.admit(len(ids), ids, barred=NONE, bind_fn=lambda kind: None)
+            admit(units, ids)
             seen |= set(ids)
             pending += ids
         else:
             with pytest.raises(ParticipationViolation, match="came twice"):
-                units.admit(len(ids), ids, barred=NONE, bind_fn=lambda kind: None)
+                admit(units, ids)
             refused += 1
         if luck.random() < 0.1:
             count = int(luck.integers(len(pending) + 1))
-            assert units.of_batch(0, count, come_again=False).tolist() == pending[:count]
+            assert leave(units, count) == pending[:count]
             pending = pending[count:]
         if luck.random() < 0.05:
             state, units = units.state(), StreamUnits(may_repeat=may_repeat)
@@ -50,15 +62,41 @@ def test_nobody_comes_twice_whatever_the_pieces(
 def test_a_pass_comes_again_in_its_order() -> None:
     units, own = StreamUnits(may_repeat=False), [[4], [9], [2, 7], [1]]
     for ids in own:
-        units.admit(len(ids), ids, barred=NONE, bind_fn=lambda kind: None)
+        admit(units, ids)
     for _ in range(2):
-        assert units.of_batch(1, 3, come_again=True).tolist() == [9, 2, 7]
-    assert units.of_batch(0, 5, come_again=True).tolist() == list(chain(*own))
+        assert units.first(3, after=1).tolist() == [9, 2, 7]
+    assert units.first(5).tolist() == list(chain(*own))
 
 
 def test_a_single_unit_whose_budget_is_used_up() -> None:
     units = StreamUnits(may_repeat=False)
     with pytest.raises(ParticipationViolation, match="used up"):
-        units.admit(1, [3], barred=np.array([3]), bind_fn=lambda kind: None)
-    units.admit(1, [4], barred=np.array([3]), bind_fn=lambda kind: None)
+        admit(units, [3], np.array([3]))
+    admit(units, [4], np.array([3]))
     assert units.state()["units"].tolist() == [4]
+
+
+@pytest.mark.parametrize("first", [[7], ["7"]])
+def test_single_ids_are_those_of_many(first: list[Any]) -> None:
+    """Plain ones take a path of their own; it gives the same units, kinds and refusals."""
+    kind = type(first[0])
+    one, many = StreamUnits(may_repeat=False), StreamUnits(may_repeat=False)
+    for units in (one, many):
+        units.secret = "ab" * 16
+        admit(units, first)
+    own = [kind(v) for v in range(10, 20)]
+    for unit in own:
+        admit(one, [unit])
+    admit(many, own)
+    assert one.first(11).tolist() == many.first(11).tolist()
+    assert one.state()["units"].tolist() == many.state()["units"].tolist()
+    for units in (one, many):
+        with pytest.raises(ParticipationViolation, match="came twice"):
+            admit(units, [kind(15)])
+        for wrong in ([2**70], [True], [1.0], [None], ["7"] if kind is int else [7], [b"7", 7]):
+            with pytest.raises((InvalidInput, OverflowError)):
+                admit(units, wrong)
+        assert len(units.state()["units"]) == 11
+    admit(one, np.array([30]) if kind is int else np.array(["30"]))
+    with pytest.raises(ParticipationViolation, match="came twice"):
+        admit(one, [kind(30)])

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from noshuffle.convex.anew import anew, forget, note_learned
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.inference import Inference
 from noshuffle.convex.margins import MarginLoss
@@ -192,8 +193,8 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
 
     def _weigh(
         self, sample_weight: Any, y: Targets, whole: NDArray[np.bool_] | None
-    ) -> tuple[Array | None, tuple[str, ...]]:
-        """Weights of rows (None: all 1), and what to state of them; sets the largest possible."""
+    ) -> tuple[Array | None, float, tuple[str, ...]]:
+        """Weights of rows (None: all 1), the largest possible one, and what to state of them."""
         values, most, notes = given_weights(sample_weight, rows=len(y), max_weight=self.max_weight)
         table = by_class(getattr(self, "class_weight", None), getattr(self, "classes_", None))
         if table is not None:
@@ -204,14 +205,13 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
                 np.where(whole, 1.0 if values is None else values, 0.0),
                 (*notes, LEFT_OUT),
             )
-        self._most_weight = most
         has_gaps = whole is not None or self.max_weight is not None
         if has_gaps and self.release_score:
             raise Unsupported(
                 "release_score counts every row, which missing='skip' and max_weight do not; "
                 "leave it out"
             )
-        return values, notes
+        return values, most, notes
 
     @property
     def _turn(self) -> Any:
@@ -219,6 +219,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         return self.__dict__.setdefault(f"_turn{os.getpid()}", threading.RLock())
 
     @in_turn
+    @anew
     def fit(
         self,
         X: Any,
@@ -238,7 +239,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         notes = self._take_classes(y)
         targets = self._targets(y)  # refuses unknown classes before anything begins
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
-        weight, more = self._weigh(sample_weight, targets, whole)
+        weight, self._most_weight, more = self._weigh(sample_weight, targets, whole)
         if self.rows_per_unit is not None:
             ids = None if ids is None else list(ids)
             own = unit_weights(ids, self.rows_per_unit, rows=len(targets))
@@ -246,7 +247,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self._most_weight *= self.rows_per_unit
         why = self._choose(X, run=run, is_weighted=weight is not None)
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            warn_if_fitted_before(X)
+            warn_if_fitted_before(X, stacklevel=5)  # the caller of `fit`, behind two decorators
             self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:
@@ -282,11 +283,28 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         ids: Iterable[Hashable] | None,
         run: str | Path | None,
     ) -> Self:
+        before = self.__dict__.copy()
+        try:
+            return self._go_on(X, y, classes, sample_weight, ids, run)
+        except BaseException:  # the stream knows what it has taken; nothing else has changed
+            self.__dict__ = before
+            raise
+
+    def _go_on(
+        self,
+        X: Any,
+        y: Any,
+        classes: Any,
+        sample_weight: Any,
+        ids: Iterable[Hashable] | None,
+        run: str | Path | None,
+    ) -> Self:
         goes_on = self._continued()
         if sample_weight is not None and self.max_weight is None:
             raise InvalidInput(
                 "sample_weight of a stream needs max_weight=, the largest that will ever come"
             )
+        kept = frozenset[str]() if goes_on else forget(self)
         X, y = self._checked(X, y, reset=not goes_on)
         X, whole = without_missing(X, self.missing)
         if not goes_on:
@@ -297,21 +315,22 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self._refuse_many_rows()
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
-        known = self._most_weight if goes_on else None
-        weight, more = self._weigh(sample_weight, targets, whole)
-        if known not in (None, self._most_weight):  # rows are clipped, and noised, for that one
-            most, self._most_weight = self._most_weight, known
-            raise InvalidInput(
-                f"the largest weight of this stream is {known:g} since its first row, got {most:g} "
-                "now; set max_weight and class_weight back, or begin a new stream"
-            )
+        weight, most, more = self._weigh(sample_weight, targets, whole)
         if not goes_on:
+            self._most_weight = most
             self._begin(X.shape[1], rows=None, run=run)
+        elif most != self._most_weight:  # rows are clipped, and noised, for that one
+            raise InvalidInput(
+                f"the largest weight of this stream is {self._most_weight:g} since its first row, "
+                f"got {most:g} now; set max_weight and class_weight back, or begin a new stream"
+            )
         elif run is not None and not self._stream.lives_in(run):
             raise Unsupported("a run folder goes with the first partial_fit of a stream")
         self._learn(X, targets, ids, weight)
         said = self._notes if goes_on else ()
         self._finish(*said, *(note for note in more if note not in said))
+        if not goes_on:
+            note_learned(self, kept)
         return self
 
     def _rows_of(self, x: Any) -> Any:

@@ -34,6 +34,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.accounting.sparse_histogram import SparseHistogram
+from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
@@ -85,6 +86,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     budget: Any = None
     test_seed: int | str | None = None
 
+    @anew
     def fit(self, X: Any, y: Any = None, *, ids: Iterable[Hashable] | None = None) -> Self:
         """Release the categories of a table; `ids` say whose the rows are.
 

@@ -29,6 +29,7 @@ from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import validate_data
 
 from noshuffle.clipping.factor import clip_factor
+from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets, refuse_complex
 from noshuffle.convex.moments import pack, unpack_square
 from noshuffle.convex.phases import Phase
@@ -76,6 +77,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, PrivateTable
 
     n_components: int | None = None
 
+    @anew
     def fit(
         self,
         X: Any,

@@ -114,7 +114,7 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
             whole = RangeRule(rule, columns=p, clip_norm=rule.clip_norm, repeats=repeats)
         lead = whole.lead if isinstance(whole, RangeRule) else 0
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            warn_if_fitted_before(x)
+            warn_if_fitted_before(x, stacklevel=4)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")

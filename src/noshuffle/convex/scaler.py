@@ -23,6 +23,7 @@ import numpy as np
 from sklearn.base import OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array, refuse_complex
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.readings import PrivateTable
@@ -38,6 +39,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, PrivateTable):  # ty
     After `fit`: `bounds_`, `center_`, `scale_`, and `quantile(q)` of every column.
     """
 
+    @anew
     def fit(
         self,
         X: Any,

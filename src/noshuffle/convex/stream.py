@@ -9,6 +9,9 @@ Between batches the iterate does not move, so it does not matter how a batch was
 Every phase (see `phases`) is a run of its own with a plan, keys and a ledger, in memory, in a run
 folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`).
 
+A run in memory writes the ledger rows of single passes when it is saved: nobody else could repeat a
+step, and `stream_units` alone refuses units that come twice, over all phases.
+
 State kept: the unfinished sum, single rows that wait to be summed (`waiting`), the release of the
 current phase, counts, and the units that were seen (`stream_units`). Rows and sum
 are secrets: the sum leaves here only by `state`, which goes into a file for the owner alone (see
@@ -18,6 +21,7 @@ are secrets: the sum leaves here only by `state`, which goes into a file for the
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from pathlib import Path
@@ -76,6 +80,8 @@ class LearningStream(OneOwner):
         self.is_closed = False
         self.phases: list[Phase] = []
         self.rows = self.steps = self._in_phase = self._phase_steps = self._held = 0
+        #: Rows that were admitted and did not come yet.
+        self._due = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64)
         self._waiting = WaitingRows()
         #: What brings rows inside their bounds, just before they are summed; None: they are.
@@ -156,7 +162,7 @@ class LearningStream(OneOwner):
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
-        if self._is_broken:
+        if self._is_broken or self._due:
             raise InvalidInput("an earlier call failed half-way; fit again from the start")
         if os.getpid() != self._pid:
             raise InvalidInput(
@@ -168,7 +174,11 @@ class LearningStream(OneOwner):
                 f"{self.rows} rows of a horizon of {self.horizon} were learned, {rows} more came; "
                 "plan a longer horizon for a new model, or horizon=None"
             )
-        self.units.admit(rows, ids, barred=self.release.ledger.barred, bind_fn=self._bind_kind)
+        found = self.units.check(rows, ids, barred=self.release.ledger.barred)
+        if found is not None and found.kind and not self.units.kind:
+            self._bind_kind(found.kind)
+        self._due = rows * self.passes  # from here on an interrupt leaves units without rows
+        self.units.take(found)
 
     def feed(self, x: Any, y: Targets, weight: Array | None = None) -> None:
         """Learn from rows that were admitted, in order."""
@@ -177,6 +187,8 @@ class LearningStream(OneOwner):
         while at < total:
             if self.horizon is None and self._in_phase == self.phase.rows * self.phase.passes:
                 self.end_run(keep_keys=True)  # a killed process comes back to where it was saved
+                if self.has_ids and self.release.released < self._phase_steps:
+                    self.units.drop(self._in_phase)  # nobody will ask for the rows of these steps
                 self._begin()
             room = min(self._until_release(), total - at)
             piece = slice(at, at + room)
@@ -190,6 +202,7 @@ class LearningStream(OneOwner):
             self._in_phase += room
             if self._until_release() == 0:
                 self._release()
+        self._due = max(0, self._due - total)
         self._is_broken = False
 
     def _add(self, x: Any, y: Targets, weight: Array | None) -> None:
@@ -228,6 +241,8 @@ class LearningStream(OneOwner):
 
     def extend(self) -> None:
         """After `close`, more rows came: new ones, which form phases of their own."""
+        if self.passes > 1:  # its units stayed for the next pass
+            self.units.drop()
         self.horizon, self.passes, self.is_closed, self._run = None, 1, False, None
 
     def _release(self) -> None:
@@ -235,14 +250,15 @@ class LearningStream(OneOwner):
         self._sum_waiting()
         first, mean = (self._in_phase - self._held) % self.phase.rows, {self._name: self._sum}
         if self.release.folder is None:
-            if self.has_ids:
-                self._write_row(self._phase_steps, first)
+            if self.has_ids and not self._defers_rows:
+                self._write_row(self._phase_steps, first, self._held)
             is_same = True
         else:
             admission = self.release.admit(
-                self._phase_steps, self._batch_units(first), _place(first, self._held)
+                self._phase_steps, self._batch_units(first, self._held), _place(first, self._held)
             )
             is_same = self.release.commit(admission, self.release.digest(mean))
+            self._drop_units(self._held)
         if is_same:
             self.release.add_noise_(mean)
             self.rule.update(mean[self._name].numpy(), step=self._phase_steps)
@@ -257,27 +273,34 @@ class LearningStream(OneOwner):
         if self.show_fn is not None:
             self.show_fn(self.steps)
 
-    def _write_row(self, step: int, first: int) -> None:
-        """The row of a step in memory. It needs no digest: who could repeat the step has it all.
+    @property
+    def _defers_rows(self) -> bool:
+        """Whether ledger rows wait until the stream is saved: nothing reads them before."""
+        is_individual = self.charge is not None and self.charge.id_secret is not None
+        return self.release.folder is None and self.passes == 1 and not is_individual
 
-        Without ids it guards nothing, and is written when the stream is saved.
-        """
-        units = self._batch_units(first) if self.has_ids else None
-        held = min(self.phase.batch_size, self.phase.rows - first)
+    def _write_row(self, step: int, first: int, held: int) -> None:
+        """The row of a step in memory. It needs no digest: who could repeat the step has it all."""
+        units = self._batch_units(first, held)
         self.release.open(self.release.admit(step, units, _place(first, held)))
+        self._drop_units(held)
 
-    def _batch_units(self, first: int) -> Ids | None:
-        """Who the rows of the batch are: their ids, in a run folder else their places."""
+    def _batch_units(self, first: int, held: int) -> Ids | None:
+        """Who the rows of a batch are: their ids, in a run folder else their places."""
         if not self.has_ids:
-            return np.arange(first, first + self._held) if self.is_observed else None
-        return self.units.of_batch(first, self._held, come_again=self.passes > 1)
+            return np.arange(first, first + held) if self.is_observed else None
+        return self.units.first(held, after=first if self.passes > 1 else 0)
+
+    def _drop_units(self, held: int) -> None:
+        if self.has_ids and self.passes == 1:  # else they come again, in the same order
+            self.units.drop(held)
 
     _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "rows", "steps")
     _COUNTS += ("_in_phase", "_phase_steps", "_held")
 
     def state(self) -> dict[str, Any]:
         """All but the keys, as tensors and plain values; for the owner's eyes only."""
-        if self._is_broken:
+        if self._is_broken or self._due:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
         self._sum_waiting()
         return {
@@ -291,15 +314,25 @@ class LearningStream(OneOwner):
         }
 
     def move_into(self, folder: Path) -> None:
-        """From now on the evidence of every phase is kept in a folder of a saved stream."""
+        """From now on the evidence of every phase is kept in a folder of a saved stream.
+
+        Guarantees: where it raises, the stream goes on in memory as before.
+        """
         per_pass = -(-self.phase.rows // self.phase.batch_size)
         for step in range(self.release.released, self._phase_steps):
-            self._write_row(step, step % per_pass * self.phase.batch_size)
-        state = self.release.state_dict()
+            first = step % per_pass * self.phase.batch_size
+            self._write_row(step, first, min(self.phase.batch_size, self.phase.rows - first))
+        state, before = self.release.state_dict(), vars(self).copy()
         self.folder = folder
-        self.release.keep_in(self._phase_folder())
-        self._open(self._phase_folder())
-        self.release.load_state_dict(state)
+        try:
+            self.release.keep_in(self._phase_folder())
+            self._open(self._phase_folder())
+            self.release.load_state_dict(state)
+        except BaseException:
+            made = self._phase_folder()
+            vars(self).update(before)
+            shutil.rmtree(made, ignore_errors=True)
+            raise
 
     def load(self, state: dict[str, Any], folder: Path, *, account: Account | None = None) -> None:
         """Become the stream that wrote `state` into this folder, under fresh keys.

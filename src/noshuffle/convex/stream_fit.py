@@ -55,6 +55,7 @@ class StreamFit(TableFit):
         _stream: LearningStream
         _progress: Any
         _notes: tuple[str, ...]
+        _fixed: dict[str, Any]
 
         def _loss(self, classes: int) -> MarginLoss: ...
         def _score_unit(self) -> float: ...
@@ -127,7 +128,7 @@ class StreamFit(TableFit):
                 f"{self.passes} passes are made by fit over all {horizon} rows of the horizon, got "
                 f"{'a stream' if rows is None else rows}; use passes=1, or leave horizon out"
             )
-        self._rows = self._row_map(features)
+        self._rows, self._fixed = self._row_map(features), self._fixed_settings()
         self._progress = self._SCORE()
         self._stream = self._new_stream(
             features,
@@ -180,6 +181,8 @@ class StreamFit(TableFit):
         """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.show_fn = StepLine(stream.phase.plan.steps) if self.verbose else None
+        if stream.is_closed:
+            stream.extend()
         stream.admit(x.shape[0], ids)
         given, ranges = x, stream.rule if isinstance(stream.rule, RangeRule) else None
         for index in range(passes):
@@ -210,10 +213,9 @@ class StreamFit(TableFit):
     def _finish(self, *notes: str) -> None:
         stream = self._stream
         self.n_rows_ = stream.rows
-        now = (id(stream), stream.steps, len(stream.phases), stream.is_closed, notes)
+        now = (stream.phase, stream.steps, stream.is_closed, notes)
         if now == getattr(self, "_finished", None):  # nothing was released since the last call
             return
-        self._finished = now
         self._weights = stream.rule.weights.copy()
         self.n_steps_ = stream.steps
         self.learning_rate_ = stream.rule.learning_rate
@@ -248,9 +250,10 @@ class StreamFit(TableFit):
             stream.release.write_statement()
             if stream.release.released == self.plan_.steps:
                 stream.end_run()
-        now_said = (len(stream.phases), *said)
+        now_said = (*stream.phases, *said)
         if now_said != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
             self._said, self.privacy_ = now_said, statement_of(stream.phases, notes=tuple(said))
+        self._finished = now
 
     def _count_rows(self, rule: Rule | None) -> None:
         """What the census of "gd" released; of units with several rows it counts them weighted."""
@@ -273,18 +276,36 @@ class StreamFit(TableFit):
                 "this model was pickled or copied, which leaves its noise key behind; to go on "
                 "elsewhere use save(folder) and load(folder), or a fresh model on new rows"
             )
-        if self._stream.is_closed:
-            if self.horizon is not None:
-                raise HorizonExceeded(
-                    "fit has used its plan up; for a stream call partial_fit from the first row on"
-                )
-            self._stream.extend()
+        if self._stream.is_closed and self.horizon is not None:
+            raise HorizonExceeded(
+                "fit has used its plan up; for a stream call partial_fit from the first row on"
+            )
+        self._check_fixed()
         return True
+
+    def _fixed_settings(self) -> dict[str, Any]:
+        """What the statement of a stream, or the meaning of its rows, goes by in every call."""
+        names = (*self._BOUNDS, "horizon", "rows_per_unit", "inference")
+        return {name: getattr(self, name) for name in names}
+
+    def _check_fixed(self) -> None:
+        """Refuse rows after such a setting was changed."""
+        for name, given in self._fixed.items():
+            now = getattr(self, name)
+            if now is given:
+                continue
+            if repr(now) != repr(given) and not np.array_equal(now, given):
+                raise InvalidInput(
+                    f"{name} of this stream is {given!r} since its first row, got {now!r} now; set "
+                    "it back, or begin a new stream"
+                )
+            self._fixed[name] = now
 
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]
         stream = self._new_stream(self.n_features_in_, horizon=horizon, passes=passes)
         stream.load(state, path, account=self.budget)
         self._stream, self._progress = stream, self._SCORE()
+        self._fixed = getattr(self, "_fixed", self._fixed_settings())
         vars(self._progress).update(state["progress"])
         self._finish(*self._notes)

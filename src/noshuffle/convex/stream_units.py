@@ -3,30 +3,52 @@
 ids become numbers by a secret of the stream, the same in every phase. A unit is refused that was
 here before, in this call or any other, whichever phase that was; so are ids of another kind than
 before, and units whose budget is used up. State kept: the units that were seen (single ones in a
-set until they are many, since a table takes a thousand as soon as one), and those of rows whose
-batch has not left yet, in the pieces that they came in.
+set until they are many, since a table takes a thousand as soon as one), and, in the order they
+came, those of rows whose step has no row in the ledger yet.
+
+>>> units, none = StreamUnits(may_repeat=False), np.empty(0, dtype=np.int64)
+>>> units.take(units.check(2, [7, 8], barred=none))
+>>> units.first(2).tolist()
+[7, 8]
+>>> units.check(1, [8], barred=none)
+Traceback (most recent call last):
+    ...
+noshuffle.errors.ParticipationViolation: id 8 came twice and the plan allows one row each; drop \
+the second one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of
-from noshuffle.release.units import Ids, UnitTable, ids_and_kind
+from noshuffle.release.units import Ids, UnitTable, ids_and_kind, name_to_id
 
 #: Single units that are seen before the table takes them in.
-_MOST_SINGLE = 1024
+_MOST_SINGLE = 2**16
+#: Units that left are cut off the front together.
+_MOST_GONE = 2**12
+_LEAST, _MOST = -(2**63), 2**63
+
+
+class NewUnits(NamedTuple):
+    """Units of rows that may come, in order, the distinct ones among them, and their kind."""
+
+    units: list[int] | Ids
+    distinct: Ids | None
+    kind: str
 
 
 class StreamUnits:
     """The units of a stream; `may_repeat`: of one call, where a unit is a user with rows.
 
-    Guarantees: `admit` changes nothing where it raises.
+    Guarantees: `check` changes nothing; what it lets pass may be taken until somebody else is.
     """
 
     def __init__(self, *, may_repeat: bool) -> None:
@@ -37,64 +59,76 @@ class StreamUnits:
         self.are_named: bool | None = None
         self._seen = UnitTable()
         self._singles: set[int] = set()
-        self._pieces: list[Ids] = []
+        self._waiting, self._gone = array("q"), 0
 
-    def admit(
-        self,
-        rows: int,
-        ids: Iterable[Hashable] | None,
-        *,
-        barred: Ids,
-        bind_fn: Callable[[str], None],
-    ) -> None:
-        """Take in the ids of rows, or refuse; `bind_fn` is told their kind once."""
+    def check(self, rows: int, ids: Iterable[Hashable] | None, *, barred: Ids) -> NewUnits | None:
+        """Refuse ids that may not come; None where rows have none."""
         if self.are_named not in (None, ids is not None):
             raise InvalidInput("rows came with ids in one call and without in another; do the same")
-        if ids is not None:
-            self._admit(rows, ids, barred, bind_fn)
-        self.are_named = ids is not None
-
-    def _admit(
-        self, rows: int, ids: Iterable[Hashable], barred: Ids, bind_fn: Callable[[str], None]
-    ) -> None:
+        if ids is None:
+            return None
         instance_of(Iterable, ids=ids)
         given = ids if isinstance(ids, np.ndarray) else list(ids)
         if len(given) != rows:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
-        if not rows:
-            return
-        units, kind = ids_and_kind(given, secret=bytes.fromhex(self.secret))
-        if self.kind not in ("", kind):
-            raise InvalidInput(
-                f"this stream told its rows apart by {self.kind}, and now {kind} came; 5 and '5' "
-                "would count as two units, so give the same kind in every call"
-            )
-        distinct, twice = self._distinct(units)
-        if twice.any():
-            one = given[int(np.flatnonzero(twice)[0])]
+        if rows == 1 and (unit := self._single(given)) is not None:
+            found = NewUnits([unit], None, self.kind)
+            twice = self._was_here(unit)
+        else:
+            units, kind = ids_and_kind(given, secret=bytes.fromhex(self.secret))
+            if rows and self.kind not in ("", kind):
+                raise InvalidInput(
+                    f"this stream told its rows apart by {self.kind}, and now {kind} came; 5 and "
+                    "'5' would count as two units, so give the same kind in every call"
+                )
+            distinct, came = self._distinct(units)
+            found = NewUnits(units, distinct, kind)
+            twice = bool(came.any())
+        if twice:
+            one = given[0 if rows == 1 else int(np.flatnonzero(came)[0])]
             raise ParticipationViolation(
                 f"id {one!r} came twice and the plan allows one row each; drop the second one"
             )
-        if len(barred) and np.isin(units, barred).any():
+        if len(barred) and np.isin(found.units, barred).any():
             raise ParticipationViolation(
                 "some ids have used up the budget of this data; leave their rows out "
                 "(budget.used_up says which)"
             )
-        if not self.kind:
-            bind_fn(kind)
-            self.kind = kind
-        if rows == 1:
-            self._singles.add(int(units[0]))
-        else:
-            self._seen.update(distinct, step=0)
-        self._pieces.append(units)
+        return found
+
+    def take(self, found: NewUnits | None) -> None:
+        """Rows come whose units were checked."""
+        self.are_named = found is not None
+        if found is None:
+            return
+        self.kind = self.kind or found.kind
+        if found.distinct is None:
+            self._singles.update(found.units)
+            self._waiting.extend(found.units)
+            if len(self._singles) >= _MOST_SINGLE:
+                self._take_singles()
+        elif len(found.units):
+            self._seen.update(found.distinct, step=0)
+            self._waiting.frombytes(np.ascontiguousarray(found.units, dtype=np.int64).tobytes())
+
+    def _single(self, given: Any) -> int | None:
+        """The unit of one plain id of the kind that came before; None: ask `ids_and_kind`."""
+        one = given[0]
+        if type(one) is str and self.kind == "names":
+            return name_to_id(one, secret=bytes.fromhex(self.secret))
+        if type(one) in (int, np.int64) and self.kind == "integers" and _LEAST <= one < _MOST:
+            return int(one)
+        return None
+
+    def _was_here(self, unit: int) -> bool:
+        if unit in self._singles:
+            return True
+        if not len(self._seen):
+            return False
+        return bool(self._seen.look_up(np.array([unit], dtype=np.int64)).count[0] > 0)
 
     def _distinct(self, units: Ids) -> tuple[Ids, NDArray[np.bool_]]:
         """Units in order, and which rows are of one that came before."""
-        if len(units) == 1 and len(self._singles) < _MOST_SINGLE:
-            if int(units[0]) in self._singles:
-                return units, np.ones(1, dtype=bool)
-            return units, self._seen.look_up(units).count > 0
         self._take_singles()
         twice = self._seen.look_up(units).count > 0
         distinct, firsts = np.unique(units, return_index=True)
@@ -108,20 +142,16 @@ class StreamUnits:
             self._seen.update(np.sort(own), step=0)
             self._singles = set()
 
-    @property
-    def _pending(self) -> Ids:
-        """Units of rows whose batch has not left, in the order they came."""
-        if len(self._pieces) != 1:
-            self._pieces = [np.concatenate([np.empty(0, dtype=np.int64), *self._pieces])]
-        return self._pieces[0]
+    def first(self, count: int, *, after: int = 0) -> Ids:
+        """The units of so many rows whose step has no row in the ledger, the oldest first."""
+        start = self._gone + after
+        return np.array(self._waiting[start : start + count], dtype=np.int64)
 
-    def of_batch(self, first: int, count: int, *, come_again: bool) -> Ids:
-        """The units of a batch that leaves."""
-        if come_again:  # in the same order
-            return self._pending[first : first + count]
-        units, rest = self._pending[:count], self._pending[count:]
-        self._pieces = [rest]
-        return units
+    def drop(self, count: int | None = None) -> None:
+        """The row of their step is written, or will never be asked for. None: of all."""
+        self._gone = len(self._waiting) if count is None else self._gone + count
+        if self._gone >= min(_MOST_GONE, len(self._waiting)):
+            self._waiting, self._gone = self._waiting[self._gone :], 0
 
     def state(self) -> dict[str, Any]:
         """As tensors and plain values."""
@@ -131,13 +161,13 @@ class StreamUnits:
             "kind_of_ids": self.kind,
             "_secret": self.secret,
             "units": torch.from_numpy(self._seen.all()[0].copy()),
-            "pending": torch.from_numpy(self._pending.copy()),
+            "pending": torch.from_numpy(self.first(len(self._waiting))),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         self.are_named, self.kind = state["has_ids"], state["kind_of_ids"]
         self.secret = state["_secret"]
-        self._pieces = [state["pending"].numpy().copy()]
+        self._waiting, self._gone = array("q", state["pending"].tolist()), 0
         self._seen, self._singles = UnitTable(), set()
         self._seen.update(np.sort(state["units"].numpy()), step=0)

@@ -285,7 +285,7 @@ class TableFit(GradientFit):
                 "large numbers hide all others; give bounds=(low, high), one pair for all columns "
                 "or one for each, or bounds='private'",
                 NoBounds,
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _words_of_bounds(self) -> str:

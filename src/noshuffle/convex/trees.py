@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin, RegressorMixin
 
+from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.losses import logistic, squared
 from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
@@ -104,6 +105,7 @@ class PrivateTreesClassifier(ClassTargets, ClassifierMixin, PrivateTrees):  # ty
 
     classes: Any = None
 
+    @anew
     def fit(
         self,
         X: Any,
@@ -144,6 +146,7 @@ class PrivateTreesRegressor(NumberTargets, RegressorMixin, PrivateTrees):  # typ
 
     target_bounds: tuple[float, float] = (-1.0, 1.0)
 
+    @anew
     def fit(
         self,
         X: Any,
