@@ -1,9 +1,11 @@
 """Rows per second of one private pass, beside scikit-learn's SGD (and river's, if installed).
 
     python benchmarks/convex_speed.py --rows 1000000 --features 100
+    python benchmarks/convex_speed.py --single
 
 Every estimator sees the same rows once, in order. Peak memory is that of the process beyond the
-table itself, read before and after the private pass.
+table itself, read before and after the private pass. --single: streams of one row a call with 8
+columns at default settings, with and without ids, per second of processor time (median of five).
 """
 
 from __future__ import annotations
@@ -53,12 +55,38 @@ def river_rate(x: Any, y: Any, rows: int) -> float:
     return rows / (time.perf_counter() - began)
 
 
+def single_rows(rows: int = 3000, repeats: int = 5) -> None:
+    """Streams of one row a call."""
+    x, y = table(rows, 8)
+    x = x.astype(np.float64)
+    kinds: dict[str, Any] = {
+        "without ids": None,
+        "integers as ids": list(range(rows)),
+        "names as ids": [f"user {i}" for i in range(rows)],
+    }
+    for name, ids in kinds.items():
+        rates = []
+        for _ in range(repeats):
+            model = PrivateLogisticRegression(bounds=(-4, 4), classes=[0, 1])
+            began = time.process_time()
+            for i in range(rows):
+                own = None if ids is None else ids[i : i + 1]
+                model.partial_fit(x[i : i + 1], y[i : i + 1], ids=own)
+            rates.append(rows / (time.process_time() - began))
+        told = f"{np.median(rates):>12,.0f}   ({min(rates):,.0f} to {max(rates):,.0f})"
+        print(f"{'noshuffle partial_fit, row by row, ' + name:<51}{told}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--features", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--single", action="store_true")
     given = parser.parse_args()
+    if given.single:
+        torch.set_num_threads(1)
+        return single_rows()
     torch.set_num_threads(given.threads)
     x, y = table(given.rows, given.features)
     print(f"{given.rows:,} rows x {given.features} features, float32, one pass")
@@ -89,18 +117,7 @@ def main() -> None:
             model.partial_fit(x[piece], y[piece], classes=[0, 1])
 
     show("noshuffle partial_fit, 1,000 rows a call", model, stream)
-    single = PrivateLogisticRegression(bounds=(-4, 4), horizon=given.rows, classes=[0, 1])
-    rows = np.asarray(x[:5000], dtype=np.float64)
-    single.partial_fit(rows[:1], y[:1])
-
-    def row_by_row() -> None:
-        for i in range(1, len(rows)):
-            single.partial_fit(rows[i : i + 1], y[i : i + 1])
-
-    began = time.process_time()
-    row_by_row()
-    rate = len(rows) / (time.process_time() - began)
-    print(f"{'noshuffle partial_fit, row by row':<42}{'':>9}{rate:>12,.0f}", flush=True)
+    single_rows()
     sgd = SGDClassifier(loss="log_loss", max_iter=1, tol=None, shuffle=False)
     show("scikit-learn SGDClassifier.fit", sgd, lambda: sgd.fit(x, y))
     sgd2 = SGDClassifier(loss="log_loss", shuffle=False)

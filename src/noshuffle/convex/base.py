@@ -42,6 +42,7 @@ from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.strategies import Strategy
 
 _FLOATS = [np.float64, np.float32]
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -304,7 +305,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             raise InvalidInput(
                 "sample_weight of a stream needs max_weight=, the largest that will ever come"
             )
-        kept = frozenset[str]() if goes_on else forget(self)
+        kept = _NOTHING if goes_on else forget(self)
         X, y = self._checked(X, y, reset=not goes_on)
         X, whole = without_missing(X, self.missing)
         if not goes_on:

@@ -102,14 +102,15 @@ class StreamUnits:
         if found is None:
             return
         self.kind = self.kind or found.kind
-        if found.distinct is None:
-            self._singles.update(found.units)
-            self._waiting.extend(found.units)
+        if len(found.units) == 1:
+            unit = int(found.units[0])
+            self._singles.add(unit)
+            self._waiting.append(unit)
             if len(self._singles) >= _MOST_SINGLE:
                 self._take_singles()
-        elif len(found.units):
+        elif found.distinct is not None and len(found.units):
             self._seen.update(found.distinct, step=0)
-            self._waiting.frombytes(np.ascontiguousarray(found.units, dtype=np.int64).tobytes())
+            self._waiting.frombytes(np.ascontiguousarray(found.units).tobytes())
 
     def _single(self, given: Any) -> int | None:
         """The unit of one plain id of the kind that came before; None: ask `ids_and_kind`."""
