@@ -309,3 +309,35 @@ def test_predict_agrees_with_the_model(
     assert "has no column 'c'" in capsys.readouterr().err
     assert main(["predict", str(tmp_path), str(lean)]) == 2
     assert "holds no model.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["logistic", "linear"])
+def test_rows_that_a_fit_skips_have_no_prediction(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(1).uniform(-1, 1, size=(300, 2))
+    target = (x[:, 0] > 0).astype(int) if task == "logistic" else x[:, 0]
+    file, gaps, text = (tmp_path / f"{name}.csv" for name in ("t", "gaps", "text"))
+    file.write_text("a,b,y\n" + "\n".join(f"{a},{b},{y}" for (a, b), y in zip(x, target)))
+    gaps.write_text("b,a\n0.1,\n0.1,0.9\n,\n0.2,NA\n")
+    text.write_text("a,b\nmuch,0.1\n")
+    for missing, told in (("skip", [False, True, False, False]), ("zero", [True] * 4)):
+        out = tmp_path / missing
+        command([str(file), "--target", "y", "--task", task, "--bounds", "-1,1", "--epsilon", "8",
+                 *(["--target-bounds=-1,1"] if task == "linear" else []), "--missing", missing,
+                 "--test-seed", "0", "--out", str(out)])  # fmt: skip
+        capsys.readouterr()
+        command([str(out), str(gaps), "--json"], predict)
+        found = json.loads(capsys.readouterr().out)
+        assert [row["prediction"] is not None for row in found] == told
+        command([str(out), str(gaps)], predict)
+        cells = capsys.readouterr().out.split("\n")[1:5]
+        assert [bool(line.strip(',"')) for line in cells] == told
+        with pytest.raises(InvalidInput, match="has no column 'a' of numbers"):
+            command([str(out), str(text)], predict)
+
+
+def test_numbers_are_no_classes(table: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="'price' holds numbers between integers, so use --task"):
+        command([str(table), "--target", "price", "--out", str(tmp_path / "run"), *COMMON])
+    assert not (tmp_path / "run").exists()

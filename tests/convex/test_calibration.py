@@ -29,3 +29,8 @@ def test_one_row_is_as_long_as_is_said() -> None:
         for s in margins
     )
     assert 0.99 * LARGEST < longest <= LARGEST
+
+
+def test_noise_beyond_measure_is_no_error() -> None:
+    assert growth(np.array([0.5, -0.1]), intercept=-1e4, deviation=1e-3) == math.log(MOST_SHIFT)
+    assert growth(np.array([-0.5, -0.1]), intercept=-1e4, deviation=1e-3) == 0.0

@@ -194,6 +194,11 @@ def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     if asked.solver == "sums" and asked.task != "linear":
         raise InvalidInput("--solver sums is for --task linear; use auto, gd or ftrl")
     if asked.task in _CLASSES:
+        if table.y.dtype.kind == "f":
+            raise InvalidInput(
+                f"--task {asked.task} needs classes; column {asked.target!r} holds numbers between "
+                "integers, so use --task linear, huber, quantile, poisson or gamma"
+            )
         if asked.class_weight is not None:
             settings["class_weight"] = _class_weight(asked.class_weight, table.y)
         if asked.classes is not None:

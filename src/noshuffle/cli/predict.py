@@ -1,9 +1,10 @@
 """`noshuffle predict`: what a model of `noshuffle fit` says of the rows of another table.
 
 Numbers are clamped to the bounds that the model was fitted with, text is hashed as it was then, or
-made indicators of the model's categories; the
-target and other columns of the table are not read. Predictions are for whoever holds the rows: the
-model is released and covered by its statement, the rows that it is asked about are not.
+made indicators of the model's categories; the target and other columns of the table are not read.
+Empty cells count as they did in the fit: as zero, or with `--missing skip` their rows have no
+prediction. Predictions are for whoever holds the rows: the model is released and covered by its
+statement, the rows that it is asked about are not.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     table = read_table(
         file,
         target=None,
-        hash_text=max(hashed.values(), default=None),
+        hash_text=max(hashed.values(), default=2),  # text where the model reads numbers is refused
+        missing="skip" if config.get("missing") == "skip" else "zero",
         only={name for name in columns if name not in made} | set(listed) | set(hashed),
         categories=listed or None,
     )
@@ -85,13 +87,16 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     if config.get("bounds") is not None:
         low, high = np.array(config["bounds"], dtype=float).T
         x = np.clip(x, low, high)
+    whole = np.asarray(~np.isnan(x).any(axis=1))
+    x = np.where(whole[:, None], x, 0.0)
     margins = x @ np.atleast_2d(model["coef"]).T + np.atleast_1d(model["intercept"])
     if "classes" not in model:
         low, high = config["target_bounds"]
         expected = margins[:, 0]
         if model["kind"] in _OF_LOGARITHMS:
             low, expected = 0.0, np.exp(np.minimum(expected, np.log(high)))
-        return [["prediction"], *([v] for v in np.clip(expected, low, high).tolist())]
+        found = np.clip(expected, low, high).tolist()
+        return _lines(["prediction"], whole, found)
     if margins.shape[1] == 1:
         chances = np.hstack([expit(-margins), expit(margins)])
     else:
@@ -99,8 +104,14 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     codes = chances.argmax(axis=1)
     told = [model["classes"][code] for code in codes]
     if model["kind"] != "PrivateLogisticRegression":
-        return [["prediction"], *([one] for one in told)]
-    return [["prediction", "probability"], *map(list, zip(told, chances.max(axis=1).tolist()))]
+        return _lines(["prediction"], whole, told)
+    return _lines(["prediction", "probability"], whole, told, chances.max(axis=1).tolist())
+
+
+def _lines(names: list[str], whole: Any, *columns: list[Any]) -> list[list[Any]]:
+    """Names, and the cells of every row; of rows that miss a value they are empty."""
+    rows = zip(whole.tolist(), *columns)
+    return [names, *([v if is_there else None for v in cells] for is_there, *cells in rows)]
 
 
 def _hashed(columns: list[str]) -> dict[str, int]:

@@ -34,6 +34,6 @@ def growth(mean: Array, *, intercept: float, deviation: float) -> float:
 
     Rows are centred, so that by Jensen's inequality the mean of ŷ is not below e^b.
     """
-    told = max(2.0 * float(mean[1]), math.exp(min(intercept, 0.0)))
+    told = max(2.0 * float(mean[1]), math.exp(max(min(intercept, 0.0), -700.0)))  # not 0
     ratio = 1.0 + kept_share(mean[:1], 2.0 * deviation) * max(float(mean[0]), 0.0) / told
     return math.log(min(ratio, MOST_SHIFT))
