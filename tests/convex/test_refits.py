@@ -158,18 +158,24 @@ def test_a_refused_weight_does_not_count_in_later_calls() -> None:
             assert 0.1 * clip < max(norms) <= clip
 
 
-def test_settings_of_a_stream_that_its_statement_reads_stay() -> None:
+def test_settings_that_a_stream_was_made_with_stay(tmp_path: Path) -> None:
+    """Its statement would speak of others, and `load` would make another stream of them."""
     model = stream(batch_size=10).partial_fit(X[:50], Y[:50], ids=range(50))
-    for name, value in {"rows_per_unit": 3, "bounds": None, "inference": True}.items():
+    changed = {"rows_per_unit": 3, "bounds": None, "inference": True, "epsilon": 8.0}
+    for name, value in changed.items():
         before = model.privacy_
         kept = getattr(model, name)
         with pytest.raises(InvalidInput, match=f"{name} of this stream"):
             model.set_params(**{name: value}).partial_fit(X[50:60], Y[50:60], ids=range(50, 60))
+        with pytest.raises(InvalidInput, match=f"{name} of this stream"):
+            model.save(tmp_path / "s")
         assert model.privacy_ is before
         model.set_params(**{name: kept})
     model.set_params(bounds=[-1, 1.0])  # as it was
-    model.partial_fit(X[50:60], Y[50:60], ids=range(50, 60))
-    assert model.n_rows_ == 60
+    model.partial_fit(X[50:60], Y[50:60], ids=range(50, 60)).save(tmp_path / "s")
+    model = convex.PrivateLogisticRegression.load(tmp_path / "s")
+    model.partial_fit(X[60:70], Y[60:70], ids=range(60, 70))
+    assert (model.n_rows_, model.privacy_.epsilon <= 1.0) == (70, True)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -63,6 +63,10 @@ class Saveable:
     _stream: LearningStream
     _progress: Any
 
+    def _check_fixed(self) -> None:
+        """Refuse to go on after a setting of the stream was changed."""
+        raise NotImplementedError
+
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         """Take up the stream that wrote `state`."""
         raise NotImplementedError
@@ -82,6 +86,7 @@ class Saveable:
             raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
         if stream.is_observed:
             raise Unsupported("this stream keeps its evidence in a run folder already")
+        self._check_fixed()  # `load` makes the stream from them
         if stream.folder is None:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")

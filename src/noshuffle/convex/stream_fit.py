@@ -37,6 +37,10 @@ from noshuffle.strategies import identity
 BLOCK = 4096
 #: Tables of up to this many numbers are brought inside their bounds once for all readings.
 _KEPT = 20_000_000
+#: Parameters that may change while a stream goes on (weights: no further than its largest one).
+_FREE = frozenset(
+    ("verbose", "test_seed", "budget", "missing", "max_weight", "class_weight", "classes", "solver")
+)
 _RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
 
 
@@ -59,6 +63,7 @@ class StreamFit(TableFit):
 
         def _loss(self, classes: int) -> MarginLoss: ...
         def _score_unit(self) -> float: ...
+        def get_params(self, deep: bool = True) -> dict[str, Any]: ...
 
     def _rule(self, features: int, classes: int) -> Rule:
         """The rule of `solver_`, one of those that read rows in steps."""
@@ -284,14 +289,14 @@ class StreamFit(TableFit):
         return True
 
     def _fixed_settings(self) -> dict[str, Any]:
-        """What the statement of a stream, or the meaning of its rows, goes by in every call."""
-        names = (*self._BOUNDS, "horizon", "rows_per_unit", "inference")
-        return {name: getattr(self, name) for name in names}
+        """Parameters that a stream was made with: rows, statement and `load` go by them."""
+        own: dict[str, Any] = self.get_params(deep=False)
+        return {name: value for name, value in own.items() if name not in _FREE}
 
     def _check_fixed(self) -> None:
-        """Refuse rows after such a setting was changed."""
+        """Refuse to go on after such a setting was changed."""
         for name, given in self._fixed.items():
-            now = getattr(self, name)
+            now = self.__dict__[name]
             if now is given:
                 continue
             if repr(now) != repr(given) and not np.array_equal(now, given):
