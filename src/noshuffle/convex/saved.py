@@ -9,6 +9,7 @@ process that was killed is given these rows once more, and they leave again only
 the same. Every process that loads the folder draws fresh keys for all noise that was not used yet
 (`release.keys`), so a copy, a snapshot or a restored backup that goes on is at worst a second
 release, and nothing cancels. Phases before the current one are sealed: their keys are destroyed.
+Parameters that a stream was made with stay as they are: `load` makes it from them again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from sklearn.utils.validation import check_is_fitted
 
@@ -30,6 +32,10 @@ from noshuffle.release.seal import seal
 
 FORMAT = "noshuffle-stream/3"
 MODEL, STREAM = "model.pkl", "stream.pt"
+#: Parameters that may change while a stream goes on (weights: no further than its largest one).
+_FREE = frozenset(
+    ("verbose", "test_seed", "budget", "missing", "max_weight", "class_weight", "classes", "solver")
+)
 
 
 def write_stream(folder: Path, stream: LearningStream, progress: Any) -> None:
@@ -62,10 +68,29 @@ class Saveable:
 
     _stream: LearningStream
     _progress: Any
+    _fixed: dict[str, Any]
+
+    if TYPE_CHECKING:  # of the estimator
+
+        def get_params(self, deep: bool = True) -> dict[str, Any]: ...
+
+    def _fixed_settings(self) -> dict[str, Any]:
+        """Parameters that a stream was made with: rows, statement and `load` go by them."""
+        own: dict[str, Any] = self.get_params(deep=False)
+        return {name: value for name, value in own.items() if name not in _FREE}
 
     def _check_fixed(self) -> None:
-        """Refuse to go on after a setting of the stream was changed."""
-        raise NotImplementedError
+        """Refuse to go on after such a setting was changed."""
+        for name, given in self._fixed.items():
+            now = self.__dict__[name]
+            if now is given:
+                continue
+            if repr(now) != repr(given) and not np.array_equal(now, given):
+                raise InvalidInput(
+                    f"{name} of this stream is {given!r} since its first row, got {now!r} now; set "
+                    "it back, or begin a new stream"
+                )
+            self._fixed[name] = now
 
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         """Take up the stream that wrote `state`."""

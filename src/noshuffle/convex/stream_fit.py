@@ -37,10 +37,6 @@ from noshuffle.strategies import identity
 BLOCK = 4096
 #: Tables of up to this many numbers are brought inside their bounds once for all readings.
 _KEPT = 20_000_000
-#: Parameters that may change while a stream goes on (weights: no further than its largest one).
-_FREE = frozenset(
-    ("verbose", "test_seed", "budget", "missing", "max_weight", "class_weight", "classes", "solver")
-)
 _RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
 
 
@@ -63,7 +59,8 @@ class StreamFit(TableFit):
 
         def _loss(self, classes: int) -> MarginLoss: ...
         def _score_unit(self) -> float: ...
-        def get_params(self, deep: bool = True) -> dict[str, Any]: ...
+        def _fixed_settings(self) -> dict[str, Any]: ...
+        def _check_fixed(self) -> None: ...
 
     def _rule(self, features: int, classes: int) -> Rule:
         """The rule of `solver_`, one of those that read rows in steps."""
@@ -287,24 +284,6 @@ class StreamFit(TableFit):
             )
         self._check_fixed()
         return True
-
-    def _fixed_settings(self) -> dict[str, Any]:
-        """Parameters that a stream was made with: rows, statement and `load` go by them."""
-        own: dict[str, Any] = self.get_params(deep=False)
-        return {name: value for name, value in own.items() if name not in _FREE}
-
-    def _check_fixed(self) -> None:
-        """Refuse to go on after such a setting was changed."""
-        for name, given in self._fixed.items():
-            now = self.__dict__[name]
-            if now is given:
-                continue
-            if repr(now) != repr(given) and not np.array_equal(now, given):
-                raise InvalidInput(
-                    f"{name} of this stream is {given!r} since its first row, got {now!r} now; set "
-                    "it back, or begin a new stream"
-                )
-            self._fixed[name] = now
 
     def _revive(self, path: Path, state: dict[str, Any]) -> None:
         horizon, passes = state["phases"][0]
