@@ -190,7 +190,8 @@ class LearningStream(OneOwner):
                 if self.has_ids and self.release.released < self._phase_steps:
                     self.units.drop(self._in_phase)  # nobody will ask for the rows of these steps
                 self._begin()
-            room = min(self._until_release(), total - at)
+            left = self._until_release()
+            room = min(left, total - at)
             piece = slice(at, at + room)
             rows = (x[piece], y[piece], None if weight is None else weight[piece])
             if not self._waiting.keep(*rows):
@@ -200,7 +201,7 @@ class LearningStream(OneOwner):
             self.rows += room
             self._held += room
             self._in_phase += room
-            if self._until_release() == 0:
+            if room == left:
                 self._release()
         self._due = max(0, self._due - total)
         self._is_broken = False
@@ -224,8 +225,9 @@ class LearningStream(OneOwner):
 
     def _until_release(self) -> int:
         """Rows that still fit into the batch; a pass and a phase end a batch early."""
-        left_in_pass = self.phase.rows - (self._in_phase - self._held) % self.phase.rows
-        return min(self.phase.batch_size, left_in_pass) - self._held
+        phase = self.phases[-1]
+        left_in_pass = phase.rows - (self._in_phase - self._held) % phase.rows
+        return min(phase.batch_size, left_in_pass) - self._held
 
     def close(self) -> None:
         """The table ends: release the unfinished batch, whatever its size."""

@@ -230,32 +230,40 @@ class StreamFit(TableFit):
         self._publish()
         self._count_rows(rule)
         self._notes = notes
-        ids = IDS if stream.has_ids else NO_IDS
-        ids = ids if self.rows_per_unit is None else MANY_ROWS.format(self.rows_per_unit)
-        if stream.is_closed:
-            stream.release.settle_budget()
-        others = OTHER_RUNS if stream.charge is None else stream.charge.words()
-        said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
-        if self.solver_ != "gd":
-            said.insert(1, NOT_COVERED)
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
             curve = np.array(stream.rule.curve).reshape(-1, 3)
             self.progress_: Array = curve * [1.0, self._score_unit(), self._score_unit()]
+        self.plan_ = stream.phase.plan
+        if stream.is_closed:
+            stream.release.settle_budget()
+        if stream.is_observed:
+            stream.release.write_statement()
+            if stream.release.released == self.plan_.steps:
+                stream.end_run()
+        others = OTHER_RUNS if stream.charge is None else stream.charge.words()
+        said = (stream.phase, stream.horizon, stream.has_ids, others, notes)
+        if said != getattr(self, "_said", None):  # nothing else changes while a stream goes on
+            self.privacy_ = statement_of(stream.phases, notes=self._assumed(others, notes))
+            self._said = said
+        self._finished = now
+
+    def _assumed(self, others: str, notes: tuple[str, ...]) -> tuple[str, ...]:
+        """What the statement rests on; `others`: what is known of other runs on the same rows."""
+        stream = self._stream
+        ids = IDS if stream.has_ids else NO_IDS
+        if self.rows_per_unit is not None:
+            ids = MANY_ROWS.format(self.rows_per_unit)
+        said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
+        if self.solver_ != "gd":
+            said.insert(1, NOT_COVERED)
+        if isinstance(stream.rule, ScoredRule):
             said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
         if stream.is_test:
             said.insert(0, TEST_SEED)
-        self.plan_ = stream.phase.plan
-        if stream.is_observed:
-            stream.release.write_statement()
-            if stream.release.released == self.plan_.steps:
-                stream.end_run()
-        now_said = (*stream.phases, *said)
-        if now_said != getattr(self, "_said", None) or not hasattr(self, "privacy_"):
-            self._said, self.privacy_ = now_said, statement_of(stream.phases, notes=tuple(said))
-        self._finished = now
+        return tuple(said)
 
     def _count_rows(self, rule: Rule | None) -> None:
         """What the census of "gd" released; of units with several rows it counts them weighted."""
