@@ -217,7 +217,8 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     @property
     def _turn(self) -> Any:
         """Held by the thread that fits; a forked process has a lock of its own."""
-        return self.__dict__.setdefault(f"_turn{os.getpid()}", threading.RLock())
+        name = f"_turn{os.getpid()}"
+        return self.__dict__.get(name) or self.__dict__.setdefault(name, threading.RLock())
 
     @in_turn
     @anew

@@ -67,8 +67,9 @@ class StreamUnits:
             raise InvalidInput("rows came with ids in one call and without in another; do the same")
         if ids is None:
             return None
-        instance_of(Iterable, ids=ids)
-        given = ids if isinstance(ids, np.ndarray) else list(ids)
+        if not isinstance(ids, list):  # which needs no further look
+            instance_of(Iterable, ids=ids)
+        given: Any = ids if isinstance(ids, np.ndarray | list) else list(ids)
         if len(given) != rows:
             raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
         if rows == 1 and (unit := self._single(given)) is not None:

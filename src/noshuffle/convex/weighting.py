@@ -103,9 +103,9 @@ def unit_weights(ids: Any, rows_per_unit: int, *, rows: int) -> Array:
 
 def without_missing(x: Any, missing: str) -> tuple[Any, NDArray[np.bool_] | None]:
     """Rows with zeros in the place of those that miss a value, and which rows are whole."""
-    one_of(MISSING, missing=missing)
     if missing == "refuse":
         return x, None
+    one_of(MISSING, missing=missing)
     if not sparse.issparse(x):
         bad = np.isnan(x).any(axis=1)
         return np.where(bad[:, None], 0.0, x), ~bad
