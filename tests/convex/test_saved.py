@@ -359,6 +359,7 @@ def test_a_stream_takes_the_run_folder_that_it_began_with_at_every_call(tmp_path
         "noshuffle.release.release.Release.load_state_dict",
         "noshuffle.convex.saved.write_bytes",
         "noshuffle.convex.saved.write_stream",
+        "noshuffle.convex.stream.LearningStream._drop_units",
     ],
 )
 @pytest.mark.parametrize("ids", [None, range(3000)])
@@ -390,3 +391,15 @@ def test_a_save_that_failed_loses_nothing(place: str, ids: Any, tmp_path: Path) 
     if ids is not None:
         with pytest.raises(ParticipationViolation, match="came twice"):
             learn(other, 20, 21)
+
+
+def test_rows_that_were_summed_by_half_are_not_lost_in_silence(tmp_path: Path) -> None:
+    x, y = table()
+    model = PrivateLogisticRegression(classes=[0, 1], batch_size=30, **QUICK)
+    model.partial_fit(x[:500], y[:500]).partial_fit(x[500:501], y[500:501])
+    stopped = mock.patch.object(LinearRule, "clipped_sum", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        model.save(tmp_path / "s")
+    for act in (lambda: model.partial_fit(x[501:], y[501:]), lambda: model.save(tmp_path / "s")):
+        with pytest.raises(InvalidInput, match="half-way"):
+            act()

@@ -297,6 +297,10 @@ class LearningStream(OneOwner):
         if self.has_ids and self.passes == 1:  # else they come again, in the same order
             self.units.drop(held)
 
+    def _keep_units(self, rows: int) -> None:
+        if self.has_ids and self.passes == 1:
+            self.units.keep_last(rows)
+
     _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "rows", "steps")
     _COUNTS += ("_in_phase", "_phase_steps", "_held")
 
@@ -304,7 +308,9 @@ class LearningStream(OneOwner):
         """All but the keys, as tensors and plain values; for the owner's eyes only."""
         if self._is_broken or self._due:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
+        self._is_broken = True  # rows that were summed by half are neither here nor there
         self._sum_waiting()
+        self._is_broken = False
         return {
             **{name: getattr(self, name) for name in self._COUNTS},
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
@@ -323,7 +329,9 @@ class LearningStream(OneOwner):
         per_pass = -(-self.phase.rows // self.phase.batch_size)
         for step in range(self.release.released, self._phase_steps):
             first = step % per_pass * self.phase.batch_size
+            self._keep_units(self._in_phase - first)  # an earlier try may have ended behind a row
             self._write_row(step, first, min(self.phase.batch_size, self.phase.rows - first))
+        self._keep_units(self._held)
         state, before = self.release.state_dict(), vars(self).copy()
         self.folder = folder
         try:

@@ -155,6 +155,10 @@ class StreamUnits:
         if self._gone >= min(_MOST_GONE, len(self._waiting)):
             self._waiting, self._gone = self._waiting[self._gone :], 0
 
+    def keep_last(self, count: int) -> None:
+        """Drop all but those of the last `count` rows; to do it again changes nothing."""
+        self.drop(max(0, len(self._waiting) - self._gone - count))
+
     def state(self) -> dict[str, Any]:
         """As tensors and plain values."""
         self._take_singles()
