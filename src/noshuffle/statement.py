@@ -75,10 +75,13 @@ class PrivacyStatement:
     assumptions: tuple[str, ...]
 
     def headline(self) -> str:
-        """The number and what it is a number of, in one line."""
-        kind = "exact" if self.exact else "upper bound"
+        """The number and what it is a number of, in one line; that it does not hold, where an
+        assumption says so."""
+        kind, void = "exact" if self.exact else "upper bound", ""
+        if any("NOT PRIVATE" in said for said in self.assumptions):
+            kind, void = "does not hold", "NOT PRIVATE: "
         return (
-            f"(ε = {self.epsilon:.4g}, δ = {self.delta:g})-DP per {self.unit}, "
+            f"{void}(ε = {self.epsilon:.4g}, δ = {self.delta:g})-DP per {self.unit}, "
             f"{self.neighbours} neighbours, {kind}"
         )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import Flat, Ghost
+from noshuffle.clipping.looks import Look, next_full, next_quick
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -22,18 +23,31 @@ class Late(nn.Module):
         return self.layer(x + x.mean(0) if self.said() else x)
 
 
-def test_examples_that_begin_to_mix_are_found_at_the_next_power_of_two() -> None:
+def looks(monkeypatch: pytest.MonkeyPatch, *, full: int = 10**9, quick: int = 10**9) -> None:
+    """The next look of each kind, instead of one that is drawn."""
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: full)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: quick)
+
+
+@pytest.mark.parametrize("kind", ["full", "quick"])
+def test_examples_that_begin_to_mix_are_found_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     torch.manual_seed(0)
+    looks(monkeypatch, **{kind: 12})
     mixes = [False]
-    model, engine = Late(mixes), Ghost()
+    model, engine, found = Late(mixes), Ghost(), Heard()
+    engine.listeners.add(found.heard)
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    for call in range(1, 33):
-        mixes[0] = call > 26
-        told = pytest.warns(RuntimeWarning, match="since call 8") if call == 32 else nullcontext()
+    for call in range(1, 13):
+        mixes[0] = call > 9
+        told = pytest.warns(RuntimeWarning, match="NOT PRIVATE") if call == 12 else nullcontext()
         with told:
             engine.clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
-        assert bool(engine.fallbacks) == (call == 32), call
-    assert "from call 32 on: the loss of an example changes" in engine.fallbacks[0]
+        assert bool(engine.fallbacks) == (call == 12), call
+    assert "the loss of an example changes" in engine.fallbacks[0]
+    assert [bool(look.mixes) for look in found.looks] == [False, True]
+    assert len({look.kind for look in found.looks}) == 1
     # From here on every example is by itself: a changed row moves the sum by its own part only.
     other = x.clone()
     other[0] = 100.0
@@ -44,7 +58,31 @@ def test_examples_that_begin_to_mix_are_found_at_the_next_power_of_two() -> None
     assert float(gap) <= 2.0
 
 
-def test_a_model_that_stays_as_it_is_is_tried_again_and_kept() -> None:
+class Heard:
+    """Keeps what an engine tells."""
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+
+    def heard(self, model: nn.Module, look: Look) -> None:
+        self.looks.append(look)
+
+
+def test_looks_are_drawn_anew_and_as_often_as_is_said() -> None:
+    gaps = [next_quick(0) for _ in range(4000)]
+    mean = sum(gaps) / len(gaps)
+    assert 14.5 < mean < 17.5  # geometric: mean 16, deviation of the mean 0.25
+    assert min(gaps) == 1
+    drawn = {next_full(100) for _ in range(200)}
+    assert all(100 < call <= 400 for call in drawn)
+    assert len(drawn) > 50
+
+
+def test_a_model_that_stays_as_it_is_is_tried_again_and_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: calls + 2)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: calls + 1)
     model, engine = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), Ghost()
     for _ in range(9):
         engine.clipped_sum(model, LOSS, (torch.randn(6, 4), torch.randint(3, (6,))), clip=Flat(1.0))
@@ -53,10 +91,11 @@ def test_a_model_that_stays_as_it_is_is_tried_again_and_kept() -> None:
 
 @pytest.mark.parametrize(("per_example", "is_found"), [(3e-8, False), (3e-3, True)])
 def test_a_loss_that_all_but_cancels_may_move_as_far_as_rounding(
-    per_example: float, is_found: bool
+    monkeypatch: pytest.MonkeyPatch, per_example: float, is_found: bool
 ) -> None:
     """A sum over more rows is rounded otherwise, by parts in ten million: that is no mixing."""
     torch.manual_seed(0)
+    looks(monkeypatch, full=8)
     counted, engine = [0.0], Ghost()
 
     class Counted(nn.Linear):
@@ -75,4 +114,4 @@ def test_a_loss_that_all_but_cancels_may_move_as_far_as_rounding(
     with told:
         for _ in range(8):
             engine.clipped_sum(model, loss, (x, sizes), clip=Flat(1.0))
-    assert any("from call 8 on" in line for line in engine.fallbacks) == is_found
+    assert any("whole model" in line for line in engine.fallbacks) == is_found

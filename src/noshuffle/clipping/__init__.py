@@ -11,7 +11,8 @@ products    half precision, wide sums                   gram      norms from inn
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
-captured    what a loss takes from around it
+captured    what a loss takes from around it            batch_check  are all of a batch apart?
+looks       when a model is looked at again
 """
 
 from noshuffle.clipping.causal_lm import next_token

@@ -7,7 +7,7 @@
 (book-keeping: Bu, Wang, Zha, Karypis 2023.) Layers without a rule have their own gradients written
 out. A model is tried on two examples against plain autograd, once per kind of input; one that fails
 goes to `PerExample` as a whole. `fallbacks` and `why` say so. That examples do not mix is looked at
-again at calls 8, 32, 128, …
+again at calls that nobody knows before (`looks`), and `listeners` are told.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -30,21 +30,25 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import check
+from noshuffle.clipping.batch_check import alike, still_apart
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.isolation_check import (
-    TRIAL_ROWS,
-    alone_still,
-    apart_in,
-    probe,
-    tried,
-    with_same_rng,
+from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
+from noshuffle.clipping.layers import (
+    ExampleAxes,
+    Layers,
+    Mixes,
+    NotByLayer,
+    NotNow,
+    find_layout,
+    read,
 )
-from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, find_layout, read
+from noshuffle.clipping.looks import Listeners, Look, kind_of, next_full, next_quick
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Batch,
@@ -67,19 +71,8 @@ from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-#: The first call at which examples are looked at again; then at four times as many, and so on: five
-#: looks in 4,800 steps, since one takes as long as many steps of a small network on a GPU.
-AGAIN = 8
-
-
-def is_due(calls: int) -> bool:
-    """Whether a model is looked at again at this call: 8, 32, 128, … (8 times a power of four)."""
-    return calls >= AGAIN and calls & (calls - 1) == 0 and calls.bit_length() % 2 == 0
-
-
-def looked_at_before(calls: int) -> int:
-    """The call at which a model was looked at before it was at this one."""
-    return calls // 4 if calls > AGAIN else 1
+#: Sizes of batches, beside the largest, that are looked at when they first come.
+SIZES = 16
 
 
 @dataclass
@@ -93,8 +86,13 @@ class _Known:
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
+    kind: str = ""  # its name
     calls: int = 1  # with the trial's own batch
-    largest: int = TRIAL_ROWS  # a batch of more examples shows whether those mix that are many
+    due: int = 1  # the call of the next look, quick or full
+    full: int = 1
+    sizes: dict[int, bool] = field(default_factory=dict)  # of batches; whether they were looked at
+    last_size: int = 0  # of a batch that was seen to keep examples apart
+    is_random: bool = False  # the same example has another loss in another batch
 
 
 @dataclass
@@ -112,6 +110,7 @@ class Ghost:
         self._shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = WeakKeyDictionary()
         self._reason = self.why
         self._written_out = PerExample(self.microbatch, fallbacks=self.fallbacks)
+        self.listeners = Listeners()
 
     def clipped_sum(
         self,
@@ -214,10 +213,9 @@ class Ghost:
                 found = in_parts(
                     one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
                 )
-        if shape.size > known.largest and not is_capturing(device):
-            with put_back_after(model):
-                apart_in(model, loss_fn, batch, found.losses)
-            known.largest = shape.size
+        is_due = known.calls >= known.due or shape.size not in known.sizes
+        if is_due and shape.size > 1 and not is_capturing(device):
+            self._look_at(model, loss_fn, batch, known, found.losses)
         return found
 
     def _tell(self, words: str) -> None:
@@ -256,13 +254,12 @@ class Ghost:
         if key in seen:
             known = seen[key]
             known.calls += 1
-            if is_due(known.calls) and known.layers is not None and shape.size > 1:
-                self._look_again(model, loss_fn, batch, known)
             return known
         if shape.size == 1:  # one example cannot show whether examples mix
             return _Known()
         in_batches = is_rowwise(loss_fn)
         findings = self._written_out.check_state(model, loss_fn, batch, in_batches=in_batches)
+        kind = kind_of(model, *key[::2])
         try:
             with put_back_after(model):
                 known = self._find_out(model, loss_fn, batch)
@@ -272,10 +269,12 @@ class Ghost:
         except NotByLayer as reason:
             self._written_out.say(f"whole model written out per example: {reason}")
             known = _Known(reason=str(reason))
+            if isinstance(reason, Mixes):
+                self.listeners.tell(model, Look(kind, str(reason)))
         except RuntimeError as error:
             check.refuse_reentrant(error)
             raise
-        known.findings = findings
+        known.findings, known.kind = findings, kind
         seen[key] = known
         return known
 
@@ -284,27 +283,80 @@ class Ghost:
         known = self._try(model, loss_fn, batch, self._look(model))
         if known.layers is None:
             return True  # it is written out anyway
-        known.calls = calls
-        self._look_again(model, loss_fn, batch, known)
+        known.calls = known.full = calls
+        try:
+            self._look_at(model, loss_fn, batch, known)
+        except Mixes as reason:
+            known.layers, known.reason = None, str(reason)
+            self._written_out.say(f"whole model written out per example: {reason}")
         return known.layers is not None
 
-    def _look_again(self, model: nn.Module, loss_fn: Loss, batch: Batch, known: _Known) -> None:
-        """A model may begin to mix examples after its trial."""
-        if is_capturing(next(model.parameters()).device):
-            return
-        try:
+    def look_soon(self) -> None:
+        """Have every model looked at in its next call."""
+        for seen in self._known.values():
+            for known in seen.values():
+                known.full = known.due = known.calls
+
+    def _look_at(
+        self,
+        model: nn.Module,
+        loss_fn: Loss,
+        batch: Batch,
+        known: _Known,
+        losses: Tensor | None = None,
+    ) -> None:
+        """Raise Mixes if examples of this batch do, whose `losses` were these; tell the listeners.
+
+        Quick, unless a full look is due or there was no batch of this size before.
+        """
+        size = shape_of(batch).size
+        is_new = size not in known.sizes and (len(known.sizes) < SIZES or size > max(known.sizes))
+        is_full, is_apart = known.calls >= known.full, False
+        if not is_full and not is_new and losses is not None and not known.is_random:
             with put_back_after(model):
-                alone_still(model, loss_fn, batch)
+                is_full = not alike(model, loss_fn, batch, losses)
+            known.is_random = is_full  # unless examples mix, which a full look will say
+        try:
+            if is_full or is_new:
+                how = {"has_gradients": is_full, "is_first": known.calls == 1 or not is_full}
+                still_apart(model, loss_fn, batch, **how)
+                self.listeners.tell(model, Look(known.kind, size=size))
+                known.last_size, is_apart = size, True
         except NotNow:
-            return
+            pass
+        except Mixes as reason:
+            before = known.last_size
+            if size != before and self._mixes(model, loss_fn, batch, before):
+                size = before
+            shown = 0 if known.sizes.get(size) is False else size
+            self._say_mixing(model, known, Look(known.kind, str(reason), shown))
+            raise
+        known.sizes[size] = known.sizes.get(size, False) or is_apart
+        if known.calls >= known.full:
+            known.full = next_full(known.calls)
+        is_quick = losses is not None and not losses.is_cuda and not known.is_random
+        known.due = min(known.full, next_quick(known.calls)) if is_quick else known.full
+
+    def _mixes(self, model: nn.Module, loss_fn: Loss, batch: Batch, size: int) -> bool:
+        """Whether examples mix in a batch of this size, too, which some of them are brought to."""
+        if size < 2:
+            return False
+        index = torch.arange(size) % shape_of(batch).size
+        try:
+            still_apart(model, loss_fn, take(batch, index))
         except NotByLayer as reason:
-            known.layers, known.reason = None, f"from call {known.calls} on: {reason}"
-            self._written_out.say(f"whole model written out per example, {known.reason}")
+            return isinstance(reason, Mixes)
+        return False
+
+    def _say_mixing(self, model: nn.Module, known: _Known, look: Look) -> None:
+        """Tell of examples that mix, and warn where batches of this kind were clipped before."""
+        self.listeners.tell(model, look)
+        if known.last_size and look.size in (0, *known.sizes):
             warnings.warn(
-                f"the model keeps examples apart no longer ({reason}): it is written out per "
-                f"example from call {known.calls} on, but steps since call "
-                f"{looked_at_before(known.calls)} may not be covered by the statement; begin a new "
-                "run with a model that stays as it is",
+                f"the model keeps examples apart no longer ({look.mixes}): it is written out per "
+                f"example from call {known.calls} on, but the steps before may not be covered by "
+                "the statement, which says NOT PRIVATE; begin a new run with a model that stays as "
+                "it is",
                 RuntimeWarning,
                 stacklevel=2,
             )

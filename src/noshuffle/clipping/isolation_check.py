@@ -4,15 +4,14 @@ Two facts are checked on real rows of the first batch, under the same random num
 
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
               also with a third example in the batch, with up to twelve, and beside an extreme one
-              (10⁴ times as large, infinite, NaN: on a CPU); the gradient of both losses is
+              (10⁴ times as large, infinite, NaN: on a CPU) or one that was cut short (zeros in
+              the place of its second half; labels −100: on a CPU); the gradient of both losses is
               the sum of the gradients, however large one of them is, and that of the first is the
               same with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd, also where one of them is 10⁴ times as large
 
-When the sum of a batch is made that is larger than any before, losses of some of its examples are
-compared with what they are among themselves (`apart_in`): what mixes large batches only, or leaves
-out whoever comes late, does nothing to few.
+What mixes batches of some sizes only does nothing to two: `batch_check` looks at whole ones.
 
 A weight used outside its layer, a hook that changes an output, a batch flattened the other way or
 examples that mix all fail here, and the caller then writes gradients out instead. No state.
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,19 +30,25 @@ from torch.utils._pytree import tree_map
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.layers import NotByLayer, NotNow, without_gradient
+from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, wide
 from noshuffle.clipping.rule_check import all_exact, by_autograd, length
+from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import EXTREMES, extremes, finite_rows, rounded, unlike_pair
+from noshuffle.clipping.trial_rows import (
+    EXTREMES,
+    cut_short,
+    extremes,
+    finite_rows,
+    rounded,
+    unlike_pair,
+)
 from noshuffle.errors import InvalidInput
 
 #: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
 #: which takes megabytes.
 TRIAL_ROWS = 12
-#: Of a large batch so many examples, from the first to the last, are run among themselves.
-FEW_ROWS = 6
 #: How code refuses numbers that it does not take.
 REFUSALS = (RuntimeError, ValueError, IndexError, ArithmeticError, AssertionError)
 #: What `tried` says of a model that passed by the allowance for TF32.
@@ -59,7 +64,7 @@ def _alone(
     *,
     low: bool,
 ) -> bool:
-    """Raise NotByLayer unless each example has the same loss and gradient beside its copy.
+    """Raise Mixes unless each example has the same loss and gradient beside its copy.
 
     Shapes are the same and so are the operations on each row: hardly a bit should differ. The
     gradient shows what a gate that is still zero hides from the loss. Tells whether a gradient
@@ -71,7 +76,7 @@ def _alone(
             again = run(take(pair, torch.tensor([i, i])))[i]
         gap = abs(float(again.detach()) - float(losses[i].detach()))
         if not gap <= (2e-3 if low else 1e-4) * max(abs(float(losses[i].detach())), 1e-6):
-            raise NotByLayer("the loss of an example changes with the other examples of its batch")
+            raise Mixes("the loss of an example changes with the other examples of its batch")
         if not own:
             continue
         there = torch.autograd.grad(again, params, allow_unused=True)
@@ -84,9 +89,7 @@ def _alone(
             tolerance = max(tolerance, min(3.0 * length(own, same), 5e-3 * size))
             is_loose = True
         if not moved <= tolerance:
-            raise NotByLayer(
-                "the gradient of an example changes with the other examples of its batch"
-            )
+            raise Mixes("the gradient of an example changes with the other examples of its batch")
     return is_loose
 
 
@@ -132,7 +135,7 @@ def _counted(
     params: Sequence[nn.Parameter] = (),
     later: Tensor | None = None,
 ) -> None:
-    """Raise NotByLayer if the loss of an example depends on how many there are (a batch mean), or
+    """Raise Mixes if the loss of an example depends on how many there are (a batch mean), or
     its gradient by `params` (a function of one's own that divides by them on the way back).
 
     `later`: the losses of the pair where the model was tried before; a loss that is all but
@@ -152,43 +155,18 @@ def _counted(
         moved = (run(tree_map(rounded, pair)) - two).abs() if has_room else torch.zeros_like(two)
         grads = [_first_gradient(run, take(pair, torch.tensor(i)), params) for i in _MANY]
     if grads[0] and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
-        raise NotByLayer("the gradient of an example changes with the number of examples")
+        raise Mixes("the gradient of an example changes with the number of examples")
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
-        if not all(abs(a - b) <= _tolerance(a, low=low) + room for b in others):
-            raise NotByLayer("the loss of an example changes with the number of examples")
+        if not all(abs(a - b) <= loss_tolerance(a, low=low) + room for b in others):
+            raise Mixes("the loss of an example changes with the number of examples")
 
 
-def _tolerance(loss: float, *, low: bool) -> float:
+def loss_tolerance(loss: float, *, low: bool) -> float:
     """How far a loss may move with the number of examples: other kernels round otherwise."""
     return 5e-2 * max(abs(loss), 0.2) if low else 1e-3 * max(abs(loss), 1e-3)
 
 
-def apart_in(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor) -> None:
-    """Raise NotByLayer unless some examples have the `losses` that they had in the whole batch when
-    they are among themselves. A model that draws random numbers is not looked at: the same example
-    has other masks there."""
-    size = len(losses)
-    picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
-    few = take(batch, picks)
-
-    def run(rows: Batch, seed: int = 0) -> Tensor:
-        with with_same_rng(model, seed), without_gradient():
-            return batch_losses(model, loss_fn, rows)
-
-    with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
-        found = run(few)
-        if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
-            return
-        moved = (run(tree_map(rounded, few)) - found).abs()
-    low = _is_low(model, found) or roundoff(next(model.parameters())) > 0.0
-    among_all = losses.detach()[picks.to(losses.device)]
-    for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
-        # Where examples stay apart, one that is not finite is that in any batch.
-        if math.isfinite(own) and not abs(own - whole) <= _tolerance(own, low=low) + room:
-            raise NotByLayer("the loss of an example changes with the number of examples")
-
-
-def _is_low(model: nn.Module, losses: Tensor) -> bool:
+def is_low(model: nn.Module, losses: Tensor) -> bool:
     """Whether losses are made in half precision."""
     low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
     return low or torch.is_autocast_enabled(losses.device.type)
@@ -197,7 +175,7 @@ def _is_low(model: nn.Module, losses: Tensor) -> bool:
 def _beside_extremes(
     run: Callable[[Batch], Tensor], pair: Batch, losses: Tensor, *, low: bool
 ) -> None:
-    """Raise NotByLayer if an extreme example moves the loss of another one.
+    """Raise Mixes if an extreme example moves the loss of another one.
 
     A batch that the model does not take (it checks its inputs, say) is none that it is trained on.
     """
@@ -209,7 +187,22 @@ def _beside_extremes(
         except REFUSALS:
             continue
         if not gap <= (2e-3 if low else 1e-4) * max(abs(own), 1e-6):
-            raise NotByLayer("the loss of an example changes beside one that is extreme")
+            raise Mixes("the loss of an example changes beside one that is extreme")
+
+
+def _beside_short(run: Callable[[Batch], Tensor], pair: Batch, *, low: bool) -> None:
+    """Raise Mixes if the loss of a short example changes with the length of the other one, or with
+    how many labels of the other one count."""
+    for both, first in cut_short(pair):
+        try:
+            with without_gradient():
+                one, other = float(run(both)[0]), float(run(first)[0])
+        except REFUSALS:
+            continue
+        if math.isfinite(one) and not abs(one - other) <= (2e-3 if low else 1e-4) * max(
+            abs(one), 1e-3
+        ):
+            raise Mixes("the loss of an example changes with the length of another one")
 
 
 def _sums_up(
@@ -219,7 +212,7 @@ def _sums_up(
     *,
     low: bool,
 ) -> None:
-    """Raise NotByLayer unless the gradient of ℓ₀ + k ℓ₁ is g₀ + k g₁: a backward pass that looks at
+    """Raise Mixes unless the gradient of ℓ₀ + k ℓ₁ is g₀ + k g₁: a backward pass that looks at
     the size of all gradients (a hook, a function of one's own) lets examples mix there."""
     large = 2.0**6 if low else 2.0**14
     seeds = torch.tensor([1.0, large], dtype=losses.dtype, device=losses.device)
@@ -233,7 +226,7 @@ def _sums_up(
         due = wide(first) + wide(second) * large
         gap, size = math.hypot(gap, length([due], [own])), math.hypot(size, length([due]))
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
-        raise NotByLayer("the gradient of an example changes with the size of the others")
+        raise Mixes("the gradient of an example changes with the size of the others")
 
 
 @contextmanager
@@ -293,6 +286,7 @@ def tried(
         _sums_up(losses, truth, own_params, low=low)
     _counted(model, run, pair, batch, low=low, params=own_params if truth else ())
     _beside_extremes(run, pair, losses, low=low)
+    _beside_short(run, pair, low=low)
     all_exact(params, forms, truth, low=low)
     for far in () if low else extremes(pair, EXTREMES[:1]):  # one may be used otherwise there
         with suppress(*REFUSALS):
@@ -314,19 +308,24 @@ def _read_forms(
         raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
 
 
-def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch) -> None:
-    """Raise NotByLayer if examples have come to mix since the trial: its look at losses alone."""
+def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch, *, restores: bool = False) -> None:
+    """Raise Mixes if examples have come to mix since the trial: its look at losses alone.
+
+    `restores`: every run begins with the model as it is now.
+    """
     pair = unlike_pair(batch)
 
     def run(rows: Batch, seed: int = 0) -> Tensor:
-        with with_same_rng(model, seed), without_gradient():
+        back = put_back_after(model) if restores else nullcontext()
+        with with_same_rng(model, seed), without_gradient(), back:
             return batch_losses(model, loss_fn, rows)
 
     with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
         losses = run(pair)
         if not bool(torch.isfinite(losses).all()):
             raise NotNow("the loss of the first two examples is not finite")
-        low = _is_low(model, losses)
+        low = is_low(model, losses)
         _alone(run, pair, losses, (), [], low=low)
         _counted(model, run, pair, batch, low=low, later=losses)
         _beside_extremes(run, pair, losses, low=low)
+        _beside_short(run, pair, low=low)

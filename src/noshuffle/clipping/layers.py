@@ -48,6 +48,10 @@ class NotNow(NotByLayer):
     """Nothing can be said from this batch; the next one is asked again."""
 
 
+class Mixes(NotByLayer):
+    """An example changes the loss or the gradient of another one."""
+
+
 @dataclass
 class Layers:
     """Modules by name, sorted by how their gradients are had."""

@@ -1,4 +1,4 @@
-"""Rows that a model is tried on: finite ones, two that differ, roundings of them, extreme ones.
+"""Rows that a model is tried on: finite, unlike, rounded, extreme and short ones.
 
 The trial is about the model, not about the data. No state.
 
@@ -91,3 +91,60 @@ def _moved(t: Any, how: float) -> Any:
         return t
     far = t[1:].abs() * how if math.isfinite(how) else torch.full_like(t[1:], how)
     return torch.cat([t[:1], far])
+
+
+def cut_short(pair: Batch) -> Iterator[tuple[Batch, Batch]]:
+    """The pair with both examples cut short, and the same with the second one as it was.
+
+    What trims padding to the longest of a batch, or divides by how many entries count, does nothing
+    to rows of one length. Short is: zeros in the second half of an axis, masks and numbers alike,
+    and half of a whole number that stands alone (a length); then −100 in the second half of whole
+    numbers, or where they stand alone, one tensor after the other (torch's `ignore_index`; not on a
+    GPU, where an index outside its table ends the process).
+    """
+    numbers = [t for t in tree_leaves(pair) if isinstance(t, Tensor)]
+    ways: list[Any] = [partial(_short, only=None)]
+    for t in numbers:
+        if t.dtype in _WHOLE and t.device.type == "cpu":
+            ways.append(partial(_short, only=t))
+    for way in ways:
+        both = tree_map(way, pair)
+        if all(a is b for a, b in zip(tree_leaves(both), tree_leaves(pair))):
+            continue
+        yield both, tree_map(_first_of, both, pair)
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16)
+
+
+def _short(t: Any, only: Tensor | None) -> Any:
+    if not isinstance(t, Tensor) or (only is not None and t is not only):
+        return t
+    if t.dim() == 1:
+        if only is not None:
+            return torch.full_like(t, -100)
+        return t // 2 if t.dtype in _WHOLE else t
+    if t.shape[1] < 2:
+        return t
+    short = t.clone()
+    short[:, t.shape[1] // 2 :] = 0 if only is None else -100
+    return short
+
+
+def _first_of(short: Any, whole: Any) -> Any:
+    return torch.cat([short[:1], whole[1:]]) if isinstance(short, Tensor) else short
+
+
+def lengths(batch: Batch) -> Tensor:
+    """How much of every example is no padding, as far as that shows: entries along the second axis
+    that are not the same as all before, or behind, them; of all tensors together."""
+    found = torch.zeros(batch_size(batch), dtype=torch.int64)
+    for t in tree_leaves(batch):
+        if not isinstance(t, Tensor) or t.dim() < 2 or t.shape[1] < 2 or not t.numel():
+            continue
+        rows = t.detach().reshape(len(t), t.shape[1], -1)
+        moves = (rows[:, 1:] != rows[:, :-1]).any(2).cpu()
+        ends = moves.flip(1).long().argmax(1)
+        inside = moves.shape[1] - ends - moves.long().argmax(1)
+        found += torch.where(moves.any(1), inside, 0)
+    return found

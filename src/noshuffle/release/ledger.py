@@ -9,7 +9,8 @@ weaker check, and the statement says so; every epoch must then bring the batches
 (`guard.is_batch_known`), under independent noise in any order.
 
 State: the file (`path=None`: memory); the table of units, which learns of the last recorded step
-when it is next asked (`settle`); the units of batches that came before.
+when it is next asked (`settle`); the units of batches that came before; when examples were last
+seen apart.
 
 >>> from noshuffle.participation import SinglePass
 >>> ledger = Ledger(SinglePass(steps=10))
@@ -65,6 +66,7 @@ class Ledger(LedgerFile):
         self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
         self._known = BatchCache()
         self._released = 0
+        self._apart: dict[str, int] = {}  # by kind of batch, when examples were last seen apart
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
         with self._reading():
@@ -81,8 +83,8 @@ class Ledger(LedgerFile):
         ends = (0, self._released - 1) if self._released else ()
         times = [float(self._of_step("time", step)) for step in ends]
         units = None if self.participation.is_sampled else len(self._table)
-        lives, budget = self.notes("life"), self.notes("budget")
-        return described(self.bound(), lives, budget, ends=times, units=units)
+        notes = (self.notes("life"), self.notes("budget"), self.mixing())
+        return described(self.bound(), *notes, ends=times, units=units)
 
     def admit(
         self,
@@ -248,6 +250,28 @@ class Ledger(LedgerFile):
                 self._later, self._released = told, step + 1
             raise
         self._later, self._released = told, step + 1
+
+    def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
+        """Write down what a look at the model found for one kind of batch; durable.
+
+        `mixes`: why examples are not apart, if they are not; `size`: of the batches that show it, 0
+        for all. That they are still apart is not written again. Tells whether such batches were
+        released since they were last seen apart.
+        """
+        step, known = self._released, [n for n in self.notes("look") if n["kind"] == kind]
+        last = known[-1]["mixes"] if known else None
+        is_known = any(size in (0, note["size"]) for note in known if not note["mixes"])
+        since = None
+        if not mixes:
+            self._apart[kind] = step
+        elif is_known and not last:
+            since = self._apart.get(kind, known[-1]["step"])
+        if mixes == last and (mixes or is_known):
+            return False
+        with self._writing():
+            body = {"kind": kind, "step": step, "mixes": mixes, "size": size, "since": since}
+            self._append("look", body)
+        return since is not None
 
     def settle(self) -> None:
         """Tell the table of units what was recorded (once more, if interrupted: it counts once)."""

@@ -3,7 +3,8 @@
     steps   step, life, time, batch fingerprint, digest of the clipped sum, who took part; where a
             device was not waited for, the digest of the step before (`late`)
     log     everything else that happened: facts, starts of a process (lives), digests that came
-            at the end, replays, steps passed over, checkpoints, files, the seal
+            at the end, replays, steps passed over, looks for examples that mix, checkpoints,
+            files, the seal
     units   per unit: first step (of its block), last step, count; a summary that is brought up to
             date at checkpoints and recomputed from `steps` by `verify`
     meta    the facts of the log by name, and how many steps the summary covers
@@ -221,11 +222,13 @@ def described(
     facts: Mapping[str, str],
     lives: Sequence[Mapping[str, Any]],
     budget: Sequence[Mapping[str, Any]],
+    looks: Sequence[Mapping[str, Any]],
     *,
     ends: Sequence[float],
     units: int | None,
 ) -> dict[str, str | None]:
-    """Facts, and what follows from rows: times of the first and last step, number of units."""
+    """Facts, and what follows from rows: times of the first and last step, number of units, and
+    where examples may have mixed."""
     newest = lives[-1] if lives else {}
     has_units = facts.get("identified_by") == "ids" and units is not None
     return {
@@ -236,7 +239,12 @@ def described(
         "budget_words": budget[-1].get("words") if budget else None,
         **{name: repr(when) for name, when in zip(("first", "last"), ends)},
         "records": str(units) if has_units else facts.get("population"),
+        "mixing": "; ".join(map(_mixed, looks)) or None,
     }
+
+
+def _mixed(look: Mapping[str, Any]) -> str:
+    return f"steps {look['since']} to {look['step']}: {look['mixes']}"
 
 
 class LedgerTables:
@@ -272,6 +280,10 @@ class LedgerTables:
     def notes(self, kind: str) -> list[dict[str, Any]]:
         """What was written down of one kind, oldest first."""
         return [json.loads(event.body) for event in self.log(kind)]
+
+    def mixing(self) -> list[dict[str, Any]]:
+        """Looks at the model that found examples mixed where they had been apart before."""
+        return [look for look in self.notes("look") if look["since"] is not None]
 
     def late_digests(self) -> dict[int, bytes]:
         """Digests in the log, which came after the row of their step, by step."""

@@ -2,7 +2,8 @@
 
     PROVED        all that the folder can show was recomputed, and holds
     CONSISTENT    nothing contradicts the statement; what could not be checked is named, and why
-    NOT PRIVATE   the evidence holds together, and says so itself (test seed, no noise)
+    NOT PRIVATE   the evidence holds together, and says so itself (test seed, no noise, examples
+                  that mixed)
     REFUTED       something contradicts the statement: the row or the file is named
 
 >>> Verdict("runs/a", refuted=("step 3 lists a unit twice",)).answer

@@ -393,6 +393,7 @@ class Private(OneOwner):
             self._end()
 
     def _end(self) -> None:
+        self._parts.is_over = True
         self._let_go()
         if self._listener is not None:
             self._listener.stop()

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
+from noshuffle.clipping.looks import Listeners, Look
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.release import fingerprint
@@ -115,6 +116,10 @@ class Parts:
     skips_replays: bool = False
     #: Inputs of the first batch of a loader that was checked, until the first step has seen them.
     first_rows: Tensor | None = field(default=None, repr=False)
+    #: Whether the run was closed: an engine may go on elsewhere.
+    is_over: bool = field(default=False, init=False)
+    #: Whether the model was found to mix examples.
+    is_mixing: bool = field(default=False, init=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +127,19 @@ class Parts:
         self.device = next(iter(self.parameters.values())).device
         self.ledger, self.noise = self.release.ledger, self.release.noise
         self.threshold, self.secret = self.release.threshold, self.release.secret
+        if isinstance(listeners := getattr(self.engine, "listeners", None), Listeners):
+            listeners.add(self.heard)
+
+    def heard(self, model: nn.Module, look: Look) -> None:
+        """Write down what a look at the model found.
+
+        Guarantees: where examples mixed in steps that may have been released, the ledger has it on
+        the disk when this returns, and statement.json says so.
+        """
+        if model is self.model and not self.is_over:
+            self.is_mixing = self.is_mixing or bool(look.mixes)
+            if self.ledger.look(look.kind, mixes=look.mixes, size=look.size):
+                self.release.write_statement()
 
     @property
     def planned_batch(self) -> float:

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.criteria import CriteriaByRow
-from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.looks import Look, kind_of
 from noshuffle.clipping.objective import batch_size
-from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.check import warn_if_trained_before
 from noshuffle.training.outputs import tensors_of
@@ -224,7 +224,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     raise Unsupported(UNCUT.format(why=why)) from error
                 if step.can_replay_masks:
                     _check_again(one, step.losses, now, is_due=one.is_random or is_power)
-                if is_power and size > 1 and one.own_loss is None and step.can_replay_masks:
+                if one.own_loss is None and (self._parts.is_mixing or (is_power and size > 1)):
                     _check_apart(self._parts, loss_fn, batch)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
@@ -248,16 +248,21 @@ def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> No
 
     An engine that takes examples one by one would be right by itself, and clip what c brings.
     """
+    kind = kind_of(parts.model, "loss.backward()")
     try:
-        with put_back_after(parts.model):
-            alone_still(parts.model, loss_fn, batch)
+        still_apart(parts.model, loss_fn, batch, has_gradients=False)
+        parts.heard(parts.model, Look(kind, size=batch_size(batch)))
+        reason = "found by a look at the batch before" if parts.is_mixing else ""
     except NotNow:
         return
-    except NotByLayer as reason:
+    except NotByLayer as error:
+        reason = str(error)
+        parts.heard(parts.model, Look(kind, reason))
+    if reason:
         raise Unsupported(
             f"examples must not mix in the model, or what `loss.backward()` sends back into one is "
             f"another's too: {reason}; use private.step, which takes them one by one"
-        ) from None
+        )
 
 
 def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> None:

@@ -91,8 +91,12 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize("begins", [5, 99])
-def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(begins):
-    """At call 8 of the step, and written out from there on; one that does not is let be."""
+def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(monkeypatch, begins):
+    """At the next look, and written out from there on; one that does not is let be."""
+    looks = "noshuffle.training.compiled.programs.next_full"
+    monkeypatch.setattr(looks, lambda calls: 8 if calls < 8 else 99)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: 99)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: 99)
     rule = MinSeparation(steps=12, separation=1, max_participations=12)
     private = make(
         compiled=True, model=nn.Sequential(Mixing(), network()), rule=rule, engine=Ghost()
@@ -109,6 +113,8 @@ def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(begins):
         assert ("found at call 8" in str(private.compiled.fallbacks)) == is_found, step
     assert "sum by rules" in private.compiled.why
     assert set(private.compiled._programs.values()) == {None} or begins == 99
+    said = [line for line in private.statement().assumptions if "changed each other" in line]
+    assert bool(said) == (begins == 5)
 
 
 def adam(model):

@@ -3,8 +3,9 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses: a
 batch is given the program that was captured for exactly these, and a tensor of model or loss that
 lies elsewhere makes all programs worthless. `Compiled` captures whole steps, `blocks` clipped sums.
-At calls 8, 32, 128, … the model is looked at without a graph; if it mixes examples by now, steps
-are eager from there on. State: the programs, what they must keep alive, and the log `fallbacks`.
+At calls that are drawn (`clipping.looks`) the model is looked at without a graph; if it mixes
+examples by now, steps are eager from there on. State: the programs, what they must keep alive, and
+the log `fallbacks`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.ghost import is_due
+from noshuffle.clipping.looks import next_full
 from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.device_threshold import DeviceThreshold
@@ -111,7 +112,7 @@ class Programs:
         self._where: list[Any] = []
         self._watch()
         self._last: _Last | None = None
-        self._calls = 0
+        self._calls, self._due = 0, next_full(1)
 
     def again(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
@@ -123,7 +124,7 @@ class Programs:
         last = self._last
         if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
             return None
-        if is_due(self._calls + 1):  # `find` looks at the model
+        if self._calls + 1 >= self._due:  # `find` looks at the model
             return None
         for leaf, (shape, dtype) in zip(batch, last.kinds):
             if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or leaf.shape != shape:
@@ -167,7 +168,7 @@ class Programs:
         key = (id(loss_fn), spec, kinds, tuple(modes), numerics, self.capacity)
         if size > 1 and key in self._programs:
             self._calls += 1
-            if is_due(self._calls) and not self._is_apart(loss_fn, batch):
+            if self._calls >= self._due and not self._is_apart(loss_fn, batch):
                 self.reset()  # the ledger names the form of the sum: no other one is captured
                 self.say(f"the model mixes examples, found at call {self._calls}: eager")
         if key not in self._programs:
@@ -194,6 +195,7 @@ class Programs:
 
     def _is_apart(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]) -> bool:
         """Whether layer rules still hold: parameters that are learned may come to mix examples."""
+        self._due = next_full(self._calls)
         engine = self.parts.engine
         if not isinstance(engine, Ghost):
             return True

@@ -6,9 +6,9 @@ Convolutions of one run that fill a GPU by themselves gain nothing from standing
 many small kernels do not, so the runs of a GPU go by `STREAMS` streams of their own, between one
 fork and one join. This
 is the sum of `compiled.sum`, the one that `privatize` captures, so it has its kernels and takes
-every model that they take. Nothing waits for the device, nothing branches on data, but at calls 8,
-32, 128, …, where examples are looked at again as `Ghost` does. State: the model whose parameters
-are pointed at one run after the other, what its trial found, and the calls.
+every model that they take. Nothing waits for the device, nothing branches on data, but at calls
+that are drawn (`clipping.looks`), where examples are looked at again as `Ghost` does. State: the
+model whose parameters are pointed at one run after the other, what its trial found, and the calls.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
+from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.check import evaluated
-from noshuffle.clipping.ghost import is_due, looked_at_before
-from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.looks import Listeners, Look, next_full
 from noshuffle.clipping.objective import Batch, Criterion, batch_size
 from noshuffle.clipping.units import is_capturing
 from noshuffle.errors import Unsupported
@@ -50,7 +50,9 @@ class InTurn:
         *,
         loss_fn: Criterion | ModelLoss,
         clip_norms: Sequence[float],
+        listeners: Listeners | None = None,
     ) -> None:
+        self._listeners, self._due = listeners or Listeners(), next_full(1)
         self._device = device = next(iter(params.values())).device
         self.runs, self._clips = len(clip_norms), tuple(clip_norms)
         self._model = copy.deepcopy(models[0]).to(device)
@@ -71,7 +73,7 @@ class InTurn:
         self._loss_fn, self._calls = loss_fn, 0
         many = min(STREAMS, self.runs) if device.type == "cuda" and self.runs > 1 else 0
         self._streams = [_stream(device) for _ in range(many)]
-        self._check_alone(params, batch, runs=range(1, self.runs))  # `rules` has tried the first
+        self._check_alone(params, batch, runs=range(self.runs))
         self._totals: dict[float, TotalFn] = {}
         for norm in set(self._clips):
             truth = by_engine(engine, self._model, loss_fn, clip=Flat(norm))
@@ -99,14 +101,16 @@ class InTurn:
         """Refuse a run that mixes examples: what is not trained, and weights, are its own."""
         for run in runs:
             self._put(params, run)
+            kind = f"run {run}"
             try:
-                alone_still(self._model, self._loss_fn, batch)
+                still_apart(self._model, self._loss_fn, batch)
+                self._listeners.tell(self._model, Look(kind))
             except NotNow:
                 if not self._calls:
                     raise Unsupported(f"a loss of run {run} is not finite") from None
             except NotByLayer as reason:
-                before = looked_at_before(self._calls)
-                since = f", after {before} or more steps" if self._calls else ""
+                self._listeners.tell(self._model, Look(kind, str(reason)))
+                since = f", found after {self._calls - 1} steps" if self._calls else ""
                 raise Unsupported(f"run {run} mixes examples{since}: {reason}") from None
 
     def _put(self, params: Mapping[str, Tensor], run: int) -> None:
@@ -129,7 +133,8 @@ class InTurn:
         found, batch = [], tree_map(_channels_last, batch)
         if not is_capturing(self._device):
             self._calls += 1  # a graph is captured behind a first call, and runs nothing of these
-            if is_due(self._calls) and batch_size(batch) > 1:
+            if self._calls >= self._due and batch_size(batch) > 1:
+                self._due = next_full(self._calls)
                 self._check_alone(params, batch, runs=range(self.runs))
         with self._forked() as streams:
             for run, norm in enumerate(self._clips):

@@ -23,10 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noshuffle.accounting import gaussian
 from noshuffle.clipping import Flat
+from noshuffle.clipping.looks import Listeners, Look
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -122,8 +123,15 @@ class StudyRelease:
                 budget=budget,
             )
             self._groups.append(_Group(release, tensors))
+        #: Looks at the models of the runs are told to every one of the ledgers.
+        self.listeners = Listeners()
+        self.listeners.add(self._heard)
         self._admitted = False
         self._has_ids: bool | None = None  # whether steps come with ids; unknown before the first
+
+    def _heard(self, model: nn.Module, look: Look) -> None:
+        for group in self._groups:
+            group.release.ledger.look(look.kind, mixes=look.mixes, size=look.size)
 
     @property
     def can_be_captured(self) -> bool:

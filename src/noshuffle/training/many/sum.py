@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from noshuffle.clipping import Flat, ModelLoss, auto, validate
+from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
 from noshuffle.clipping.check import evaluated, trainable
 from noshuffle.clipping.factor import SLACK, clip_factor, slack
+from noshuffle.clipping.looks import Listeners
 from noshuffle.clipping.objective import Criterion, batch_size, single_loss, take
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.stateless import call_with
@@ -49,6 +50,7 @@ class OneByOne:
         params: Mapping[str, Tensor],
         *,
         loss_fn: Criterion | ModelLoss,
+        listeners: Listeners | None = None,
     ) -> None:
         device = next(iter(params.values())).device
         self.runs = len(models)
@@ -60,6 +62,9 @@ class OneByOne:
             for name, parameter in trainable(model).items():
                 parameter.data = params[name][run]
         self._engines = [auto(model) for model in self._models]
+        for engine in self._engines:
+            if listeners is not None and isinstance(engine, Ghost):
+                engine.listeners = listeners
 
     def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """Outputs of every network in eval mode: (batch, runs, …)."""
@@ -174,17 +179,26 @@ def network_for(
     loss_fn: Criterion | ModelLoss,
     in_turn: Sequence[float] = (),
     half: bool = False,
+    listeners: Listeners | None = None,
 ) -> tuple[Network, str]:
     """The quickest form that holds for these models and batches like this one, and why.
 
     With `in_turn`, the clip norms, runs of a model with layer rules are worked on in turn.
+    `listeners` are told where examples of a run mix.
     """
     device = next(iter(params.values())).device
     reason = ""
     if in_turn:
         try:
             with _cast(device, half):  # which kernels there are depends on it
-                own = InTurn(models, params, batch, loss_fn=loss_fn, clip_norms=in_turn)
+                own = InTurn(
+                    models,
+                    params,
+                    batch,
+                    loss_fn=loss_fn,
+                    clip_norms=in_turn,
+                    listeners=listeners,
+                )
             return own, f"{own.form}, in turn"
         except Unsupported as error:
             reason = f"not in turn: {error}"
@@ -192,12 +206,16 @@ def network_for(
     general.check_memory(batch)
     two, size = take(batch, slice(0, 2)), batch_size(batch)
     single = "one by one"
+
+    def one_by_one() -> OneByOne:
+        return OneByOne(models, params, loss_fn=loss_fn, listeners=listeners)
+
     if device.type == "cpu" and size * products(models[0], loss_fn, batch) >= MANY_PRODUCTS:
-        return OneByOne(models, params, loss_fn=loss_fn), f"{single} (convolutions fill a CPU)"
+        return one_by_one(), f"{single} (convolutions fill a CPU)"
     try:
         general.example_gradients(params, two)
     except Unsupported as error:
-        return OneByOne(models, params, loss_fn=loss_fn), f"{single} ({error})"
+        return one_by_one(), f"{single} ({error})"
 
     def stacked() -> SideBySide:
         return Stacked(models[0], runs=len(models), loss_fn=loss_fn)

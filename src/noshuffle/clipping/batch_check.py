@@ -1,0 +1,243 @@
+"""Whether the examples of a whole batch are apart: some of them beside others than they had.
+
+    rows   a  b  c  d  e  f  g  h        losses and gradient of b and e
+    once   x  b  x  x  e  x  x  x        the same, where all others are one example x
+
+Shapes, masks of dropout and the sizes that a model branches on are the same in both, so hardly a
+bit of a loss may differ; that is asked with x short (padding that is cut to the longest of a batch)
+and with x long. With gradients, that of all losses must also be the sum of those of some and of the
+others. Some examples are also run among themselves. What is found here and not in two examples
+(`isolation_check`): examples that mix in batches of one size or parity, or from a number on, in the
+forward pass or on the way back. No state.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from noshuffle.clipping.check import as_written, trainable
+from noshuffle.clipping.isolation_check import alone_still, is_low, loss_tolerance, with_same_rng
+from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
+from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
+from noshuffle.clipping.products import roundoff, wide
+from noshuffle.clipping.rule_check import length
+from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.trial_rows import finite_rows, lengths, rounded
+
+#: So many examples of a batch keep their place while the others are exchanged.
+FEW_ROWS = 6
+#: Below this a loss is compared by its distance: the terms it is made of are larger.
+LEAST_LOSS = 2e-2
+
+
+def still_apart(
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Batch,
+    *,
+    has_gradients: bool = True,
+    is_first: bool = False,
+) -> None:
+    """The full look: raise Mixes if examples of this batch depend on the others, NotNow if none can
+    be asked; the model is as before. `is_first`: two examples have just been tried.
+
+    A model may change from run to run by itself (a factor that grows): what is found is asked once
+    more with every run from the same state.
+    """
+
+    def ask(*, restores: bool) -> None:
+        if not is_first:
+            alone_still(model, loss_fn, batch, restores=restores)
+        apart_in(model, loss_fn, batch, has_gradients=has_gradients, restores=restores)
+
+    with put_back_after(model):
+        try:
+            ask(restores=False)
+        except Mixes as reason:
+            found = reason
+        else:
+            return
+    try:
+        ask(restores=True)
+    except NotByLayer:
+        raise
+    except RuntimeError:  # autograd: a tensor that a backward pass needs was put back
+        raise found from None
+
+
+def apart_in(
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Batch,
+    *,
+    has_gradients: bool = True,
+    restores: bool = False,
+) -> None:
+    """Raise Mixes if examples of this batch depend on the others, NotNow if none can be asked.
+
+    A batch that does not fit the device a second time is halved until it does.
+    """
+    rows = finite_rows(batch, *range(batch_size(batch)))
+    params = list(trainable(model).values()) if has_gradients else []
+
+    def run(rows: Batch, seed: int = 0) -> Tensor:
+        back = put_back_after(model) if restores else nullcontext()
+        grads = torch.enable_grad() if params else without_gradient()
+        with with_same_rng(model, seed), grads, back:
+            return batch_losses(model, loss_fn, rows)
+
+    while batch_size(rows) > 1:
+        try:
+            with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
+                _apart(model, run, rows, params)
+            return
+        except torch.OutOfMemoryError:
+            rows = take(rows, slice(batch_size(rows) // 2))
+    raise NotNow("a batch of one example")
+
+
+def _apart(
+    model: nn.Module, run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
+) -> None:
+    kept, others = _chosen(rows)
+    losses = run(rows)
+    kept = kept[losses.detach()[kept].isfinite().cpu()]
+    if not len(kept):
+        raise NotNow("no loss of the examples that were chosen is finite")
+    own = losses[kept]
+    low = is_low(model, own) or roundoff(next(model.parameters())) > 0.0
+    _among_themselves(run, rows, losses, low=low)
+    grads = _gradient(own, params, keeps=True)
+    _adds_up(run, rows, losses, kept, grads, params)
+    share = 2e-2 if low else 1e-4
+    for other in others:
+        index = torch.full((len(losses),), other)
+        index[kept] = kept
+        there = run(take(rows, index))[kept]
+        if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
+            raise Mixes("the loss of an example changes with the other examples of its batch")
+        moved = length(grads, _gradient(there, params))
+        if moved > share * length(grads) + 1e-12:
+            room = length(grads, _gradient(run(tree_map(rounded, rows))[kept], params))
+            if moved > share * length(grads) + 4.0 * room:
+                raise Mixes(
+                    "the gradient of an example changes with the other examples of its batch"
+                )
+
+
+def _among_themselves(
+    run: Callable[..., Tensor], rows: Batch, losses: Tensor, *, low: bool
+) -> None:
+    """Raise unless some examples, from the first to the last, have their losses without the others.
+
+    Not where a model draws random numbers: the same example has other masks there.
+    """
+    size = len(losses)
+    picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
+    few = take(rows, picks)
+    with without_gradient():
+        found = run(few)
+        if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
+            return
+        moved = (run(tree_map(rounded, few)) - found).abs()
+    among_all = losses.detach()[picks.to(losses.device)]
+    for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
+        # Where examples stay apart, one that is not finite is that in any batch.
+        if math.isfinite(own) and not abs(own - whole) <= loss_tolerance(own, low=low) + room:
+            raise Mixes("the loss of an example changes with the number of examples")
+
+
+def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
+    """Who keeps its place, short ones and others; and the examples, short and long, that the rest
+    becomes."""
+    long = lengths(rows)
+    order = long.argsort(stable=True).tolist()
+    count = min(FEW_ROWS, len(order) // 2)
+    kept = order[: (count + 1) // 2]
+    drawn = [i for i in range(len(order)) if i not in kept]
+    while len(kept) < count:
+        kept.append(drawn.pop(secrets.randbelow(len(drawn))))
+    short = [i for i in drawn if long[i] == long[order[0]]] or order[:1]
+    tall = [i for i in drawn if long[i] == long[order[-1]]] or order[-1:]
+    return torch.tensor(kept), [short[0], tall[-1]]
+
+
+def _gradient(
+    losses: Tensor, params: Sequence[nn.Parameter], *, keeps: bool = False
+) -> list[Tensor | None]:
+    """The gradient of a sum of losses; none without parameters."""
+    if not params or not losses.requires_grad:
+        return []
+    with torch.enable_grad():
+        total = losses.sum()
+    return list(torch.autograd.grad(total, params, retain_graph=keeps, allow_unused=True))
+
+
+def _adds_up(
+    run: Callable[[Batch], Tensor],
+    rows: Batch,
+    losses: Tensor,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[nn.Parameter],
+) -> None:
+    """Raise unless the gradient of all losses is that of some and that of the others."""
+    if not grads:
+        return
+    rest = losses.detach().isfinite()
+    rest[kept] = False
+    if not bool(rest.any()):
+        return
+    others = _gradient(losses[rest], params, keeps=True)
+    both = _gradient(torch.cat([losses[kept], losses[rest]]), params)
+    due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
+    gap, size = length(due, both), length(both)
+    if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
+        again = run(tree_map(rounded, rows))  # terms that all but cancel may move so far
+        room = length(both, _gradient(torch.cat([again[kept], again[rest]]), params))
+        if gap > 2e-2 * size + 4.0 * room:
+            raise Mixes("the gradient of an example changes with those of the others")
+
+
+def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) -> bool:
+    a, b = own.detach().double(), there.detach().double()
+    allowed = (2e-3 if low else 1e-4) * a.abs().clamp(min=LEAST_LOSS) + room
+    return bool(((a - b).abs() <= allowed).all())
+
+
+def _stays(
+    run: Callable[[Batch], Tensor],
+    rows: Batch,
+    kept: Tensor,
+    own: Tensor,
+    there: Tensor,
+    *,
+    low: bool,
+) -> bool:
+    """Whether losses that differ are the same from run to run, and firm against rounding."""
+    room = (run(tree_map(rounded, rows))[kept] - own).detach().abs().double()
+    return _same(own, run(rows)[kept], low=low) and not _same(own, there, low=low, room=4.0 * room)
+
+
+def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor) -> bool:
+    """Whether two examples, drawn from all, have the `losses` alone that they had in the batch.
+
+    A model that draws random numbers is not alike: the same example has other masks there.
+    """
+    size = len(losses)
+    first = secrets.randbelow(size)
+    picks = torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size])
+    tape = GradientTape(2, is_on=False)
+    with as_written(model), rewritten(model, tape), without_gradient(), with_same_rng(model):
+        alone = batch_losses(model, loss_fn, take(batch, picks))
+    among = losses.detach()[picks.to(losses.device)]
+    fine = alone.isfinite()  # where examples stay apart, one that is not finite is that anywhere
+    return _same(alone[fine], among[fine], low=is_low(model, alone))
