@@ -36,7 +36,12 @@ class Late(nn.Module):
 def _looks(monkeypatch: pytest.MonkeyPatch):
     """One full look, at call `LOOK` + 1, and no quick ones."""
     monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: 10**9)
-    for where in ("clipping.ghost", "training.compiled.programs", "training.many.in_turn"):
+    for where in (
+        "clipping.ghost",
+        "clipping.per_example",
+        "training.compiled.programs",
+        "training.many.in_turn",
+    ):
         monkeypatch.setattr(
             f"noshuffle.{where}.next_full", lambda calls: LOOK + 1 if calls < LOOK else 10**9
         )
@@ -148,6 +153,31 @@ def test_a_model_that_always_mixed_is_private_in_every_process(tmp_path) -> None
         private.save()
         private.close()
     assert verify(tmp_path / "run").answer == "PROVED"
+
+
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_a_model_that_begins_to_remember_is_refused_and_not_private(tmp_path, has_rule) -> None:
+    class Recalls(nn.Linear if not has_rule else nn.Module):  # type: ignore[misc]
+        last, is_on = 0.0, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            shift, self.last = self.last, float(x.detach().abs().max()) if self.is_on else 0.0
+            return self.inner(x + shift) if has_rule else super().forward(x + shift)
+
+    model = Recalls() if has_rule else Recalls(4, 3)
+    if has_rule:
+        model.inner = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"clip_norm": 1.0, "batch_size": ROWS, "run": tmp_path / "run"}
+    private = ns.privatize(model, optimizer, plan(), **options)
+    for step in range(LOOK + 1):
+        model.is_on = step >= BEGINS
+        refused = pytest.raises(Unsupported, match="keeps something of one example")
+        with refused if step == LOOK else nullcontext():
+            private.step(LOSS, *rows(step)[:2], ids=rows(step)[2])
+    assert private.steps_released == LOOK
+    private.close()
+    assert verify(tmp_path / "run").answer == "NOT PRIVATE"
 
 
 def test_without_a_folder_the_statement_says_it() -> None:

@@ -67,7 +67,7 @@ from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
-from noshuffle.errors import one_of
+from noshuffle.errors import Unsupported, one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
@@ -109,8 +109,10 @@ class Ghost:
         self._known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
         self._shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = WeakKeyDictionary()
         self._reason = self.why
-        self._written_out = PerExample(self.microbatch, fallbacks=self.fallbacks)
         self.listeners = Listeners()
+        self._written_out = PerExample(
+            self.microbatch, fallbacks=self.fallbacks, listeners=self.listeners
+        )
 
     def clipped_sum(
         self,
@@ -269,7 +271,7 @@ class Ghost:
         except NotByLayer as reason:
             self._written_out.say(f"whole model written out per example: {reason}")
             known = _Known(reason=str(reason))
-            if isinstance(reason, Mixes):
+            if isinstance(reason, Mixes) and self._mixes(model, loss_fn, batch, shape.size):
                 self.listeners.tell(model, Look(kind, str(reason)))
         except RuntimeError as error:
             check.refuse_reentrant(error)
@@ -320,6 +322,10 @@ class Ghost:
             if is_full or is_new:
                 how = {"has_gradients": is_full, "is_first": known.calls == 1 or not is_full}
                 still_apart(model, loss_fn, batch, **how)
+                if known.calls > 1 and is_full:
+                    self._written_out.check_state(
+                        model, loss_fn, batch, in_batches=True, is_again=True
+                    )
                 self.listeners.tell(model, Look(known.kind, size=size))
                 known.last_size, is_apart = size, True
         except NotNow:
@@ -330,6 +336,9 @@ class Ghost:
                 size = before
             shown = 0 if known.sizes.get(size) is False else size
             self._say_mixing(model, known, Look(known.kind, str(reason), shown))
+            raise
+        except Unsupported as reason:  # it has begun to keep something of its data
+            self.listeners.tell(model, Look(known.kind, str(reason)))
             raise
         known.sizes[size] = known.sizes.get(size, False) or is_apart
         if known.calls >= known.full:

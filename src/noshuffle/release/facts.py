@@ -38,8 +38,8 @@ TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
 MIXING = (
-    "NOT PRIVATE: examples of a batch changed each other in the model, found after they had been "
-    "apart ({where}): what one example did in these steps may be more than the clip norm."
+    "NOT PRIVATE: examples changed each other in the model, found after they had been apart "
+    "({where}): what one example did in these steps may be more than the clip norm."
 )
 FINGERPRINTS_ONLY = (
     "Participation was checked by batch fingerprints only: that no unit sits in two different "

@@ -323,9 +323,9 @@ def _not_private(found: Found) -> Iterator[str]:
     elif any(TEST_SEED in ancestor.notes for ancestor in ancestors):
         yield "a run that it was forked from has the noise of a named test seed"
     if where := found.facts.get("mixing"):
-        yield f"examples of a batch changed each other in the model ({where})"
+        yield f"examples changed each other in the model ({where})"
     notes = (note for ancestor in ancestors if ancestor.released for note in ancestor.notes)
     if any(note.startswith(NOT_PRIVATE) and note != TEST_SEED for note in notes):
-        yield "examples of a batch changed each other in a run that it was forked from"
+        yield "examples changed each other in a run that it was forked from"
     if found.plan.noise_multiplier == 0:
         yield "the plan has no noise"
