@@ -52,7 +52,13 @@ from noshuffle.clipping.objective import (
 )
 from noshuffle.clipping.products import exactly, sum_dtype, wide
 from noshuffle.clipping.snapshot import SMALL, Snapshot
-from noshuffle.clipping.statefulness import Findings, refuse_memory, refuse_written, same
+from noshuffle.clipping.statefulness import (
+    Findings,
+    put_back_after,
+    refuse_memory,
+    refuse_written,
+    same,
+)
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.clipping.trial_rows import EXTREMES, extremes, unlike_pair
@@ -280,12 +286,14 @@ class PerExample:
             with suppress(*REFUSALS):  # numbers that the model does not take
                 run(1, rows)
 
-        with as_written(model):
+        # A loss may be a module that keeps something, too.
+        both = _Bound(model, loss_fn) if isinstance(loss_fn, nn.Module) else model
+        with as_written(model), put_back_after(both):
             findings = refuse_written(model, run, known.get(key))
             captured.refuse()
             if in_batches and is_rowwise(loss_fn):
                 refuse_written(model, run_two, findings)
-            refuse_memory(model, run, *(partial(run_far, r) for r in extremes(pair, EXTREMES[:2])))
+            refuse_memory(both, run, *(partial(run_far, r) for r in extremes(pair, EXTREMES[:2])))
         known[key] = findings
         return findings
 

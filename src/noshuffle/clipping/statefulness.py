@@ -277,6 +277,7 @@ def refuse_memory(
     is_moved = not all(abs(first - other) <= tolerance for other in rest)
     if is_moved and abs(first - again) <= 0.1 * tolerance:
         raise Unsupported(
-            "the model keeps something of one example that changes the loss of the next one, which "
-            "no clipping bounds; let it forget between calls (an attribute set in forward, say)"
+            "the model, or its loss, keeps something of one example that changes the loss of the "
+            "next one, which no clipping bounds; let it forget between calls (an attribute set in "
+            "forward, say)"
         )
