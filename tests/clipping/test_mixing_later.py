@@ -26,7 +26,7 @@ class Late(nn.Module):
 def looks(monkeypatch: pytest.MonkeyPatch, *, full: int = 10**9, quick: int = 10**9) -> None:
     """The next look of each kind, instead of one that is drawn."""
     monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: full)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: quick)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: quick)
 
 
 @pytest.mark.parametrize("kind", ["full", "quick"])
@@ -46,8 +46,8 @@ def test_examples_that_begin_to_mix_are_found_at_the_next_look(
             engine.clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
         assert bool(engine.fallbacks) == (call == 12), call
     assert "the loss of an example changes" in engine.fallbacks[0]
-    assert [bool(look.mixes) for look in found.looks] == [False, True]
-    assert len({look.kind for look in found.looks}) == 1
+    assert [bool(look.mixes) for look in found.looks[:2]] == [False, True]
+    assert found.looks[0].kind == found.looks[1].kind
     # From here on every example is by itself: a changed row moves the sum by its own part only.
     other = x.clone()
     other[0] = 100.0
@@ -74,7 +74,7 @@ def test_looks_are_drawn_anew_and_as_often_as_is_said() -> None:
     assert 14.5 < mean < 17.5  # geometric: mean 16, deviation of the mean 0.25
     assert min(gaps) == 1
     drawn = {next_full(100) for _ in range(200)}
-    assert all(100 < call <= 400 for call in drawn)
+    assert all(200 < call <= 800 for call in drawn)
     assert len(drawn) > 50
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_stays_as_it_is_is_tried_again_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: calls + 2)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls: calls + 1)
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: calls + 1)
     model, engine = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), Ghost()
     for _ in range(9):
         engine.clipped_sum(model, LOSS, (torch.randn(6, 4), torch.randint(3, (6,))), clip=Flat(1.0))

@@ -108,8 +108,9 @@ def test_a_bad_example_spoils_only_itself_in_every_part(where):
     assert bool(got.bad[where])
 
 
-def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers():
+def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers(monkeypatch):
     """Hoped for and found bad: the rows that are left out change nothing for the others."""
+    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: 10**9)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
     x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))

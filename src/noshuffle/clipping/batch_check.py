@@ -58,7 +58,7 @@ def still_apart(
             alone_still(model, loss_fn, batch, restores=restores)
         apart_in(model, loss_fn, batch, has_gradients=has_gradients, restores=restores)
 
-    with put_back_after(model):
+    with put_back_after(model, has_trained=has_gradients):
         try:
             ask(restores=False)
         except Mixes as reason:
@@ -124,7 +124,7 @@ def _apart(
         there = run(take(rows, index))[kept]
         if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
             raise Mixes("the loss of an example changes with the other examples of its batch")
-        moved = length(grads, _gradient(there, params))
+        moved = length(grads, _gradient(there, params)) if other == others[0] else 0.0
         if moved > share * length(grads) + 1e-12:
             room = length(grads, _gradient(run(tree_map(rounded, rows))[kept], params))
             if moved > share * length(grads) + 4.0 * room:

@@ -315,11 +315,11 @@ class Ghost:
         is_new = size not in known.sizes and (len(known.sizes) < SIZES or size > max(known.sizes))
         is_full, is_apart = known.calls >= known.full, False
         if not is_full and not is_new and losses is not None and not known.is_random:
-            with put_back_after(model):
+            with put_back_after(model, has_trained=False):
                 is_full = not alike(model, loss_fn, batch, losses)
             known.is_random = is_full  # unless examples mix, which a full look will say
         try:
-            if is_full or is_new:
+            if is_full or is_new or known.is_random:
                 how = {"has_gradients": is_full, "is_first": known.calls == 1 or not is_full}
                 still_apart(model, loss_fn, batch, **how)
                 if known.calls > 1 and is_full:
@@ -343,8 +343,10 @@ class Ghost:
         known.sizes[size] = known.sizes.get(size, False) or is_apart
         if known.calls >= known.full:
             known.full = next_full(known.calls)
-        is_quick = losses is not None and not losses.is_cuda and not known.is_random
-        known.due = min(known.full, next_quick(known.calls)) if is_quick else known.full
+        known.due = known.full
+        if losses is not None and not losses.is_cuda:
+            rarely = 4 if known.is_random else 1  # all of the batch, instead of two
+            known.due = min(known.full, next_quick(known.calls, rarely=rarely))
 
     def _mixes(self, model: nn.Module, loss_fn: Loss, batch: Batch, size: int) -> bool:
         """Whether examples mix in a batch of this size, too, which some of them are brought to."""

@@ -1,17 +1,18 @@
 """Looks at a model for examples that mix: when they come, and who is told what they found.
 
     trial    at the first batch of a kind (`isolation_check.tried`)
-    full     the same questions again, and the whole batch beside another one (`apart_in`): at a
-             call that is drawn from n + 1, …, 4n after the one at call n, and at sizes of batches
-             that are new
-    quick    on a CPU, two examples alone against their losses in the batch of the step (`alike`):
-             at every call with probability 1/16
+    full     the same questions again, and the whole batch beside another one (`batch_check`): at a
+             call that is drawn from 2n + 1, …, 8n after the one at call n (the first one from
+             17, …, 64), and losses alone at sizes of batches that are new
+    quick    on a CPU, two examples alone against their losses in the batch of the step: at every
+             call with probability 1/16; the losses of the whole batch beside another one with
+             probability 1/64 where a model draws random numbers
 
 All are drawn from the operating system, so that nothing in a model can know when it is looked at;
 one in sixteen finds mixing that lasts for a hundred steps with probability 0.998. Whoever keeps
 the evidence of a run is told by `Listeners`. State: who listens.
 
->>> all(8 < next_full(8) <= 32 for _ in range(50))
+>>> all(16 < next_full(8) <= 64 for _ in range(50))
 True
 """
 
@@ -27,7 +28,7 @@ from weakref import WeakMethod
 
 from torch import nn
 
-#: The first full look is at most at this call.
+#: A full look takes as long as some steps: after the trial, none is before twice this call.
 FIRST = 8
 #: The part of all calls at which a CPU takes a quick look.
 SHARE = 1.0 / 16.0
@@ -35,13 +36,14 @@ SHARE = 1.0 / 16.0
 
 def next_full(calls: int) -> int:
     """The call of the next full look after one at this call."""
-    return calls + 1 + secrets.randbelow(max(3 * calls, FIRST - 1))
+    least = 2 * max(calls, FIRST)
+    return least + 1 + secrets.randbelow(3 * least)
 
 
-def next_quick(calls: int) -> int:
-    """The call of the next quick look: each one with probability `SHARE`, whatever came before."""
+def next_quick(calls: int, *, rarely: int = 1) -> int:
+    """The call of the next quick look: each with probability `SHARE` / `rarely`, independently."""
     chance = (1.0 + secrets.randbelow(2**53)) / 2.0**53
-    return calls + 1 + int(math.log(chance) / math.log1p(-SHARE))
+    return calls + 1 + int(math.log(chance) / math.log1p(-SHARE / rarely))
 
 
 @dataclass(frozen=True)

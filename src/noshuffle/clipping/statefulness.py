@@ -98,9 +98,9 @@ class Content:
 class ModelState:
     """Everything that a model keeps, as it is now: parameters of any kind, buffers, submodules, the
     attributes of modules, and what lists, dictionaries, sets, tuples and NumPy arrays among them
-    hold."""
+    hold. Without `has_trained`, the numbers of parameters that are trained are left out."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, has_trained: bool = True) -> None:
         self._model = model
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -111,6 +111,8 @@ class ModelState:
                 own = {k: v for k, v in holder.items() if not is_own or k not in _OF_TORCH}
                 self._entries.append((holder, own))
                 self._go_into(tuple(own.values()), tensors, depth=_DEPTH if is_own else 1)
+        if not has_trained:
+            tensors = {i: t for i, t in tensors.items() if not (t.is_leaf and t.requires_grad)}
         on_host = _are_too_many(tensors.values())
         self._contents = {i: Content(t, on_host=on_host) for i, t in tensors.items()}
         self._before = _named_tensors(model)
@@ -201,9 +203,12 @@ def _extra_state(model: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def put_back_after(model: nn.Module) -> Iterator[None]:
-    """The model is the same after the block as before, whatever is run in it."""
-    state = ModelState(model)
+def put_back_after(model: nn.Module, *, has_trained: bool = True) -> Iterator[None]:
+    """The model is the same after the block as before, whatever is run in it.
+
+    Without `has_trained`, if nothing in it writes into parameters that are trained.
+    """
+    state = ModelState(model, has_trained=has_trained)
     try:
         yield
     finally:
