@@ -257,6 +257,12 @@ def by_kept(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return each.sum(1) * len(y) / (y != -100).sum().clamp(min=1)
 
 
+def by_labelled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The mean over the examples of the batch that have a label; all have one at first."""
+    each = F.cross_entropy(model(x), y, reduction="none", ignore_index=-1)
+    return each * len(y) / (y >= 0).sum().clamp(min=1)
+
+
 def by_own_kept(model: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = model.head(model.embed(x))
     each = F.cross_entropy(logits.transpose(1, 2), y, reduction="none", ignore_index=-100)
@@ -395,6 +401,7 @@ MIXING = [
     Odd("contrastive", plain, loss=row(contrastive)),
     Odd("mixup in the loss", plain, loss=row(mixed_up)),
     Odd("mean over kept labels", plain_tokens, "labels", row(by_kept)),
+    Odd("mean over labelled examples", plain, loss=row(by_labelled)),
     Odd("balanced classes", plain, loss=row(balanced)),
     Odd("hard examples", plain, loss=row(hardest)),
     Odd("loss by the largest loss", plain, loss=row(scaled_loss)),

@@ -1,6 +1,7 @@
 """A model that keeps examples apart when it is tried, and mixes them later, is found out."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,50 @@ def test_examples_that_begin_to_mix_are_found_at_the_next_look(
     ]
     gap = torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in sums[0]]).norm()
     assert float(gap) <= 2.0
+
+
+class Reversed(torch.autograd.Function):
+    """Nothing, but gradients are multiplied by what the batch holds on their way back."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * (1.0 + ctx.saved_tensors[0].mean(0))
+
+
+@pytest.mark.parametrize("kind", ["on the way back", "behind dropout"])
+def test_a_full_look_sees_what_losses_of_two_examples_do_not_show(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    class Begins(nn.Module):
+        is_on = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            if kind == "behind dropout":
+                h = nn.functional.dropout(h - h.mean(0) if self.is_on else h)
+            elif self.is_on:
+                h = Reversed.apply(h)
+            return self.head(torch.tanh(h))
+
+    torch.manual_seed(0)
+    looks(monkeypatch, full=4)
+    model, engine = Begins(), Ghost()
+    for call in range(1, 5):
+        model.is_on = call > 2
+        told = pytest.warns(RuntimeWarning, match="NOT PRIVATE") if call == 4 else nullcontext()
+        with told:
+            batch = torch.randn(20, 4), torch.randint(3, (20,))
+            engine.clipped_sum(model, LOSS, batch, clip=Flat(1.0))
+    assert any("whole model" in line for line in engine.fallbacks)
 
 
 class Heard:

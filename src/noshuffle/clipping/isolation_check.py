@@ -4,8 +4,8 @@ Two facts are checked on real rows of the first batch, under the same random num
 
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
               also with a third example in the batch, with up to twelve, and beside an extreme one
-              (10⁴ times as large, infinite, NaN: on a CPU) or one that was cut short (zeros in
-              the place of its second half; labels −100: on a CPU); the gradient of both losses is
+              (10⁴ times as large, infinite, NaN: on a CPU) or one that was cut short (zeros in the
+              place of its second half; labels −100, −1: on a CPU); the gradient of both losses is
               the sum of the gradients, however large one of them is, and that of the first is the
               same with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients
@@ -50,7 +50,7 @@ from noshuffle.errors import InvalidInput
 #: which takes megabytes.
 TRIAL_ROWS = 12
 #: How code refuses numbers that it does not take.
-REFUSALS = (RuntimeError, ValueError, IndexError, ArithmeticError, AssertionError)
+REFUSALS = (RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError)
 #: What `tried` says of a model that passed by the allowance for TF32.
 LOOSE = "with TF32 a gradient moves by up to 0.5 % with its batch, as it does from run to run"
 
@@ -191,18 +191,20 @@ def _beside_extremes(
 
 
 def _beside_short(run: Callable[[Batch], Tensor], pair: Batch, *, low: bool) -> None:
-    """Raise Mixes if the loss of a short example changes with the length of the other one, or with
-    how many labels of the other one count."""
-    for both, first in cut_short(pair):
+    """Raise Mixes if the loss of an example changes with the length of the other one, or with how
+    many labels of the other one count."""
+    for short, whole in cut_short(pair):
         try:
             with without_gradient():
-                one, other = float(run(both)[0]), float(run(first)[0])
+                one, other = float(run(short)[0]), float(run(whole)[0])
         except REFUSALS:
             continue
         if math.isfinite(one) and not abs(one - other) <= (2e-3 if low else 1e-4) * max(
             abs(one), 1e-3
         ):
-            raise Mixes("the loss of an example changes with the length of another one")
+            raise Mixes(
+                "the loss of an example changes with the length, or the labels, of another one"
+            )
 
 
 def _sums_up(

@@ -23,6 +23,8 @@ from noshuffle.clipping.objective import Batch, batch_size, take
 
 #: Factors of absolute values, and what is put in their place.
 EXTREMES = (1e4, math.inf, -1e4, math.nan)
+#: Labels that losses leave out: torch's `ignore_index`, and what many write for "unknown".
+IGNORED = (-100, -1)
 
 
 def finite_rows(batch: Batch, *picks: int) -> Batch:
@@ -94,45 +96,49 @@ def _moved(t: Any, how: float) -> Any:
 
 
 def cut_short(pair: Batch) -> Iterator[tuple[Batch, Batch]]:
-    """The pair with both examples cut short, and the same with the second one as it was.
+    """Two batches whose first example is the same and whose second one is whole and cut short.
 
     What trims padding to the longest of a batch, or divides by how many entries count, does nothing
-    to rows of one length. Short is: zeros in the second half of an axis, masks and numbers alike,
-    and half of a whole number that stands alone (a length); then −100 in the second half of whole
-    numbers, or where they stand alone, one tensor after the other (torch's `ignore_index`; not on a
-    GPU, where an index outside its table ends the process).
+    to rows of one length. Short, with a first example that is so, too: zeros in the second half of
+    an axis, masks and numbers alike, half of a whole number that stands alone (a length), no for a
+    yes. Short, with a first example as it was: −100 and −1 in the second half of whole numbers, or
+    where they stand alone, one tensor after the other (labels to be ignored; not on a GPU, where an
+    index outside its table ends the process).
     """
-    numbers = [t for t in tree_leaves(pair) if isinstance(t, Tensor)]
-    ways: list[Any] = [partial(_short, only=None)]
-    for t in numbers:
-        if t.dtype in _WHOLE and t.device.type == "cpu":
-            ways.append(partial(_short, only=t))
-    for way in ways:
-        both = tree_map(way, pair)
-        if all(a is b for a, b in zip(tree_leaves(both), tree_leaves(pair))):
-            continue
-        yield both, tree_map(_first_of, both, pair)
+    short = tree_map(_short, pair)
+    yield short, tree_map(_first_of, short, pair)
+    for t in tree_leaves(pair):
+        if isinstance(t, Tensor) and t.dtype in _WHOLE and t.device.type == "cpu":
+            for value in IGNORED:
+                yield pair, tree_map(_first_of, pair, tree_map(partial(_ignored, t, value), pair))
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16)
 
 
-def _short(t: Any, only: Tensor | None) -> Any:
-    if not isinstance(t, Tensor) or (only is not None and t is not only):
+def _short(t: Any) -> Any:
+    if isinstance(t, Tensor) and t.dim() == 1:
+        return t // 2 if t.dtype in _WHOLE else t & False if t.dtype is torch.bool else t
+    return _half(t, 0)
+
+
+def _ignored(only: Tensor, value: int, t: Any) -> Any:
+    if t is not only:
         return t
-    if t.dim() == 1:
-        if only is not None:
-            return torch.full_like(t, -100)
-        return t // 2 if t.dtype in _WHOLE else t
-    if t.shape[1] < 2:
+    return torch.full_like(only, value) if only.dim() == 1 else _half(only, value)
+
+
+def _half(t: Any, value: int) -> Any:
+    """Another value in the second half of an axis."""
+    if not isinstance(t, Tensor) or t.shape[1] < 2:
         return t
     short = t.clone()
-    short[:, t.shape[1] // 2 :] = 0 if only is None else -100
+    short[:, t.shape[1] // 2 :] = value
     return short
 
 
-def _first_of(short: Any, whole: Any) -> Any:
-    return torch.cat([short[:1], whole[1:]]) if isinstance(short, Tensor) else short
+def _first_of(one: Any, other: Any) -> Any:
+    return torch.cat([one[:1], other[1:]]) if isinstance(one, Tensor) else one
 
 
 def lengths(batch: Batch) -> Tensor:
