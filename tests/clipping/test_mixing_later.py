@@ -26,8 +26,8 @@ class Late(nn.Module):
 
 def looks(monkeypatch: pytest.MonkeyPatch, *, full: int = 10**9, quick: int = 10**9) -> None:
     """The next look of each kind, instead of one that is drawn."""
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: full)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: quick)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: full)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: quick)
 
 
 @pytest.mark.parametrize("kind", ["full", "quick"])
@@ -126,8 +126,8 @@ def test_looks_are_drawn_anew_and_as_often_as_is_said() -> None:
 def test_a_model_that_stays_as_it_is_is_tried_again_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: calls + 2)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: calls + 1)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: calls + 2)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: calls + 1)
     model, engine = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), Ghost()
     for _ in range(9):
         engine.clipped_sum(model, LOSS, (torch.randn(6, 4), torch.randint(3, (6,))), clip=Flat(1.0))

@@ -20,7 +20,7 @@ from noshuffle.errors import Unsupported
 @pytest.fixture(autouse=True)
 def _no_later_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("next_full", "next_quick"):
-        monkeypatch.setattr(f"noshuffle.clipping.ghost.{name}", lambda calls, **_: 10**9)
+        monkeypatch.setattr(f"noshuffle.clipping.later_looks.{name}", lambda calls, **_: 10**9)
 
 
 @pytest.mark.parametrize("odd", MIXING, ids=str)

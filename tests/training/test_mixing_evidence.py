@@ -35,9 +35,9 @@ class Late(nn.Module):
 @pytest.fixture(autouse=True)
 def _looks(monkeypatch: pytest.MonkeyPatch):
     """One full look, at call `LOOK` + 1, and no quick ones."""
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: 10**9)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: 10**9)
     for where in (
-        "clipping.ghost",
+        "clipping.later_looks",
         "clipping.per_example",
         "training.compiled.programs",
         "training.many.in_turn",

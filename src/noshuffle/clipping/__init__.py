@@ -12,7 +12,7 @@ microbatches  fast, lean, or what fits                  rowwise   many gradients
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
 captured    what a loss takes from around it            batch_check  are all of a batch apart?
-looks       when a model is looked at again
+looks       when a model is looked at again             later_looks  what is asked then
 """
 
 from noshuffle.clipping.causal_lm import next_token

@@ -23,22 +23,20 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import check
-from noshuffle.clipping.batch_check import alike, still_apart
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
+from noshuffle.clipping.later_looks import LaterLooks, mixes_at
 from noshuffle.clipping.layers import (
     ExampleAxes,
     Layers,
@@ -48,7 +46,7 @@ from noshuffle.clipping.layers import (
     find_layout,
     read,
 )
-from noshuffle.clipping.looks import Listeners, Look, kind_of, next_full, next_quick
+from noshuffle.clipping.looks import Listeners, Look, kind_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Batch,
@@ -67,12 +65,10 @@ from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
-from noshuffle.errors import Unsupported, one_of
+from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-#: Sizes of batches, beside the largest, that are looked at when they first come.
-SIZES = 16
 
 
 @dataclass
@@ -86,13 +82,7 @@ class _Known:
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
-    kind: str = ""  # its name
-    calls: int = 1  # with the trial's own batch
-    due: int = 1  # the call of the next look, quick or full
-    full: int = 1
-    sizes: dict[int, bool] = field(default_factory=dict)  # of batches; whether they were looked at
-    last_size: int = 0  # of a batch that was seen to keep examples apart
-    is_random: bool = False  # the same example has another loss in another batch
+    looks: LaterLooks = field(default_factory=LaterLooks)
 
 
 @dataclass
@@ -215,9 +205,10 @@ class Ghost:
                 found = in_parts(
                     one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
                 )
-        is_due = known.calls >= known.due or shape.size not in known.sizes
+        looks = known.looks
+        is_due = looks.calls >= looks.due or shape.size not in looks.sizes
         if is_due and shape.size > 1 and not is_capturing(device):
-            self._look_at(model, loss_fn, batch, known, found.losses)
+            looks.look(model, loss_fn, batch, found.losses, engine=self._written_out)
         return found
 
     def _tell(self, words: str) -> None:
@@ -255,7 +246,7 @@ class Ghost:
         seen = self._known.setdefault(model, {})
         if key in seen:
             known = seen[key]
-            known.calls += 1
+            known.looks.calls += 1
             return known
         if shape.size == 1:  # one example cannot show whether examples mix
             return _Known()
@@ -271,12 +262,12 @@ class Ghost:
         except NotByLayer as reason:
             self._written_out.say(f"whole model written out per example: {reason}")
             known = _Known(reason=str(reason))
-            if isinstance(reason, Mixes) and self._mixes(model, loss_fn, batch, shape.size):
+            if isinstance(reason, Mixes) and mixes_at(shape.size, model, loss_fn, batch):
                 self.listeners.tell(model, Look(kind, str(reason)))
         except RuntimeError as error:
             check.refuse_reentrant(error)
             raise
-        known.findings, known.kind = findings, kind
+        known.findings, known.looks.kind = findings, kind
         seen[key] = known
         return known
 
@@ -285,9 +276,9 @@ class Ghost:
         known = self._try(model, loss_fn, batch, self._look(model))
         if known.layers is None:
             return True  # it is written out anyway
-        known.calls = known.full = calls
+        known.looks.calls = known.looks.full = calls
         try:
-            self._look_at(model, loss_fn, batch, known)
+            known.looks.look(model, loss_fn, batch, engine=self._written_out)
         except Mixes as reason:
             known.layers, known.reason = None, str(reason)
             self._written_out.say(f"whole model written out per example: {reason}")
@@ -297,80 +288,7 @@ class Ghost:
         """Have every model looked at in its next call."""
         for seen in self._known.values():
             for known in seen.values():
-                known.full = known.due = known.calls
-
-    def _look_at(
-        self,
-        model: nn.Module,
-        loss_fn: Loss,
-        batch: Batch,
-        known: _Known,
-        losses: Tensor | None = None,
-    ) -> None:
-        """Raise Mixes if examples of this batch do, whose `losses` were these; tell the listeners.
-
-        Quick, unless a full look is due or there was no batch of this size before.
-        """
-        size = shape_of(batch).size
-        is_new = size not in known.sizes and (len(known.sizes) < SIZES or size > max(known.sizes))
-        is_full, is_apart = known.calls >= known.full, False
-        if not is_full and not is_new and losses is not None and not known.is_random:
-            with put_back_after(model, has_trained=False):
-                is_full = not alike(model, loss_fn, batch, losses)
-            known.is_random = is_full  # unless examples mix, which a full look will say
-        try:
-            if is_full or is_new or known.is_random:
-                how = {"has_gradients": is_full, "is_first": known.calls == 1 or not is_full}
-                still_apart(model, loss_fn, batch, **how)
-                if known.calls > 1 and is_full:
-                    self._written_out.check_state(
-                        model, loss_fn, batch, in_batches=True, is_again=True
-                    )
-                self.listeners.tell(model, Look(known.kind, size=size))
-                known.last_size, is_apart = size, True
-        except NotNow:
-            pass
-        except Mixes as reason:
-            before = known.last_size
-            if size != before and self._mixes(model, loss_fn, batch, before):
-                size = before
-            shown = 0 if known.sizes.get(size) is False else size
-            self._say_mixing(model, known, Look(known.kind, str(reason), shown))
-            raise
-        except Unsupported as reason:  # it has begun to keep something of its data
-            self.listeners.tell(model, Look(known.kind, str(reason)))
-            raise
-        known.sizes[size] = known.sizes.get(size, False) or is_apart
-        if known.calls >= known.full:
-            known.full = next_full(known.calls)
-        known.due = known.full
-        if losses is not None and not losses.is_cuda:
-            rarely = 4 if known.is_random else 1  # all of the batch, instead of two
-            known.due = min(known.full, next_quick(known.calls, rarely=rarely))
-
-    def _mixes(self, model: nn.Module, loss_fn: Loss, batch: Batch, size: int) -> bool:
-        """Whether examples mix in a batch of this size, too, which some of them are brought to."""
-        if size < 2:
-            return False
-        index = torch.arange(size) % shape_of(batch).size
-        try:
-            still_apart(model, loss_fn, take(batch, index))
-        except NotByLayer as reason:
-            return isinstance(reason, Mixes)
-        return False
-
-    def _say_mixing(self, model: nn.Module, known: _Known, look: Look) -> None:
-        """Tell of examples that mix, and warn where batches of this kind were clipped before."""
-        self.listeners.tell(model, look)
-        if known.last_size and look.size in (0, *known.sizes):
-            warnings.warn(
-                f"the model keeps examples apart no longer ({look.mixes}): it is written out per "
-                f"example from call {known.calls} on, but the steps before may not be covered by "
-                "the statement, which says NOT PRIVATE; begin a new run with a model that stays as "
-                "it is",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+                known.looks.full = known.looks.due = known.looks.calls
 
     def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""

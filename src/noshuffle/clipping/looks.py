@@ -72,13 +72,17 @@ def _word(part: Any) -> Any:
     return name or str(part)
 
 
+#: A bound method that is told of every look.
+Heard = Callable[[nn.Module, Look], None]
+
+
 class Listeners:
     """Whom an engine tells what it found; they are not kept alive."""
 
     def __init__(self) -> None:
-        self._heard: list[WeakMethod[Callable[[nn.Module, Look], None]]] = []
+        self._heard: list[WeakMethod[Heard]] = []
 
-    def add(self, heard: Callable[[nn.Module, Look], None]) -> None:
+    def add(self, heard: Heard) -> None:
         """Have a bound method called with every look."""
         self._heard.append(WeakMethod(heard))
 

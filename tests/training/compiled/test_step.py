@@ -95,8 +95,8 @@ def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(monkeypatc
     """At the next look, and written out from there on; one that does not is let be."""
     looks = "noshuffle.training.compiled.programs.next_full"
     monkeypatch.setattr(looks, lambda calls: 8 if calls < 8 else 99)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_full", lambda calls: 99)
-    monkeypatch.setattr("noshuffle.clipping.ghost.next_quick", lambda calls, **_: 99)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: 99)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: 99)
     rule = MinSeparation(steps=12, separation=1, max_participations=12)
     private = make(
         compiled=True, model=nn.Sequential(Mixing(), network()), rule=rule, engine=Ghost()

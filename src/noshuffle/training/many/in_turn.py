@@ -26,7 +26,7 @@ from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
 from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.layers import NotByLayer, NotNow
-from noshuffle.clipping.looks import Listeners, Look, next_full
+from noshuffle.clipping.looks import Heard, Listeners, Look, next_full
 from noshuffle.clipping.objective import Batch, Criterion, batch_size
 from noshuffle.clipping.units import is_capturing
 from noshuffle.errors import Unsupported
@@ -50,9 +50,11 @@ class InTurn:
         *,
         loss_fn: Criterion | ModelLoss,
         clip_norms: Sequence[float],
-        listeners: Listeners | None = None,
+        heard: Heard | None = None,
     ) -> None:
-        self._listeners, self._due = listeners or Listeners(), next_full(1)
+        self._listeners, self._due = Listeners(), next_full(1)
+        if heard is not None:
+            self._listeners.add(heard)
         self._device = device = next(iter(params.values())).device
         self.runs, self._clips = len(clip_norms), tuple(clip_norms)
         self._model = copy.deepcopy(models[0]).to(device)

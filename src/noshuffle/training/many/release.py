@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from noshuffle.accounting import gaussian
 from noshuffle.clipping import Flat
-from noshuffle.clipping.looks import Listeners, Look
+from noshuffle.clipping.looks import Look
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -123,13 +123,11 @@ class StudyRelease:
                 budget=budget,
             )
             self._groups.append(_Group(release, tensors))
-        #: Looks at the models of the runs are told to every one of the ledgers.
-        self.listeners = Listeners()
-        self.listeners.add(self._heard)
         self._admitted = False
         self._has_ids: bool | None = None  # whether steps come with ids; unknown before the first
 
-    def _heard(self, model: nn.Module, look: Look) -> None:
+    def heard(self, model: nn.Module, look: Look) -> None:
+        """Write down what a look at the model of a run found, in every ledger."""
         for group in self._groups:
             group.release.ledger.look(look.kind, mixes=look.mixes, size=look.size)
 
