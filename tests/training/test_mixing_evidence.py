@@ -180,6 +180,22 @@ def test_a_model_that_begins_to_remember_is_refused_and_not_private(tmp_path, ha
     assert verify(tmp_path / "run").answer == "NOT PRIVATE"
 
 
+def test_sizes_of_secret_draws_are_not_in_the_ledger(tmp_path) -> None:
+    rule = ns.Poisson(steps=4, rate=0.5)
+    secret = ns.Plan.fit(rule, mechanism="identity", noise_multiplier=2.0)
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"clip_norm": 1.0, "batch_size": 20, "run": tmp_path / "run"}
+    private = ns.privatize(model, optimizer, secret, **options)
+    x, y = torch.randn(40, 4), torch.randint(3, (40,))
+    for drawn in private.sampler(40):
+        private.step(LOSS, x[drawn], y[drawn], ids=drawn)
+    (look,) = private.ledger.notes("look")
+    assert (look["size"], look["mixes"], look["step"]) == (0, "", 0)
+    private.close()
+    assert verify(tmp_path / "run").answer == "PROVED"
+
+
 def test_without_a_folder_the_statement_says_it() -> None:
     private = begin()
     walk(private, LOOK + 1)

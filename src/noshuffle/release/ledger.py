@@ -66,7 +66,8 @@ class Ledger(LedgerFile):
         self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
         self._known = BatchCache()
         self._released = 0
-        self._apart: dict[str, int] = {}  # by kind of batch, when examples were last seen apart
+        # By kind of batch and size: when examples were last seen apart, by this object.
+        self._apart: dict[str, dict[int, int]] = {}
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
         with self._reading():
@@ -255,21 +256,25 @@ class Ledger(LedgerFile):
         """Write down what a look at the model found for one kind of batch; durable.
 
         `mixes`: why examples are not apart, if they are not; `size`: of the batches that show it, 0
-        for all. That they are still apart is not written again. Tells whether such batches were
-        released since they were last seen apart.
+        for all. That they are still apart is not written again, nor is the size of a secret draw.
+        Tells whether such batches were released since they were last seen apart.
         """
-        step, known = self._released, [n for n in self.notes("look") if n["kind"] == kind]
-        last = known[-1]["mixes"] if known else None
-        is_known = any(size in (0, note["size"]) for note in known if not note["mixes"])
+        step, seen = self._released, self._apart.setdefault(kind, {})
+        notes = [note for note in self.notes("look") if note["kind"] == kind]
+        is_secret, is_still = self.participation.is_sampled, not notes or not notes[-1]["mixes"]
+        apart = {note["size"] for note in notes if not note["mixes"]}
+        sizes = {*seen, *(() if is_secret and seen else apart)}
+        is_known = size in sizes or bool(sizes and not size) or bool(is_secret and 0 in sizes)
         since = None
         if not mixes:
-            self._apart[kind] = step
-        elif is_known and not last:
-            since = self._apart.get(kind, known[-1]["step"])
-        if mixes == last and (mixes or is_known):
+            seen[size] = step
+        elif is_known and is_still and notes:
+            since = max(seen.values(), default=notes[-1]["step"])
+        shown = 0 if is_secret else size
+        if (mixes and not is_still) or (not mixes and is_still and shown in apart):
             return False
         with self._writing():
-            body = {"kind": kind, "step": step, "mixes": mixes, "size": size, "since": since}
+            body = {"kind": kind, "step": step, "mixes": mixes, "size": shown, "since": since}
             self._append("look", body)
         return since is not None
 
