@@ -26,7 +26,7 @@ NOISE = (
     Mutant(
         "the same dithers in every step",
         "noise/compact.py",
-        "found = FIRST_ROW + draw * self.rows",
+        "found = FIRST_ROW + draw * ROWS",
         "found = FIRST_ROW",
         COMPACT,
         "correlation",

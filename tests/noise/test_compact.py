@@ -17,7 +17,8 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream, Source, compact, native, test_source
 from noshuffle.noise.compact import CompactPlans, Dithering, added, spacings
 from noshuffle.noise.source import Drawer
-from noshuffle.noise.step_plan import StepPlans
+from noshuffle.noise.step_plan import StepPlans, fingerprint
+from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, InPhases, Recipe, Recursive
 
 TAPS = ((0, 1.0), (3, 0.4), (5, -0.2))
@@ -193,6 +194,86 @@ def test_a_run_goes_on_with_either_kind_of_buffers() -> None:
         assert 0 < float(far.abs().max()) < 0.02
 
 
+def test_before_the_first_step_there_is_nothing_to_save() -> None:
+    """A dither that stood in the saved state would be in what the first step writes with it."""
+    begun = stream().state_dict()
+    assert not any(kept.any() for kept in begun["buffers"].values())
+    other, whole = stream(memory="device"), stream(memory="device")
+    other.load_state_dict(begun)
+    assert torch.equal(noise(other, 3), noise(whole, 3))
+
+
+def test_one_dither_for_two_numbers_tells_nothing_of_a_draw() -> None:
+    """Two lives round what they have in float32 and in 16 bits with the dithers of one draw: the
+    numbers differ by an earlier error, the new errors by no more than by that."""
+    source, q = keyed(8), torch.tensor(spacings(RECIPE))[:, None, None]
+    whole = stream(source=source)
+    noise(whole, 5)
+    at_five = whole.state_dict()
+    noise(whole)
+    plain = stream(source=source, memory="device")
+    plain.load_state_dict(at_five)
+    noise(plain)
+    # A device run from step 4 is in float32 at step 5 already: it lacks the error of that step.
+    early = stream(source=source)
+    noise(early, 4)
+    device = stream(source=source, memory="device")
+    device.load_state_dict(early.state_dict())
+    noise(device, 2)
+    again = stream(source=source)
+    again.load_state_dict(device.state_dict())
+    one, two = (made.state_dict()["buffers"]["w"] for made in (whole, again))
+    exact = (plain.state_dict()["buffers"]["w"], device.state_dict()["buffers"]["w"])
+    errors = [(found - s) / q for found, s in zip((one, two), exact)]
+    moved = (exact[0] - exact[1]) / q
+    apart = torch.remainder(errors[0] - errors[1] + moved + 0.5, 1.0) - 0.5
+    assert float(apart.abs().max()) < 0.01
+    position = torch.remainder(exact[1] / q, 1.0)  # of the number between two multiples of q
+    for error in errors:
+        for wave in (torch.cos, torch.sin):
+            product = float((error * wave(2 * torch.pi * position)).mean())
+            assert abs(product) < 4 * (24 * error.numel()) ** -0.5
+
+
+def saved_for(made: NoiseStream, recipe: Recipe, steps: int) -> dict[str, Any]:
+    """The state as an extension of the run writes it (`release.extension`)."""
+    state, count = made.state_dict(), StepPlans.of(recipe).buffers - made.buffers
+    more = {n: torch.zeros(count, *SHAPES[n]) for n in SHAPES}
+    buffers = {n: torch.cat([own, more[n]]) for n, own in state["buffers"].items()}
+    return {**state, "recipe": fingerprint(recipe), "horizon": steps, "buffers": buffers}
+
+
+def test_a_run_that_is_extended_by_more_buffers_uses_no_dither_twice() -> None:
+    """Four buffers and, from step 20 on, six: those that are kept are read as they were written.
+
+    They would be rounded again, by dithers that others of the same step were rounded with.
+    """
+    four = Buffered((0.9, 0.8, 0.7, 0.6), (-0.01,) * 4)
+    six = Buffered((0.9, 0.8, 0.7, 0.6, 0.5, 0.4), (-0.01,) * 6)
+    longer = InPhases(((four, 20, 1.0), (six, 20, 1.0)))
+    made = stream(four, steps=20)
+    noise(made, 2)
+    extended = stream(longer, steps=40)
+    extended.load_state_dict(saved_for(made, longer, 40))
+    kept, found = (one.state_dict()["buffers"]["w"] for one in (made, extended))
+    assert torch.equal(found[:4], kept)
+    assert torch.equal(noise(extended, 5), noise(made, 5))
+    rows = {Dithering((1.0,) * count, 0, 0).row(7) for count in range(1, 33)}
+    assert len(rows) == 1
+
+
+def test_noise_that_goes_on_over_more_steps_keeps_its_spacing() -> None:
+    """Another spacing would round what has a dither in it by the same dither, and the error would
+    follow the draws."""
+    strategy = Blt((0.9, 0.5), (0.2, 0.1), taps=(0.6, 0.5), lag=25)
+    short, long = strategy.recipe(20), strategy.recipe(60)
+    made, extended = stream(short, steps=20), stream(long, steps=60)
+    noise(made, 5)
+    extended.load_state_dict(saved_for(made, long, 60))
+    assert torch.equal(extended.state_dict()["buffers"]["w"], made.state_dict()["buffers"]["w"])
+    assert torch.equal(noise(extended, 5), noise(made, 5))
+
+
 def test_a_fresh_key_leaves_what_was_written_readable() -> None:
     first = Source(bytes(32))
     made = stream(source=first)
@@ -219,6 +300,12 @@ def test_phases_have_spacings_of_their_own_and_forget() -> None:
     assert torch.equal(noise(begun, 6), noise(later, 6))
 
 
+def test_buffers_that_a_phase_lacks_hold_draws_of_any_size() -> None:
+    large = Buffered((0.9,), (-0.1,), draw_scale=(2.0**17,) * 6)
+    found = noise(stream(InPhases(((large, 6, 1.0), (RECIPE, 4, 1.0))), steps=10), 10)
+    assert bool(found.isfinite().all())
+
+
 def test_beyond_the_range_is_nan_for_good() -> None:
     made = stream()
     noise(made, 2)
@@ -235,4 +322,8 @@ def test_what_is_not_offered_says_so() -> None:
             stream(recipe)
     assert stream(FeedForward((1.0,))).buffers == 0
     with pytest.raises(InvalidInput, match="dithers"):
-        Dithering((1.0, 1.0, 1.0), 0, 0).row(2**30)
+        Dithering((1.0, 1.0, 1.0), 0, 0).row(2**27)
+    assert Dithering((1.0,) * 32, 0, 0).row(2**27 - 1) + 16 == 2**32
+    many = Buffered(tuple(0.01 * b for b in range(33)), (-0.001,) * 33)
+    with pytest.raises(Unsupported, match="at most 32 buffers"):
+        stream(many)

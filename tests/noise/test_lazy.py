@@ -441,6 +441,8 @@ def test_recipes_without_an_exact_skip_are_refused() -> None:
     tapped = Buffered((0.5,), (-0.1,), ((0, 1.0), (4, 0.3)))
     with pytest.raises(Unsupported, match="taps"):
         LazyNoise(tapped, source, (3, 2), **settings)  # type: ignore[arg-type]
+    beyond = Buffered((0.5,), (-0.1,), ((0, 1.0), (N, 0.3)))  # which no step reaches
+    LazyNoise(beyond, source, (3, 2), **settings)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="each of 38 steps"):
         lazy("blt with gains", steps=N + 1)
     with pytest.raises(InvalidInput, match="rates"):

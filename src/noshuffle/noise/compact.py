@@ -17,8 +17,9 @@ steps ago has in the running sum,
     var(LR) = Σ_b q_b²/12 · Σ_m p_b(m)²,        32,767 q_b ≥ 16 deviations of S_b
 
 `added` gives its deviation as a share of that of the noise. A number beyond the range, which 16
-deviations of a normal let happen once in 10⁵⁶ draws, becomes NaN and stays it. The words of D
-come from rows 2³¹ and up of the same generators, half a word a buffer.
+deviations of a normal let happen once in 10⁵⁶ draws, becomes NaN and stays it. The words of D come
+from rows 2³¹ and up of the same generators, 16 rows a draw and half a word a buffer: D is a
+function of (draw, buffer, name, element), whatever else the plan has, or gets when it is extended.
 
 State: the buffers that are given. The C loop (`native`) and the kernel (`triton_kernels`) have the
 same operations.
@@ -46,8 +47,9 @@ from noshuffle.strategies.recipe import Buffered, FeedForward, InPhases, Recipe
 
 #: Deviations of a buffer that the range holds, and the largest number; one below it means NaN.
 REACH, MOST, NOT_A_NUMBER = 16.0, 32767, -32768
-#: First row of dithers: rows of draws stay below it.
-FIRST_ROW = 2**31
+#: First row of dithers: rows of draws stay below it. Rows that belong to one draw, the same number
+#: under every plan: two draws never share one, also where a run is extended by more buffers.
+FIRST_ROW, ROWS = 2**31, 16
 #: A sum with it has no place for less than one.
 _MIDDLE = 1.5 * 2.0**23
 #: Least 1 − θ² that the range is made for.
@@ -105,11 +107,11 @@ class Dithering:
 
     def row(self, draw: int) -> int:
         """The first row of the dithers that belong to a draw."""
-        found = FIRST_ROW + draw * self.rows
-        if found + self.rows > 2 * FIRST_ROW:
+        found = FIRST_ROW + draw * ROWS
+        if found + ROWS > 2 * FIRST_ROW:
             raise InvalidInput(
-                f"noise_memory='compact' has {FIRST_ROW} rows of dithers and draw {draw} needs "
-                "more; use 'device'"
+                f"noise_memory='compact' has dithers for {FIRST_ROW // ROWS} draws, and this is "
+                f"draw {draw}; use 'device'"
             )
         return found
 
@@ -125,10 +127,16 @@ class CompactPlans:
     @staticmethod
     def of(recipe: Recipe, plans: StepPlans) -> CompactPlans:
         """For recipes whose buffers decay; refuses others."""
+        if plans.buffers > 2 * ROWS:
+            raise Unsupported(
+                f"noise_memory='compact' is for at most {2 * ROWS} buffers, this plan has "
+                f"{plans.buffers}; use 'device' or 'host'"
+            )
         parts = recipe.parts if isinstance(recipe, InPhases) else ((recipe, 0, 1.0),)
         starts = tuple(accumulate((used for _, used, _ in parts[:-1]), initial=0))
         own = [spacings(part) for part, _, _ in parts]
-        full = tuple(q + (1.0,) * (plans.buffers - len(q)) for q in own)
+        # Buffers that a phase lacks hold its last draw, for which the widest range is wide enough.
+        full = tuple(q + (max(q, default=1.0),) * (plans.buffers - len(q)) for q in own)
 
         def at(step: int) -> StepPlan:
             plan = plans.at(step)

@@ -3,9 +3,10 @@
     Ŝ = q·(k − D)        k = round(Ŝ/q + D)        D of the step that wrote them last (`compact`)
 
 k − D in float32 is less than ½ off for every k, so that k is found again and a resumed run has the
-same bits. A saved stream thus does not depend on the kind of its buffers, and may go on with
-either: buffers that were float32 are rounded here for the first time, by dithers that nothing else
-was rounded with. No state.
+same bits, also under a longer plan: D and q are the same there. A saved stream thus has one form
+for both kinds of buffers, and may go on with either: buffers that were float32 are rounded here, by
+dithers that nothing was rounded with but the same buffers in another life, which differ by earlier
+errors only (docs/proofs.md, "Buffers of 16 bits"). No state.
 """
 
 from __future__ import annotations

@@ -298,8 +298,10 @@ class NoiseStream(OneOwner):
         buffers = {}
         if self.buffers:
             kept = self._state
-            if self._compact is not None:
+            if self._compact is not None and self._step:
                 kept = read_buffers(self._state, **self._last_dithers(self._step))
+            elif self._compact is not None:  # the first dithers are for what the first step writes
+                kept = torch.zeros(self._state.shape, dtype=torch.float32, device="cpu")
             for name, pieces in self._layout.views(kept).items():
                 shape = (self.buffers, *self._layout.shapes[name])
                 buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()

@@ -105,7 +105,8 @@ class Blt(ToeplitzStrategy):
 
     def recipe(self, n: int) -> Recipe:
         decays, scales = inverse_parameters(self.decays, self.scales)
-        taps = [(m * self.lag, s) for m, s in enumerate(self.taps, start=1) if m * self.lag < n]
+        # All of them, also those beyond n: what a run keeps does not change when it goes on.
+        taps = [(m * self.lag, s) for m, s in enumerate(self.taps, start=1)]
         return Buffered(
             decays=tuple(map(float, decays)),
             scales=tuple(map(float, scales)),
