@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from noshuffle.noise.source import Drawer
 from noshuffle.noise.step_plan import StepPlans, fingerprint
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, InPhases, Recipe, Recursive
+from noshuffle.strategies.recipe import stream as stream_of
 
 TAPS = ((0, 1.0), (3, 0.4), (5, -0.2))
 RECIPE = Buffered((0.97, 0.8, 0.3), (-0.004, -0.05, -0.4), TAPS)
@@ -124,17 +126,19 @@ def test_the_noise_is_that_of_the_buffers_as_they_are_read() -> None:
         assert float((noise(made)[0] - y).abs().max()) < 1.01 * 2**-10
 
 
-def test_running_sums_are_off_by_what_is_said() -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, SCALED], ids=["taps", "gains"])
+def test_running_sums_are_off_by_what_is_said(recipe: Buffered) -> None:
     """Buffers beside those in float32; the released noise is on a grid that is coarser."""
-    made, other = stream(), stream(memory="device")
+    made, other = stream(recipe), stream(recipe, memory="device")
     off, total = torch.zeros(SHAPES["w"]), torch.zeros(SHAPES["w"])
-    for _ in range(STEPS):
+    for step in range(STEPS):
         noise(made), (total := total + noise(other)[0])
         if made.step < STEPS:
             pair = [one.state_dict()["buffers"]["w"] for one in (made, other)]
-            off += sum(c * (s - t) for c, s, t in zip(RECIPE.scales, *pair))
+            gain = recipe.scale[step + 1] if recipe.scale else 1.0
+            off += sum(gain * c * (s - t) for c, s, t in zip(recipe.scales, *pair))
     share = float(off.std() / total.std())
-    assert share == pytest.approx(added(RECIPE, steps=STEPS), rel=0.1)
+    assert share == pytest.approx(added(recipe, steps=STEPS), rel=0.1)
 
 
 def test_added_noise_by_hand() -> None:
@@ -151,6 +155,22 @@ def test_added_noise_by_hand() -> None:
         state = state * recipe.decays + u
     expected = (rounding / np.square(prefix).sum()) ** 0.5
     assert added(recipe, steps=steps) == pytest.approx(expected, rel=1e-12)
+
+
+def test_added_noise_with_gains_and_a_tap_beyond_the_end() -> None:
+    """Gains of draws are in both: they widen the spacings as they widen the noise."""
+    recipe, steps = replace(SCALED, taps=((0, 1.0), (3, 0.4), (90, 0.5))), 30
+    noise_of_sum = np.linalg.norm(stream_of(recipe, np.eye(steps), steps=steps).sum(axis=0))
+    rounding = 0.0
+    for q, theta, c in zip(spacings(recipe), recipe.decays, recipe.scales):
+        for t in range(steps):
+            weight = sum(GAINS[s] * theta ** (s - t - 1) for s in range(t + 1, steps))
+            rounding += q**2 / 12 * (c * weight) ** 2
+    expected = rounding**0.5 / noise_of_sum
+    assert added(recipe, steps=steps) == pytest.approx(expected, rel=1e-9)
+    larger = replace(recipe, draw_scale=tuple(2.0**7 * d for d in recipe.draw_scale))
+    assert added(larger, steps=steps) == pytest.approx(expected, rel=1e-9)
+    assert added(recipe, steps=1) == 0.0
 
 
 def test_half_the_bytes() -> None:

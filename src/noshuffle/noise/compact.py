@@ -11,10 +11,10 @@ path that the data did not choose, and the guarantee is that of C⁻¹Z (docs/pr
 bits"). To round without D would not do: errors that depend on z must be charged, and add up over
 all parameters.
 
-The price is the noise LR. With p_b(m) = c_b(1 − θ_b^m)/(1 − θ_b), the weight that an error of m
-steps ago has in the running sum,
+The price is the noise LR. With p_b(t) = c_b Σ_{s>t} a_s θ_b^{s−t−1}, the weight that an error of
+step t has in the last running sum (a_s: the gains),
 
-    var(LR) = Σ_b q_b²/12 · Σ_m p_b(m)²,        32,767 q_b ≥ 16 deviations of S_b
+    var(LR) = Σ_b q_b²/12 · Σ_t p_b(t)²,        32,767 q_b ≥ 16 deviations of S_b
 
 `added` gives its deviation as a share of that of the noise. A number beyond the range, which 16
 deviations of a normal let happen once in 10⁵⁶ draws, becomes NaN and stays it. The words of D come
@@ -74,20 +74,20 @@ def spacings(recipe: Recipe) -> tuple[float, ...]:
 
 
 def added(recipe: Buffered, *, steps: int) -> float:
-    """Deviation of LR in the last running sum, as a share of that of the noise.
+    """Deviation of LR in the last running sum, as a share of that of the noise."""
+    from scipy.signal import lfilter  # a second to import: not for a stream
 
-    Gains per step and draw are left out of both.
-    """
-    before, kernel, rounding = np.arange(steps - 1), np.zeros(steps), 0.0
-    kernel[0] = 1.0
+    gains = np.asarray(recipe.scale[:steps] or (1.0,) * steps)
+    whole, rounding = gains.copy(), 0.0
     for q, theta, c in zip(spacings(recipe), recipe.decays, recipe.scales):
-        powers = theta**before
-        kernel[1:] += c * powers
-        rounding += q**2 / 12 * float(np.square(c * np.cumsum(powers)).sum())
+        ahead = c * lfilter([1.0], [1.0, -theta], gains[:0:-1])[::-1]  # p(t); nothing of the last
+        whole[:-1] += ahead
+        rounding += q**2 / 12 * float(np.square(ahead).sum())
     response = np.zeros(steps)
     for lag, weight in recipe.taps:
-        response[lag:] += weight * kernel[: steps - lag]
-    return math.sqrt(rounding / float(np.square(np.cumsum(response)).sum()))
+        response[: max(steps - lag, 0)] += weight * whole[lag:]
+    drawn = response * np.asarray(recipe.draw_scale[:steps] or 1.0)
+    return math.sqrt(rounding / float(np.square(drawn).sum()))
 
 
 @dataclass(frozen=True)
