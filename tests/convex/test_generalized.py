@@ -82,7 +82,7 @@ def test_a_row_adds_at_most_the_clip_norm_to_the_comparison_of_means() -> None:
     rng, worst = np.random.default_rng(0), 0.0
     rule = GradientRule(
         loss=PerMargin(losses.gamma(least=0.1)), features=3, outputs=1, clip_norm=0.7, rate=1.0,
-        readings=1, census=1, level_power=0.0, balances=1, most_weight=2.0,
+        readings=1, is_log=True, lowest=0.1, balances=1, most_weight=2.0,
     )  # fmt: skip
     for size in (1e-3, 1.0, 1e6, 1e200):
         rule._scale = size * rng.normal(size=3)

@@ -8,10 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noshuffle.convex import PrivateHuberRegressor, PrivateLinearRegression, losses
+from noshuffle.convex import (
+    PrivateHuberRegressor,
+    PrivateLinearRegression,
+    PrivateQuantileRegressor,
+    losses,
+)
 from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.margins import PerMargin
-from noshuffle.convex.target_window import BINS, bins_of, can_be_seen, window
+from noshuffle.convex.target_window import (
+    BINS,
+    bins_of,
+    can_be_seen,
+    far_slopes,
+    highest,
+    is_narrow,
+    window,
+)
 
 
 def by_hand(counts: Any, rows: float, deviation: float, worth: float) -> tuple[float, float]:
@@ -108,15 +121,46 @@ def test_outliers_do_not_push_a_fit_below_the_mean() -> None:
 def test_who_looks_for_a_window() -> None:
     x, y = outliers(1)
     made: dict[str, Any] = {"bounds": (-1, 1), "target_bounds": (-45, 75), "test_seed": 0}
-    steps = {
-        name: model.fit(x, y).n_steps_
-        for name, model in {
-            "linear": PrivateLinearRegression(**made),
-            "huber": PrivateHuberRegressor(**made),
-            "given": PrivateLinearRegression(**made, solver="gd", passes=20),
-            "hidden": PrivateLinearRegression(**made, epsilon=0.02),
-        }.items()
+    models = {
+        "linear": PrivateLinearRegression(**made),
+        "huber": PrivateHuberRegressor(**made),
+        "quantile": PrivateQuantileRegressor(**made),
+        "given": PrivateLinearRegression(**made, solver="gd", passes=20),
+        "hidden": PrivateLinearRegression(**made, epsilon=0.4),
+        "intervals": PrivateHuberRegressor(**made, inference=True),
+        "exact": PrivateLinearRegression(**made, epsilon=np.inf),
     }
-    assert steps["linear"] == steps["huber"] + 4  # 64 steps
-    assert steps["given"] == 20
-    assert steps["hidden"] == PrivateHuberRegressor(**made, epsilon=0.02).fit(x, y).n_steps_
+    found = {}
+    for name, model in models.items():
+        few = slice(300 if name == "hidden" else 6000)
+        rule = model.fit(x[few], y[few])._stream.rule
+        found[name] = (rule.windows, rule.halvings, model.n_steps_)
+    assert found["linear"] == found["huber"] == (4, 0, 75)  # 64 steps, 7 of columns
+    assert found["quantile"] == (4, 0, 83)  # and 8 questions
+    assert found["given"] == (0, 0, 20)
+    assert found["hidden"][:2] == (0, 1)  # 300 of the 6,000 rows
+    assert found["intervals"][:2] == found["exact"][:2] == (0, 0)
+
+
+def test_one_question_halves_the_unit() -> None:
+    assert far_slopes(np.array([-0.06, 0.0, 0.2, 0.46, 1.0]), 0.2).tolist() == [1, -1, -1, 1, 1]
+    rng, halved = np.random.default_rng(4), np.zeros(2)
+    for _ in range(500):
+        for i, spread in enumerate((0.05, 0.35)):
+            share = np.mean(np.abs(spread * rng.normal(size=300)) > 0.25)
+            halved[i] += is_narrow(share + 0.08 * rng.normal(), deviation=0.08) / 500
+    assert halved[0] > 0.95
+    assert halved[1] < 0.05
+    assert not is_narrow(0.0, deviation=0.21)  # too much noise to be sure of anything
+
+
+def test_windows_hold_bins_that_surely_have_targets_above_them() -> None:
+    counts = np.zeros(BINS)
+    counts[0], counts[12] = 1900.0, 100.0
+    known: dict[str, Any] = {"rows": 2000.0, "deviation": 18.0}
+    assert window(counts, **known, worth=30.0)[1] == 1 / 16
+    least = highest(counts, **known)
+    assert least == 12
+    assert window(counts, **known, worth=30.0, least=least) == (-0.75, 0.5)
+    assert highest(counts, rows=2000.0, deviation=30.0) == 0  # noise hides them
+    assert highest(np.zeros(BINS), **known) == 0

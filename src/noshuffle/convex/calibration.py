@@ -17,6 +17,8 @@ from noshuffle.convex.shrinkage import kept_share
 
 #: Predictions are multiplied by at most this.
 MOST_SHIFT = 8.0
+#: Deviations that a difference of means is above where it counts.
+CLEAR = 2.5
 #: Largest norm of (y − ŷ, ŷ/2) for y and ŷ in [0, 1].
 LARGEST = math.sqrt(1.25)
 
@@ -35,5 +37,6 @@ def growth(mean: Array, *, intercept: float, deviation: float) -> float:
     Rows are centred, so that by Jensen's inequality the mean of ŷ is not below e^b.
     """
     told = max(2.0 * float(mean[1]), math.exp(max(min(intercept, 0.0), -700.0)))  # not 0
-    ratio = 1.0 + kept_share(mean[:1], 2.0 * deviation) * max(float(mean[0]), 0.0) / told
+    seen = kept_share(mean[:1], CLEAR * deviation)
+    ratio = 1.0 + seen * max(float(mean[0]), 0.0) / told
     return math.log(min(ratio, MOST_SHIFT))

@@ -3,8 +3,7 @@
 One reading may count rows, by class where classes are to be balanced: a row is one unit of one
 count. Of n rows n̂_k of class k (n̂ in all) were released; then rows of class k weigh
 u_k = min_j n̂_j/n̂_k ≤ 1, and means are multiplied by n/n̂ (rows that were left out) and, for balance,
-by n̂/(K min_j n̂_j) but at most 4. Models of log y learn the mean of y from it. Post-processing; no
-state.
+by n̂/(K min_j n̂_j) but at most 4. Post-processing; no state.
 
 >>> weight, gain = balance(np.array([30.0, 10.0]), deviation=1.0)
 >>> weight.round(2).tolist(), gain
@@ -28,11 +27,6 @@ def filled(counts: Array, *, rows: float, deviation: float, has_many_rows: bool)
     if has_many_rows:  # of units with a hundred rows each, one counts
         least = min(least, max(1e-3 * rows, 4.0 * deviation))
     return rows / min(max(float(counts.sum()), least), rows)
-
-
-def mean_target(total: float, *, rows: float, deviation: float) -> float:
-    """Mean of targets within [0, 1], from their sum with noise; above its noise, and zero."""
-    return min(max(total, 4.0 * deviation, 1e-6 * rows) / rows, 1.0)
 
 
 def balance(counts: Array, *, deviation: float) -> tuple[Array, float]:

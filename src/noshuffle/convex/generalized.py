@@ -8,12 +8,13 @@
 Each is a loss of `losses` in the same fits as every estimator: "gd" and "ftrl" clip gradients (a
 clipped gradient of a linear model is that of another convex loss), "objective" takes Huber and
 Poisson, whose slopes are bounded and smooth without that. Targets are clamped to `target_bounds`;
-predictions are in their units. Those with a logarithm are scaled to [0, 1] by the larger bound;
-"gd" spends one reading on the mean of y in private and starts there. Clipping leaves out part of
-residuals beyond clip_norm/‖(x', 1)‖, about a third of a unit of the scaled target; a skewed y, or
-one with outliers, is then predicted below its mean. The last readings tell by how much, and the
-intercept makes up for it where the noise lets it be seen (`gradient_rule`; not with intervals); a
-larger clip_norm trades the rest for noise (gamma: 3 by default).
+predictions are in their units. Those with a logarithm are scaled to [0, 1] by the larger bound.
+"gd" finds in private where the targets lie, begins with their mean or quantile, and descends in
+units in which they are of order one (`target_rule`). Clipping leaves out part of residuals beyond
+clip_norm/‖(x', 1)‖, about a third of that unit; a skewed y, or one with outliers, is then predicted
+below its mean. Of models of log y the last readings tell by how much, and the intercept makes up
+for it where the noise lets it be seen (`calibration`; not with intervals); a larger clip_norm
+trades the rest for noise.
 
 >>> import numpy as np
 >>> rng = np.random.default_rng(0)
@@ -36,6 +37,7 @@ from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import Accuracy, RSquared
 from noshuffle.convex.regress import PrivateRegressor
+from noshuffle.convex.target_units import LEAST_SLOPE
 from noshuffle.errors import InvalidInput, positive
 
 
@@ -50,14 +52,12 @@ class PrivateHuberRegressor(PrivateRegressor):
 
     width: float = 0.25
 
-    _SLOPE: ClassVar[float] = 0.25  # times 4, the norm of few standardised rows: the clip norm
-
     def _record(self, **bounds: Any) -> losses.Loss:
         positive(width=self.width)
         return losses.huber(width=2.0 * self.width / self._score_unit(), **bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
-        return PerMargin(self._record(least_slope=self._SLOPE))
+        return PerMargin(self._record(least_slope=LEAST_SLOPE))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ class PrivateQuantileRegressor(PrivateRegressor):
     quantile: float = 0.5
     clip_norm: float | None = 4.0
 
-    _STEP: ClassVar[float] = 0.5  # its slopes do not shrink towards the answer
+    _STEP: ClassVar[float] = 0.2  # its slopes do not shrink towards the answer
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd")
 
     def _loss(self, classes: int) -> MarginLoss:
@@ -94,6 +94,7 @@ class PrivateLogRegressor(PrivateRegressor):
 
     target_bounds: tuple[float, float] = (0.0, 1.0)
 
+    _IS_LOG: ClassVar[bool] = True
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = LogRSquared
     #: The lower bound is above zero.
     _IS_POSITIVE: ClassVar[bool] = False
@@ -104,6 +105,10 @@ class PrivateLogRegressor(PrivateRegressor):
             least = "> 0" if self._IS_POSITIVE else ">= 0"
             raise InvalidInput(f"target_bounds must be {least} here, got {self.target_bounds!r}")
         return low, high
+
+    def _lowest_target(self) -> float:
+        low, high = self._limits()
+        return low / high
 
     def _score_unit(self) -> float:
         return 2.0 * self._limits()[1]
@@ -124,7 +129,6 @@ class PrivateLogRegressor(PrivateRegressor):
 class PrivatePoissonRegressor(PrivateLogRegressor):
     """Counts or rates: y ≥ 0, log E y linear in x."""
 
-    _LEVEL_POWER: ClassVar[float | None] = 1.0
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd", "objective")
 
     def _record(self, **bounds: Any) -> losses.Loss:
@@ -138,10 +142,8 @@ class PrivatePoissonRegressor(PrivateLogRegressor):
 class PrivateGammaRegressor(PrivateLogRegressor):
     """Positive amounts whose spread grows with their mean: y > 0, log E y linear in x."""
 
-    clip_norm: float | None = 3.0
     target_bounds: tuple[float, float] = (0.01, 1.0)
 
-    _LEVEL_POWER: ClassVar[float | None] = 0.0
     _IS_POSITIVE: ClassVar[bool] = True
     _SOLVERS: ClassVar[tuple[str, ...]] = ("auto", "ftrl", "gd")
 

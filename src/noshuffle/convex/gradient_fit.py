@@ -14,6 +14,7 @@ from noshuffle.accounting import gaussian
 from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.mean_first import mean_steps
+from noshuffle.convex.quantile_search import QUESTIONS
 from noshuffle.convex.ranges import is_private
 from noshuffle.convex.schedule import LENGTH, LOGISTIC_RATE, Schedule, stable_rate, steps_for
 from noshuffle.convex.target_window import can_be_seen
@@ -27,10 +28,8 @@ class GradientFit:
     _RATE: ClassVar[float | None] = 1.0
     #: A factor of it.
     _STEP: ClassVar[float] = 1.0
-    #: For models of log y (`GradientRule.level_power`).
-    _LEVEL_POWER: ClassVar[float | None] = None
-    #: Whether "gd" looks for a window that targets lie in.
-    _WINDOW: ClassVar[bool] = False
+    #: Whether predictions are e^s.
+    _IS_LOG: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # of the estimator
         epsilon: float
@@ -49,14 +48,20 @@ class GradientFit:
         def _loss(self, classes: int) -> MarginLoss: ...
 
     def _start_level(self) -> float | None:
-        """The quantile that a regression starts at."""
+        """The quantile that a regression is about."""
         return None
+
+    def _lowest_target(self) -> float:
+        """Of targets as the loss reads them; the largest is 1."""
+        return -1.0
 
     def _plan_readings(self, rows: int, columns: int, *, is_sparse: bool) -> int:
         """Set the schedule; how often the table is read in all."""
         self._schedule = found = self._scheduled(rows, columns, is_sparse=is_sparse)
         self._windows, self._worth = self._looks(rows, columns)
         asked = int(self._census() > 0) + self._windows + self._spreads() + self._balances()
+        asked += self._halvings()
+        asked += found.means if self.inference else 0  # others have them among their steps
         return found.readings + found.steps + asked + 2 * self._repeats()
 
     def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
@@ -83,7 +88,7 @@ class GradientFit:
         if self.learning_rate is not None:
             positive(learning_rate=self.learning_rate)
             found = found._replace(rate=float(self.learning_rate), eases=False)
-        return found._replace(means=self._means(rows, found.steps, mu=mu))
+        return self._means(rows, found, mu=mu)
 
     def _repeats(self) -> int:
         """Readings of each of the two kinds by which "gd" finds bounds in private."""
@@ -92,12 +97,12 @@ class GradientFit:
     def _spreads(self) -> int:
         """Readings that "gd" spends on what confidence intervals need."""
         # Of models of log y the curvature lies far below its bound: the noise hides it sooner.
-        share = 4 if self._LEVEL_POWER is None else 2
+        share = 2 if self._IS_LOG else 4
         return max(2, round(self._schedule.steps / share)) if self.inference else 0
 
     def _balances(self) -> int:
         """Readings at the end in which models of log y compare means of y and of predictions."""
-        if self._LEVEL_POWER is None or self.inference or not self.fit_intercept:
+        if not self._IS_LOG or self.inference or not self.fit_intercept:
             return 0
         return self._schedule.readings
 
@@ -110,21 +115,33 @@ class GradientFit:
         mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
         rows = int(rows / self._most_weight)
         worth = rows * mu / math.sqrt(columns + 1)
-        if self._start_level() is not None:  # a constant is all of it where steps are one
-            return max(4 if steps == 1 else 8, round(steps / 4)), worth
-        if not self._WINDOW or self.inference or self.passes != 1 or steps == 1:
+        is_plain = self._RATE is None and not self.inference and self.passes == 1
+        if not is_plain or steps == self._schedule.means:
             return 0, worth
         readings = max(1, round(steps / 16))
         noise = math.sqrt((steps + self._schedule.readings + readings) / readings) / mu
         return readings * int(can_be_seen(rows=rows, deviation=noise)), worth
 
-    def _means(self, rows: int, steps: int, *, mu: float) -> int:
-        """Steps that move the intercept alone, where it is a running mean: in regressions whose
-        curvature along it is known."""
-        is_number = self._RATE is None and self._start_level() is None
-        if not is_number or not self.fit_intercept or self.inference:
-            return 0
-        return mean_steps(steps, reach=rows / self._most_weight * mu)
+    def _halvings(self) -> int:
+        """Readings that ask whether targets lie close together, where windows would be hidden."""
+        is_plain = self._RATE is None and self.fit_intercept and not self.inference
+        is_hidden = self.epsilon != math.inf and self._schedule.steps > self._schedule.means
+        return int(is_plain and is_hidden and self.passes == 1 and not self._windows)
+
+    def _means(self, rows: int, found: Schedule, *, mu: float) -> Schedule:
+        """With the steps that move the intercept alone, where it is a running mean, or has a
+        quantile to find: in regressions."""
+        if self._RATE is not None:
+            return found
+        if self.inference or not self.fit_intercept:
+            return found._replace(means=int(self._IS_LOG))
+        if self._start_level() is not None:
+            more = 0 if self.passes != 1 else QUESTIONS - int(found.steps == 1)
+            return found._replace(
+                steps=found.steps + more, means=min(QUESTIONS, found.steps + more)
+            )
+        means = mean_steps(found.steps, reach=rows / self._most_weight * mu)
+        return found._replace(means=max(means, int(self._IS_LOG)))
 
     def _is_balanced(self) -> bool:
         given = getattr(self, "class_weight", None)
@@ -135,7 +152,7 @@ class GradientFit:
         if self._is_balanced():
             return len(getattr(self, "classes_", ()))
         is_partial = self.missing == "skip" or self.rows_per_unit is not None
-        return int(is_partial or self._LEVEL_POWER is not None)
+        return int(is_partial)
 
     def _gradient_rule(
         self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
@@ -155,10 +172,12 @@ class GradientFit:
             census=self._census(),
             has_many_rows=self.rows_per_unit is not None,
             is_balanced=self._is_balanced(),
-            level_power=self._LEVEL_POWER,
+            is_log=self._IS_LOG,
+            lowest=self._lowest_target(),
             balances=self._balances(),
             windows=self._windows,
             means=self._schedule.means,
+            halvings=self._halvings(),
             level=self._start_level(),
             worth=self._worth,
             spreads=self._spreads(),

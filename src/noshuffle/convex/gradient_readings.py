@@ -1,7 +1,7 @@
 """GradientReadings: which reading of "gd" is about what, in order, and how much noise it has.
 
-    census · windows of targets · columns · gradients [intercept alone · all · at the answer]
-    · curvature (intervals) or calibration (models of log y)
+    census · windows of targets · columns · means or quantiles of targets · how far they lie apart
+    · gradients [descent · at the answer] · curvature (intervals) or calibration (models of log y)
 
 Sizes and places follow from the settings alone. `gradient_rule` says what is done with them.
 State: what the first readings released, iterate, velocity and sums of the descent.
@@ -46,18 +46,20 @@ class GradientReadings(Rule):
     #: and sums of columns are of weighted rows, as gradients are.
     has_many_rows: bool = False
     is_balanced: bool = False
-    #: Models of log y start at the logarithm of the mean target, which the first reading releases,
-    #: and divide gradients by this power of it. None: targets are not read for that.
-    level_power: float | None = None
+    #: Of regressions: whether predictions are e^s, and the lowest target (the largest is 1).
+    is_log: bool = False
+    lowest: float = -1.0
     #: Readings before those of the columns that count targets (regressions: see `target_window`),
     #: and R = nμ/√(p + 1).
     windows: int = 0
     worth: float = 0.0
-    #: Of quantile regressions: these counts say where they start, and no unit.
+    #: The quantile of a quantile regression, which the intercept is found by (`quantile_search`).
     level: float | None = None
-    #: Gradient steps that move the intercept alone, before all others; with them the intercept is
-    #: a running mean (regressions of bounded curvature: see `mean_first`). 0: it is a coordinate.
+    #: Steps that move the intercept alone, before all others; with them the intercept is a running
+    #: mean (regressions: see `mean_first`), but for intervals. 0: it is a coordinate.
     means: int = 0
+    #: Readings after them that ask whether most targets lie near by (0 or 1: see `target_window`).
+    halvings: int = 0
     #: Readings at the end that compare means of y and of predictions (models of log y).
     balances: int = 0
     #: Readings of the run that come before those of this rule (`ranges`).
@@ -69,18 +71,25 @@ class GradientReadings(Rule):
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
     _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
     _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
-    _STATE += ("_bins", "_middle", "_unit", "_is_scarce")
+    _STATE += ("_bins", "_middle", "_unit", "_is_scarce", "_origin", "_stretch", "_steep", "_asked")
+    _STATE += ("_discount", "_highest")
 
     def __post_init__(self) -> None:
         positive(clip_norm=self.clip_norm, learning_rate=self.rate)
         non_negative(alpha=self.ridge)
         k, p = self.outputs, self.features
         self._columns = 2 * p if self.readings else 0
-        self.size = max(k * (p + 1), self._columns, self.census + 1, BINS if self.windows else 0)
+        self.size = max(k * (p + 1), self._columns, self.census, BINS if self.windows else 0)
         self._counting = int(self.census > 0)
         self._lead_in = self._counting + self.windows  # readings before the first of the columns
-        self._before = self._lead_in + self.readings  # readings before the first gradient
-        self._bins, self._middle, self._unit = np.zeros(BINS if self.windows else 0), 0.0, 1.0
+        self._begin = self._lead_in + self.readings  # readings before the first of the intercept
+        self._before = self._begin + self.means + self.halvings  # readings before the gradients
+        self._bins, self._asked = np.zeros(BINS if self.windows else 0), np.zeros((0, 2))
+        #: Where targets lie, and coordinates of the descent (`target_units`).
+        self._middle, self._unit = (1.0 + self.lowest) / 2, (1.0 - self.lowest) / 2
+        self._origin, self._stretch, self._steep = 0.0, 1.0, 1.0
+        self._highest = self.lowest  # targets that were seen for sure
+        self._discount = 0.0  # steps that earlier ones are worth less, whose unit was larger
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
         self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
@@ -117,15 +126,32 @@ class GradientReadings(Rule):
         return self._before + (self._steps - self._before - self.spreads + 1) // 2
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether the next reading is of targets without columns (not counted: `windows`)."""
+        return self._begin <= self._count < self._before
+
+    @property
     def _is_mean(self) -> bool:
-        """Whether the next step reads targets without columns."""
-        return 0 <= self._count - self._before < self.means
+        """Whether it moves the intercept; the others ask how far targets lie apart."""
+        return self._begin <= self._count < self._before - self.halvings
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether the intercept goes on as a running mean, or quantile."""
+        return self.means > 0 and self.fit_intercept and not self.spreads
 
     @property
     def _descents(self) -> int:
-        """Gradient steps."""
-        end = self._descent if self.spreads else self._steps - self.balances
-        return end - self._before
+        """Steps, those of the intercept alone among them (for intervals, without)."""
+        if self.spreads:
+            return self._descent - self._before
+        return self._steps - self.balances - self._begin - self.halvings
+
+    @property
+    def _taken_steps(self) -> int:
+        """Of them."""
+        taken = self._count - self._before
+        return taken if self.spreads else taken + self.means + int(taken < 0) * self.halvings
 
     @property
     def _deviation(self) -> float:

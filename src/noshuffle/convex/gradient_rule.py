@@ -19,12 +19,11 @@ clipped gradients.
 All of it is post-processing: the x' of a row depends on the row and on what was released, and its
 gradient is clipped afterwards. Clipped gradients of linear models are gradients of another convex
 loss (Song, Steinke, Thakkar, Thakurta 2021).
-Targets may be small beside their bounds, and the noise is for the bounds: linear regression counts
-them first and takes a smaller unit (`target_window`), and regressions follow what a
-velocity has beyond its noise (`shrinkage`; of deviation σ√(1 + β² + … + β^{2(t−1)})) in every step.
-Otherwise predictions lie far from a mean that is known: steps that follow all of the noise add
-ησ²/(2(1 − β)) to the variance of predictions for every column, whatever its curvature. Their
-intercept is a running mean (`mean_first`).
+Regressions look where their targets lie, take units in which these are of order one, and have an
+intercept that is a running mean, or a quantile (`target_rule`). They follow what a velocity has
+beyond its noise (`shrinkage`; of deviation σ√(1 + β² + … + β^{2(t−1)})) in every step: otherwise
+predictions lie far from a mean that is known, since steps that follow all of the noise add
+ησ²/(2(1 − β)) to the variance of predictions for every column, whatever its curvature.
 
 `schedule` says how many steps are worth their noise. Sparse rows are taken as they are, and models
 without an intercept are scaled but not centred.
@@ -43,23 +42,22 @@ import numpy as np
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.calibration import calibration_sum, growth
-from noshuffle.convex.census import MOST_GAIN, balance, mean_target
-from noshuffle.convex.gradient_readings import GradientReadings
+from noshuffle.convex.census import balance
 from noshuffle.convex.inference import Law, reach, spread_sum
 from noshuffle.convex.interval_readings import CurvatureLimits, law_of_readings, limits
 from noshuffle.convex.margins import PerMargin
-from noshuffle.convex.mean_first import share
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.schedule import easing, rarer_share
 from noshuffle.convex.shrinkage import kept_share
 from noshuffle.convex.standardise import column_sums, scaling, typical_norm
-from noshuffle.convex.target_window import BINS, bins_of, quantile, window
+from noshuffle.convex.target_rule import TargetRule
+from noshuffle.convex.target_window import BINS, bins_of
 
 MOMENTUM = 0.9
 
 
 @dataclass(eq=False, kw_only=True)
-class GradientRule(GradientReadings):
+class GradientRule(TargetRule):
     """Iterate and velocity; `readings` of the columns come first (0: rows are taken as they are).
 
     Guarantees: what a row adds to a sum has norm at most `clip_norm`, in readings of the columns
@@ -70,13 +68,13 @@ class GradientRule(GradientReadings):
     @property
     def weights(self) -> Array:
         theta = self._answer.copy()
-        theta[:, -1] += self._shift
+        theta[:, -1] += self._shift / self._stretch
         return self._unscaled(theta)
 
     def _unscaled(self, theta: Array) -> Array:
         """Weights for rows as they come, from those for standardised ones."""
-        coef = theta[:, :-1] * self._scale * self._unit
-        intercept = theta[:, -1:] * self._unit + self._middle
+        coef = theta[:, :-1] * self._scale * self._stretch
+        intercept = theta[:, -1:] * self._stretch + self._origin
         return np.hstack([coef, intercept - coef @ self._centre[:, None]])
 
     def law(self) -> Law:
@@ -103,14 +101,12 @@ class GradientRule(GradientReadings):
             there *= weight / self.most_weight if self.has_many_rows else weight > 0
         if self._count < self._counting:
             codes = y.astype(np.int64) if self.census > 1 else np.zeros(len(y), dtype=np.int64)
-            counts = np.asarray(np.bincount(codes, there, self.census), dtype=np.float64)
-            if self.level_power is not None:  # (1, y), y within [0, 1]
-                counts = np.append(counts, there @ np.clip(y, 0.0, 1.0)) / math.sqrt(2.0)
-            out[: len(counts)] = self.clip_norm * (1 - CLIP_SLACK) * counts
+            counts = np.bincount(codes, there, self.census)
+            out[: self.census] = self.clip_norm * (1 - CLIP_SLACK) * counts
         elif self._count < self._lead_in:
-            held = np.bincount(bins_of(y), there, BINS)
+            held = np.bincount(bins_of(self._in_units(y)), there, BINS)
             out[:BINS] = self.clip_norm * (1 - CLIP_SLACK) * held
-        elif self._count < self._before:
+        elif self._count < self._begin:
             out[: self._columns] = column_sums(x, there, clip_norm=self.clip_norm)
         elif self.balances and self._count >= self._steps - self.balances:
             out[:2] = self._balance_sum(x, y, weight)
@@ -145,7 +141,8 @@ class GradientRule(GradientReadings):
         rows, residual, *_ = self._residuals(x, y, weight, theta=theta)
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
-        gradient[:, -1] = residual.sum(axis=0) if self.fit_intercept else 0.0
+        if self.fit_intercept or self._is_alone:
+            gradient[:, -1] = residual.sum(axis=0)
         return gradient
 
     def _residuals(
@@ -155,13 +152,18 @@ class GradientRule(GradientReadings):
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
             margins = rows @ theta[:, :-1].T + theta[:, -1]
-            if self.windows:
-                y = np.asarray((y - self._middle) / self._unit, dtype=np.float64)
-            is_square = self._is_mean and self.level_power is None
-            residual = margins - y[:, None] if is_square else self.loss.residual(margins, y)
+            if self._is_alone:
+                residual = self._target_slopes(y)[:, None]
+            elif self.loss.is_classifier:
+                residual = self.loss.residual(margins, y)
+            else:
+                margins = self._origin + self._stretch * margins
+                residual = self._steep * self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
             squares, lever = squared_norms(rows) + float(self.fit_intercept), np.ones(len(y))
+            if self._is_alone:
+                squares = lever.copy()
             if self.spreads:  # long rows weigh less, in gradients and in their curvature alike
                 lever = np.minimum(1.0, reach(self.features) / np.maximum(squares, 1.0))
                 residual *= lever[:, None]
@@ -184,7 +186,7 @@ class GradientRule(GradientReadings):
     def _standardised(self, x: Any) -> tuple[Any, Any]:
         """Rows as the descent reads them, and which of them are too long for a number."""
         far = np.zeros(x.shape[0], dtype=bool)
-        if self.length == 0 or self._is_mean:
+        if self.length == 0 or self._is_alone:
             return np.zeros((x.shape[0], self.features)), far
         rows = x
         if self.readings:
@@ -198,6 +200,7 @@ class GradientRule(GradientReadings):
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
             margins = (rows @ self._answer[:, :-1].T)[:, 0] + self._answer[0, -1]
+            margins = self._origin + self._stretch * margins
         there = None if weight is None else weight / self.most_weight
         return self._balance_unit * calibration_sum(y, np.where(far, np.nan, margins), there)
 
@@ -213,17 +216,18 @@ class GradientRule(GradientReadings):
                 known = {"rows": self._phase.batch_size / self._filled, "deviation": noise}
                 self._use_counts(self._bins / self.windows, **known)
             return
-        if self._count <= self._before:
+        if self._count <= self._begin:
             unit = self._filled * self._share * typical_norm(self.features) / self.clip_norm
             self._moments += mean[: self._columns] * unit
-            if self._count == self._before:
+            if self._count == self._begin:
                 self._standardise()
             return
         if self.balances and self._count > self._steps - self.balances:
             self._gap = self._gap + mean[:2] / (self.balances * self._balance_unit)
             if self._count == self._steps:
                 noise = self._deviation / (self._balance_unit * math.sqrt(self.balances))
-                self._shift = growth(self._gap, intercept=self._answer[0, -1], deviation=noise)
+                told = self._origin + self._stretch * self._answer[0, -1]
+                self._shift = growth(self._gap, intercept=told, deviation=noise)
             return
         if self.spreads and self._count > self._last:
             self._spread += mean[: len(self._spread)]
@@ -238,70 +242,54 @@ class GradientRule(GradientReadings):
             noise = 0.5 - rarer_share(self._gain * self._deviation, **most)
             part, self._is_scarce = easing(rarer, worth=self.worth, deviation=noise)
             self.learning_rate = self.rate * part
+        if self._count <= self._before:
+            noise = self._gain * self._deviation / self._mean_unit
+            self._read_targets(float(gradient[0, -1]) / self._mean_unit, deviation=noise)
+            if self._count == self._before:
+                self._sum_up()
+            return
         rate, own = self.learning_rate, self._ridge
+        slope = float(gradient[0, -1])
         gradient += own * self._theta
         gradient[:, -1] *= float(self.fit_intercept)
-        if self._count <= self._before + self.means:
-            gradient[:, :-1] = 0.0  # noise alone
         self._velocity = MOMENTUM * self._velocity + gradient
         # Steps along a column are shorter where its penalty is so large that they would diverge.
         move = self._velocity
         if self._is_scarce or not (self.loss.is_classifier or self.spreads):
             seen = self._visible_share(self._velocity[:, :-1])
-            # Slopes of quantiles do not shrink towards the answer, and neither do steps of noise.
-            own_seen = self._visible_share(self._velocity[:, -1:] / 2.0) if self.level else 1.0
-            move = move * np.append(np.full(self.features, seen), own_seen)
-        if self.means:
-            part = share(self._count - self._before, of=self._descents)
-            down = part * float(gradient[0, -1]) / self._intercept_curvature
-            if self.level_power is not None:  # of a mean, and b is its logarithm
-                down = -math.log(min(max(1.0 - down, 1.0 / MOST_GAIN), MOST_GAIN))
-            move[:, -1] = down / rate
+            move = move * np.append(np.full(self.features, seen), 1.0)
+        if self._is_running:
+            move[:, -1] = 0.0
         self._theta = self._theta - rate / np.maximum(1.0, rate * own) * move
-        if 2 * (self._count - self._before) > self._descents:
+        if self._is_running:
+            self._move_intercept(slope)
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Iterates of the second half."""
+        if 2 * self._taken_steps > self._descents:
             self._average, self._taken = self._average + self._theta, self._taken + 1
 
     def _visible_share(self, velocity: Array) -> float:
         """What of a velocity is no noise."""
-        steps = max(1, self._count - self._before - self.means)
+        steps = max(1, self._count - self._before)
         squares = (1 - MOMENTUM ** (2 * steps)) / (1 - MOMENTUM**2)
         deviation = self._gain * self._deviation * math.sqrt(squares)
         return kept_share(velocity, deviation)
 
     @property
-    def _intercept_curvature(self) -> float:
-        """Of what the step that was just released is about: squares, a loss, or the log of y."""
-        if self.level_power is not None:
-            mean = math.exp(min(float(self._theta[0, -1]), 0.0))
-            return float(mean**self.level_power) * self._gain / self._filled
-        is_square = self._count <= self._before + self.means
-        return 1.0 if is_square else self.loss.curvature() or 1.0
-
-    @property
     def _ridge(self) -> Array:
         """Strength of the penalty along standardised columns; the intercept has none."""
-        return np.append(self.ridge * self._scale**2, 0.0)
+        own = self.ridge * self._steep * self._stretch
+        return np.append(own * self._scale**2, 0.0)
 
     def _take_census(self, sums: Array) -> None:
-        deviation = self._phase.plan.noise_multiplier * self._share
-        sums = sums if self.level_power is None else math.sqrt(2.0) * sums
         self.counts = sums[: self.census].copy()
         self._gain = self._filled
-        if self.level_power is not None:
-            rows = self._phase.batch_size / self._filled
-            self._level = mean_target(float(sums[self.census]), rows=rows, deviation=deviation)
-            self._theta[:, -1] = math.log(self._level) * float(self.fit_intercept)
-            self._gain *= min(self._level**-self.level_power, MOST_GAIN)
         if self.is_balanced:
+            deviation = self._phase.plan.noise_multiplier * self._share
             self._class_weight, gain = balance(self.counts, deviation=deviation)
             self._gain *= gain
-
-    def _use_counts(self, held: Array, *, rows: float, deviation: float) -> None:
-        if self.level is None:
-            found = window(held, rows=rows, deviation=deviation, worth=self.worth)
-            self._middle, self._unit = found
-        else:
-            self._theta[:, -1] = quantile(held, rows=rows, level=self.level)
 
     def _standardise(self) -> None:
         """Centre and scale of the columns from what was released."""

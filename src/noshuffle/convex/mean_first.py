@@ -15,13 +15,15 @@ forgotten (weights grow as t^a).
 Two things stand against it. A row (x', 1) is √10 long, so that clipping at 1 leaves of a residual
 at most 1/√10; where b is farther off than that, nothing tells how far. And columns of which noise
 hides the centre would learn what is the intercept's. So the first T₀ steps read rows without their
-columns, whose residuals count up to 1, until the mean is known within half of 1/√10:
+columns, whose residuals count up to 1, until the mean is known within less than half of 1/√10, and
+of the quarter that targets are asked for next to it (`target_window`):
 
-    √(T/T₀)/(nμ) ≤ ½·10^{-½}     ⟺     T₀ ≥ 40·T/(nμ)²
+    √(T/T₀)/(nμ) ≤ ⅛     ⟺     T₀ ≥ 64·T/(nμ)²
 
-Where that is more than half of all steps, nμ < √80, the rest is not worth it: then nothing but the
-intercept is learned, in one step (`schedule`). All from public numbers, or post-processing of what
-was released; no state.
+and at most half of all steps. Where nμ < 9 the mean stays unknown by that, and the rest is not
+worth it: then nothing but the intercept is learned, in one step (`schedule`). What a gradient tells
+of a mean in other units and with other slopes is for `target_units`, what of a quantile for
+`quantile_search`. All from public numbers, or post-processing of what was released; no state.
 
 >>> mean_steps(8, reach=30.0), mean_steps(64, reach=500.0), mean_steps(8, reach=10.0)
 (1, 1, 4)
@@ -33,23 +35,23 @@ from __future__ import annotations
 
 import math
 
-#: (2√10)², from half of what clipping leaves of a residual.
-_REACH = 40.0
+#: The mean is known within one of so many parts; nμ from which on it can be.
+_PARTS, _KNOWN = 8.0, 9.0
 #: Gradient steps for which weights grow linearly.
-_LONGEST = 64
+LONGEST = 64
 
 
 def hides_mean(reach: float) -> bool:
     """Whether columns are not worth reading; `reach` is nμ."""
-    return reach**2 < 2.0 * _REACH
+    return reach < _KNOWN
 
 
 def mean_steps(steps: int, *, reach: float) -> int:
     """T₀ of so many steps; `reach` is nμ."""
-    return min((steps + 1) // 2, math.ceil(_REACH * steps / reach**2))
+    return min((steps + 1) // 2, math.ceil(_PARTS**2 * steps / reach**2))
 
 
-def share(step: int, *, of: int) -> float:
+def share(step: float, *, of: int) -> float:
     """γ of a step, 1 being the first."""
-    forgets = of / _LONGEST
+    forgets = of / LONGEST
     return (1.0 + forgets) / (step + forgets)

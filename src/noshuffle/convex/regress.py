@@ -83,7 +83,6 @@ class PrivateLinearRegression(PrivateRegressor):
 
     tau: float = 1.0
 
-    _WINDOW: ClassVar[bool] = True
     _SOLVERS: ClassVar[tuple[str, ...]] = (*PrivateLinearModel._SOLVERS, "sums")
 
     def _record(self, **bounds: Any) -> Loss:
