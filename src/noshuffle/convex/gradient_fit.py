@@ -135,13 +135,13 @@ class GradientFit:
             return found
         if self.inference or not self.fit_intercept:
             return found._replace(means=int(self._IS_LOG))
-        if self._start_level() is not None:
-            more = 0 if self.passes != 1 else QUESTIONS - int(found.steps == 1)
-            return found._replace(
-                steps=found.steps + more, means=min(QUESTIONS, found.steps + more)
-            )
-        means = mean_steps(found.steps, reach=rows / self._most_weight * mu)
-        return found._replace(means=max(means, int(self._IS_LOG)))
+        steps = found.steps
+        if self._start_level() is not None:  # one step is none where columns are hidden
+            steps += QUESTIONS - int(steps == 1 and self.passes == 1)
+            return found._replace(steps=steps, means=QUESTIONS)
+        steps += int(self._IS_LOG and self.passes != 1)  # passes are of gradients
+        means = mean_steps(steps, reach=rows / self._most_weight * mu)
+        return found._replace(steps=steps, means=max(means, int(self._IS_LOG)))
 
     def _is_balanced(self) -> bool:
         given = getattr(self, "class_weight", None)

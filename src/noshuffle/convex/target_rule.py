@@ -28,6 +28,7 @@ from noshuffle.convex.gradient_readings import GradientReadings
 from noshuffle.convex.mean_first import share
 from noshuffle.convex.quantile_search import next_point, sureness
 from noshuffle.convex.target_units import (
+    LEAST_SLOPE,
     bend_at,
     coordinates,
     mean_slopes,
@@ -107,8 +108,14 @@ class TargetRule(GradientReadings):
             self._unit = unit_of_log(self._unit, **known)
             self._middle, self._theta[:, -1] = self._level, 0.0
         self._origin, self._stretch, self._steep = coordinates(
-            self.loss, middle=self._middle, unit=self._unit, is_log=self.is_log
+            self.loss,
+            middle=self._middle,
+            unit=self._unit,
+            is_log=self.is_log,
+            clip_norm=self._mean_unit,
         )
+        if self.level is not None:  # their slopes are as long as the clip norm lets them be
+            self.learning_rate = self.rate / (LEAST_SLOPE * self._mean_unit)
 
     def _move_intercept(self, slope: float) -> None:
         """By what a gradient tells of the mean, or the quantile, of what columns leave."""

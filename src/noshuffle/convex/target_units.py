@@ -10,8 +10,9 @@ so that s' is ±½ for most of the targets, and κ = 1/(c·φ''(s₀)) makes the
 intercept κ·c·φ'' = 1 there: 1/u for squares and Poisson's loss, m/u for gamma's. One schedule,
 made for squares in [−1, 1], then does for all. Slopes that are bounded by L have κ ≥ ¼/L, so that
 rows as long as 4 fill the clip norm 1: noise would hide a narrow Huber loss. Those of quantiles,
-which have kinks, have κ = 1/L, for the clip norm 4. What r' descends on is (κ/c)·φ, so that a ridge
-along coefficients of the data is κ·c times as strong along those of s'.
+which have kinks, fill any clip norm C by κ = ¼C/L (clipping the slopes of one side alone would be
+another quantile), and have steps of 4/C times their length. What r' descends on is (κ/c)·φ, so that
+a ridge along coefficients of the data is κ·c times as strong along those of s'.
 
 Noise for targets that are much larger than their mean would hide all others: in models of log y
 u ≤ 3m, times √(R/100) where R says that noise is small (`target_window`). But where the mean is one
@@ -19,7 +20,7 @@ of few large targets (rare events: at 5m and more lies a bin of a percent of the
 times as large as these, or their slopes, all that there is to see, would be clipped. No state.
 
 >>> from noshuffle.convex.losses import poisson
->>> coordinates(PerMargin(poisson()), middle=0.5, unit=0.1, is_log=True).steep
+>>> coordinates(PerMargin(poisson()), middle=0.5, unit=0.1, is_log=True, clip_norm=1.0).steep
 10.0
 """
 
@@ -50,12 +51,16 @@ class Coordinates(NamedTuple):
     steep: float
 
 
-def coordinates(loss: MarginLoss, *, middle: float, unit: float, is_log: bool) -> Coordinates:
+def coordinates(
+    loss: MarginLoss, *, middle: float, unit: float, is_log: bool, clip_norm: float
+) -> Coordinates:
     """Of targets around `middle` (positive where `is_log`), as far apart as `unit`."""
     origin, stretch = (math.log(middle), unit / middle) if is_log else (middle, unit)
     bend = bend_at(loss, origin, is_log=is_log)
     most = loss.lipschitz(1)
-    steep = max(1.0 / (stretch * bend), LEAST_SLOPE / most) if bend > 0 else 1.0 / most
+    steep = clip_norm * LEAST_SLOPE / most
+    if bend > 0:
+        steep = max(1.0 / (stretch * bend), LEAST_SLOPE / most)
     return Coordinates(origin, stretch, steep)
 
 
