@@ -143,3 +143,37 @@ def test_a_stream_of_counts() -> None:
 def test_refusals(kind: Any, settings: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         kind(test_seed=0, **settings).fit(X[:20], np.ones(20))
+
+
+EXTREMES: dict[str, Any] = {
+    "huber": (PrivateHuberRegressor, {"width": 1e-6}),
+    "low quantile": (PrivateQuantileRegressor, {"quantile": 0.01}),
+    "high quantile": (PrivateQuantileRegressor, {"quantile": 0.99}),
+    "poisson": (PrivatePoissonRegressor, {"target_bounds": (0, 1)}),
+    "gamma": (PrivateGammaRegressor, {"target_bounds": (0.01, 1)}),
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", EXTREMES)
+def test_targets_that_say_nothing_are_predicted_within_their_bounds(name: str) -> None:
+    """All equal, at a bound, beyond all bounds; one row, two rows; bounds of any size."""
+    make, more = EXTREMES[name]
+    low, high = more.get("target_bounds", (-1, 1))
+    x = np.random.default_rng(0).uniform(-1, 1, (500, 3))
+    far = {"target_bounds": (1e-9 if name == "gamma" else 0.0, 1e140)}
+    for epsilon in (0.05, 2.0, np.inf):
+        made = {"bounds": (-1, 1), "epsilon": epsilon, "test_seed": 0, **more}
+        for y in (low, 0.5, high):
+            told = make(**made).fit(x, np.full(500, y)).predict(x)
+            assert np.all((told >= low) & (told <= high))
+            if epsilon > 1 and "quantile" not in name:  # five rows are a percent: noise hides them
+                assert np.abs(told - y).max() < 0.15 * (high - low)
+        for rows in (1, 2):
+            told = make(**made).fit(x[:rows], np.full(rows, 0.3)).predict(x)
+            assert np.all((told >= low) & (told <= high))
+        beyond = np.where(np.arange(500) % 2, -1e9, 1e9)
+        for settings in (made, {**made, **far}, {**made, "fit_intercept": False}):
+            model = make(**settings).fit(x, beyond)
+            assert np.isfinite(model.predict(x)).all()
+            assert np.isfinite(model.coef_).all()
