@@ -222,3 +222,19 @@ def test_rows_of_an_interrupted_call_are_not_taken_for_later_ones(
         model.partial_fit(x[more], y[more], ids=[99_999])
     with pytest.raises(InvalidInput, match="half-way"):
         model.save(tmp_path / "s")
+
+
+REGRESSORS = [kind for kind in KINDS if "target_bounds" in getattr(convex, kind)().get_params()]
+
+
+@pytest.mark.parametrize("kind", REGRESSORS)
+def test_predictions_stay_in_the_units_of_the_fit(kind: str) -> None:
+    """A parameter that is set after a fit is for the next one."""
+    rng = np.random.default_rng(5)
+    x, y = rng.uniform(-1, 1, (300, 2)), rng.uniform(0.1, 1, 300)
+    model = made(kind, target_bounds=(0.1, 1.0), bounds=(-1, 1), epsilon=4.0).fit(x, y)
+    told = model.predict(x[:5])
+    model.set_params(target_bounds=(0.1, 10.0))
+    np.testing.assert_array_equal(model.predict(x[:5]), told)
+    again = model.fit(x, 10 * y).predict(x)
+    assert again.max() > 1.0

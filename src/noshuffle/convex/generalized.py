@@ -114,7 +114,7 @@ class PrivateLogRegressor(PrivateRegressor):
         return 2.0 * self._limits()[1]
 
     def _targets(self, y: Any) -> Array:
-        low, high = self._limits()
+        self._fitted_limits = low, high = self._limits()
         return np.asarray(np.clip(np.asarray(y, dtype=np.float64), low, high) / high)
 
     def _in_data_units(self, weights: Array) -> tuple[Array, Any]:

@@ -65,13 +65,17 @@ class NumberTargets:
     """Of regressions: y is clamped to `target_bounds`, (low, high) known beforehand."""
 
     target_bounds: Any
+    #: Of the fit: predictions stay in its units when the parameter is set anew.
+    _fitted_limits: tuple[float, float] | None = None
 
     def _targets(self, y: Any) -> Array:
-        low, high = self._limits()
+        self._fitted_limits = low, high = self._limits()
         clamped = np.clip(np.asarray(y, dtype=np.float64), low, high)
         return np.asarray((clamped - (low + high) / 2) / ((high - low) / 2))
 
     def _limits(self) -> tuple[float, float]:
+        if self._fitted_limits is not None:
+            return self._fitted_limits
         try:
             low, high = (float(v) for v in self.target_bounds)
         except (TypeError, ValueError):
