@@ -212,6 +212,11 @@ class Learning(Driver):
     def at(self) -> int:
         return int(self.run.steps)
 
+    @property
+    def released(self) -> int:
+        """In memory rows of the ledger come with a save: what left was counted by the stream."""
+        return super().released if self.folder is not None else self.at
+
     def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
         self.run.admit(len(rows), ids)
         self.run.feed(rows, np.zeros(len(rows)))
