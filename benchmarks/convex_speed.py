@@ -1,11 +1,12 @@
 """Rows per second of one private pass, beside scikit-learn's SGD (and river's, if installed).
 
     python benchmarks/convex_speed.py --rows 1000000 --features 100
-    python benchmarks/convex_speed.py --single
+    python benchmarks/convex_speed.py --single 3000
 
 Every estimator sees the same rows once, in order. Peak memory is that of the process beyond the
-table itself, read before and after the private pass. --single: streams of one row a call with 8
-columns at default settings, with and without ids, per second of processor time (median of five).
+table itself, read before and after the private pass. --single: streams of so many rows, one a call,
+with 8 columns at default settings, with and without ids, per second of processor time (median of
+five); batches grow with a stream, so that longer ones are faster.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--features", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--single", action="store_true")
+    parser.add_argument("--single", type=int, default=0)
     given = parser.parse_args()
     if given.single:
         torch.set_num_threads(1)
-        return single_rows()
+        return single_rows(given.single)
     torch.set_num_threads(given.threads)
     x, y = table(given.rows, given.features)
     print(f"{given.rows:,} rows x {given.features} features, float32, one pass")
