@@ -38,6 +38,7 @@ LAYERS = {
     "optim": 3,
     "release": 4,
     "training": 5,
+    "features": 5,
     "datasets": 5,
     "budget": 6,
     "federated": 6,

@@ -66,6 +66,7 @@ class _LineCells:
         runs = [
             (epsilon, _rounded(middle * line.shift * factor), 0)
             for epsilon, middle in zip(epsilons, middles)
+            if not line.search or epsilon in line.search
             for factor in factors
         ]
         found = [
@@ -191,7 +192,8 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
         task = group.task
         for line in (one for one in group.lines if one.fit):
             whole = task.rows or rows[task.stands_in or task.data]
-            for size, epsilons in ((whole - task.held_out, task.search), (whole, group.epsilons)):
+            searched = line.search or task.search
+            for size, epsilons in ((whole - task.held_out, searched), (whole, group.epsilons)):
                 epochs, per_epoch = task.layout(size, line.times)
                 rate = task.batch * line.times / size
                 for epsilon in epsilons:

@@ -37,7 +37,7 @@ class StudyTask:
     in_turn: bool = False
     #: Rates that are searched, as factors of the middle; those of the figure if there are none.
     factors: tuple[float, ...] = ()
-    #: Fixed features that stand for the images: "scattering", "mirrored", or none.
+    #: Fixed features that stand for the images, a name of `noshuffle.features`; none if empty.
     features: str = ""
     #: Augmented copies of a row in every step; none if 0.
     augment: int = 0
@@ -58,6 +58,8 @@ class StudyLine:
     times: int = 1
     momentum: float = 0.9
     shift: float = 1.0
+    #: Which ε of the task rates are searched at; all of them if none is named.
+    search: tuple[float, ...] = ()
 
     @property
     def is_sampled(self) -> bool:

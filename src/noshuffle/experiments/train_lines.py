@@ -29,13 +29,14 @@ from noshuffle.errors import DataUnavailable, InvalidInput
 from noshuffle.experiments import fitted
 from noshuffle.experiments.figure import Request
 from noshuffle.experiments.lines import StudyLine, StudyTask
+from noshuffle.experiments.runner import to_stderr
+from noshuffle.features import fixed
 from noshuffle.release.units import Ids
 from noshuffle.strategies import identity
 from noshuffle.strategies.workload import cooldown
 from noshuffle.training.augment import Augment, mean_over_copies
 from noshuffle.training.many import Setting, Study, accuracies
 from noshuffle.training.models import build
-from noshuffle.training.scattering import mirrored, normalised, scattering
 
 DECAY = 0.99
 #: Inputs, targets, weights of rows (0: padding), and ids where they are checked.
@@ -71,10 +72,10 @@ def _data(name: str, stands_in: str, device: str, features: str) -> tuple[Any, .
     x, y, x_test, y_test = (
         part.to(device) for part in (found.x_train, found.y_train, found.x_test, found.y_test)
     )
-    if features == "scattering":
-        x, x_test = (normalised(scattering(part)) for part in (x, x_test))
-    elif features == "mirrored":
-        x, x_test = mirrored(x), mirrored(x_test)
+    if features:
+        channels, side = x.shape[1:3]
+        transform = fixed(features, channels=channels, side=side, device=device, say=to_stderr)
+        x, x_test = transform(x), transform(x_test)
     return found.name, found.classes, x, y, x_test, y_test
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from noshuffle.errors import InvalidInput
-from noshuffle.training import scattering as module
-from noshuffle.training.scattering import CHANNELS, mirrored, normalised, scattering
+from noshuffle.features import scattering as module
+from noshuffle.features.scattering import CHANNELS, mirrored, normalised, scattering
 
 
 def images(rows: int = 2, channels: int = 1, side: int = 8) -> torch.Tensor:
