@@ -15,6 +15,7 @@ State: the data on the device.
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -39,6 +40,8 @@ from noshuffle.training.many import Setting, Study, accuracies
 from noshuffle.training.models import build
 
 DECAY = 0.99
+#: Rows whose features are told of by a digest.
+DIGESTED = 100
 #: Inputs, targets, weights of rows (0: padding), and ids where they are checked.
 StudyBatch = tuple[Tensor, Tensor, Tensor | None, Ids | None]
 #: Clip norm of runs without privacy.
@@ -50,8 +53,9 @@ class StudyRows:
 
     def __init__(self, task: StudyTask, asked: Request, *, is_search: bool) -> None:
         data = _data(task.data, task.stands_in, asked.device, task.features)
-        self.name, self.classes, self.shape = data[0], data[1], tuple(data[2].shape[1:])
-        x, y, x_test, y_test = data[2:]
+        self.name, self.classes, self.features = data[:3]
+        x, y, x_test, y_test = data[3:]
+        self.shape = tuple(x.shape[1:])
         whole = task.rows or len(x)
         if not task.held_out < whole <= len(x):
             raise InvalidInput(f"{task.name} needs {whole} training rows, {len(x)} are there")
@@ -62,7 +66,10 @@ class StudyRows:
 
 @cache
 def _data(name: str, stands_in: str, device: str, features: str) -> tuple[Any, ...]:
-    """Name, classes and tensors of a data set, or of the one that stands in for it."""
+    """Name, classes, features and tensors of a data set, or of the one that stands in for it.
+
+    Features are told with a digest: that searches and final figures had the same ones.
+    """
     try:
         found = load(name)
     except DataUnavailable:
@@ -76,7 +83,9 @@ def _data(name: str, stands_in: str, device: str, features: str) -> tuple[Any, .
         channels, side = x.shape[1:3]
         transform = fixed(features, channels=channels, side=side, device=device, say=to_stderr)
         x, x_test = transform(x), transform(x_test)
-    return found.name, found.classes, x, y, x_test, y_test
+        told = hashlib.sha256(x[:DIGESTED].cpu().numpy().tobytes()).hexdigest()[:16]
+        features = f"{features}, {x[0].numel()} numbers, {told}"
+    return found.name, found.classes, features, x, y, x_test, y_test
 
 
 def train(
@@ -173,6 +182,7 @@ def train(
         ],
         "title": task.title,
         "data": rows.name,
+        "features": rows.features,
         "rows": len(rows.x),
         "steps": steps,
         "batch": batch,
