@@ -23,6 +23,8 @@ from noshuffle.triton_shim import jit, tl
 
 #: Positions of which a program holds all inner products.
 MOST_POSITIONS = 64
+#: Channels that are multiplied at once, and in pairs: 64 KiB of shared memory for either.
+DEEP, DEEP_IN_PAIRS = 128, 64
 
 
 def pays(positions: int, inputs: int, outputs: int) -> bool:
@@ -32,11 +34,22 @@ def pays(positions: int, inputs: int, outputs: int) -> bool:
 
 
 @jit
+def _pair_product(high, low):
+    """⟨v_k, v_l⟩ of v = high + low but for ⟨low_k, low_l⟩, the small terms first.
+
+    Tensor cores round towards zero; of one block of channels they do it only a few times.
+    """
+    table = tl.dot(low, tl.trans(high))
+    table = tl.dot(high, tl.trans(low), table)
+    return tl.dot(high, tl.trans(high), table)
+
+
+@jit
 def inner(
     x, g, out, starts, inside, outputs, positions, x_example, x_channel, x_high, x_wide, g_example,
     g_row, g_place, pad_high, pad_wide, step_high, step_wide, tiny,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, ALIGN: tl.constexpr,
-    SIDE: tl.constexpr, BK: tl.constexpr,
+    PAIR: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Σ ⟨w_k, w_l⟩⟨g_k, g_l⟩ of one example, and what its rounding is measured by."""
     example = tl.program_id(0).to(tl.int64)
@@ -54,13 +67,22 @@ def inner(
         is_in = (((bits >> tap) & 1) != 0)[:, None] & (channel < CHANNELS)[None, :]
         where = (start + place)[:, None] + channel[None, :] * x_channel
         w = tl.load(own_x + where, mask=is_in, other=0.0)
-        of_w = tl.dot(w, tl.trans(w), of_w)
+        if PAIR:
+            low = tl.load(own_x + where + CHANNELS * x_channel, mask=is_in, other=0.0)
+            of_w += _pair_product(w, low)
+        else:
+            of_w = tl.dot(w, tl.trans(w), of_w)
     of_g = tl.zeros((SIDE, SIDE), tl.float32)
     for at in range(0, outputs, BK):
         row = at + lane
         is_in = here[:, None] & (row < outputs)[None, :]
-        v = tl.load(own_g + k[:, None] * g_place + row[None, :] * g_row, mask=is_in, other=0.0)
-        of_g = tl.dot(v, tl.trans(v), of_g)
+        where = k[:, None] * g_place + row[None, :] * g_row
+        v = tl.load(own_g + where, mask=is_in, other=0.0)
+        if PAIR:
+            low = tl.load(own_g + where + outputs * g_row, mask=is_in, other=0.0)
+            of_g += _pair_product(v, low)
+        else:
+            of_g = tl.dot(v, tl.trans(v), of_g)
     is_own = (k[:, None] == k[None, :]) & here[:, None]
     long_w = _long(of_w, is_own, CHANNELS * TAPS, tiny)
     long_g = _long(of_g, is_own, outputs, tiny)
@@ -81,10 +103,28 @@ def squares(
     kernel: tuple[int, int],
     how: tuple[tuple[int, int], ...],
     pictures: int,
+    is_pair: bool = False,
 ) -> Tensor:
-    """‖G_b‖² of every example, [B] in float64; x and g in half precision, channels last."""
+    """‖G_b‖² of every example, [B] in float64; x and g in half precision, or pairs, channels last.
+
+    Guarantees: never below what `conv_kernels.total` adds at factor one. Of pairs that is
+    G' = Σ_k (g_k w_k − g_lo,k w_lo,k), while the inner products give
+
+        T = ‖G‖² − ‖Σ g_k w_lo,k‖² − ‖Σ g_lo,k w_k‖² + ‖Σ g_lo,k w_lo,k‖²        G = Σ_k g_k w_k
+
+    as ⟨w_lo,k, w_lo,l⟩ lacks in one of their factors, ⟨g_lo,k, g_lo,l⟩ in the other. From
+    |lo| ≤ 2⁻¹¹·|hi| and, with that, ‖v_lo‖ ≤ q·‖v‖ with q = 2⁻¹¹/(1 − 2⁻¹¹), R = Σ_k ‖g_k‖‖w_k‖:
+
+        ‖G'‖ ≤ ‖G‖ + q²R,    ‖G‖² ≤ T + 2q²R²
+        ‖G'‖² ≤ T + 2q²R² + 2q²R·√(T + 2q²R²) + q⁴R² ≤ (√T + q²R)² + (2 + 2√2·q)·q²R²
+
+    the last from √(T + 2q²R²) ≤ √T + √2·qR. `close` has √T + moved·√spread with R² ≤ K·spread for K
+    positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `room`; lengths it
+    knows come from the inner products, and are too small by a part of 2⁻²¹ at most.
+    """
     starts, inside, unit = tables
-    examples, channels, outputs = len(x) // pictures, x.shape[1], g.shape[1]
+    many = 2 if is_pair else 1
+    examples, channels, outputs = len(x) // pictures, x.shape[1] // many, g.shape[1] // many
     positions, taps = pictures * g.shape[2] * g.shape[3], kernel[0] * kernel[1]
     inputs, tiny = channels * taps, smallest(g.dtype)
     parts = torch.empty(examples, 1, 5, dtype=torch.float64, device=x.device)
@@ -92,12 +132,16 @@ def squares(
         x, g, parts, starts, inside, outputs, positions, pictures * x.stride(0), x.stride(1),
         x.stride(2), x.stride(3), pictures * g.stride(0), g.stride(1), g.stride(3), *how[1],
         *how[2], tiny, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
-        SIDE=max(16, 1 << (positions - 1).bit_length()), BK=128,
-        num_warps=4 if positions > 16 else 2, num_stages=4,
+        PAIR=is_pair, SIDE=max(16, 1 << (positions - 1).bit_length()),
+        BK=DEEP_IN_PAIRS if is_pair else DEEP, num_warps=4 if positions > 16 else 2, num_stages=4,
     )  # fmt: skip
     found = torch.empty(examples, dtype=torch.float64, device=x.device)
+    growth, moved, room = TENSOR_CORE * (inputs + outputs), 0.0, 0.0
+    if is_pair:
+        growth = TENSOR_CORE * 2 * 3 * DEEP_IN_PAIRS
+        moved, room = 2.0**-21 * positions**0.5, 2.0**-20
     close[(examples,)](
-        parts, found, 1, positions, inputs, outputs, tiny, TENSOR_CORE * (inputs + outputs), 0.0,
-        allowance(g.dtype, inputs, outputs), MANY=1,
+        parts, found, 1, positions, inputs, outputs, tiny, growth, moved,
+        allowance(g.dtype, inputs, outputs) + room, MANY=1,
     )  # fmt: skip
     return found

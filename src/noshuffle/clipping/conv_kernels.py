@@ -11,8 +11,15 @@ which of its taps r lie inside the picture (a bit each). The same loop then give
     total     Σ_b f_b·G_b                with f_b = 0 leaving b out, whatever it holds
 
 so what is added up is what the norms were taken of, rounding included: no room has to be left for
-it. (Norms over few positions and many channels are cheaper by `conv_gram`.) State: none. The module
-can be imported without Triton, but its kernels not be launched.
+it. (Norms over few positions and many channels are cheaper by `conv_gram`.)
+
+Full single precision comes as pairs (`conv_halves`), whose product takes three on tensor cores,
+
+    (g_hi + g_lo)·(x_hi + x_lo) ≈ g_lo·x_hi + g_hi·x_lo + g_hi·x_hi
+
+added up in float32; g_lo·x_lo, at most 2⁻²² of the whole, is left out of norms and sum alike.
+
+State: none. The module can be imported without Triton, but its kernels not be launched.
 
 >>> taps_inside((3, 3), (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), out=(3, 3))[0]
 432
@@ -30,13 +37,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import conv_gram
-from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
+from noshuffle.clipping.conv_halves import laid_out
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import constant, jit, tl
 
 Pair = tuple[int, int]
-Tile = tuple[int, int, int, int]
+Tile = tuple[int, int, int, int, int]
 #: What adding up the squares of a tile may lose.
 ROOM = constant(1.0 + 2.0**-16)
 #: Programs that keep a large GPU busy.
@@ -73,7 +80,7 @@ def walk(
     step_high, step_wide, tiles_across,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, ALIGN: tl.constexpr,
     IS_TOTAL: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradients of `each` examples, one after the other."""
     tile = tl.program_id(0)
@@ -90,6 +97,7 @@ def walk(
     total = tl.zeros((BM, BN), tl.float32)
     table = tl.zeros((BM, BN), tl.float32)
     # One loop over the parts of all examples, so that loads go on while an example is finished.
+    # Its table is added when it is whole: parts that cancel may be larger than all the rest.
     for i in range(0, tl.minimum(each, examples - first).to(tl.int32) * PARTS):
         b, part = first + i // PARTS, i % PARTS
         own_row, own_col = is_row, is_col
@@ -101,7 +109,18 @@ def walk(
             x + b * x_example, g + b * g_example, starts, inside, places, taps, rows, own_row,
             own_col, part * BK, positions, g_row, g_place, ALIGN, EVEN, BK,
         )  # fmt: skip
-        table = tl.dot(u, tl.trans(v), table, input_precision="tf32")
+        if PAIR:  # lo lies behind hi; the same places, so only the loads are new
+            low_u, low_v = _both(
+                x + b * x_example + CHANNELS * x_channel, g + b * g_example + outputs * g_row,
+                starts, inside, places, taps, rows, own_row, own_col, part * BK, positions, g_row,
+                g_place, ALIGN, EVEN, BK,
+            )  # fmt: skip
+            more = tl.dot(low_u, tl.trans(v))
+            more = tl.dot(u, tl.trans(low_v), more)
+            more = tl.dot(u, tl.trans(v), more)
+            table += more  # tensor cores round towards zero; this, once a part, to the nearest
+        else:
+            table = tl.dot(u, tl.trans(v), table, input_precision="tf32")
         if part == PARTS - 1:
             if IS_TOTAL:
                 total += table * factor
@@ -114,90 +133,6 @@ def walk(
         # as the weight lies: [outputs, channels, taps]
         to = where + rows[:, None] * (CHANNELS * TAPS) + (channel * TAPS + taps)[None, :]
         tl.store(out + to, total, mask=is_row & (columns < CHANNELS * TAPS)[None, :])
-
-
-@jit
-def shrink(
-    x, out, units, channels, places, x_example, x_channel, x_place, BC: tl.constexpr,
-    BP: tl.constexpr,
-):  # fmt: skip
-    """out = half(x / unit) as [B, places, C], the unit of an example being a power of two."""
-    example = tl.program_id(0).to(tl.int64)
-    own = x + example * x_example
-    most = tl.zeros((BC, BP), tl.float32)
-    for c in range(0, channels, BC):
-        for p in range(0, places, BP):
-            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
-            mask = (channel < channels)[:, None] & (place < places)[None, :]
-            where = channel[:, None] * x_channel + place[None, :] * x_place
-            value = tl.abs(tl.load(own + where, mask=mask, other=0.0))
-            most = tl.where(value > most, value, most)  # a NaN stays one in any unit
-    bits = tl.max(most.to(tl.int32, bitcast=True))  # of numbers that are not negative, in order
-    field = tl.minimum(tl.maximum(268 - (bits >> 23), 2), 252)  # the largest comes to 2¹⁴
-    factor = (field << 23).to(tl.float32, bitcast=True)
-    tl.store(units + example, ((254 - field) << 23).to(tl.float32, bitcast=True))
-    for c in range(0, channels, BC):
-        for p in range(0, places, BP):
-            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
-            mask = (channel < channels)[:, None] & (place < places)[None, :]
-            where = channel[:, None] * x_channel + place[None, :] * x_place
-            value = tl.load(own + where, mask=mask, other=0.0) * factor
-            to = (example * places + place[None, :]) * channels + channel[:, None]
-            tl.store(out + to, value.to(tl.float16), mask=mask)
-
-
-@jit
-def turn(x, out, channels, places, BC: tl.constexpr, BP: tl.constexpr):
-    """[B, C, places] → [B, places, C] in another type, one tile."""
-    example = tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(0) * BC + tl.arange(0, BC)
-    place = tl.program_id(1) * BP + tl.arange(0, BP)
-    mask = (channel < channels)[:, None] & (place < places)[None, :]
-    own = example * channels * places
-    value = tl.load(x + own + channel[:, None] * places + place[None, :], mask=mask)
-    to = out + own + place[None, :] * channels + channel[:, None]
-    tl.store(to, value.to(out.dtype.element_ty), mask=mask)
-
-
-def turned(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this type with channels last; torch's own copy takes four times as long."""
-    last = torch.channels_last
-    if not x.is_contiguous() or x.is_contiguous(memory_format=last) or get_proxy_mode() is not None:
-        return x.to(dtype, memory_format=last)
-    (size, channels), places = x.shape[:2], x.shape[2] * x.shape[3]
-    out = torch.empty_like(x, dtype=dtype, memory_format=last)
-    grid = -(-channels // 64), -(-places // 64), size
-    if max(grid[1:]) > MOST_EXAMPLES:  # an axis of a grid is no longer
-        return out.copy_(x)
-    turn[grid](x, out, channels, places, BC=64, BP=64)
-    return out
-
-
-def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
-    """t with the strides of a layout; where an axis has one entry, torch may say so of any."""
-    lies_so = t.is_contiguous(memory_format=layout) and 1 not in t.shape
-    return t if lies_so else torch.empty_like(t, memory_format=layout).copy_(t)
-
-
-def halves(x: Tensor, *, pictures: int = 1) -> tuple[Tensor, Tensor]:
-    """x in units of a power of two of each example, as float16 with channels last; the units.
-
-    float16 has the ten bits of TF32. What is 2²⁸ times smaller than the largest entry of its
-    example loses some, which no other example can change.
-    """
-    if pictures > 1:
-        x = laid_out(x, torch.channels_last)
-    elif 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
-        x = laid_out(x, torch.contiguous_format)
-    size, channels, places = len(x) // pictures, x.shape[1], pictures * x.shape[2] * x.shape[3]
-    out = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
-    units = torch.empty(size, dtype=torch.float32, device=x.device)
-    high, wide = min(64, 1 << (channels - 1).bit_length()), 64
-    shrink[(size,)](
-        x, out, units, channels, places, pictures * x.stride(0), x.stride(1), x.stride(3),
-        BC=max(16, high), BP=wide, num_warps=8,
-    )  # fmt: skip
-    return out, units
 
 
 def taps_inside(
@@ -248,17 +183,50 @@ def _tables_for(
 
 
 def tile(
-    outputs: int, columns: int, *, is_total: bool, is_deep: bool = True, is_roomy: bool = True
+    outputs: int, columns: int, positions: int, *, is_total: bool, kind: str, is_roomy: bool = True
 ) -> Tile:
-    """Rows and columns of G_b that a program holds, its warps, and how far ahead it loads.
+    """Rows, columns and positions of G_b in hand at once; warps, and how far ahead they load.
 
     Measured on an H200 (layers of 64 to 512 channels): a sum holds two tables, so half the rows;
     tables of positions are loaded before what they point to, so a stage more than usual where there
-    are several parts of an example (`is_deep`). `is_roomy`: 160 KiB of shared memory a program.
+    are several parts of an example. Positions: 128 bytes of them, or the few that there are, the
+    same for norms and sum, which then add in the same order. `kind`: "half", "pair" or "float".
+    `is_roomy`: 160 KiB of shared memory a program.
+
+    In pairs there is a table more, and three products wait for each other: small tiles (74 KiB),
+    of which two (sums, 216 registers) or three (norms, 154) fill each other's waits.
     """
     high, across = (max(16, 1 << (many - 1).bit_length()) for many in (outputs, columns))
-    stages = 5 if is_roomy and (is_total or is_deep) else 4 if is_roomy else 3
-    return min(64 if is_total else 128, high), min(128, across), 4, stages
+    deep = min(64 if kind == "half" else 32, max(16, 1 << (positions - 1).bit_length()))
+    stages = 5 if is_roomy and (is_total or positions > deep) else 4 if is_roomy else 3
+    if kind == "pair":
+        return min(64, high), min(128, across), deep, 4, 5 if is_roomy else 4
+    return min(64 if is_total else 128, high), min(128, across), deep, 4, stages
+
+
+@lru_cache(maxsize=256)
+def evenly(examples: int, tiles: int, *, parts: int, at_once: int) -> int:
+    """Examples of a program such that those which run at once also end at about the same time.
+
+    Programs come in rounds of `at_once`, of which the last may be nearly empty; each loads ahead
+    before it begins, which takes as long as a few parts of an example. At most four rounds: a sum
+    has a table for each group of examples.
+
+    >>> evenly(500, 5, parts=32, at_once=396), evenly(500, 72, parts=2, at_once=396)
+    (7, 46)
+    """
+    fewest = -(-examples // max(1, 4 * at_once // tiles))
+
+    def length(each: int) -> int:
+        return -(-tiles * -(-examples // each) // at_once) * (each * parts + 6)
+
+    return min(range(examples, fewest - 1, -1), key=length, default=1)
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(found.multi_processor_count) if found else 132
 
 
 @lru_cache(maxsize=16)
@@ -275,29 +243,31 @@ def _launch(
     kernel: Pair,
     how: tuple[Pair, Pair, Pair],
     pictures: int,
+    is_pair: bool,
     factors: Tensor | None,
 ) -> Tensor:
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
     x, g = (laid_out(t, torch.channels_last) for t in (x, g))
-    count, channels, outputs, out = *x.shape[:2], g.shape[1], g.shape[2:]
-    examples = count // pictures
+    channels, outputs = (t.shape[1] // (2 if is_pair else 1) for t in (x, g))
+    examples = len(x) // pictures
     _, padding, dilation = how
     starts, inside, unit = _tables_for(x, g, kernel, how, pictures)
-    taps, positions = kernel[0] * kernel[1], pictures * out[0] * out[1]
-    # 128 bytes, or the few positions that there are
-    deep = min(64 if g.dtype != torch.float32 else 32, max(16, 1 << (positions - 1).bit_length()))
-    high, across, warps, stages = tile(
+    taps, positions = kernel[0] * kernel[1], pictures * g.shape[2] * g.shape[3]
+    high, across, deep, warps, stages = tile(
         outputs,
         channels * taps,
+        positions,
         is_total=factors is not None,
-        is_deep=positions > deep,
+        kind="pair" if is_pair else "float" if g.dtype is torch.float32 else "half",
         is_roomy=_is_roomy(x.device),
     )
     tiles_across = -(-channels * taps // across)
     tiles = -(-outputs // high) * tiles_across
-    groups = max(1, min(examples, -(-PROGRAMS // tiles)))
-    each = -(-examples // groups)
+    each = -(-examples // max(1, min(examples, -(-PROGRAMS // tiles))))
+    if is_pair:
+        at_once = (3 if factors is None else 2) * _processors(x.device)
+        each = evenly(examples, tiles, parts=-(-positions // deep), at_once=at_once)
     groups = -(-examples // each)
     is_total = factors is not None
     if factors is None:
@@ -314,28 +284,41 @@ def _launch(
     options: dict[str, Any] = {
         "CHANNELS": channels, "TAPS": taps, "TAPS_WIDE": kernel[1], "ALIGN": unit,
         "IS_TOTAL": is_total, "PARTS": -(-positions // deep), "EVEN": positions % deep == 0,
-        "BM": high, "BN": across, "BK": deep, "num_warps": warps, "num_stages": stages,
+        "PAIR": is_pair, "BM": high, "BN": across, "BK": deep, "num_warps": warps,
+        "num_stages": stages,
     }  # fmt: skip
     walk[(tiles, groups)](*given, **options)
     return result
 
 
 def squares(
-    x: Tensor, g: Tensor, *, kernel: Pair, how: tuple[Pair, Pair, Pair], pictures: int = 1
+    x: Tensor,
+    g: Tensor,
+    *,
+    kernel: Pair,
+    how: tuple[Pair, Pair, Pair],
+    pictures: int = 1,
+    is_pair: bool = False,
 ) -> Tensor:
     """‖G_b‖² of every example, [B] in float64, with `ROOM`; `how`: stride, padding, dilation.
 
-    An example may have several pictures, one after the other: G_b is the sum over them.
+    An example may have several pictures, one after the other: G_b is the sum over them. `is_pair`:
+    x and g have each number as two, with twice the channels.
     """
     positions, inputs = pictures * g.shape[2] * g.shape[3], x.shape[1] * kernel[0] * kernel[1]
+    outputs = g.shape[1]
+    if is_pair:
+        inputs, outputs = inputs // 2, outputs // 2
     is_half = x.dtype is g.dtype and g.dtype is not torch.float32
-    if is_half and conv_gram.pays(positions, inputs, g.shape[1]):
+    if is_half and conv_gram.pays(positions, inputs, outputs):
         if get_proxy_mode() is not None:
             raise Unsupported("a kernel leaves no trace")
         x, g = (laid_out(t, torch.channels_last) for t in (x, g))
         tables = _tables_for(x, g, kernel, how, pictures)
-        return conv_gram.squares(x, g, tables, kernel=kernel, how=how, pictures=pictures)
-    return _launch(x, g, kernel, how, pictures, None).sum(1)
+        return conv_gram.squares(
+            x, g, tables, kernel=kernel, how=how, pictures=pictures, is_pair=is_pair
+        )
+    return _launch(x, g, kernel, how, pictures, is_pair, None).sum(1)
 
 
 def total(
@@ -346,6 +329,7 @@ def total(
     kernel: Pair,
     how: tuple[Pair, Pair, Pair],
     pictures: int = 1,
+    is_pair: bool = False,
 ) -> Tensor:
     """Σ_b factors[b]·G_b in float32, as the weight lies; what has factor zero may hold anything."""
-    return _launch(x, g, kernel, how, pictures, factors.float().contiguous()).sum(0)
+    return _launch(x, g, kernel, how, pictures, is_pair, factors.float().contiguous()).sum(0)

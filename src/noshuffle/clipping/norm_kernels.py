@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
-from noshuffle.clipping.conv_kernels import laid_out
+from noshuffle.clipping.conv_halves import laid_out
 from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON

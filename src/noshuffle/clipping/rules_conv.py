@@ -4,11 +4,11 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
     grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
 
-in each group. On a CPU compiled loops take the norms from there (`native_conv`), on a GPU whose
-products are rounded kernels take norms and sum, where windows would be large (`conv_kernels`).
-Elsewhere windows are a strided view, and the weighted sum is torch's own weight gradient. Windows
-that do not overlap (the patches of a vision transformer) make a linear map. State: which kernels
-agreed with that, by device and type.
+in each group. On a CPU compiled loops take the norms from there (`native_conv`), on a GPU kernels
+take norms and sum, where windows would be large (`conv_kernels`): in half precision, or, of float32
+that torch may not round to TF32, in pairs of such numbers. Elsewhere windows are a strided view,
+and the weighted sum is torch's own weight gradient. Windows that do not overlap (the patches of a
+vision transformer) make a linear map. State: which kernels agreed with that, by device and type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from noshuffle.clipping import conv_kernels
+from noshuffle.clipping import conv_halves, conv_kernels
 from noshuffle.clipping.conv_windows import padded, sides_of, windows
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
@@ -55,6 +55,7 @@ class Convolution(GradientForm):
     sides: Sides = ()
     keep: Tensor | None = None  # of kernels, which need no zeros to leave an example out
     units: Tensor | None = None  # of kernels: what g·x of every example is counted in
+    is_pair: bool = False  # of kernels: each number is two, and channels twice as many
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -67,24 +68,31 @@ class Convolution(GradientForm):
         """Whether kernels give norms and sum, so that it is better not written out."""
         if self.written or self.x.dtype not in HALF:
             return False
+        if self.units is not None:  # made for them
+            return True
         return _has_kernels(self.layer, self.x, self.g, self.size, self.sides)
 
     @property
     def _kernels(self) -> dict[str, Any]:
         layer, sides = self.layer, self.sides or ((0, 0), (0, 0))
         how = (layer.stride, tuple(before for before, _ in sides), layer.dilation)
-        return {"kernel": layer.kernel_size, "how": how, "pictures": len(self.x) // self.size}
+        pictures = len(self.x) // self.size
+        common = {"kernel": layer.kernel_size, "how": how, "pictures": pictures}
+        return common | {"is_pair": self.is_pair}
 
     def _plain(self) -> Convolution:
         """The same without a mask and units, in at least single precision."""
-        x, g = wide(self.x), wide(self.g)
+        widened = conv_halves.pair_sum if self.is_pair else wide
+        x, g = widened(self.x), widened(self.g)
         pictures = len(x) // self.size
         if self.keep is not None:
             keep = self.keep.repeat_interleave(pictures)
             x, g = zeroed(x, keep), zeroed(g, keep)
-        if self.units is not None:
-            g = scaled(g, self.units.repeat_interleave(pictures))
-        return replace(self, x=x, g=g, keep=None, units=None)
+        if self.units is not None:  # half of it each: their product need not fit where these do
+            half = self.units.log2().div(2.0).floor().exp2()
+            x = scaled(x, half.repeat_interleave(pictures))
+            g = scaled(g, (self.units / half).repeat_interleave(pictures))
+        return replace(self, x=x, g=g, keep=None, units=None, is_pair=False)
 
     def _outer(self) -> OuterGradient:
         """One OuterGradient over (example, group) pairs."""
@@ -163,6 +171,8 @@ class Convolution(GradientForm):
     @cached_property
     def channels(self) -> Tensor:
         """Σ g over frames and positions, [B, O]: the gradients of the bias."""
+        if self.is_fused:
+            return _by_channel(self._plain().g, self.size)
         loops = self._loops
         if loops is None:
             return _by_channel(self.g, self.size)
@@ -195,14 +205,15 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     """Whether this is work for the kernels, and they are good here."""
     if not (conv_kernels.HAS_TRITON and x.is_cuda) or x.dim() != 4 or layer.groups != 1:
         return False
-    is_rounded = g.dtype in HALF or (g.dtype is torch.float32 and rounds_convolutions())
+    is_known = g.dtype in (*HALF, torch.float32)
     taps, places = math.prod(layer.kernel_size), g.shape[2] * g.shape[3]
     is_even = all(before == after for before, after in sides)
-    if not is_rounded or len(x) % size or taps > conv_kernels.MOST_TAPS or not is_even:
+    if not is_known or len(x) % size or taps > conv_kernels.MOST_TAPS or not is_even:
         return False
     if len(x) // size * places > MOST_POSITIONS:
         return False
-    if g.numel() // max(1, size) >= 2**31 or x.numel() // max(1, size) >= 2**31:
+    most = 2**30 if _is_paired(g) else 2**31
+    if max(g.numel(), x.numel()) // max(1, size) >= most:
         return False
     is_heavy = layer.weight.numel() >= LEAST_WEIGHT
     fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
@@ -210,22 +221,33 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
-    return _agrees(x.device, x.dtype, g.dtype)
+    return _agrees(x.device, x.dtype, g.dtype, _is_paired(g))
+
+
+def _is_paired(g: Tensor) -> bool:
+    """Whether products of g are to have all the bits of float32."""
+    return g.dtype is torch.float32 and not rounds_convolutions()
 
 
 def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolution:
-    """In the form that kernels read: half precision, channels last."""
+    """In the form that kernels read: half precision or pairs of it, channels last."""
     if g.dtype in HALF:
-        x, g = (conv_kernels.turned(t, g.dtype) for t in (x, g))
+        x, g = (conv_halves.turned(t, g.dtype) for t in (x, g))
         return Convolution(layer, x, g, size, sides)
-    pictures = len(x) // size
-    (x, of_x), (g, of_g) = (conv_kernels.halves(t.float(), pictures=pictures) for t in (x, g))
-    return Convolution(layer, x, g, size, sides, units=of_x.double() * of_g)
+    how: dict[str, Any] = {"pictures": len(x) // size, "is_pair": _is_paired(g)}
+    (x, of_x), (g, of_g) = (conv_halves.halves(t.float(), **how) for t in (x, g))
+    units = of_x.double() * of_g
+    return Convolution(layer, x, g, size, sides, units=units, is_pair=how["is_pair"])
 
 
 @lru_cache(maxsize=16)
-def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> bool:
-    """Whether the kernels run here and give what the windows give."""
+def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, is_pair: bool) -> bool:
+    """Whether the kernels run here and give what the windows give.
+
+    Pairs are tried on numbers all of whose second halves have the sign of the first: one of the
+    three products that is missing changes norms and sums by 2⁻¹².
+    """
+    close, narrow = (1.5e-4, 1e-5) if is_pair else (2e-2, 1e-2)
     draw = torch.Generator(device=device).manual_seed(7)
     for layer, pad in (
         (nn.Conv2d(24, 40, 3, padding=1), 1),
@@ -236,7 +258,9 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> b
         x = torch.randn(5, layer.in_channels, 13, 11, device=device, generator=draw).to(x_type)
         out = layer.to("meta")(x.float().to("meta")).shape
         g = torch.randn(out, device=device, generator=draw).to(g_type)
-        plain = Convolution(layer, padded(x.float(), sides, mode="zeros"), g.float(), 5)
+        if is_pair:
+            x, g = (t.half().float().mul_(1.0 + 2.0**-12) for t in (x, g))
+        plain = Convolution(layer, padded(x.double(), sides, mode="zeros"), g.double(), 5)
         truth = plain._outer().dense().reshape(5, -1).double()
         factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0], device=device)
         wanted, good = factors.double() @ truth, factors != 0.0
@@ -250,7 +274,7 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype) -> b
             return False
         own = truth.square().sum(1)
         gap = (total.reshape(-1).double() - wanted).norm() / wanted.norm()
-        if not torch.allclose(found[good], own[good], rtol=2e-2) or not bool(gap < 1e-2):
+        if not torch.allclose(found[good], own[good], rtol=close) or not bool(gap < narrow):
             return False
     return True
 
