@@ -45,6 +45,8 @@ def test_rows_have_one_length_whatever_the_image() -> None:
     assert found.shape == (4, 2 * 8 * 4)
     torch.testing.assert_close(found.norm(dim=1), torch.full((4,), LENGTH))
     torch.testing.assert_close(found, made(images.flip(3)))
+    sided = Prior.of(**SMALL, steps=0, mirror=False)
+    assert not torch.allclose(sided(images), sided(images.flip(3)), atol=0.1)
 
 
 @pytest.mark.usefixtures("_few")
@@ -103,7 +105,7 @@ def test_views_stay_in_range_and_differ() -> None:
 
 @pytest.mark.usefixtures("_few")
 def test_what_was_learned_is_kept(tmp_path) -> None:
-    how = {**SMALL, "steps": 2, "width": 4, "folder": tmp_path}
+    how = {**SMALL, "steps": 2, "width": 4, "mirror": False, "folder": tmp_path}
     told: list[str] = []
     first = kept(**how, say=told.append)
     [path] = list(tmp_path.iterdir())

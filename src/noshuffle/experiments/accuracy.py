@@ -38,7 +38,7 @@ def cells(asked: Request) -> list[Cell]:
     for group in groups(asked.settings):
         trials = [t for t in group.trials if asked.trials is None or t < asked.trials]
         for line in group.lines:
-            made = _LineCells(group.task, line, asked)
+            made = _LineCells(group.task, line, asked, group.search)
             searches = made.searches()
             needs = tuple(cell.key for cell in searches)
             for cell in (*searches, *made.finals(group.epsilons, trials, needs)):
@@ -53,6 +53,7 @@ class _LineCells:
     task: StudyTask
     line: StudyLine
     asked: Request
+    search: tuple[float, ...] = ()
 
     @property
     def head(self) -> str:
@@ -66,7 +67,7 @@ class _LineCells:
         runs = [
             (epsilon, _rounded(middle * line.shift * factor), 0)
             for epsilon, middle in zip(epsilons, middles)
-            if not line.search or epsilon in line.search
+            if not self.search or epsilon in self.search
             for factor in factors
         ]
         found = [
@@ -192,7 +193,7 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
         task = group.task
         for line in (one for one in group.lines if one.fit):
             whole = task.rows or rows[task.stands_in or task.data]
-            searched = line.search or task.search
+            searched = group.search or task.search
             for size, epsilons in ((whole - task.held_out, searched), (whole, group.epsilons)):
                 epochs, per_epoch = task.layout(size, line.times)
                 rate = task.batch * line.times / size

@@ -2,7 +2,8 @@
 
     task     data, model, batch, passes
     line     a mechanism, its momentum, how many times the batch
-    group    lines × ε × trials on a task, in the order in which cells are computed
+    group    lines × ε × trials on a task, in the order in which cells are computed; its rates are
+             searched at the task's ε, or at some of them (`search`)
 
 No state.
 """
@@ -58,8 +59,6 @@ class StudyLine:
     times: int = 1
     momentum: float = 0.9
     shift: float = 1.0
-    #: Which ε of the task rates are searched at; all of them if none is named.
-    search: tuple[float, ...] = ()
 
     @property
     def is_sampled(self) -> bool:
@@ -80,6 +79,8 @@ class Group:
     lines: tuple[StudyLine, ...]
     epsilons: tuple[float, ...]
     trials: tuple[int, ...]
+    #: Which ε of the task rates are searched at, all of them if none is named.
+    search: tuple[float, ...] = ()
 
 
 def groups(settings: Mapping[str, Any]) -> list[Group]:
@@ -94,7 +95,7 @@ def groups(settings: Mapping[str, Any]) -> list[Group]:
         one_of(tuple(tasks), **{f"task of {where}": record["task"]})
         for name in record["lines"]:
             one_of(tuple(lines), **{f"lines of {where}": name})
-        own = (tuple(record[name]) for name in ("epsilons", "trials"))
+        own = (tuple(record.get(name, ())) for name in ("epsilons", "trials", "search"))
         out.append(Group(tasks[record["task"]], tuple(lines[n] for n in record["lines"]), *own))
     for task in tasks.values():
         if not 0 < len(task.search) == len(task.middle):

@@ -4,6 +4,9 @@
     patches[:COUNT]         a dictionary of patches of dead leaves, whitened (`prior`)
     prior                   the same, and an encoder that learned from dead leaves: needs a GPU
 
+The last two do not know left from right in colour images, which are photographs mostly; in grey
+ones, digits and signs, they do.
+
 Every image is transformed by itself: a private run on features has the guarantee of a run on the
 images. `fixed(name)` makes one of them by name.
 
@@ -42,7 +45,8 @@ def fixed(
         return lambda images: wavelets.normalised(wavelets.scattering(images))
     if kind == "mirrored":
         return wavelets.mirrored
-    how: dict[str, Any] = {"channels": channels, "side": side, "device": device, "say": say}
+    how: dict[str, Any] = {"channels": channels, "side": side, "mirror": channels > 1}
+    how |= {"device": device, "say": say}
     if many:
         how["patches"] = int(many)
     return Prior.of(steps=0, **how) if kind == "patches" else kept(**how)

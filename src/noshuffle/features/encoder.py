@@ -154,6 +154,6 @@ def learned(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if say is not None and (step + 1) % 500 == 0:
-            say(step + 1, float(loss))
+            say(step + 1, float(loss.detach()))
     net.eval()
     return net

@@ -58,6 +58,7 @@ def _state(prior: Prior) -> dict[str, Any]:
         "filters": prior.patches.filters,
         "offset": prior.patches.offset,
         "pool": prior.patches.pool,
+        "mirror": prior.mirror,
         "whitenings": [(white.mean, white.matrix) for white in prior.whitenings],
         "encoder": net and {name: value.contiguous() for name, value in net.items()},
     }
@@ -73,4 +74,4 @@ def _prior(state: dict[str, Any]) -> Prior:
         place(net, state["filters"].device)
         net.load_state_dict(weights)
         net.eval()
-    return Prior(patches, net, whitenings)
+    return Prior(patches, net, whitenings, state["mirror"])

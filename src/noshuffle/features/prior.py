@@ -3,11 +3,12 @@
     φ(x) = LENGTH · (√½ · patches(x), √⅙ · stage₁(x), √⅙ · stage₂(x), √⅙ · stage₃(x))
 
 with responses to a dictionary of `patches` and the three stages of an `encoder`, each whitened by
-public images and of length one (`whitening`), and the mean over an image and its mirror image
-before that. Without an encoder the patches stand alone: nothing is trained then. All of it comes
-from dead leaves (`leaves`) and a public seed, and each image is transformed by itself, so a private
-run on φ(x) has the guarantee of a run on x. The idea of such a prior for private training is that
-of Tang et al. 2023 (arXiv 2306.06076). State: the parts.
+public images and of length one (`whitening`); before that, with `mirror`, the mean over an image
+and its mirror image (photographs do not know left from right, digits do). Without an encoder the
+patches stand alone: nothing is trained then. All of it comes from dead leaves (`leaves`) and a
+public seed, and each image is transformed by itself, so a private run on φ(x) has the guarantee of
+a run on x. The idea of such a prior for private training is that of Tang et al. 2023 (arXiv
+2306.06076). State: the parts.
 
 >>> made = Prior.of(channels=3, side=16, patches=8, steps=0, images=40, seed=1)
 >>> made(torch.zeros(2, 3, 16, 16)).shape
@@ -46,6 +47,7 @@ class Prior:
     patches: Patches
     encoder: Encoder | None
     whitenings: tuple[Whitening, ...]
+    mirror: bool = True
 
     @staticmethod
     def of(
@@ -56,6 +58,7 @@ class Prior:
         steps: int = 4000,
         width: int = 96,
         images: int = IMAGES,
+        mirror: bool = True,
         seed: int = 0,
         device: str = "cpu",
         say: Say | None = None,
@@ -81,12 +84,14 @@ class Prior:
                 seed=seed,
                 say=lambda step, loss: say and say(f"prior: step {step} of {steps}, {loss:.3f}"),
             )
-        bare = Prior(words, net, ())
+        bare = Prior(words, net, (), mirror)
         found = bare.maps(public[: max(1, 2 * images // 5)])
-        return Prior(words, net, tuple(map(Whitening.of, found)))
+        return Prior(words, net, tuple(map(Whitening.of, found)), mirror)
 
     def maps(self, images: Tensor) -> list[Tensor]:
-        """Maps of every part, the mean of an image's and its mirror image's."""
+        """Maps of every part, with `mirror` the mean of an image's and its mirror image's."""
+        if not self.mirror:
+            return self._maps(images)
         both = [self._maps(images), self._maps(images.flip(3))]
         return [(one + other) / 2 for one, other in zip(*both)]
 
