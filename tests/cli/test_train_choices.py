@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from noshuffle import datasets
 from noshuffle.cli import main
 from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_choices import composite_of, constraint_of, rows_in_order
-from noshuffle.cli.train_parts import make_plan, row_order
+from noshuffle.cli.train_parts import loaded, make_plan, row_order
 from noshuffle.errors import InvalidInput
 from noshuffle.optim.composite import ElasticNet, GroupLasso
 from noshuffle.optim.constraints import L1Ball, L2Ball
@@ -120,3 +122,41 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert main(f"{LINEAR} {options} --out {tmp_path / 'r'}".split()) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_features_of_images_under_a_linear_model(tmp_path: Path, capsys) -> None:
+    """A run on fixed features is made, stops at nothing, resumes to itself and verifies."""
+    out = tmp_path / "run"
+    how = "train --data digits --epochs 2 --noise-multiplier 3 --features patches:8 --json"
+    assert main(f"{how} --out {out}".split()) == 0
+    kept = json.loads((out / "config.json").read_text())
+    assert (kept["features"], kept["model"]) == ("patches:8", "softmax")
+    assert main(["train", "--resume", str(out)]) == 0
+    assert main(["verify", str(out)]) == 0
+    settings = TrainSettings.of({"features": "patches:8"})
+    data, again = loaded(settings), loaded(settings)
+    assert data.shape == (2 * 8 * 4,)
+    assert torch.equal(data.x_train, again.x_train)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"features": "wavelets"}, "scattering, mirrored, patches"),
+        ({"features": "prior"}, "scattering, mirrored, patches"),
+        ({"features": "patches:0"}, "patches:512"),
+        ({"features": "patches", "data": "shakespeare"}, "needs square images"),
+    ],
+)
+def test_features_that_cannot_be_are_one_line(given, said: str, monkeypatch) -> None:
+    if "data" in given:
+        text = replace(datasets.load("digits"), kind="text", name="text")
+        monkeypatch.setattr(datasets, "load", lambda name: text)
+    with pytest.raises(InvalidInput, match=said):
+        loaded(TrainSettings.of(given))
+
+
+def test_features_are_fixed() -> None:
+    with pytest.raises(InvalidInput, match="--augment"):
+        TrainSettings.of({"features": "patches", "augment": 2})

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from noshuffle import datasets
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
@@ -20,6 +19,7 @@ from noshuffle.cli.settings import TrainSettings, begun, stages_of
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
     clip_of,
+    loaded,
     make_model,
     make_optimizer,
     make_plan,
@@ -57,7 +57,7 @@ def run_job(
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
-    task, data = task_of(settings.task, datasets.load(settings.data))
+    task, data = task_of(settings.task, loaded(settings, say))
     folder = RunFolder(path)
     model = make_model(settings, data)
     say("fitting the mechanism")

@@ -76,11 +76,16 @@ class RunSettings:
                 f"unknown setting {unknown[0]!r}; expected one of {', '.join(sorted(names))}"
             )
         stated = {k: v for k, v in given.items() if v is not None}
-        by = stated.get(cls.preset_by, cls.__dataclass_fields__[cls.preset_by].default)
-        merged = {**(cls.presets.get(by, {}) if isinstance(by, str) else {}), **stated}
+        merged = {**cls.preset(stated), **stated}
         if merged.get("epsilon") is None and merged.get("noise_multiplier") is None:
             merged["epsilon"] = DEFAULT_EPSILON
         return cls(**with_floats(cls, merged))
+
+    @classmethod
+    def preset(cls, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """What goes with the data, or the task, that is asked for."""
+        by = stated.get(cls.preset_by, cls.__dataclass_fields__[cls.preset_by].default)
+        return cls.presets.get(by, {}) if isinstance(by, str) else {}
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -108,6 +113,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "adult": {"model": "linear", "epochs": 2, "batch_size": 250, "lr": 2.0},
     "bank_marketing": {"model": "linear", "epochs": 1, "batch_size": 250, "lr": 2.0},
 }
+#: … and a linear model on fixed features of their images (`--features`).
+ON_FEATURES: dict[str, dict[str, Any]] = {
+    "digits": {"model": "softmax", "lr": 0.15},
+    "mnist": {"model": "softmax", "epochs": 40, "batch_size": 5000, "lr": 1.2},
+    "fashion_mnist": {"model": "softmax", "epochs": 40, "batch_size": 5000, "lr": 1.2},
+    "cifar10": {"model": "softmax", "epochs": 40, "batch_size": 5000, "lr": 1.2},
+}
 
 
 #: Kinds of secret draws to train with.
@@ -123,7 +135,11 @@ class TrainSettings(RunSettings):
     task: str = setting(
         "auto", "classification, regression, or module:function, a loss of your own"
     )
-    model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, mlp or char_lstm")
+    features: str = setting(
+        "",
+        "fixed features of images under a linear model: patches[:COUNT], mirrored, scattering",
+    )
+    model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, softmax, mlp or char_lstm")
     mechanism: str = privacy(
         "blt_tapped",
         "blt_tapped, blt, tree, identity, … as in plan; best; release_sums: each sum by itself",
@@ -169,6 +185,13 @@ class TrainSettings(RunSettings):
         None, "steps between checkpoints (default: an epoch)", check=whole
     )
 
+    @classmethod
+    def preset(cls, stated: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().preset(stated)
+        if not stated.get("features"):
+            return found
+        return {**found, **ON_FEATURES.get(stated.get("data", "digits"), {"model": "softmax"})}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_multiplier is not None:
@@ -191,6 +214,8 @@ class TrainSettings(RunSettings):
         for name in ("lr", "clip_norm"):
             if (came := getattr(self, name)) > MOST:
                 raise InvalidInput(f"{name} must be at most {MOST:g} (float32), got {came:g}")
+        if self.features and self.augment is not None:
+            raise InvalidInput("features are fixed: --augment goes with images, leave one out")
         if self.norm_share >= 1:
             raise InvalidInput(f"norm_share must lie in [0, 1), got {self.norm_share}")
         if self.average >= 1:

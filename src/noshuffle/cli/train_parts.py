@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from noshuffle import datasets
 from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.settings import TrainSettings, stages_of
@@ -17,7 +20,7 @@ from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, one_of
 from noshuffle.optim import FTRL
 from noshuffle.participation import (
     BallsInBins,
@@ -145,6 +148,40 @@ def clip_of(settings: TrainSettings) -> dict[str, Any]:
     if not settings.norm_share:
         return {"clip_norm": settings.clip_norm}
     return {"clip": HistogramClip(norm=settings.clip_norm, share=settings.norm_share)}
+
+
+def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None) -> DataSet:
+    """The data set, or fixed features of its images: each row by itself, so ε does not change."""
+    data = datasets.load(settings.data)
+    if not settings.features:
+        return data
+    from noshuffle.features import fixed  # only where it is asked for
+
+    shape = data.shape
+    if data.kind != "image" or len(shape) != 3 or shape[1] != shape[2]:
+        raise InvalidInput(
+            f"--features needs square images, those of {data.name} are {data.kind} rows of shape "
+            f"{shape}; leave it out"
+        )
+    one_of(("scattering", "mirrored", "patches"), features=settings.features.partition(":")[0])
+    made = fixed(settings.features, channels=shape[0], side=shape[1], device=settings.device)
+
+    many, told = len(data) + len(data.x_test), [time.monotonic(), 0.0]
+    say(f"features of {many:,} images: {settings.features}")
+
+    def transformed(images: Tensor) -> Tensor:
+        parts = []
+        for part in torch.split(images, CHUNK):
+            parts.append(made(part.to(settings.device)).cpu())
+            told[1] += len(part)
+            if time.monotonic() > told[0] + 10:  # seconds
+                told[0] = time.monotonic()
+                say(f"features of {told[1]:,.0f} of {many:,} images")
+        return torch.cat(parts)
+
+    return replace(
+        data, x_train=transformed(data.x_train), x_test=transformed(data.x_test), kind="features"
+    )
 
 
 def make_model(settings: TrainSettings, data: DataSet) -> nn.Module:

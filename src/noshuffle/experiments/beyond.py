@@ -2,9 +2,9 @@
 
 BLT fitted to momentum or to prefix sums, with gains per step and per draw, bands, beside the trees
 of the paper and amplified DP-SGDM, at equal ε, computation and tuning (`settings/beyond.toml`); the
-average of iterates, which is post-processing and free; and recipes (scattering features,
-augmented copies), beside the best published accuracy. Which recipe stands for an ε is decided by
-held-out training rows. No state.
+average of iterates, which is post-processing and free; and recipes (features by wavelets or from
+images of random processes, augmented copies), beside the best published accuracy. Which recipe
+stands for an ε is decided by held-out training rows. No state.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ FIGURE = Figure(
     cells=accuracy.cells,
     table=lambda results: table("beyond", results, averaged=("blt", "tree", "amplified")),
     draw=lambda results, path: draw(
-        "beyond", results, path, published={"cifar10_mirrored": PUBLISHED}
+        "beyond", results, path, published={"cifar10_prior": PUBLISHED}
     ),
     claims=(
         *(
@@ -101,6 +101,9 @@ FIGURE = Figure(
                 compare(task, "blt", "amplified"),
             )
             for task, title in (
+                ("cifar10_prior", "a prior from dead leaves, CIFAR-10"),
+                ("cifar10_prior_10000", "the same prior, batches of 10,000"),
+                ("cifar10_patches", "patches of dead leaves, CIFAR-10"),
                 ("mnist_scattered", "scattering features of MNIST"),
                 ("cifar10_scattered", "scattering features of CIFAR-10, 40 epochs"),
                 ("cifar10_scattered_100", "scattering features of CIFAR-10, 100 epochs"),
@@ -123,6 +126,11 @@ FIGURE = Figure(
             "without sampling, the recipe best on held-out rows is at or above sampled DP-SGD",
             "De et al. 2022, CIFAR-10 without other data",
             _beside_published("De et al. 2022 (sampled)"),
+        ),
+        Claim(
+            "and at or above sampled DP-SGD on a net that was first trained on random images",
+            "Tang et al. 2023, CIFAR-10 without other data",
+            _beside_published("Tang et al. 2023 (sampled, pre-trained on random images)"),
         ),
         _claim("blt", "tree", "BLT noise is at or above trees at every ε", "arXiv 2408.08868"),
         _claim("blt", "amplified", "BLT noise is at or above amplified DP-SGDM", "past the paper"),

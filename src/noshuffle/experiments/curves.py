@@ -119,6 +119,8 @@ def _panel(
 STYLES: dict[str, dict[str, Any]] = {
     "blt": {"color": COLOURS["blt"], "marker": "o"},
     "blt4": {"color": COLOURS["blt"], "marker": "o", "ls": "--"},
+    "blt_heavy": {"color": "#67a9c4", "marker": "v"},
+    "blt_99": {"color": "#2f4b7c", "marker": "^"},
     "tree": {"color": COLOURS["tree"], "marker": "s"},
     "tree4": {"color": COLOURS["tree"], "marker": "s", "ls": "--"},
     "tree_plain": {"color": COLOURS["tree"], "marker": "s", "ls": ":"},
@@ -126,6 +128,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "tree_bare": {"color": "#9cc4a3", "marker": "^"},
     "amplified": {"color": COLOURS["poisson"], "marker": "D"},
     "amplified4": {"color": COLOURS["poisson"], "marker": "D", "ls": "--"},
+    "amplified_heavy": {"color": "#c9722b", "marker": "v"},
+    "amplified_99": {"color": "#8c510a", "marker": "^"},
     "amplified_plain": {"color": COLOURS["poisson"], "marker": "D", "ls": ":"},
     "identity": {"color": COLOURS["identity"], "marker": "x"},
     "blt_prefix": {"color": "#67a9c4", "marker": "v"},

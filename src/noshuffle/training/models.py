@@ -5,7 +5,7 @@
     vgg         three blocks of two 3×3 convolutions, tanh, 550,570 parameters on CIFAR-10
     small_cnn   two 3×3 convolutions for 8 × 8 digits
     linear, mlp tables
-    softmax     linear, from zero: for fixed features (`scattering`)
+    softmax     linear, from zero: for fixed features (`noshuffle.features`)
     feature_cnn two 3×3 convolutions, tanh, on fixed features of images
     wrn_16_4    a wide residual net with GroupNorm (`residual`), 2,748,890 parameters on CIFAR-10
     char_lstm   embedding, one LSTM, output layer for next-character prediction
@@ -44,8 +44,8 @@ def default_for(kind: str, shape: Shape) -> str:
     """The model that suits a kind of data."""
     if kind == "text":
         return "char_lstm"
-    if kind == "table":
-        return "linear"
+    if kind in ("table", "features"):
+        return "linear" if kind == "table" else "softmax"
     if shape[-1] < 16:
         return "small_cnn"
     return "tanh_cnn" if shape[0] == 1 else "vgg"
