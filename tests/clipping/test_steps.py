@@ -62,6 +62,19 @@ def test_norms_are_those_of_torch_and_never_too_small(
 
 
 @needs_loops
+@pytest.mark.parametrize("steps", [2, 5, 20, LONGEST - 1, LONGEST])
+@pytest.mark.parametrize("width", [1, 7, 8, 15, 16, 17, 63, 65, 255, 256, 257, 530])
+def test_columns_that_fill_no_lane_or_chunk(steps: int, width: int) -> None:
+    luck = torch.Generator().manual_seed(width)
+    beside = torch.randn(3, steps, width + 5, generator=luck)  # what is no part of g
+    a, g = torch.randn(3, steps, 33, generator=luck), beside[..., 2 : width + 2]
+    (found,) = squares([StepMap(a, g, True)])
+    torch.testing.assert_close(found.squares, gram.squares(a, g), rtol=3e-6, atol=0.0)
+    assert found.sums is not None
+    torch.testing.assert_close(found.sums, g.double().sum(1).float(), rtol=1e-6, atol=1e-7)
+
+
+@needs_loops
 @pytest.mark.parametrize("steps", [2, 3, 20, LONGEST])
 def test_steps_that_cancel_have_a_norm_that_is_not_too_small(steps: int) -> None:
     luck = torch.Generator().manual_seed(steps)
@@ -241,10 +254,11 @@ def test_the_bound_holds_for_one_unit(size: float, monkeypatch: pytest.MonkeyPat
     ("right", "wrong"),
     [
         ("+ 2 * off", "+ off"),
-        ("wide[i][k] += __builtin", "wide[i][k] = __builtin"),
+        ("part[i][k] += x * y[k]", "part[i][k] = x * y[k]"),
+        ("memset(last, 0, ", "memset(last, 64, "),
         ("example * of->example", "0"),
-        ("all[j] += (double)x", "all[j] = (double)x"),
-        ("for (int64_t r = j; r < width", "for (int64_t r = width; r < width"),
+        ("add_eight((Double *)(all + j), row[t]", "add_eight((Double *)(all + j), row[0]"),
+        ("t * of->step + at, real", "t * of->step, real"),
         ("unit * (2 +", "0 * (2 +"),
     ],
 )
