@@ -91,6 +91,11 @@ static inline void keystream(int32_t *words, const void *schedule, uint64_t row,
             x[l] = SHUFFLED(counter, swap) ^ key[0];
             counter += further; /* as 64-bit numbers */
         }
+#if !defined(__VAES__)
+        /* such rounds know the first sixteen registers only: written out, GCC (12) puts the keys into
+           the others and moves blocks to and fro */
+#pragma GCC unroll 1
+#endif
         for (int r = 1; r < 14; r++)
             for (int l = 0; l < LANES; l++) x[l] = ROUND(x[l], key[r]);
         for (int l = 0; l < LANES; l++) {
