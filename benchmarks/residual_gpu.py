@@ -43,6 +43,7 @@ from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity
 from noshuffle.training import privatize
+from noshuffle.training.batches import TensorBatches
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.residual import residual, wide
 
@@ -237,7 +238,7 @@ def ours(row: Row, x: Tensor, y: Tensor, *, compile: bool | str = "auto") -> Ste
     loss_fn, ids = row.loss, np.arange(size) // (5 if row.kind == "users" else 1)
     if row.kind == "poisson":
         x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
-        draws = iter(private.sampler(len(x)))
+        draws = iter(TensorBatches((x, y), private.sampler(len(x))))
 
     def step() -> None:
         with row.cast():
@@ -247,9 +248,8 @@ def ours(row: Row, x: Tensor, y: Tensor, *, compile: bool | str = "auto") -> Ste
                         part = slice(own * size // 5, (own + 1) * size // 5)
                         whole.add(loss_fn, (x[part], y[part]), ids=ids[part])
             elif row.kind == "poisson":
-                drawn = np.asarray(next(draws))
-                at = torch.from_numpy(drawn).to(x.device)
-                private.advance(loss_fn, (x[at], y[at]), ids=drawn)
+                drawn = next(draws)
+                private.advance(loss_fn, drawn.data, ids=drawn.ids)
             else:
                 private.advance(loss_fn, (x, y), ids=ids)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
@@ -15,6 +15,7 @@ from noshuffle.participation import (
     SeparatedBins,
     TruncatedPoisson,
 )
+from noshuffle.release import guard
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.sampler import (
     AHEAD,
@@ -166,8 +167,8 @@ def test_steps_not_yet_drawn_get_the_keys_of_the_new_process():
 def test_the_guard_gets_what_was_drawn_whatever_a_loop_does_with_its_own(monkeypatch):
     """Remembered draws are those of a second draw, changed by nobody, and of the key in use."""
     keys, count = {"now": KEY}, []
-    words = FixedSizeSampler._words
-    monkeypatch.setattr(FixedSizeSampler, "_words", lambda *a: count.append(a[1]) or words(*a))
+    cipher = FixedSizeSampler._cipher
+    monkeypatch.setattr(FixedSizeSampler, "_cipher", lambda *a: count.append(a[1]) or cipher(*a))
     sampler = make_sampler(FixedSize(steps=99, batch=5, population=40), key=lambda _: keys["now"])
     twin = make_sampler(FixedSize(steps=99, batch=5, population=40), key=KEY)
     for step, own in enumerate(sampler):
@@ -180,3 +181,19 @@ def test_the_guard_gets_what_was_drawn_whatever_a_loop_does_with_its_own(monkeyp
     assert np.array_equal(sampler.handed_out(0), twin.draw(0))  # forgotten long ago: drawn again
     keys["now"] = KEY[::-1]
     assert not np.array_equal(sampler.handed_out(98), twin.draw(98))
+
+
+def test_a_batch_is_compared_with_its_draw():
+    drawn, check = np.array([2, 5, 9]), guard.check_sampled
+    for ids in ([2, 5, 9], [9, 2, 5]):
+        assert check(step=0, ids=np.array(ids), drawn=drawn).tolist() == [2, 5, 9]
+    assert check(step=0, ids=np.array([9, 2]), drawn=drawn, is_partial=True).tolist() == [2, 9]
+    assert len(check(step=0, ids=drawn[:0], drawn=drawn[:0])) == 0
+    for ids in ([2, 5], [2, 5, 8], [2, 2, 5], [2, 5, 9, 9], [2, 5, 9, 10], []):
+        with pytest.raises(ParticipationViolation, match="secret sampler"):
+            check(step=0, ids=np.array(ids, dtype=np.int64), drawn=drawn)
+    for ids in ([2, 2], [2, 3]):
+        with pytest.raises(ParticipationViolation, match="secret sampler"):
+            check(step=0, ids=np.array(ids), drawn=drawn, is_partial=True)
+    with pytest.raises(ParticipationViolation, match="no ids"):
+        check(step=0, ids=None, drawn=drawn)

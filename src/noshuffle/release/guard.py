@@ -225,16 +225,24 @@ def violations(
         table.update(units, step=step, first=starts_anew(rule, step=step, seen=seen))
 
 
-def check_sampled(*, step: int, ids: Ids | None, drawn: Ids, is_partial: bool = False) -> None:
-    """A sampled step must hold exactly the units that our sampler drew (a part: no others)."""
+def check_sampled(*, step: int, ids: Ids | None, drawn: Ids, is_partial: bool = False) -> Ids:
+    """A sampled step must hold exactly the units that our sampler drew (a part: no others).
+
+    Gives the units in order. `drawn` is in order and holds no unit twice, so units are those drawn
+    if they are equal to it in order; only of a part, or to refuse, is more to be asked.
+    """
     if ids is None:
         raise ParticipationViolation(
             f"step {step} has no ids, and a sampled plan must know that our sampler drew the batch;"
             " pass ids= the indices that private.sampler gave"
         )
-    is_fine = len(np.unique(ids)) == len(ids) and bool(np.isin(ids, drawn).all())
-    if not is_fine or (len(ids) != len(drawn) and not is_partial):
+    units = ids if increases(ids) else in_order(ids)
+    is_fine = len(units) == len(drawn) and bool((units == drawn).all())
+    if not is_fine and is_partial:
+        is_fine = len(np.unique(units)) == len(units) and bool(np.isin(units, drawn).all())
+    if not is_fine:
         raise ParticipationViolation(
             f"the batch of step {step} ({len(ids)} units) is not the one that the secret sampler "
             f"drew ({len(drawn)} units); take the batches from private.sampler, in order"
         )
+    return units

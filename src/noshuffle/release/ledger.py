@@ -175,9 +175,9 @@ class Ledger(LedgerFile):
         drawn = self.sampler.handed_out(step)
         if ids is not None and self._groups_users:
             ids = np.unique(ids)
-        guard.check_sampled(step=step, ids=ids, drawn=drawn, is_partial=is_partial)
-        assert ids is not None
-        return Admission(step, batch, "ids", np.sort(ids), is_empty=not len(ids))
+        units = guard.check_sampled(step=step, ids=ids, drawn=drawn, is_partial=is_partial)
+        # the caller may write into its own, a loop into what it was handed out
+        return Admission(step, batch, "ids", units.copy(), is_empty=not len(units))
 
     def _by_fingerprint(self, step: int, batch: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""

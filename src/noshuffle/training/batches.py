@@ -57,9 +57,15 @@ class TensorBatches:
         """Batches from this position on."""
         for i in range(step, len(self)):
             rows = self.order.hand_out(i) if isinstance(self.order, Sampler) else self.order[i]
-            index = torch.from_numpy(rows)
-            data = tuple(t[index.to(t.device)] for t in self.tensors)
+            index = {place: _sent(rows, place) for place in {t.device for t in self.tensors}}
+            data = tuple(t[index[t.device]] for t in self.tensors)
             yield Batch(data, rows if self.units is None else self.units[rows])
+
+
+def _sent(rows: Ids, device: torch.device) -> Tensor:
+    """An index where it is needed; the host does not wait for a GPU that is still at work."""
+    index = torch.from_numpy(rows)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index
 
 
 class with_ids(Dataset[Any]):

@@ -395,6 +395,14 @@ CHANGES = {
     "nothing": lambda run, x, y: (LOSS, (x, y)),
     "other numbers": lambda run, x, y: (LOSS, (x + 1, y)),
     "fewer rows": lambda run, x, y: (LOSS, (x[:5], y[:5])),
+    "no rows": lambda run, x, y: (LOSS, (x[:0], y[:0])),
+    "more rows than there is room for": lambda run, x, y: (
+        LOSS,
+        (x.repeat(SIZE, *[1] * (x.dim() - 1)), y.repeat(SIZE)),
+    ),
+    "rows that disagree": lambda run, x, y: (LOSS, (x[:5], y)),
+    "a number": lambda run, x, y: (LOSS, (x, y[0])),
+    "another capacity": lambda run, x, y: setattr(run.compiled, "capacity", 99) or (LOSS, (x, y)),
     "another type": lambda run, x, y: (LOSS, (x.double(), y)),
     "another shape": lambda run, x, y: (LOSS, (x[:, None], y)),
     "another device": lambda run, x, y: (LOSS, (x.to("meta"), y)),
@@ -427,7 +435,34 @@ def test_the_last_program_is_taken_again_only_where_all_is_as_it_was(change):
         again = private.compiled.again(loss, batch)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert again == ((program, 8) if change in ("nothing", "other numbers") else None)
+    sizes = {"nothing": 8, "other numbers": 8, "fewer rows": 5}
+    assert again == ((program, sizes[change]) if change in sizes else None)
+
+
+def test_which_rows_count_whatever_came_before(monkeypatch):
+    """Sizes that move, rows left out, an interrupt half-way: the mask is that of the last call."""
+    luck, place = np.random.default_rng(4), torch.device("cpu")
+    held = compiled_graphs.BatchBuffers((torch.zeros(2, 3),), capacity=9, device=place)
+
+    def interrupted(_):
+        held.keep.fill_(True)
+        raise KeyboardInterrupt
+
+    stops = 0
+    for _ in range(300):
+        size = int(luck.integers(0, 10))
+        keep = luck.random(size) < 0.5 if luck.random() < 0.3 else None
+        with monkeypatch.context() as stopped:
+            stopped.setattr(compiled_graphs, "sorted", interrupted, raising=False)
+            try:
+                held.weigh(int(luck.integers(0, 10)), None) if luck.random() < 0.2 else None
+            except KeyboardInterrupt:
+                stops += 1
+        held.weigh(size, keep)
+        wanted = np.zeros(9, dtype=bool)
+        wanted[:size] = True if keep is None else keep
+        assert held.keep.tolist() == wanted.tolist()
+    assert stops > 10
 
 
 NEWER_NAMES = """

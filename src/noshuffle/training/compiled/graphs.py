@@ -33,6 +33,8 @@ from noshuffle.release.guard import Mask
 _TURN, _PATIENCE = 256, 2**18
 #: Lets others run, for a third of a microsecond if there are none; time.sleep(0) takes 57 of them.
 _turn: Callable[[], Any] = getattr(os, "sched_yield", bool)
+#: Of `BatchBuffers`: which rows count was said by somebody else, or half.
+UNKNOWN = (-1, b"")
 
 
 class BatchBuffers:
@@ -78,9 +80,17 @@ class BatchBuffers:
         """Say which of the `size` rows count (None: all). The others are made zero."""
         key = (size, b"" if keep is None else keep.tobytes())
         if key != self._kept:
-            mask = np.zeros(self.capacity, dtype=bool)
-            mask[:size] = True if keep is None else keep
-            self.keep.copy_(torch.from_numpy(mask))
+            before, marks = self._kept
+            self._kept = UNKNOWN  # an interrupt may come before it is done
+            if keep is None and before >= 0 and not marks:
+                # Draws change their size in every step. A fill is queued, where a copy from the
+                # host would wait until the device has done all that it was given before.
+                low, high = sorted((before, size))
+                self.keep[low:high].fill_(size > before)
+            else:
+                mask = np.zeros(self.capacity, dtype=bool)
+                mask[:size] = True if keep is None else keep
+                self.keep.copy_(torch.from_numpy(mask))
             self._kept = key
         if keep is not None:
             for buffer in self.tensors:

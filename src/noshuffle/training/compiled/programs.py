@@ -78,8 +78,7 @@ class _Last:
 
     program: Program
     loss_fn: Any
-    size: int
-    kinds: list[tuple[torch.Size, torch.dtype]]
+    kinds: list[tuple[torch.Size, torch.dtype]]  # shapes of one row
     modes: list[bool]
     numerics: tuple[Any, ...]
 
@@ -117,26 +116,31 @@ class Programs:
     def again(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
     ) -> tuple[Program, int] | None:
-        """The program of the last batch and its size, where `find` would give that one again.
+        """The program of the last batch and the size of this one, where `find` would give that one.
 
         Guarantees: everything that `find` looks at is looked at, and is as it was.
         """
         last = self._last
         if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
             return None
-        if self._calls + 1 >= self._due:  # `find` looks at the model
-            return None
+        if self._calls + 1 >= self._due or last.program.capacity != self.capacity:
+            return None  # `find` looks at the model, or for another program
+        sizes: set[int] = set()
         for leaf, (shape, dtype) in zip(batch, last.kinds):
-            if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or leaf.shape != shape:
+            if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or not leaf.dim():
                 return None
-            if leaf.device != self.device:
+            size, *inner = leaf.shape
+            if inner != list(shape) or leaf.device != self.device:
                 return None
+            sizes.add(size)
+        if len(sizes) != 1 or not 1 <= min(sizes) <= self.capacity:
+            return None
         if last.modes != [module.training for module in self._modules]:
             return None
         if last.numerics != _numerics() or self._where != self._addresses():
             return None
         self._calls += 1
-        return last.program, last.size
+        return last.program, sizes.pop()
 
     def find(
         self,
@@ -189,8 +193,8 @@ class Programs:
             self._where = self._addresses()
         program = self._programs[key]
         if program is not None and leaves is batch:
-            shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-            self._last = _Last(program, loss_fn, size, shapes, modes, numerics)
+            shapes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+            self._last = _Last(program, loss_fn, shapes, modes, numerics)
         return program
 
     def _is_apart(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from noshuffle.training.compiled.graphs import BatchBuffers, Captured, warmed
+from noshuffle.training.compiled.graphs import UNKNOWN, BatchBuffers, Captured, warmed
 
 Work = Callable[[tuple[Any, ...], Tensor], Tensor]
 
@@ -38,7 +38,7 @@ class StudyGraph(BatchBuffers):
         else:
             self.keep[:size].copy_(keep)
             self.keep[size:] = False
-            self._kept = (-1, b"")
+            self._kept = UNKNOWN
 
     def capture(self, warm: Work, work: Work) -> None:
         """Capture `work` on what is staged; `warm` is the part of it that releases nothing."""
