@@ -29,7 +29,7 @@ from noshuffle.release import account, checkpoint
 from noshuffle.release.facts import bind_facts, notes_of, write_statement
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.opening import Opened, Run
-from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.sampler import DRAWS, Sampler, make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.threshold import Threshold, threshold_for
@@ -144,9 +144,17 @@ class RunState(OneOwner):
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan, from the current step on."""
+        # A run that has a sampler already draws as that one did, or its next batches, and those of
+        # `verify`, would silently be others.
+        is_begun = self.ledger.meta("population") is not None
         made = make_sampler(
-            self.plan.participation, key=self._ring.sampling_key, population=population
+            self.plan.participation,
+            key=self._ring.sampling_key,
+            population=population,
+            by_count=not is_begun or self.ledger.meta(DRAWS[0]) == DRAWS[1],
         )
+        if not is_begun:
+            self.ledger.bind(*DRAWS)
         self.ledger.bind("population", str(getattr(made, "population", "")))
         made.start = self.step
         self.ledger.sampler = made

@@ -12,7 +12,8 @@
 Natural order is public and needs no randomness. The secret draws are what amplification rests on:
 they come from the ChaCha20 stream of a 256-bit key from the operating system, one nonce per step,
 so that step t can be drawn again (after a crash, by the guard, by `verify`) but not guessed. All
-samplers iterate over index arrays from `start` on, as torch's `batch_sampler` does.
+samplers iterate over index arrays from `start` on, as torch's `batch_sampler` does. A draw takes
+time in proportion to the data, or to the batch where that is a small part of it (`sparse_draws`).
 
 >>> [batch.tolist() for batch in in_order(7, 3)]
 [[0, 1, 2], [3, 4, 5]]
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,12 +44,20 @@ from noshuffle.participation import (
     TruncatedPoisson,
     stages_of,
 )
+from noshuffle.release.sparse_draws import Words, drawn_count, drawn_subset
 from noshuffle.release.units import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
 SamplingKey = bytes | Callable[[int], bytes]
+#: The fact in a ledger whose run has samplers `by_count`: its name and value.
+DRAWS = ("draws", "by count")
 #: Draws that are remembered between their batch and its step: workers of a loader fetch ahead.
 AHEAD = 32
+#: Words that are drawn and compared at a time: they stay in the cache, and take no fresh memory.
+_PIECE = 1 << 13
+_ZEROS = bytes(8 * _PIECE)
+#: Units below which coins are drawn for all, and the rate above which they are: 1/_RARE.
+_COINS, _RARE = 1 << 13, 32
 
 
 def in_order(population: int, batch_size: int) -> list[NDArray[np.int64]]:
@@ -72,6 +82,9 @@ class Sampler:
     #: Of a stage: its number and its first step in the run, by which words and keys are its own.
     stage: int = 0
     begins: int = 0
+    #: Whether few of many are drawn by their count (`sparse_draws`). Runs that were begun before
+    #: there was such a thing draw a word for every unit to their end: their ledgers do not name it.
+    by_count: bool = True
 
     def __post_init__(self) -> None:
         whole(population=self.population)
@@ -105,20 +118,49 @@ class Sampler:
     def _key(self, step: int) -> bytes:
         return self.key if isinstance(self.key, bytes) else self.key(self.begins + step)
 
-    def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
-        """A random word a unit, of the step's own ChaCha20 stream (nonce: stage and step)."""
+    def _cipher(self, step: int, *, key_of: int | None = None) -> Any:
+        """The step's own ChaCha20 stream (nonce: stage and step): a random word a unit."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
         key = self._key(step if key_of is None else key_of)
         nonce = bytes(8) + ((self.stage << 48) + step).to_bytes(8, "little")
-        cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+        return Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+
+    def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
+        """The words of so many units."""
+        cipher = self._cipher(step, key_of=key_of)
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
-    def _flipped(self, step: int, units: Ids, rate: float) -> Ids:
-        """Those of the units whose coin falls on their side."""
+    def _stream(self, step: int) -> Words:
+        """The words of a step, as many as are asked for, one after the other."""
+        cipher = self._cipher(step)
+        return lambda many: np.frombuffer(cipher.update(bytes(8 * many)), dtype="<u8")
+
+    def _is_sparse(self, count: int, rate: float) -> bool:
+        """Whether so few of so many units are drawn that coins for all of them would take longer.
+
+        A part of the definition of draws: another answer is another batch.
+        """
+        return self.by_count and count > _COINS and rate <= 1 / _RARE
+
+    def _flipped(self, step: int, count: int, rate: float) -> Ids:
+        """Those of units 0, 1, …, count − 1 whose coin falls on their side, in order.
+
+        Coin i is word i < ⌊rate·2⁶⁴⌋, so its probability is the rate but for less than 2⁻⁶⁴. Few of
+        many are drawn by their count instead.
+        """
         if rate == 1:
-            return units
-        return units[self._words(step, len(units)) < np.uint64(int(rate * 2**64))]
+            return np.arange(count)
+        if self._is_sparse(count, rate):
+            stream = self._stream(step)
+            return drawn_subset(count, drawn_count(count, rate, stream), stream)
+        cipher, below = self._cipher(step), np.uint64(int(rate * 2**64))
+        words, found = np.empty(min(count, _PIECE), dtype="<u8"), []
+        for first in range(0, count, _PIECE):
+            many = min(count - first, _PIECE)
+            cipher.update_into(memoryview(_ZEROS)[: 8 * many], words[:many].view(np.uint8))
+            found.append(np.flatnonzero(words[:many] < below) + first)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def __iter__(self) -> Iterator[Ids]:
         return (self.hand_out(step) for step in range(self.start, self.steps))
@@ -131,25 +173,30 @@ class PoissonSampler(Sampler):
     """Every one of `population` examples by its own coin flip of probability `rate`.
 
     Guarantees: flips are independent across examples and steps; the probability is the planned
-    rate rounded down to a multiple of 2⁻⁶⁴ (a rate of 1 takes everybody). A draw may be empty.
+    rate rounded down to a multiple of 2⁻⁶⁴ (a rate of 1 takes everybody). A draw may be empty. Of
+    more than 8,192 examples at a rate of at most 1/32 a binomial number is drawn, and a uniform
+    subset of that size: the same distribution, up to a total variation of 2⁻⁹⁶.
     """
 
     participation: Poisson
 
     def draw(self, step: int) -> Ids:
-        return self._flipped(step, np.arange(self.population), self.participation.rate)
+        return self._flipped(step, self.population, self.participation.rate)
 
 
 class FixedSizeSampler(Sampler):
     """A uniform subset of `batch` out of `population`, without replacement.
 
-    Guarantees: the subset holds the smallest of `population` independent 64-bit words; every
-    subset is equally likely up to ties, whose probability is below population²·2⁻⁶⁵.
+    Guarantees: every subset is equally likely (`sparse_draws.drawn_subset`). In runs without
+    `by_count` it holds the smallest of `population` independent 64-bit words, and that is so up to
+    ties, whose probability is below population²·2⁻⁶⁵.
     """
 
     participation: FixedSize
 
     def draw(self, step: int) -> Ids:
+        if self.by_count:
+            return drawn_subset(self.population, self.participation.batch, self._stream(step))
         order = np.argsort(self._words(step, self.population), kind="stable")
         return np.sort(order[: self.participation.batch]).astype(np.int64)
 
@@ -166,7 +213,11 @@ class TruncatedSampler(Sampler):
 
     def draw(self, step: int) -> Ids:
         part = self.participation
-        drawn = self._flipped(step, np.arange(self.population), part.rate)
+        if self._is_sparse(self.population, part.rate):  # a part of a uniform subset is one
+            stream = self._stream(step)
+            count = drawn_count(self.population, part.rate, stream)
+            return drawn_subset(self.population, min(count, part.cap), stream)
+        drawn = self._flipped(step, self.population, part.rate)
         if len(drawn) > part.cap:
             words = self._words(step, self.population)[drawn]
             drawn = np.sort(drawn[np.argsort(words, kind="stable")[: part.cap]])
@@ -184,8 +235,9 @@ class CyclicSampler(Sampler):
 
     def draw(self, step: int) -> Ids:
         groups = self.participation.groups
-        group = np.arange(step % groups, self.population, groups)
-        return self._flipped(step, group, self.participation.rate)
+        first = step % groups
+        many = len(range(first, self.population, groups))
+        return first + groups * self._flipped(step, many, self.participation.rate)
 
 
 class BinsSampler(Sampler):
@@ -252,7 +304,9 @@ class StagedSampler(Sampler):
     @cached_property
     def _stages(self) -> list[Sampler]:
         return [
-            _SAMPLERS[type(own)](own, self.population, self.key, stage=number, begins=first)
+            _SAMPLERS[type(own)](
+                own, self.population, self.key, stage=number, begins=first, by_count=self.by_count
+            )
             for number, (first, own) in enumerate(self.participation.starts())
         ]
 
@@ -276,9 +330,13 @@ _SAMPLERS: dict[type[Participation], type[Sampler]] = {
 
 
 def make_sampler(
-    participation: Participation, *, key: SamplingKey, population: int | None = None
+    participation: Participation,
+    *,
+    key: SamplingKey,
+    population: int | None = None,
+    by_count: bool = True,
 ) -> Sampler:
-    """The sampler that a plan's participation asks for."""
+    """The sampler that a plan's participation asks for; `by_count`: see `Sampler`."""
     kind = next((k for k in _SAMPLERS if isinstance(participation, k)), None)
     if kind is None:
         raise Unsupported(
@@ -293,4 +351,4 @@ def make_sampler(
         raise InvalidInput(
             f"secret draws need the number of examples{least}, got {population}; give population="
         )
-    return _SAMPLERS[kind](participation, planned, key)
+    return _SAMPLERS[kind](participation, planned, key, by_count=by_count)

@@ -37,7 +37,7 @@ from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_errors import explained
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link
 from noshuffle.release.opening import known_steps
-from noshuffle.release.sampler import make_sampler
+from noshuffle.release.sampler import DRAWS, make_sampler
 from noshuffle.release.signature import private_key, write_signature
 from noshuffle.release.unfinished import EXTENDED, is_half_sealed
 
@@ -189,7 +189,10 @@ def _draws(
         return
     try:
         sampler = make_sampler(
-            plan.participation, key=ring.sampling_key, population=int(population)
+            plan.participation,
+            key=ring.sampling_key,
+            population=int(population),
+            by_count=facts.get(DRAWS[0]) == DRAWS[1],
         )
     except (NoshuffleError, ValueError) as error:
         yield f"the sampler cannot be rebuilt: {error}"
