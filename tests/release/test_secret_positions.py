@@ -178,7 +178,7 @@ def put(path: Path, step: int, ids: bytes, units: int = 0) -> None:
 
 #: Of a sealed run.
 SEALED: dict[str, Callable[[Path], Any]] = {
-    "a bit of a commitment": lambda p: put(p, 2, ids_of(p, 2)[:-1] + b"!"),
+    "a bit of a commitment": lambda p: put(p, 2, ids_of(p, 2)[:-1] + bytes([ids_of(p, 2)[-1] ^ 1])),
     "commitments of two steps exchanged": lambda p: [
         put(p, step, ids) for step, ids in ((2, ids_of(p, 3)), (3, ids_of(p, 2)))
     ],
