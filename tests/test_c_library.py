@@ -16,7 +16,7 @@ import pytest
 
 from noshuffle import c_library
 from noshuffle.c_library import build, cache_folder, text_of
-from noshuffle.clipping import native_conv, native_rows, native_steps
+from noshuffle.clipping import native_conv, native_norms, native_rows, native_steps
 from noshuffle.noise import gaussian as constants
 from noshuffle.noise import native
 from noshuffle.release import tags, unit_index
@@ -61,7 +61,7 @@ def test_what_a_wheel_ships_is_what_is_asked_for_and_agrees(
     monkeypatch.setattr(c_library, "_SHIPPED", tmp_path)
     assert c_library.ship(tmp_path) == len(FILES) == len(c_library.SHIPPED_FLAGS)
     monkeypatch.setattr(c_library, "_compiler", lambda: None)
-    for ask in (m.library for m in (native, native_conv, native_rows, native_steps)):
+    for ask in (m.library for m in (native, native_conv, native_norms, native_rows, native_steps)):
         ask.cache_clear()
         assert ask() is not None
         ask.cache_clear()
@@ -128,6 +128,7 @@ def test_sizes_are_those_of_python() -> None:
     assert native_conv.SCRATCH == 1 << 14
     assert defined("rows.c")["SLICES"] == str(native_rows._SLICES)
     assert defined("steps.c")["LONGEST"].split()[0] == str(native_steps.LONGEST)
+    assert defined("norms.c")["WIDEST"].split()[0] == str(native_norms.WIDEST)
 
 
 @needs_compiler
@@ -252,7 +253,7 @@ def test_switched_off_nothing_is_built(folder: Path, compiled: list[str]) -> Non
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "loops", [native, native_conv, native_rows, native_steps, tags, unit_index]
+    "loops", [native, native_conv, native_norms, native_rows, native_steps, tags, unit_index]
 )
 def test_what_is_built_here_agrees_with_its_twin(loops: ModuleType) -> None:
     """One that did not would be left aside without a word, and its tests be skipped."""
@@ -269,12 +270,12 @@ def test_the_loops_do_nothing_undefined(folder: Path) -> None:
     """Built to stop at the first overflow, bad shift or null, they still agree with their twins."""
     code = """
 from noshuffle.c_library import build, text_of
-from noshuffle.clipping import native_conv, native_rows, native_steps
+from noshuffle.clipping import native_conv, native_norms, native_rows, native_steps
 from noshuffle.noise import native, whole_step
 from noshuffle.release import unit_index
 
 flags = ("-ffp-contract=off", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-for loops in (native, native_conv, native_rows):  # native_steps builds by native_rows
+for loops in (native, native_conv, native_rows):  # the others build by native_rows
     loops.build = lambda text, flags=(), wanted=flags: build(text, flags=wanted)
 found = native.build_loops(text_of("noise.c"))
 if found is None:
@@ -283,6 +284,7 @@ else:
     native.library = lambda: found
     print(native.agrees(found), not native.has_aes() or whole_step.is_ready())
     files = {"convolution.c": native_conv, "rows.c": native_rows, "steps.c": native_steps}
+    files["norms.c"] = native_norms
     for file, loops in files.items():
         print(loops._agrees(loops._build(text_of(file))))
     print(unit_index.agrees(build(text_of("units.c"), flags=flags)))
@@ -290,4 +292,4 @@ else:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.stdout == "none\n":
         pytest.skip("this compiler has no sanitizer")
-    assert done.stdout.split() == ["True"] * 6, (done.returncode, done.stderr)
+    assert done.stdout.split() == ["True"] * 7, (done.returncode, done.stderr)

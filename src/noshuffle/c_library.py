@@ -61,6 +61,7 @@ SHIPPED_FLAGS = {
     "rows.c": EXACT,
     "convolution.c": ("-fno-math-errno",),
     "steps.c": ("-fno-math-errno",),
+    "norms.c": ("-fno-math-errno",),
 }
 _PROCESS = os.getpid()
 

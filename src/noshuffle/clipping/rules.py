@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from noshuffle.clipping import norm_kernels
+from noshuffle.clipping import native_norms, norm_kernels
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, RowGradient
 from noshuffle.clipping.products import HALF, aligned, sum_dtype, wide
 
@@ -159,6 +159,9 @@ def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str
     shape = tuple(layer.normalized_shape)
     if len(shape) == 1 and norm_kernels.fits_rows(a, g, shape[0]):
         weight, bias = norm_kernels.layer_sums(a, g, size=size, eps=layer.eps)
+        return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
+    if len(shape) == 1 and native_norms.fits(a, g, shape[0]):
+        weight, bias = native_norms.layer_sums(a, g, size=size, eps=layer.eps)
         return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
     unit = F.layer_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
     return _scale_and_shift(unit, g.reshape(size, -1, *shape), shape)

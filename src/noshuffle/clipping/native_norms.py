@@ -1,0 +1,95 @@
+"""Gradients of scale and shift of a layer norm in C, per example.
+
+    scales[b] = Σ_t u[b,t] · g[b,t],    u = (x − mean) / √(variance + ε) over the last axis
+    shifts[b] = Σ_t g[b,t]
+
+Torch takes six operations, each with a reading of x or g; here both are read once, and added up in
+double precision. Examples are taken by threads as they come, and each is added up in one order, so
+the bits do not depend on the number of threads. Torch is the twin in the tests. No state.
+
+>>> library() is library()
+True
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn import functional as F
+
+from noshuffle.c_library import text_of, together
+from noshuffle.clipping import native_rows
+from noshuffle.clipping.statefulness import is_wrapped
+
+#: The widest row (as in `native/norms.c`).
+WIDEST = 4096
+#: Numbers below which torch is as fast, and below which a second thread costs more than it saves.
+LEAST, _ALONE = 1 << 12, 1 << 15
+
+
+class NormsJob(ctypes.Structure):
+    """A job as `native/norms.c` declares it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("next", "examples", "steps", "width")),
+        *((name, ctypes.c_void_p) for name in ("x", "g", "scales", "shifts")),
+        ("eps", ctypes.c_double),
+    )
+
+
+def fits(x: Tensor, g: Tensor, width: int) -> bool:
+    """Whether the loops can read both where they lie, and it is worth it."""
+    for t in (x, g):
+        if t.dtype is not torch.float32 or t.device.type != "cpu" or not t.is_contiguous():
+            return False
+    if x.shape != g.shape or x.numel() < LEAST or width > WIDEST:
+        return False
+    if is_wrapped(x) or is_wrapped(g) or get_proxy_mode() is not None:
+        return False
+    return library() is not None
+
+
+def layer_sums(
+    x: Tensor, g: Tensor, *, size: int, eps: float, built: ctypes.CDLL | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scales and shifts, [size, width] each, of what `fits`.
+
+    Guarantees: a NaN or an infinity in an example makes its own results one, and no other's.
+    """
+    width = x.shape[-1]
+    scales, shifts = torch.empty((2, size, width), dtype=torch.float32)
+    places = [t.data_ptr() for t in (x, g, scales, shifts)]
+    job = NormsJob(0, size, x.numel() // (size * width), width, *places, eps)
+    threads = torch.get_num_threads() if x.numel() >= _ALONE else 1
+    together((built or library()).layer_sums, job, threads=threads)  # type: ignore[union-attr]
+    return scales, shifts
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled loop, or None where it cannot be built or is switched off.
+
+    Guarantees: handed out only after it agreed with torch.
+    """
+    built = _build(text_of("norms.c"))
+    return built if built is not None and _agrees(built) else None
+
+
+def _build(text: str) -> ctypes.CDLL | None:
+    return native_rows.built_loops(text, "layer_sums", flags=("-fno-math-errno",))
+
+
+def _agrees(built: ctypes.CDLL) -> bool:
+    """Whether the loop finds what torch finds, on rows of several lengths."""
+    draw, is_good = torch.Generator().manual_seed(0), True
+    for size, steps, width in ((3, 2, 5), (2, 7, 16), (4, 1, 131)):
+        x, g = (torch.randn(size, steps, width, generator=draw).double() for _ in range(2))
+        found = layer_sums(x.float(), g.float(), size=size, eps=0.1, built=built)
+        unit = F.layer_norm(x, (width,), eps=0.1)
+        for own, truth in zip(found, ((unit * g).sum(1), g.sum(1))):
+            is_good &= torch.allclose(own.double(), truth, rtol=1e-5, atol=1e-5)
+    return is_good
