@@ -167,7 +167,7 @@ def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None)
     made = fixed(settings.features, channels=shape[0], side=shape[1], device=settings.device)
 
     many, told = len(data) + len(data.x_test), [time.monotonic(), 0.0]
-    say(f"features of {many:,} images: {settings.features}")
+    say(f"Features of {many:,} images: {settings.features}.")
 
     def transformed(images: Tensor) -> Tensor:
         parts = []
