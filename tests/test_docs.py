@@ -27,6 +27,7 @@ ALONE = (
     "docs/index.md",
     "docs/budget.md",
     "docs/compiled-step.md",
+    "docs/features.md",
     "docs/federated.md",
     "docs/lazy-noise.md",
     "docs/studies.md",
