@@ -170,14 +170,15 @@ def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None)
     say(f"Features of {many:,} images: {settings.features}.")
 
     def transformed(images: Tensor) -> Tensor:
-        parts = []
-        for part in torch.split(images, CHUNK):
-            parts.append(made(part.to(settings.device)).cpu())
+        out = torch.empty(len(images), *made(images[:1].to(settings.device)).shape[1:])
+        for at in range(0, len(images), CHUNK):
+            part = images[at : at + CHUNK].to(settings.device)
+            out[at : at + CHUNK] = made(part)
             told[1] += len(part)
             if time.monotonic() > told[0] + 10:  # seconds
                 told[0] = time.monotonic()
                 say(f"features of {told[1]:,.0f} of {many:,} images")
-        return torch.cat(parts)
+        return out
 
     return replace(
         data, x_train=transformed(data.x_train), x_test=transformed(data.x_test), kind="features"
