@@ -160,3 +160,14 @@ def test_features_that_cannot_be_are_one_line(given, said: str, monkeypatch) -> 
 def test_features_are_fixed() -> None:
     with pytest.raises(InvalidInput, match="--augment"):
         TrainSettings.of({"features": "patches", "augment": 2})
+
+
+@pytest.mark.parametrize("features", ["", "patches:8", "mirrored"])
+def test_data_without_held_out_examples_are_refused_before_the_first_step(
+    features: str, monkeypatch
+) -> None:
+    data = datasets.load("digits")
+    bare = replace(data, x_test=data.x_test[:0], y_test=data.y_test[:0])
+    monkeypatch.setattr(datasets, "load", lambda name: bare)
+    with pytest.raises(InvalidInput, match="no held-out examples"):
+        loaded(TrainSettings.of({"features": features}))

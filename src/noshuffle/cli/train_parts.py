@@ -153,6 +153,8 @@ def clip_of(settings: TrainSettings) -> dict[str, Any]:
 def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None) -> DataSet:
     """The data set, or fixed features of its images: each row by itself, so ε does not change."""
     data = datasets.load(settings.data)
+    if not len(data.x_test):  # found out after the last step, it would leave a run without a seal
+        raise InvalidInput(f"{data.name} has no held-out examples to try the model on; give some")
     if not settings.features:
         return data
     from noshuffle.features import fixed  # only where it is asked for
