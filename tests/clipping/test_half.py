@@ -183,3 +183,38 @@ def test_a_bfloat16_model_trains_and_its_noise_is_added_in_float32(mode, monkeyp
     assert set(seen) == {torch.float32}
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
     assert not torch.equal(before, model.qkv.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_example_does_not_decide_how_the_others_are_added_up(dtype, place: int) -> None:
+    """A huge one in the first batch had it written out per example, which rounds all otherwise."""
+    sums, draw = [], torch.Generator().manual_seed(3)
+    x = torch.randn(6, 5, 1, generator=draw, dtype=torch.float64)
+    y = torch.randn(6, 2, generator=draw, dtype=torch.float64)
+    model = Averaged()
+    for value in (1.0, 1e30 if dtype is torch.float32 else 3e38):
+        rows = x.clone()
+        rows[place] = value
+        engine = Ghost()
+        found = engine.clipped_sum(
+            model.to(dtype),
+            lambda out, want: ((out - want) ** 2).sum(),
+            (rows.to(dtype), y.to(dtype)),
+            clip=Flat(0.1),
+        )
+        assert engine.fallbacks == []
+        sums.append(torch.cat([part.double().flatten() for part in found.values.values()]))
+    moved = float((sums[0] - sums[1]).norm()) / 0.1
+    assert moved <= 1 + 1e-5
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(1, 16, bias=False)
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.first(x) ** 2).mean(1)
