@@ -116,8 +116,19 @@ def test_what_was_learned_is_kept(tmp_path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     kept(**how, say=told.append)
     assert "cannot be read" in told[-1]
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "offset": state["offset"] * torch.nan}, path)
+    torch.testing.assert_close(kept(**how, say=told.append)(images), first(images))
+    assert "finite" in told[-1]
     kept(**{**how, "seed": 2})
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_images_that_are_no_numbers_or_too_small_are_one_line() -> None:
+    with pytest.raises(InvalidInput, match="uint8"):
+        Prior.of(**SMALL, steps=0)(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
+    with pytest.raises(InvalidInput, match="side must be"):
+        Prior.of(**{**SMALL, "side": 1}, steps=0)
 
 
 def test_features_by_name() -> None:

@@ -2,7 +2,7 @@
 
     $XDG_CACHE_HOME/noshuffle/prior-DIGEST.pt        (~/.cache where that is not set)
 
-DIGEST is that of the settings, so that others have another file. Learning takes minutes, and on a
+DIGEST is that of all settings, so that others have another file. Learning takes minutes, and on a
 GPU no two encoders come out alike: a study that goes on in another process needs the one it began
 with. What is kept is public. A file that cannot be read is made anew.
 """
@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,25 @@ from noshuffle.features.prior import Prior
 from noshuffle.features.whitening import Whitening
 from noshuffle.release.files import write_bytes
 
+#: To be counted up when the same settings make other features.
+MADE = 1
+
 
 def kept(*, device: str = "cpu", folder: Path | None = None, **how: Any) -> Prior:
     """`Prior.of(**how)`, from its file where there is one."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    named = {name: value for name, value in how.items() if name != "say"}
+    every = {name: one.default for name, one in signature(Prior.of).parameters.items()} | how
+    named = {name: every[name] for name in every if name not in ("say", "device")} | {"made": MADE}
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
     path = (folder or base / "noshuffle") / f"prior-{digest}.pt"
     if path.is_file():
         try:
-            return _prior(torch.load(path, map_location=device, weights_only=True))
+            found = _prior(torch.load(path, map_location=device, weights_only=True))
+            shape = (2, every["channels"], every["side"], every["side"])
+            tried = found(torch.zeros(shape, device=device))
+            if bool(torch.isfinite(tried).all()):
+                return found
+            _tell(how, f"{path} does not hold finite numbers; it is made anew")
         except Exception as error:  # torch raises whatever the bytes lead it to
             _tell(how, f"{path} cannot be read ({type(error).__name__}); it is made anew")
     made = Prior.of(device=device, **how)

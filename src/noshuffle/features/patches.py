@@ -70,6 +70,11 @@ class Patches:
     def __call__(self, images: Tensor) -> Tensor:
         """Responses (rows, 2K, pool, pool)."""
         count, channels, size, _ = self.filters.shape
+        if not images.is_floating_point():
+            raise InvalidInput(
+                f"images must be numbers between −1 and 1, got {images.dtype}; "
+                "of bytes take images / 127.5 - 1"
+            )
         if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < size:
             raise InvalidInput(
                 f"images must be (rows, {channels}, height, width) with sides of at least {size}, "

@@ -35,6 +35,8 @@ from noshuffle.features.whitening import Whitening
 LENGTH = 30.0
 #: Public images that dictionary and whitening are made of, and those that an encoder learns from.
 IMAGES, LEARNED_FROM = 10_000, 400_000
+#: Pixels of a side: a grid of two fields of windows of six.
+SMALLEST = 7
 #: Rows whose maps are whitened at a time.
 ROWS = 5_000
 Say = Callable[[str], None]
@@ -65,7 +67,8 @@ class Prior:
     ) -> Prior:
         """Made for images of this size; `steps` of the encoder, none if 0."""
         whole(at_least=0, steps=steps)
-        whole(channels=channels, side=side, patches=patches, images=images)
+        whole(channels=channels, patches=patches, images=images)
+        whole(at_least=SMALLEST, side=side)
         how: dict[str, Any] = {"side": side, "channels": channels, "device": device}
         public = leaves(images, seed=seed, **how)
         words = Patches.of(public, count=patches, seed=seed + 1)
