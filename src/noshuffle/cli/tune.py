@@ -88,12 +88,11 @@ def _numbers(text: str | None, default: list[float]) -> list[float]:
 def _search(
     settings: TrainSettings, choices: list[TrainSettings], search: TuneOptions, own: Budget | None
 ) -> Tuned:
-    from noshuffle import datasets
     from noshuffle.budget import tune as best_of
     from noshuffle.cli.job import train_quietly
-    from noshuffle.cli.train_parts import make_plan, right_answers
+    from noshuffle.cli.train_parts import loaded, make_plan, right_answers
 
-    data = datasets.load(settings.data)
+    data = loaded(settings)
     if settings.task != "auto" or data.y_train.is_floating_point():
         raise InvalidInput("tune compares accuracies; it takes data with classes, and no --task")
     strategy: list[Any] = []
