@@ -30,6 +30,7 @@ from torch.func import vjp
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.check import as_written, trainable
+from noshuffle.clipping.conv_input import inputs_by_convolution
 from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.layers import (
     CallAxes,
@@ -246,7 +247,8 @@ def ghost_forms(
     cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
     lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
-    with torch.enable_grad(), write, watch, cast, lay, pool:
+    back = inputs_by_convolution(layers.ruled.values())
+    with torch.enable_grad(), write, watch, cast, lay, pool, back:
         losses = batch_losses(model, loss_fn, batch, size=size)
         if not losses.requires_grad:
             must_depend(losses)

@@ -14,15 +14,15 @@ two copies cost less than they save. No state: layers run this way only while a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
+from noshuffle.clipping.forwards import forward_by
 from noshuffle.clipping.statefulness import is_wrapped
 
 #: Channels that fill a vector, and numbers below which the copies are not worth it.
@@ -78,16 +78,6 @@ def pooled(layer: nn.MaxPool2d, x: Tensor) -> Any:
     return both if layer.return_indices else both[0]
 
 
-@contextmanager
-def pooling_by_channel(layers: Collection[nn.MaxPool2d]) -> Iterator[None]:
+def pooling_by_channel(layers: Collection[nn.MaxPool2d]) -> AbstractContextManager[None]:
     """Run these layers by `pooled`, for as long as the block lasts."""
-    changed = []
-    try:
-        for layer in layers:
-            if "forward" not in layer.__dict__:
-                layer.__dict__["forward"] = partial(pooled, layer)
-                changed.append(layer)
-        yield
-    finally:
-        for layer in changed:
-            layer.__dict__.pop("forward", None)
+    return forward_by((layer, pooled) for layer in layers)

@@ -18,7 +18,7 @@ every site is repeated without it (`RouteIncomplete`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -31,7 +31,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.rules import find_rewrite
+from noshuffle.clipping.forwards import forward_by
+from noshuffle.clipping.rules import Rewrite, find_rewrite
 
 Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
@@ -164,22 +165,17 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
     return [i for i, edge in enumerate(edges) if not hides.get(edge.node, True)]
 
 
-@contextmanager
 def rewritten(
     model: nn.Module, tape: GradientTape, *, only: Iterable[nn.Module] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run layers that have a rewrite by it (recurrent layers have no vmap rule of their own)."""
-    changed = []
-    try:
-        for layer in model.modules() if only is None else only:
-            fn = find_rewrite(layer)
-            if fn is not None and "forward" not in layer.__dict__:
-                layer.__dict__["forward"] = partial(fn, layer, tape)
-                changed.append(layer)
-        yield
-    finally:
-        for layer in changed:
-            layer.__dict__.pop("forward", None)
+    layers = model.modules() if only is None else only
+    found = ((layer, find_rewrite(layer)) for layer in layers)
+    return forward_by((own, partial(_on, fn, tape)) for own, fn in found if fn is not None)
+
+
+def _on(fn: Rewrite, tape: GradientTape, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return fn(layer, tape, *args, **kwargs)
 
 
 @contextmanager
