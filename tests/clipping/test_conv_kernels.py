@@ -194,15 +194,41 @@ def test_halves_have_the_unit_of_their_example() -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("held", [8192, 64])
+@pytest.mark.parametrize("programs", [1, 500])
+@pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
-def test_group_norms_by_a_kernel(held: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_of_several_pictures(
+    programs: int, is_pair: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one part or many: a unit by the largest entry of all pictures, each number by itself."""
+    monkeypatch.setattr(conv_halves, "PROGRAMS", programs)
+    x = torch.randn(6, 20, 13, 12, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    x *= torch.logspace(-3, 9, 6, device=DEVICE).reshape(-1, 1, 1, 1)
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    found, units = conv_halves.halves(x, pictures=3, is_pair=is_pair)
+    most = x.reshape(2, -1).abs().amax(1)
+    wanted = 2.0 ** (torch.floor(torch.log2(most)) - 14.0)
+    assert torch.equal(units, wanted)
+    scaled = x / wanted.repeat_interleave(3).reshape(-1, 1, 1, 1)
+    first = scaled.half()
+    assert torch.equal(found[:, :20], first)
+    if is_pair:
+        assert torch.equal(found[:, 20:], (scaled - first.float()).half())
+
+
+@with_triton
+@pytest.mark.parametrize("held", [8192, 64])
+@pytest.mark.parametrize("last", ["", "x", "g", "xg"])
+def test_group_norms_by_a_kernel(held: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_kernels, "MOST_HELD", held)
     draw = torch.Generator().manual_seed(4)
     x = (torch.randn(3, 12, 5, 9, generator=draw) * 2.0 + 3.0).to(DEVICE)
     g = torch.randn(3, 12, 5, 9, generator=draw).to(DEVICE)
-    if last:
-        x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
+    if "x" in last:
+        x = x.to(memory_format=torch.channels_last)
+    if "g" in last:
+        g = g.to(memory_format=torch.channels_last)
     weight, bias = norm_kernels.channel_sums(x, g, groups=4, eps=1e-5)
     unit = F.group_norm(x, 4, eps=1e-5)
     torch.testing.assert_close(weight, (unit * g).sum((2, 3)), rtol=1e-4, atol=1e-4)

@@ -25,45 +25,90 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.triton_shim import jit, tl
 
+#: Places that are read at once, and programs that keep a large GPU busy with it.
+TILE, PROGRAMS = 64, 500
+
+
+@jit
+def _read(x, c, p, channels, to, each, x_picture, x_channel, x_place, BC: tl.constexpr,
+          BP: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """Channels c…, places p… before `to`; with MANY pictures of `each` places may lie apart."""
+    channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
+    mask = (channel < channels)[:, None] & (place < to)[None, :]
+    at = place * x_place
+    if MANY:
+        at = place // each * x_picture + place % each * x_place
+    value = tl.load(x + channel[:, None] * x_channel + at[None, :], mask=mask, other=0.0)
+    return value, channel, place, mask
+
+
+@jit
+def _largest(x, channels, start, to, each, x_picture, x_channel, x_place, BC: tl.constexpr,
+             BP: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    """The largest |x| as its bits, which are in order; a NaN, that stays one in any unit, is 0."""
+    most = tl.zeros((BC, BP), tl.float32)
+    for c in range(0, channels, BC):
+        for p in range(start, to, BP):
+            value, _, _, _ = _read(
+                x, c, p, channels, to, each, x_picture, x_channel, x_place, BC, BP, MANY
+            )
+            value = tl.abs(value)
+            most = tl.where(value > most, value, most)
+    return tl.max(most.to(tl.int32, bitcast=True))
+
+
+@jit
+def largest(
+    x, out, channels, places, each, x_example, x_picture, x_channel, x_place, BC: tl.constexpr,
+    BP: tl.constexpr, MANY: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The largest |x| of a part of an example."""
+    example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    to = tl.minimum((part + 1) * PER, places)
+    most = _largest(
+        x + example * x_example, channels, part * PER, to, each, x_picture, x_channel, x_place,
+        BC, BP, MANY,
+    )  # fmt: skip
+    tl.store(out + example * PARTS + part, most)
+
 
 @jit
 def shrink(
-    x, out, units, channels, places, x_example, x_channel, x_place, BC: tl.constexpr,
-    BP: tl.constexpr, PAIR: tl.constexpr,
+    x, out, units, most, channels, places, each, x_example, x_picture, x_channel, x_place,
+    BC: tl.constexpr, BP: tl.constexpr, MANY: tl.constexpr, PER: tl.constexpr,
+    PARTS: tl.constexpr, ROOM: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     """out = half(x / unit) as [B, places, C], the unit of an example being a power of two.
 
-    With PAIR as [B, places, 2·C]: what that leaves of x / unit comes after it.
+    With PAIR as [B, places, 2·C]: what that leaves of x / unit comes after it. An example in one
+    part has its largest entry looked for here, which is then still near.
     """
-    example = tl.program_id(0).to(tl.int64)
-    own = x + example * x_example
-    most = tl.zeros((BC, BP), tl.float32)
-    for c in range(0, channels, BC):
-        for p in range(0, places, BP):
-            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
-            mask = (channel < channels)[:, None] & (place < places)[None, :]
-            where = channel[:, None] * x_channel + place[None, :] * x_place
-            value = tl.abs(tl.load(own + where, mask=mask, other=0.0))
-            most = tl.where(value > most, value, most)  # a NaN stays one in any unit
-    bits = tl.max(most.to(tl.int32, bitcast=True))  # of numbers that are not negative, in order
+    example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own, to = x + example * x_example, tl.minimum((part + 1) * PER, places)
+    if PARTS == 1:
+        bits = _largest(own, channels, 0, to, each, x_picture, x_channel, x_place, BC, BP, MANY)
+    else:
+        lane = tl.arange(0, ROOM)
+        bits = tl.max(tl.load(most + example * PARTS + lane, mask=lane < PARTS, other=0))
     field = tl.minimum(tl.maximum(268 - (bits >> 23), 2), 252)  # the largest comes to 2¹⁴
     factor = (field << 23).to(tl.float32, bitcast=True)
-    tl.store(units + example, ((254 - field) << 23).to(tl.float32, bitcast=True))
+    if part == 0:
+        tl.store(units + example, ((254 - field) << 23).to(tl.float32, bitcast=True))
     for c in range(0, channels, BC):
-        for p in range(0, places, BP):
-            channel, place = c + tl.arange(0, BC), p + tl.arange(0, BP)
-            mask = (channel < channels)[:, None] & (place < places)[None, :]
-            where = channel[:, None] * x_channel + place[None, :] * x_place
-            value = tl.load(own + where, mask=mask, other=0.0) * factor
+        for p in range(part * PER, to, BP):
+            value, channel, place, mask = _read(
+                own, c, p, channels, to, each, x_picture, x_channel, x_place, BC, BP, MANY
+            )
+            value *= factor
             if PAIR:
                 first = value.to(tl.float16)
-                to = (example * places + place[None, :]) * (2 * channels) + channel[:, None]
-                tl.store(out + to, first, mask=mask)
+                where = (example * places + place[None, :]) * (2 * channels) + channel[:, None]
+                tl.store(out + where, first, mask=mask)
                 rest = (value - first.to(tl.float32)).to(tl.float16)
-                tl.store(out + to + channels, rest, mask=mask)
+                tl.store(out + where + channels, rest, mask=mask)
             else:
-                to = (example * places + place[None, :]) * channels + channel[:, None]
-                tl.store(out + to, value.to(tl.float16), mask=mask)
+                where = (example * places + place[None, :]) * channels + channel[:, None]
+                tl.store(out + where, value.to(tl.float16), mask=mask)
 
 
 @jit
@@ -99,6 +144,17 @@ def laid_out(t: Tensor, layout: torch.memory_format) -> Tensor:
     return t if lies_so else torch.empty_like(t, memory_format=layout).copy_(t)
 
 
+def parts_of(size: int, places: int) -> tuple[int, int]:
+    """Places of a part and parts of an example, so that few examples keep a GPU busy, too.
+
+    >>> parts_of(500, 1024), parts_of(125, 4096), parts_of(1, 100)
+    ((1024, 1), (1024, 4), (64, 2))
+    """
+    tiles = -(-places // TILE)
+    per = -(-tiles // min(tiles, -(-PROGRAMS // size)))
+    return per * TILE, -(-tiles // per)
+
+
 def halves(x: Tensor, *, pictures: int = 1, is_pair: bool = False) -> tuple[Tensor, Tensor]:
     """x in units of a power of two of each example, as float16 with channels last; the units.
 
@@ -106,21 +162,24 @@ def halves(x: Tensor, *, pictures: int = 1, is_pair: bool = False) -> tuple[Tens
     2²⁸ (2¹⁷) times smaller than the largest entry of its example loses some, which no other example
     can change.
     """
-    if pictures > 1:
-        x = laid_out(x, torch.channels_last)
-    elif 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
+    if 1 in x.shape or x.stride(2) != x.shape[3] * x.stride(3):
         x = laid_out(x, torch.contiguous_format)
-    size, channels, places = len(x) // pictures, x.shape[1], pictures * x.shape[2] * x.shape[3]
+    (channels, each), size = (x.shape[1], x.shape[2] * x.shape[3]), len(x) // pictures
     shape = (len(x), channels * (2 if is_pair else 1), *x.shape[2:])
     out = torch.empty(
         shape, dtype=torch.float16, device=x.device, memory_format=torch.channels_last
     )
     units = torch.empty(size, dtype=torch.float32, device=x.device)
-    high, wide = min(64, 1 << (channels - 1).bit_length()), 64
-    shrink[(size,)](
-        x, out, units, channels, places, pictures * x.stride(0), x.stride(1), x.stride(3),
-        BC=max(16, high), BP=wide, PAIR=is_pair, num_warps=8,
-    )  # fmt: skip
+    places, high = pictures * each, min(64, 1 << (channels - 1).bit_length())
+    per, parts = parts_of(size, places)
+    how = (channels, places, each, pictures * x.stride(0), *(x.stride(i) for i in (0, 1, 3)))
+    cut = {"BC": max(16, high), "BP": TILE, "MANY": pictures > 1, "PER": per, "PARTS": parts}
+    most = units
+    if parts > 1:
+        most = torch.empty(size * parts, dtype=torch.int32, device=x.device)
+        largest[(size, parts)](x, most, *how, **cut, num_warps=8)
+    room = 1 << (parts - 1).bit_length()
+    shrink[(size, parts)](x, out, units, most, *how, **cut, ROOM=room, PAIR=is_pair, num_warps=8)
     return out, units
 
 

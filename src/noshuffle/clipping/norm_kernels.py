@@ -90,9 +90,7 @@ def channel_sums(x: Tensor, g: Tensor, *, groups: int, eps: float) -> tuple[Tens
     """Gradients of scale and shift, [B, C] each in float32; x and g are [B, C, *places]."""
     if get_proxy_mode() is not None:
         raise Unsupported("a kernel leaves no trace")
-    is_last = x.dim() == 4 and _is_last(x) and _is_last(g)
-    layout = torch.channels_last if is_last else torch.contiguous_format
-    x, g = laid_out(x, layout), laid_out(g, layout)
+    x, g = (t if _is_last(t) else laid_out(t, torch.contiguous_format) for t in (x, g))
     size, channels = x.shape[:2]
     own, places = channels // groups, x[0, 0].numel()
     across = 1 << (own - 1).bit_length()
@@ -148,7 +146,8 @@ def layer_sums(x: Tensor, g: Tensor, *, size: int, eps: float) -> tuple[Tensor, 
 
 
 def _is_last(t: Tensor) -> bool:
-    return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+    """Whether channels lie last, which torch may say of any picture with an axis of one entry."""
+    return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and 1 not in t.shape
 
 
 def fits(x: Tensor, g: Tensor) -> bool:
