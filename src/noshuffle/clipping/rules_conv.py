@@ -215,7 +215,9 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     most = 2**30 if _is_paired(g) else 2**31
     if max(g.numel(), x.numel()) // max(1, size) >= most:
         return False
-    is_heavy = layer.weight.numel() >= LEAST_WEIGHT
+    weight = layer.weight.numel()
+    # In pairs a product is three, and small gradients are sooner written out.
+    is_heavy = size * weight >= FEWEST_WINDOWS if _is_paired(g) else weight >= LEAST_WEIGHT
     fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
     if x.dtype is torch.float64 or len(x) * x.shape[1] * taps * places < fewest:
         return False

@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from noshuffle.clipping.adaptive import QuantileClip
+from noshuffle.clipping.forms import DenseGradient
+from noshuffle.errors import Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.compiled import Compiled
+from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.staged import StagedUsers
 
 LOSS = nn.CrossEntropyLoss()
@@ -184,3 +187,19 @@ def test_a_moving_norm_is_read_when_somebody_asks_and_is_one_for_all_programs():
     assert one.fallbacks == []
     for a, b in zip(one.model.parameters(), other.model.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_kernels_sum_by_row_is_written_out_for_users():
+    class ByKernels(DenseGradient):
+        is_fused = True
+
+    grads = torch.arange(6.0).reshape(3, 2)
+    forms, like = {"w": [ByKernels(grads)]}, {"w": torch.zeros(2)}
+    with pytest.raises(Unsupported, match="no parameter fits"):
+        Flattened(forms, like, aim=1e6, rows=3)
+    users = StagedUsers(capacity=3, device=torch.device("cpu"), is_mean=False)
+    flat = Flattened(forms, like, aim=1e6, rows=3, users=users)
+    users.stage(np.array([7, 8, 7]), None)
+    found = flat(forms, torch.ones(3), torch.ones(3, dtype=torch.bool))
+    assert found.values["w"].tolist() == [6.0, 9.0]
+    assert sorted(found.norms[:2].tolist()) == pytest.approx(sorted([13**0.5, 52**0.5]))

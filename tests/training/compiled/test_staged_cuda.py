@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from noshuffle.clipping import rules_conv
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation
@@ -26,7 +27,13 @@ MOVING = QuantileClip(initial=0.5, units=SIZE, bit_noise=8.0, rate=0.5)
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize(("unit", "clip"), [("user", None), ("user", MOVING), ("example", MOVING)])
-def test_a_graph_gives_what_the_eager_step_gives(unit, clip, reduce):
+@pytest.mark.parametrize("kernels", ["", "halves", "pairs"])
+def test_a_graph_gives_what_the_eager_step_gives(unit, clip, reduce, kernels, monkeypatch):
+    """Also where convolutions are for kernels, whose sums are by row and not by user."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernels != "pairs")
+    if kernels:
+        monkeypatch.setattr(rules_conv, "FEWEST_WINDOWS", 1)
+        monkeypatch.setattr(rules_conv, "FEWEST_BY_WEIGHT", 1)
     found = []
     for compile in (False, "auto"):
         torch.manual_seed(0)

@@ -66,15 +66,18 @@ class Sums:
 TotalFn = Callable[[tuple[Any, ...], Tensor], Sums]
 
 
-def _kind(forms: Sequence[GradientForm], size: int, most: int) -> str:
-    """How a parameter is kept: "pair", "dense", "other", or "none"."""
+def _kind(forms: Sequence[GradientForm], size: int, most: int, *, by_user: bool) -> str:
+    """How a parameter is kept: "pair", "dense", "other", or "none".
+
+    What kernels would sum by row is written out where the rows of a user are added up first.
+    """
     if len(forms) != 1:
         return "other" if forms else "none"
     form = forms[0]
     if isinstance(form, OuterGradient) and form.a.shape[1] == 1:
         return "pair"
     if getattr(form, "is_fused", False):
-        return "other"
+        return "dense" if by_user and size <= most else "other"
     written = isinstance(form, DenseGradient) or bool(getattr(form, "written", ()))
     if written and size > most:
         return "other"
@@ -103,7 +106,10 @@ class Flattened:
         self._like = dict(like)
         device = next(iter(like.values())).device
         for most in (MOST_WRITTEN, MOST_NUMBERS):  # without users or smaller ones: long rows, too
-            kinds = {name: _kind(forms.get(name, ()), like[name].numel(), most) for name in like}
+            kinds = {
+                name: _kind(forms.get(name, ()), value.numel(), most, by_user=users is not None)
+                for name, value in like.items()
+            }
             if users is None and {"dense", "pair"} & set(kinds.values()):
                 break
         self._users = users
