@@ -22,6 +22,7 @@ most that torch held during a step. Images are random. Further rows:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -328,6 +329,7 @@ def measure(row: Row, given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"row": row.name}
     for title, method in methods.items():
         step: Step | None = None
+        gc.collect()  # a captured graph refers to itself, and would be counted as held
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()

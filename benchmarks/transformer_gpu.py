@@ -11,7 +11,8 @@ bytes in a step.
     plain           forward, backward, optimizer
     clipped sum     of which the private step is made
     private step    all of it: fingerprint of the batch, guard, clipped sum, ledger row, BLT noise
-                    with four buffers (16 bytes a parameter), division, optimizer
+                    with four buffers (16 bytes a parameter; `--buffers 2`: what fits default to),
+                    division, optimizer
     Opacus          its ghost mode with its own independent noise, no sampling
 
 `bf16` is a model whose parameters are bfloat16, `autocast` one in float32 run under autocast,
@@ -58,7 +59,7 @@ SHAPES = {
     "gpt2-small": Shape(12, 768, 12, 32, 512),
     "1.3b": Shape(24, 2048, 16, 8, 1024, is_tied=True, fits_often=False),
 }
-BLT_4 = blt((0.999, 0.98, 0.85, 0.4), (0.01, 0.03, 0.08, 0.12))
+DECAYS, WEIGHTS = (0.999, 0.98, 0.85, 0.4), (0.01, 0.03, 0.08, 0.12)
 NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 
 
@@ -77,6 +78,7 @@ class Case:
     """A model shape in a precision, on a device."""
 
     noise_memory = "device"
+    buffers = 4
 
     def __init__(
         self, shape: Shape, dtype: str, optimizer: str, device: str, is_saved: bool = False
@@ -132,7 +134,8 @@ class Case:
     def private(self, engine: Ghost) -> Step:
         model = self.model()
         # The same batch at every step: one epoch is one step long.
-        plan = Plan(participation=Epochs(1000, 1), strategy=BLT_4, noise_multiplier=1.0)
+        strategy = blt(DECAYS[: self.buffers], WEIGHTS[: self.buffers])
+        plan = Plan(participation=Epochs(1000, 1), strategy=strategy, noise_multiplier=1.0)
         optimizer = self.updates(model)
         private = privatize(
             model,
@@ -220,8 +223,9 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
     parser.add_argument("--noise-memory", choices=PLACES, default="device")
+    parser.add_argument("--buffers", type=int, choices=range(1, 5), default=4, help="of the noise")
     chosen = parser.parse_args()
-    Case.noise_memory = chosen.noise_memory
+    Case.noise_memory, Case.buffers = chosen.noise_memory, chosen.buffers
     warnings.filterwarnings("ignore")
     peers.look_in_folder()
     torch.set_float32_matmul_precision("high")
