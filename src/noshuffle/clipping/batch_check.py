@@ -114,8 +114,9 @@ def _apart(
         raise NotNow("no loss of the examples that were chosen is finite")
     own = losses[kept]
     low = is_low(model, own) or roundoff(next(model.parameters())) > 0.0
+    grads = _gradient(own, params)
+    own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
     _among_themselves(run, rows, losses, low=low)
-    grads = _gradient(own, params, keeps=True)
     _adds_up(run, rows, losses, kept, grads, params)
     share = 2e-2 if low else 1e-4
     for other in others:
@@ -170,15 +171,13 @@ def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
     return torch.tensor(kept), [short[0], tall[-1]]
 
 
-def _gradient(
-    losses: Tensor, params: Sequence[nn.Parameter], *, keeps: bool = False
-) -> list[Tensor | None]:
+def _gradient(losses: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """The gradient of a sum of losses; none without parameters."""
     if not params or not losses.requires_grad:
         return []
     with torch.enable_grad():
         total = losses.sum()
-    return list(torch.autograd.grad(total, params, retain_graph=keeps, allow_unused=True))
+    return list(torch.autograd.grad(total, params, allow_unused=True))
 
 
 def _adds_up(
@@ -196,13 +195,17 @@ def _adds_up(
     rest[kept] = False
     if not bool(rest.any()):
         return
-    others = _gradient(losses[rest], params, keeps=True)
-    both = _gradient(torch.cat([losses[kept], losses[rest]]), params)
+
+    def of_all(given: Batch) -> list[Tensor | None]:
+        found = run(given)
+        return _gradient(torch.cat([found[kept], found[rest]]), params)
+
+    others, both = _gradient(run(rows)[rest], params), of_all(rows)
     due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
     gap, size = length(due, both), length(both)
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
-        again = run(tree_map(rounded, rows))  # terms that all but cancel may move so far
-        room = length(both, _gradient(torch.cat([again[kept], again[rest]]), params))
+        # terms that all but cancel may move as far as rounding moves them
+        room = length(both, of_all(tree_map(rounded, rows)))
         if gap > 2e-2 * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with those of the others")
 

@@ -24,6 +24,7 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.clipping.products import HALF
 from noshuffle.errors import InvalidInput
 from noshuffle.training.compiled.flat import Sums
+from noshuffle.training.compiled.graphs import repeatable
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.step import generators
@@ -54,9 +55,10 @@ def choose(
         own: dict[str, Any] = {}
         if users is not None:
             own = {"units": users.units, "reduce": parts.reduce}
-        found = parts.engine.clipped_sum(
-            parts.model, loss_fn, program.batch, clip=clip, weights=program.keep, **own
-        )
+        with repeatable():  # as the graph will be, in what it needs, too
+            found = parts.engine.clipped_sum(
+                parts.model, loss_fn, program.batch, clip=clip, weights=program.keep, **own
+            )
         bad = found.bad.new_zeros(program.capacity)
         bad[: len(found.bad)] = found.bad
         return Sums(found.values, found.losses, found.norms, bad)
