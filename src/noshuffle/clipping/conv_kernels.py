@@ -38,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import conv_gram
 from noshuffle.clipping.conv_halves import laid_out
+from noshuffle.clipping.graph_memory import hold
 from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import constant, jit, tl
@@ -179,7 +180,8 @@ def _tables_for(
 ) -> tuple[Tensor, Tensor, int]:
     size, out = (x.shape[2], x.shape[3]), (g.shape[2], g.shape[3])
     strides = (x.stride(0), x.stride(2), x.stride(3))
-    return _tables(x.device, kernel, size, out, how, strides, pictures)
+    starts, inside, unit = _tables(x.device, kernel, size, out, how, strides, pictures)
+    return hold(starts), hold(inside), unit
 
 
 def tile(

@@ -1,7 +1,8 @@
 """Accuracy over ε: tasks, lines and groups of a TOML file as cells, and their results as curves.
 
-    TASK/LINE/search/i    accuracy on held-out training rows, per ε of `search` and learning rate
-    TASK/LINE/widen       the same one factor outwards, where an end of the grid had won
+    TASK/LINE/search/i    accuracy on held-out training rows, per ε of `search` and learning rate;
+                          of a group with an ε of its own, i counts from its place in the task's
+    TASK/LINE/widen       the same one factor outwards, where an end of the grid had won (`/i`, too)
     TASK/LINE/final/t-i   test accuracy per ε and trial, at the chosen rate
 
 `python -m noshuffle.experiments.accuracy FIGURE …` fits what these cells need into the file that
@@ -59,6 +60,11 @@ class _LineCells:
     def head(self) -> str:
         return f"{self.task.name}/{self.line.name}"
 
+    @property
+    def first(self) -> int:
+        """The number of the first cell of a kind: groups with an ε of their own keep apart."""
+        return self.task.search.index(self.search[0]) if self.search else 0
+
     def searches(self) -> list[Cell]:
         task, line = self.task, self.line
         epsilons = task.search if line.fit else (0.0,)
@@ -72,13 +78,14 @@ class _LineCells:
         ]
         found = [
             self._cell(f"search/{place}", partial(self._train, part), 0.9 * len(part))
-            for place, part in enumerate(_parts(runs, task.most))
+            for place, part in enumerate(_parts(runs, task.most), start=self.first)
         ]
         if len(factors) == 1:  # a rate that is given, not searched
             return found
         widen = partial(self._widen, factors[1] / factors[0])
         first = tuple(cell.key for cell in found)
-        return [*found, self._cell("widen", widen, 0.9 * len(runs) / len(factors), first)]
+        name = f"widen/{self.first}" if self.first else "widen"
+        return [*found, self._cell(name, widen, 0.9 * len(runs) / len(factors), first)]
 
     def finals(
         self, epsilons: Sequence[float], trials: Sequence[int], needs: tuple[str, ...]
@@ -86,7 +93,7 @@ class _LineCells:
         runs = [(epsilon, 0.0, trial) for epsilon in epsilons for trial in trials]
         return [
             self._cell(f"final/{trials[0]}-{place}", partial(self._final, part), len(part), needs)
-            for place, part in enumerate(_parts(runs, self.task.most))
+            for place, part in enumerate(_parts(runs, self.task.most), start=self.first)
         ]
 
     def _cell(
@@ -104,6 +111,8 @@ class _LineCells:
     def _widen(self, step: float, results: Results) -> Any:
         outer = []
         for epsilon, tried in search_grid(results, self.task.name, self.line.name).items():
+            if self.search and epsilon not in self.search:
+                continue
             best = max(tried, key=lambda rate: tried[rate])
             if len(self.task.factors) == 2:  # one of two is always at an end
                 continue

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from noshuffle.clipping import conv_kernels
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.forms import DenseGradient
+from noshuffle.clipping.graph_memory import holding
 from noshuffle.errors import Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation
@@ -203,3 +205,27 @@ def test_what_kernels_sum_by_row_is_written_out_for_users():
     found = flat(forms, torch.ones(3), torch.ones(3, dtype=torch.bool))
     assert found.values["w"].tolist() == [6.0, 9.0]
     assert sorted(found.norms[:2].tolist()) == pytest.approx(sorted([13**0.5, 52**0.5]))
+
+
+def test_a_graph_holds_what_the_sum_lets_go_of():
+    """A replay would add whatever lies there to the norms, and so clip otherwise."""
+    like = {"w": torch.zeros(2)}
+
+    def forms(size):
+        return {"w": [DenseGradient(torch.ones(size, 2))]}
+
+    flat = Flattened(forms(3), like, aim=1.0, rows=3)
+    with holding() as held:
+        flat(forms(3), torch.ones(3), torch.ones(3, dtype=torch.bool))
+    flat(forms(5), torch.ones(5), torch.ones(5, dtype=torch.bool))  # eager, of another size
+    assert [len(own) for own in held] == [3]
+    assert flat._zeros is not held[0]
+    assert held[0].tolist() == [0.0] * 3
+
+
+def test_a_capture_holds_the_tables_of_convolutions():
+    x = torch.randn(2, 3, 5, 5)
+    how = ((1, 1), (1, 1), (1, 1))
+    with holding() as held:
+        first, second, _ = conv_kernels._tables_for(x, x, (3, 3), how, 1)
+    assert [one is other for one, other in zip(held, (first, second))] == [True, True]

@@ -36,6 +36,7 @@ from noshuffle.clipping.forms import (
     RowGradient,
     squares,
 )
+from noshuffle.clipping.graph_memory import hold
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled import kernels
 from noshuffle.training.compiled.staged import StagedUsers
@@ -166,7 +167,7 @@ class Flattened:
         matrix = torch.cat([part.reshape(size, -1).float() for part in parts], dim=1)
         if len(self._zeros) != size:
             self._zeros = self._zeros.new_zeros(size)
-        extra = self._zeros
+        extra = hold(self._zeros)  # an eager batch of another size has others
         if self._others:
             extra = torch.stack([squares(forms[n]).double() for n in self._others]).sum(0)
         run = self._by_kernels if matrix.is_cuda and kernels.HAS_TRITON else self._plain

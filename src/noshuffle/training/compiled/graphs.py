@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from noshuffle.clipping.graph_memory import holding
 from noshuffle.errors import NoshuffleError
 from noshuffle.release.guard import Mask
 
@@ -138,11 +139,12 @@ class Captured:
     def __init__(self, do: Callable[[], None], *, captures: bool, pool: Any = None) -> None:
         self.do = do
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._held: list[Tensor] = []
         if captures:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (a loader that pins memory) may go on using the device meanwhile.
             capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-            with _no_garbage_collection(), capture:
+            with _no_garbage_collection(), holding() as self._held, capture:
                 do()
 
     def __call__(self) -> None:
