@@ -258,3 +258,22 @@ def test_recipes_are_chosen_by_held_out_rows() -> None:
     assert told == {"DIFFERS", "NOT"}
     with pytest.raises(KeyError, match="mnist"):
         beyond.best_recipes({}, "mnist")
+
+
+def test_groups_of_one_line_that_search_apart_have_cells_of_their_own() -> None:
+    common = {"task": "mnist", "lines": ["tree"], "trials": [0]}
+    own = [{**common, "epsilons": [e], "search": [e]} for e in (2.0, 16.0)]
+    found = {c.key: c for c in accuracy.cells(Request(settings={**SETTINGS, "groups": own}))}
+    assert list(found) == [
+        f"mnist/tree/{name}"
+        for name in ("search/0", "widen", "final/0-0", "search/1", "widen/1", "final/0-1")
+    ]
+    assert found["mnist/tree/final/0-1"].needs == ("mnist/tree/search/1", "mnist/tree/widen/1")
+    run = {"epsilon": 2.0, "learning_rate": 0.1, "accuracy": 0.5}
+    known = {
+        "mnist/tree/search/0": {"runs": [run]},
+        "mnist/tree/search/1": {"runs": [{**run, "epsilon": 16.0, "learning_rate": 0.4}]},
+    }
+    grid = accuracy.search_grid(known, "mnist", "tree")
+    assert accuracy.chosen_rate(grid, 2.0) == pytest.approx(0.1)
+    assert accuracy.chosen_rate(grid, 16.0) == pytest.approx(0.4)

@@ -44,7 +44,8 @@ def table(figure: str, results: Results, *, averaged: Sequence[str] = ()) -> str
             curves[f"{line}, averaged"] = curve(results, task, line, of="averaged")
             names[f"{line}, averaged"] = f"{names[line]}; average of iterates"
         for line, points in curves.items():
-            trials = max(len(point.values) for point in points.values())
+            counts = sorted({len(point.values) for point in points.values()})
+            trials = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
             shown = [str(points[e]) if e in points else "–" for e in epsilons]
             if 0.0 in points:
                 shown = [str(points[0.0]), *["" for _ in epsilons[1:]]]
@@ -76,10 +77,13 @@ def draw(
 ) -> None:
     """One panel a task: accuracy over ε, bars of one standard deviation.
 
-    `published` are points of others by task and name.
+    `published` are points of others by task and name. A task with one ε is for the table.
     """
     settings, found = shipped(figure), _found(figure, results)
-    names = list(found) or [""]
+    many = {
+        task: set().union(*(curve(results, task, line) for line in found[task])) for task in found
+    }
+    names = [task for task in found if len(many[task]) > 1] or list(found) or [""]
     columns = 2 if len(names) == 4 else min(len(names), 3)
     with panels(path, -(-len(names) // columns), columns, size=(5.2, 4.8)) as grid:
         for axes, task in zip(grid, names):
