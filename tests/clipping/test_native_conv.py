@@ -199,7 +199,7 @@ def test_the_rule_is_the_same_with_and_without(
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
     text = text_of("convolution.c")
     assert text.count(right) == 1
-    built = native_conv._build(text.replace(right, wrong))
+    built = native_conv.library.build(text.replace(right, wrong))
     assert built is not None
     assert not native_conv._agrees(built)
 
@@ -255,7 +255,7 @@ def test_the_bias_of_a_convolution(is_compiled: bool, monkeypatch: pytest.Monkey
 def test_vectors_of_every_processor_give_the_gradients(without: tuple[str, ...]) -> None:
     """Sixteen, eight and four numbers at a time; a processor lacks what the text is not told of."""
     lines = "".join(f"#undef {name}\n" for name in without)
-    built = native_conv._build(lines + text_of("convolution.c"))
+    built = native_conv.library.build(lines + text_of("convolution.c"))
     assert built is not None
     assert native_conv._agrees(built)
     torch.manual_seed(4)

@@ -272,6 +272,6 @@ def test_the_bound_holds_for_one_unit(always: None) -> None:
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
     text = text_of("rows.c")
     assert text.count(right) == 1
-    built = native_rows._build(text.replace(right, wrong))
+    built = native_rows.library.build(text.replace(right, wrong))
     assert built is not None
     assert not native_rows._agrees(built)

@@ -265,6 +265,6 @@ def test_the_bound_holds_for_one_unit(size: float, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
     text = text_of("steps.c")
     assert text.count(right) == 1
-    built = native_steps._build(text.replace(right, wrong))
+    built = native_steps.library.build(text.replace(right, wrong))
     assert built is not None
     assert not native_steps._agrees(built)

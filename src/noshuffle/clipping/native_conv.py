@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noshuffle.c_library import text_of, together
-from noshuffle.clipping.native_rows import built_loops
+from noshuffle.c_library import together
+from noshuffle.clipping.native_loops import NativeLoops
 
 #: Slices that the examples of a total are cut into, and numbers of windows that are written at a
 #: time (64 KiB), as in `native/convolution.c`.
@@ -236,20 +236,6 @@ def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) ->
     return is_worth and sent[0] * positions * width * outputs >= max(1, least)
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The compiled loops, or None where they cannot be built or are switched off.
-
-    Guarantees: handed out only after they agreed with torch's own gradients of a convolution.
-    """
-    built = _build(text_of("convolution.c"))
-    return built if built is not None and _agrees(built) else None
-
-
-def _build(text: str) -> ctypes.CDLL | None:
-    return built_loops(text, "squares", "total", flags=("-fno-math-errno",))
-
-
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find the gradients of a small convolution with groups and dilation."""
     draw = torch.Generator().manual_seed(0)
@@ -268,3 +254,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
     total = torch.tensordot(factors, each, 1)
     is_close = is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)
     return is_close and torch.equal(inner.squares(), squares)
+
+
+#: Handed out only after they agreed with torch.
+library = NativeLoops("convolution.c", "squares", "total", agrees=_agrees)

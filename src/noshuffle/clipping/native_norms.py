@@ -14,15 +14,14 @@ True
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
-from noshuffle.c_library import text_of, together
-from noshuffle.clipping import native_rows
+from noshuffle.c_library import together
+from noshuffle.clipping.native_loops import NativeLoops
 from noshuffle.clipping.statefulness import is_wrapped
 
 #: The widest row (as in `native/norms.c`).
@@ -69,20 +68,6 @@ def layer_sums(
     return scales, shifts
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The compiled loop, or None where it cannot be built or is switched off.
-
-    Guarantees: handed out only after it agreed with torch.
-    """
-    built = _build(text_of("norms.c"))
-    return built if built is not None and _agrees(built) else None
-
-
-def _build(text: str) -> ctypes.CDLL | None:
-    return native_rows.built_loops(text, "layer_sums", flags=("-fno-math-errno",))
-
-
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loop finds what torch finds, on rows of several lengths."""
     draw, is_good = torch.Generator().manual_seed(0), True
@@ -93,3 +78,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
         for own, truth in zip(found, ((unit * g).sum(1), g.sum(1))):
             is_good &= torch.allclose(own.double(), truth, rtol=1e-5, atol=1e-5)
     return is_good
+
+
+#: Handed out only after they agreed with torch.
+library = NativeLoops("norms.c", "layer_sums", agrees=_agrees)

@@ -17,13 +17,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import EXACT, build, text_of, together
+from noshuffle.c_library import together
+from noshuffle.clipping.native_loops import NativeLoops
 
 #: Numbers in all matrices of a step below which torch's operations are not worth a compiler's time.
 LEAST = 1 << 16
@@ -136,29 +136,6 @@ def _run(
         built.gather(ctypes.addressof(job))
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The compiled loops, or None where they cannot be built or are switched off.
-
-    Guarantees: handed out only after they agreed with torch.
-    """
-    built = _build(text_of("rows.c"))
-    return built if built is not None and _agrees(built) else None
-
-
-def _build(text: str) -> ctypes.CDLL | None:
-    return built_loops(text, "squares", "weighted", "gather")
-
-
-def built_loops(text: str, *names: str, flags: tuple[str, ...] = EXACT) -> ctypes.CDLL | None:
-    """A library of functions that take the address of a job, or None where there is none."""
-    built = build(text, flags=flags)
-    for name in names if built is not None else ():
-        loop = getattr(built, name)
-        loop.argtypes, loop.restype = [ctypes.c_void_p], None
-    return built
-
-
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find what torch finds, on rows of several lengths."""
     draw = torch.Generator().manual_seed(0)
@@ -178,3 +155,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
         truth = (each.double() @ t.double()).float()
         is_good &= summed is None or torch.allclose(summed, truth, rtol=1e-6, atol=1e-7)
     return is_good
+
+
+#: Handed out only after they agreed with torch.
+library = NativeLoops("rows.c", "squares", "weighted", "gather", agrees=_agrees)

@@ -18,14 +18,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from noshuffle.c_library import text_of, together
+from noshuffle.c_library import together
 from noshuffle.clipping import gram, native_rows
+from noshuffle.clipping.native_loops import NativeLoops
 
 #: The most steps of an example (as in `native/steps.c`); products of longer ones are fast in torch.
 LONGEST = 64
@@ -103,20 +103,6 @@ def squares(maps: Sequence[StepMap], *, built: ctypes.CDLL | None = None) -> lis
     return found
 
 
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
-    """The compiled loops, or None where they cannot be built or are switched off.
-
-    Guarantees: handed out only after they agreed with torch.
-    """
-    built = _build(text_of("steps.c"))
-    return built if built is not None and _agrees(built) else None
-
-
-def _build(text: str) -> ctypes.CDLL | None:
-    return native_rows.built_loops(text, "steps", flags=("-fno-math-errno",))
-
-
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find what torch finds, on maps of several lengths and layouts."""
     draw, maps = torch.Generator().manual_seed(0), []
@@ -139,3 +125,7 @@ def _agrees(built: ctypes.CDLL) -> bool:
         if not is_good:
             return False
     return True
+
+
+#: Handed out only after they agreed with torch.
+library = NativeLoops("steps.c", "steps", agrees=_agrees)
