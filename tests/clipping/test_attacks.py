@@ -257,6 +257,47 @@ class Divided(torch.autograd.Function):
         return g / len(g)
 
 
+class LargeOnly(torch.autograd.Function):
+    """Nothing, but in large batches the rows are in each other's gradients."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + ctx.saved_tensors[0].mean(0)) if len(g) > 12 else g
+
+
+@pytest.mark.parametrize(("kind", "value"), [("square", 1e30), ("root", 0.0), ("", 1e25)])
+@pytest.mark.parametrize("place", [0, 7, 14])
+def test_one_example_does_not_hide_mixing_on_the_way_back(kind, value, place):
+    """Its gradient is not finite, which 0·∞ makes that of all others, or they are as nothing."""
+
+    class Own(nn.Module):
+        def forward(self, h):
+            if kind == "root":
+                h = h / (h.square().sum(1, keepdim=True).sqrt() + 1e-3)
+            return LargeOnly.apply(h.square() if kind == "square" else h)
+
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), Own(), nn.Linear(5, 3))
+    engine, (x, y) = Ghost(), batch(15)
+    x[place] = value
+    engine.clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
+    assert "the gradient of an example changes" in engine.fallbacks[0]
+
+
+@pytest.mark.parametrize("label", [0, 1, 2])
+def test_a_wide_layer_is_not_written_out_for_a_label(label):
+    """A gradient of zeros beside inputs 10⁴ times as large: what may have vanished is added."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3))
+    engine, y = Ghost(), torch.tensor([0, label, 2, 1])
+    engine.clipped_sum(model, F.cross_entropy, (torch.randn(4, 1024), y), clip=Flat(1.0))
+    assert engine.fallbacks == []
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_a_gradient_that_is_divided_by_the_number_of_examples(rate):
     class Own(nn.Module):

@@ -1,5 +1,7 @@
 """Half precision: sums match autograd's, and no contribution is longer than the clip norm."""
 
+import math
+
 import pytest
 import torch
 from tests.clipping.twin import flat, loop
@@ -218,3 +220,39 @@ class Averaged(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.first(x) ** 2).mean(1)
+
+
+class Rooted(Averaged):
+    """A gradient that is not finite where all inputs are zero, and a loss that is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.out(h / (h.square().sum(-1, keepdim=True).sqrt() + 1e-3)).mean(1)
+
+
+class Bounded(Averaged):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.first(x))).mean(1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "value"), [(Rooted, 0.0), (Rooted, math.nan), (Bounded, 1e19), (Bounded, -1e30)]
+)
+def test_an_example_with_a_finite_loss_does_not_decide_it_either(
+    kind, value: float, dtype, place: int
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 5, 1, generator=draw)
+    y = torch.randint(2, (40,), generator=draw)
+    sums, model = [], kind().to(dtype)
+    for odd in (math.nan, value):
+        rows = x.clone()
+        rows[place] = odd
+        engine = Ghost()
+        batch = (rows.to(dtype), y)
+        found = engine.clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=Flat(0.1))
+        assert engine.fallbacks == []
+        sums.append(torch.cat([part.double().flatten() for part in found.values.values()]))
+    assert float((sums[0] - sums[1]).norm()) <= 0.1 * (1 + 1e-5)

@@ -30,7 +30,7 @@ from noshuffle.clipping.products import roundoff, wide
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import finite_rows, lengths, rounded
+from noshuffle.clipping.trial_rows import finite_rows, lengths, rounded, usual
 
 #: So many examples of a batch keep their place while the others are exchanged.
 FEW_ROWS = 6
@@ -97,7 +97,11 @@ def apart_in(
     while batch_size(rows) > 1:
         try:
             with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
-                _apart(model, run, rows, params)
+                is_asked, good = _apart(model, run, rows, params), usual(rows)
+                if params and (not is_asked or len(good) < batch_size(rows)):
+                    rows = _filled(rows, good)  # beside huge gradients all others are as nothing
+                    if not _apart(model, run, rows, params):
+                        _apart(model, run, _of_finite_gradients(run, rows, params), params)
             return
         except torch.OutOfMemoryError:
             rows = take(rows, slice(batch_size(rows) // 2))
@@ -106,7 +110,11 @@ def apart_in(
 
 def _apart(
     model: nn.Module, run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
-) -> None:
+) -> bool:
+    """Raise if examples of these rows depend on the others; whether all gradients could be asked.
+
+    One example may hide those of all: where its own would be infinite, 0·∞ is added to each.
+    """
     kept, others = _chosen(rows)
     losses = run(rows)
     kept = kept[losses.detach()[kept].isfinite().cpu()]
@@ -115,9 +123,10 @@ def _apart(
     own = losses[kept]
     low = is_low(model, own) or roundoff(next(model.parameters())) > 0.0
     grads = _gradient(own, params)
+    is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
     _among_themselves(run, rows, losses, low=low)
-    _adds_up(run, rows, losses, kept, grads, params)
+    is_asked = _adds_up(run, rows, losses, kept, grads, params) and is_asked
     share = 2e-2 if low else 1e-4
     for other in others:
         index = torch.full((len(losses),), other)
@@ -126,12 +135,34 @@ def _apart(
         if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
             raise Mixes("the loss of an example changes with the other examples of its batch")
         moved = length(grads, _gradient(there, params)) if other == others[0] else 0.0
+        is_asked = is_asked and math.isfinite(moved)
         if moved > share * length(grads) + 1e-12:
             room = length(grads, _gradient(run(tree_map(rounded, rows))[kept], params))
             if moved > share * length(grads) + 4.0 * room:
                 raise Mixes(
                     "the gradient of an example changes with the other examples of its batch"
                 )
+    return is_asked
+
+
+def _filled(rows: Batch, part: Tensor) -> Batch:
+    """As many rows, all of them from a part."""
+    return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
+
+
+def _of_finite_gradients(
+    run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
+) -> Batch:
+    """As many rows, all from a part of the batch whose gradients are finite: the first half, or the
+    second, or a quarter … or one example."""
+    size, pieces = batch_size(rows), 1
+    while pieces < size:
+        pieces = min(2 * pieces, size)
+        for part in torch.arange(size).chunk(pieces):
+            losses = run(take(rows, part.repeat(2) if len(part) == 1 else part))
+            if bool(losses.isfinite().all()) and math.isfinite(length(_gradient(losses, params))):
+                return _filled(rows, part)
+    raise NotNow("no gradient of an example is finite")
 
 
 def _among_themselves(
@@ -187,14 +218,15 @@ def _adds_up(
     kept: Tensor,
     grads: Sequence[Tensor | None],
     params: Sequence[nn.Parameter],
-) -> None:
-    """Raise unless the gradient of all losses is that of some and that of the others."""
+) -> bool:
+    """Raise unless the gradient of all losses is that of some and that of the others; False if
+    these are not finite."""
     if not grads:
-        return
+        return True
     rest = losses.detach().isfinite()
     rest[kept] = False
     if not bool(rest.any()):
-        return
+        return True
 
     def of_all(given: Batch) -> list[Tensor | None]:
         found = run(given)
@@ -208,6 +240,7 @@ def _adds_up(
         room = length(both, of_all(tree_map(rounded, rows)))
         if gap > 2e-2 * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with those of the others")
+    return math.isfinite(gap)
 
 
 def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) -> bool:

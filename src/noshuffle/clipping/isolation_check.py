@@ -20,7 +20,7 @@ examples that mix all fail here, and the caller then writes gradients out instea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -41,8 +41,10 @@ from noshuffle.clipping.trial_rows import (
     cut_short,
     extremes,
     finite_rows,
+    first_rows,
     rounded,
     unlike_pair,
+    usual,
 )
 from noshuffle.errors import InvalidInput
 
@@ -268,7 +270,9 @@ def tried(
 
     Returns what had to be allowed for that, in words; mostly nothing.
     """
-    pair = unlike_pair(batch)
+    few = first_rows(batch)
+    few = take(few, usual(few))
+    pair = unlike_pair(few)
     params = trainable(model)
     tape = GradientTape(2, is_on=False)
 
@@ -277,12 +281,12 @@ def tried(
             return batch_losses(model, loss_fn, rows)
 
     losses, truth = by_autograd(run, pair, params)
-    if not bool(torch.isfinite(losses).all()):
+    if not _is_finite(losses, truth):
         # One example must not decide how the others are added up: that rounds them otherwise.
-        pair = unlike_pair(_of_finite_losses(run, batch))
+        pair = unlike_pair(_of_finite_gradients(run, few, params))
         losses, truth = by_autograd(run, pair, params)
-    if not bool(torch.isfinite(losses).all()):
-        raise NotNow("no loss of the first examples is finite")
+    if not _is_finite(losses, truth):
+        raise NotNow("no loss of the first examples, or no gradient, is finite")
     own_params = list(params.values())
     forms = _read_forms(model, forms_of, pair)
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
@@ -302,12 +306,22 @@ def tried(
     return LOOSE if is_loose else ""
 
 
-def _of_finite_losses(run: Callable[..., Tensor], batch: Batch) -> Batch:
-    """The first examples without those whose loss is not finite; all of them if none is."""
-    few = finite_rows(batch, *range(min(batch_size(batch), TRIAL_ROWS)))
-    with without_gradient():
-        good = torch.isfinite(run(few).detach().reshape(batch_size(few), -1)).all(1)
-    return take(few, good.nonzero().flatten().cpu()) if bool(good.any()) else few
+def _is_finite(losses: Tensor, grads: Sequence[Sequence[Tensor | None]]) -> bool:
+    return bool(torch.isfinite(losses).all()) and math.isfinite(sum(map(length, grads)))
+
+
+def _of_finite_gradients(
+    run: Callable[..., Tensor], batch: Batch, params: Mapping[str, nn.Parameter]
+) -> Batch:
+    """The first examples without those whose loss or gradient is not finite; all if none is.
+
+    A root at zero has a loss that is finite and a gradient that is not. In plain autograd that of
+    whoever stands beside it is not either (0·∞), so each stands beside its copy.
+    """
+    count = min(TRIAL_ROWS, batch_size(batch))
+    each = (by_autograd(run, take(batch, torch.tensor([i, i])), params) for i in range(count))
+    good = [i for i, found in enumerate(each) if _is_finite(*found)]
+    return take(batch, torch.tensor(good or range(count)))
 
 
 def _read_forms(

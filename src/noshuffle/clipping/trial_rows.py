@@ -1,4 +1,4 @@
-"""Rows that a model is tried on: finite, unlike, rounded, extreme and short ones.
+"""Rows that a model is tried on: finite, usual, unlike, rounded, extreme and short ones.
 
 The trial is about the model, not about the data. No state.
 
@@ -23,6 +23,8 @@ from noshuffle.clipping.objective import Batch, batch_size, take
 
 #: Factors of absolute values, and what is put in their place.
 EXTREMES = (1e4, math.inf, -1e4, math.nan)
+#: An example with a number so many times as large as is usual is not tried.
+UNUSUAL = 100.0
 #: Labels that losses leave out: torch's `ignore_index`, and what many write for "unknown".
 IGNORED = (-100, -1)
 
@@ -40,6 +42,25 @@ def finite_rows(batch: Batch, *picks: int) -> Batch:
     return cleaned
 
 
+def first_rows(batch: Batch) -> Batch:
+    """The first examples, finite ones."""
+    return finite_rows(batch, *range(min(batch_size(batch), 64)))
+
+
+def usual(rows: Batch) -> Tensor:
+    """Which examples have no number far larger than most have; all if none is left.
+
+    One example must not decide how the others are added up, which rounds them otherwise: rules and
+    autograd need not agree where squares overflow.
+    """
+    fine = torch.ones(batch_size(rows), dtype=torch.bool)
+    for t in tree_leaves(rows):
+        if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
+            largest = t.detach().reshape(len(t), -1).abs().amax(1).double().cpu()
+            fine &= largest <= UNUSUAL * largest.median().clamp(min=1.0)
+    return (fine if bool(fine.any()) else ~fine).nonzero().flatten()
+
+
 def unlike_pair(batch: Batch) -> Batch:
     """The first example and one that differs from it in as many tensors as can be.
 
@@ -47,7 +68,7 @@ def unlike_pair(batch: Batch) -> Batch:
     that are the same in all examples are changed in the second one; whole numbers, where nothing
     else differs, are put in reverse order.
     """
-    few = finite_rows(batch, *range(min(batch_size(batch), 64)))
+    few = first_rows(batch)
     leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
     differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
     other = int(differs.sum(0).argmax())
