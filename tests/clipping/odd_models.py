@@ -383,6 +383,8 @@ MIXING = [
         {
             "backward: large only": lambda g, h: g * (1 + h.mean(0)) if len(g) > 12 else g,
             "backward: odd only": lambda g, h: g - g.mean(0) if len(g) % 2 else g,
+            "backward: by their number": lambda g, h: g * len(g) / 10 if len(g) > 12 else g,
+            "backward: drawn": lambda g, h: g[torch.randperm(len(g))] if len(g) > 12 else g,
         },
         size=15,
     ),

@@ -125,7 +125,8 @@ def _apart(
     grads = _gradient(own, params)
     is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
-    _among_themselves(run, rows, losses, low=low)
+    if _among_themselves(run, rows, losses, low=low):
+        _by_few(run, rows, kept, grads, params)
     is_asked = _adds_up(run, rows, losses, kept, grads, params) and is_asked
     share = 2e-2 if low else 1e-4
     for other in others:
@@ -167,10 +168,10 @@ def _of_finite_gradients(
 
 def _among_themselves(
     run: Callable[..., Tensor], rows: Batch, losses: Tensor, *, low: bool
-) -> None:
+) -> bool:
     """Raise unless some examples, from the first to the last, have their losses without the others.
 
-    Not where a model draws random numbers: the same example has other masks there.
+    False where a model draws random numbers: the same example has other masks there.
     """
     size = len(losses)
     picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
@@ -178,13 +179,31 @@ def _among_themselves(
     with without_gradient():
         found = run(few)
         if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
-            return
+            return False
         moved = (run(tree_map(rounded, few)) - found).abs()
     among_all = losses.detach()[picks.to(losses.device)]
     for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
         # Where examples stay apart, one that is not finite is that in any batch.
         if math.isfinite(own) and not abs(own - whole) <= loss_tolerance(own, low=low) + room:
             raise Mixes("the loss of an example changes with the number of examples")
+    return True
+
+
+def _by_few(
+    run: Callable[..., Tensor],
+    rows: Batch,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[nn.Parameter],
+) -> None:
+    """Raise unless the examples that were kept have their gradient without the others."""
+    few = take(rows, kept)
+    alone = _gradient(run(few), params)
+    gap, size = length(grads, alone), length(grads)
+    if gap > 5e-2 * size + 1e-12:
+        room = length(alone, _gradient(run(tree_map(rounded, few)), params))
+        if gap > 5e-2 * size + 4.0 * room:
+            raise Mixes("the gradient of an example changes with the number of examples")
 
 
 def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
@@ -208,7 +227,8 @@ def _gradient(losses: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor | N
         return []
     with torch.enable_grad():
         total = losses.sum()
-    return list(torch.autograd.grad(total, params, allow_unused=True))
+    with with_same_rng(params):  # a backward pass may draw, too
+        return list(torch.autograd.grad(total, params, allow_unused=True))
 
 
 def _adds_up(

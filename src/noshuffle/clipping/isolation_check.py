@@ -234,11 +234,13 @@ def _sums_up(
 
 
 @contextmanager
-def with_same_rng(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Random numbers that leave the user's generators as they were, the same in every block."""
-    devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
+def with_same_rng(model: nn.Module | Sequence[Tensor], seed: int = 0) -> Iterator[None]:
+    """Random numbers that leave the user's generators as they were, the same in every block, on the
+    devices of a model or of some tensors."""
+    held = list(model.parameters()) if isinstance(model, nn.Module) else model
+    devices = {p.device.index or 0 for p in held if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        if any(p.device.type not in ("cpu", "cuda") for p in model.parameters()):
+        if any(p.device.type not in ("cpu", "cuda") for p in held):
             torch.manual_seed(seed)
         else:  # torch 2.13 writes the call stack down for every kind of device that is missing
             torch.default_generator.manual_seed(seed)
