@@ -118,13 +118,13 @@ def test_clipped_sums_are_the_same(device: str, monkeypatch: pytest.MonkeyPatch)
     model, x, y = model.to(device), x.to(device), y.to(device)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     calls = []
-    if device == "cpu":  # the same way, as if it were worth it there
-        monkeypatch.setattr(
-            conv_input, "_forward", lambda own, x: (calls.append(own), run(own, x))[1]
-        )
 
-    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
-        return convolved(own, x) if x.requires_grad else nn.Conv2d.forward(own, x)
+    def as_if(own: Any, x: torch.Tensor) -> bool:
+        calls.append(own)
+        return x.requires_grad
+
+    if device == "cpu":  # the same way, as if it were worth it there
+        monkeypatch.setattr(conv_input, "_is_fast", as_if)
 
     sums = []
     for repeats in (False, True):
@@ -143,3 +143,19 @@ def test_a_forward_that_was_replaced_first_stays() -> None:
     with forward_by([(layer, lambda own, x: x + 1)]), forward_by([(layer, lambda own, x: x + 2)]):
         assert float(layer(torch.tensor(1.0))) == 2.0
     assert "forward" not in layer.__dict__
+
+
+def test_a_convolution_is_called_with_its_input_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
+    wanted = layer(x)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(conv_input, "rounds_convolutions", lambda: False)
+    for is_fast in (False, True):
+        monkeypatch.setattr(conv_input, "_is_fast", lambda *_, is_fast=is_fast: is_fast)
+        with inputs_by_convolution([layer]):
+            assert torch.equal(layer(x), wanted)
+            assert torch.equal(layer(input=x), wanted)
+            with pytest.raises(TypeError):
+                layer(x, x)
+            with pytest.raises(TypeError):
+                layer()

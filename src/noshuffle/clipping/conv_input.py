@@ -136,12 +136,20 @@ def convolved(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _forward(layer: Any, x: Tensor) -> Any:
-    kind = _kind(layer)
-    is_plain = type(x) is Tensor and x.is_cuda and x.dtype is torch.float32
-    if not is_plain or x.dim() != layer.weight.dim() or is_wrapped(x) or not x.requires_grad:
-        return kind.forward(layer, x)
-    return kind.forward(layer, x) if torch.is_autocast_enabled("cuda") else convolved(layer, x)
+def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    given = (*args, *kwargs.values())
+    if len(given) == 1 and kwargs.keys() <= {"input"} and _is_fast(layer, given[0]):
+        return convolved(layer, given[0])
+    return _kind(layer).forward(layer, *args, **kwargs)  # which says what is wrong with others
+
+
+def _is_fast(layer: Any, x: Any) -> bool:
+    """Whether cuDNN is slower for the gradient at this input."""
+    if type(x) is not Tensor or not x.is_cuda or x.dtype is not torch.float32:
+        return False
+    if x.dim() != layer.weight.dim() or is_wrapped(x) or not x.requires_grad:
+        return False
+    return not torch.is_autocast_enabled("cuda")
 
 
 def inputs_by_convolution(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
