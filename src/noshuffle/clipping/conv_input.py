@@ -153,7 +153,7 @@ def _is_fast(layer: Any, x: Any) -> bool:
 
 
 def inputs_by_convolution(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Run those of these layers so that are fit for it, where it is worth it."""
-    if not torch.backends.cudnn.deterministic or rounds_convolutions():
+    """Run those of these layers so that are fit for it; for convolutions that are to repeat."""
+    if rounds_convolutions():
         return nullcontext()
     return forward_by((layer, _forward) for layer in layers if is_fit(layer))
