@@ -96,7 +96,8 @@ def apart_in(
 
     while batch_size(rows) > 1:
         try:
-            with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
+            asks = torch.enable_grad() if params else nullcontext()  # the loop may be under no_grad
+            with as_written(model), rewritten(model, GradientTape(2, is_on=False)), asks:
                 is_asked, good = _apart(model, run, rows, params), usual(rows)
                 if params and (not is_asked or len(good) < batch_size(rows)):
                     rows = _filled(rows, good)  # beside huge gradients all others are as nothing
