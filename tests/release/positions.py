@@ -55,11 +55,14 @@ def finished(
     *,
     keep_keys: bool = False,
 ) -> list[Ids]:
-    """A finished run of secret draws in a folder; what was drawn."""
+    """A finished run of secret draws (or of all units in order) in a folder; what was drawn."""
     plan = Plan.fit(rule, mechanism="identity", noise_multiplier=2.0)
     sums = PrivateSum(plan, clip=1.0, shape=(2,), run=path)
-    sampler = sums.sampler(population)
-    drawn = [sampler.draw(step) for step in range(rule.steps)]
+    if rule.is_sampled:
+        sampler = sums.sampler(population)
+        drawn = [sampler.draw(step) for step in range(rule.steps)]
+    else:
+        drawn = list(np.arange(population).reshape(rule.steps, -1))
     for step, ids in enumerate(drawn):
         sums.add(np.ones((len(ids), 2)), ids=ids)
         if step % 2:

@@ -29,7 +29,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link, damage, described, stranger
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
-from noshuffle.release.unfinished import EXTENDED
+from noshuffle.release.unfinished import EXTENDED, SEAL
 from noshuffle.release.units import Ids, UnitTable, name_to_id
 
 
@@ -218,7 +218,7 @@ def keys(found: Found) -> Iterator[str]:
         )
         found.checked += checked
         yield from failures
-    elif found.evidence.notes("seal"):
+    elif found.evidence.notes(SEAL):
         found.checked += [f"before the keys were destroyed: {line}" for line in sealed(found)]
     else:
         found.unchecked.append(
@@ -228,7 +228,7 @@ def keys(found: Found) -> Iterator[str]:
 
 def sealed(found: Found) -> list[str]:
     """What was checked with the keys before they were destroyed."""
-    seals = found.evidence.notes("seal")
+    seals = found.evidence.notes(SEAL)
     return list(dict.fromkeys(line for note in seals for line in note["checked"]))
 
 

@@ -157,10 +157,13 @@ class RunFolder:
     def destroy_keys(self) -> None:
         """Overwrite and remove the keys. What a file system or a backup keeps elsewhere stays.
 
-        Also those that a process was writing when it was killed (`files.write_bytes`).
+        Also those that a process was writing when it was killed (`files.write_bytes`). key.json
+        gets such a name first: killed in between, it would be a file of zeros that refutes the run.
         """
-        half_written = self.checkpoints.glob(f".{self.key_file.name}.*.tmp")
-        found = [file for file in (*half_written, self.key_file) if file.exists()]
+        if self.key_file.exists():
+            self.key_file.replace(self.key_file.with_name(f".{self.key_file.name}.gone.tmp"))
+            sync(self.checkpoints)
+        found = list(self.checkpoints.glob(f".{self.key_file.name}.*.tmp"))
         for path in found:
             with path.open("r+b") as file:
                 file.write(bytes(path.stat().st_size))

@@ -39,6 +39,7 @@ from noshuffle.release.folder import FolderLock, RunFolder, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, Ancestor
+from noshuffle.release.unfinished import is_half_sealed
 from noshuffle.strategies.recipe import Recipe
 
 Run = RunFolder | str | Path | None
@@ -157,7 +158,12 @@ def _ledger_path(folder: RunFolder, plan: Plan) -> Path:
 
 
 def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
-    """The ledger knows at least what the rest of the folder knows."""
+    """The ledger knows at least what the rest of the folder knows, and is open for more."""
+    if is_half_sealed(ledger, folder):
+        raise InvalidInput(
+            f"{folder.path} was being sealed when its process ended: no step can be added; bring "
+            "the seal to its end (noshuffle seal)"
+        )
     if ledger.released < known_steps(folder):
         raise ReplayRefused(_behind(folder.ledger_file))
     lives = ledger.notes("life")

@@ -258,11 +258,6 @@ class RunState(OneOwner):
         found = checkpoint.saved(self.need_folder().checkpoints)[-1:]
         state = checkpoint.load(found[0]) if found else None
         for file in checkpoint.foreign(found, self.ledger.notes("checkpoint")):
-            if self.ledger.meta("sealed") is not None:
-                raise InvalidInput(
-                    f"{self.need_folder().path} was being sealed when its process ended; bring "
-                    "that to its end (noshuffle seal)"
-                )
             raise InvalidInput(
                 f"{file} is not what this run saved there; bring it back, or remove the checkpoint "
                 "to go on from the one before"

@@ -39,7 +39,7 @@ from noshuffle.release.ledger_tables import Evidence, Row, broken_link
 from noshuffle.release.opening import known_steps
 from noshuffle.release.sampler import DRAWS, make_sampler
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.unfinished import EXTENDED, is_half_sealed
+from noshuffle.release.unfinished import EXTENDED, SEAL, is_seal_missing
 
 #: The kind of note in the ledger about secret positions, and what it says of them.
 POSITIONS, TO_BE_REMOVED, REMOVED = "positions", "to be removed", "removed"
@@ -86,8 +86,8 @@ def seal(
             )
         if ledger.meta("sealed") is None:
             ledger.end("sealed")
-        if checked or not ledger.notes("seal"):  # once more where a kill came in between
-            ledger.note("seal", checked=list(checked))
+        if checked or not ledger.notes(SEAL):  # once more where a kill came in between
+            ledger.note(SEAL, checked=list(checked))
         _drop_noise_states(folder, plan, ledger)
         folder.destroy_keys()
         if removes:
@@ -101,10 +101,10 @@ def seal(
 
 def finish_seal(folder: RunFolder) -> None:
     """Bring a seal to its end whose process was killed in between."""
-    if folder.key_file.exists() and folder.ledger_file.exists():
+    if folder.ledger_file.exists():
         with closing(Evidence(folder.ledger_file)) as evidence:
-            is_half = "meta" in evidence.names() and is_half_sealed(evidence, folder)
-        if is_half:
+            is_missing = "meta" in evidence.names() and is_seal_missing(evidence, folder)
+        if is_missing:
             seal(folder)
 
 

@@ -6,7 +6,8 @@
                    since: plan, checkpoint and statement are of two plans until whoever opens the
                    folder next brings it to its end (`extension.finish`)
     half sealed    the ledger says sealed, and the keys are there: a checkpoint may have lost its
-                   noise, and the ledger not know of it yet (a matter of the verdict)
+                   noise, and the ledger not know of it yet (a matter of the verdict). Without the
+                   keys, the rest of the seal is missing while statement.json is older than it
 
 State: none.
 """
@@ -23,8 +24,8 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, LedgerTables
 
-#: The kind of note that an extension leaves in the ledger.
-EXTENDED = "extended"
+#: The kinds of note that an extension and a seal leave in the ledger.
+EXTENDED, SEAL = "extended", "seal"
 
 
 def refuse_unfinished(run: RunFolder) -> None:
@@ -57,12 +58,23 @@ def is_half_extended(ledger: LedgerTables, run: RunFolder) -> bool:
     events = list(ledger.log(EXTENDED))
     if not events or next(ledger.rows(start=int(json.loads(events[-1].body)["released"])), None):
         return False
-    told = 0
-    with suppress(OSError, ValueError, TypeError, KeyError):  # no statement at all
-        told = int(read_json(run.statement_file)["ledger_rows"])
-    return told < events[-1].seq
+    return _told(run) < events[-1].seq
 
 
 def is_half_sealed(ledger: LedgerTables, run: RunFolder) -> bool:
-    """Whether a seal was begun and has not come to its end: another one would bring it there."""
+    """Whether a seal was begun and has not destroyed the keys: no step can be added any more."""
     return ledger.meta("sealed") is not None and run.key_file.exists()
+
+
+def is_seal_missing(ledger: LedgerTables, run: RunFolder) -> bool:
+    """Whether a seal was begun and has not come to its end: another one would bring it there."""
+    events = list(ledger.log(SEAL))
+    is_told = bool(events) and _told(run) >= events[-1].seq
+    return is_half_sealed(ledger, run) or (ledger.meta("sealed") is not None and not is_told)
+
+
+def _told(run: RunFolder) -> int:
+    """How many rows of the ledger statement.json knows of; 0 without one."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return int(read_json(run.statement_file)["ledger_rows"])
+    return 0
