@@ -55,6 +55,7 @@ $(VENV)/bin/python:
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "setting up .venv, once: PyTorch and what else is needed; some minutes without a word"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m noshuffle.c_library
 	touch $@
 
 $(DEV): $(READY)

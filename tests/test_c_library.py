@@ -53,6 +53,19 @@ def test_without_a_compiler_the_libraries_of_the_wheel_are_used(
 
 
 @needs_compiler
+def test_all_are_built_before_they_are_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By texts that take no time: all C files of the package are those of the table."""
+    assert set(c_library.SHIPPED_FLAGS) == {file.name for file in FILES}
+    monkeypatch.setattr(c_library, "text_of", lambda name: f"{SEVEN} /* {name} */")
+    assert c_library.prepare() == len(FILES)
+    assert len(list(folder.glob("*.so"))) == len(FILES)
+    monkeypatch.setattr(c_library, "_compiled", None)  # kept: none is compiled again
+    assert c_library.prepare() == len(FILES)
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_what_a_wheel_ships_is_what_is_asked_for_and_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,8 @@ write there or exchange one of the folders above it; else libraries are built in
 folder and forgotten with the process. A file appears whole or not at all, so processes may build
 the same one at the same time.
 
+`python -m noshuffle.c_library` builds all of them, so that the first run need not.
+
 Whoever asks for a library compares it with its slow twin before using it, in every process: what
 lies on a disk may rot, and the torch that it was compared with may have been replaced. Where there
 is no compiler, those that came with the package are used: a wheel that was built where there was
@@ -91,6 +93,11 @@ def build(
     with tempfile.TemporaryDirectory(prefix="noshuffle-", ignore_cleanup_errors=True) as aside:
         made = _compiled(text, compiler, flags, Path(aside))
         return None if made is None else ctypes.CDLL(str(made))
+
+
+def prepare() -> int:
+    """Build all libraries of this package before they are asked for; returns how many there are."""
+    return sum(build(text_of(name), flags=own) is not None for name, own in SHIPPED_FLAGS.items())
 
 
 def _compiler() -> str | None:
@@ -283,3 +290,7 @@ def together(worker: Any, job: ctypes.Structure, *, threads: int) -> None:
             stopped = error
     if stopped is not None:
         raise stopped
+
+
+if __name__ == "__main__":
+    print(f"{prepare()} of {len(SHIPPED_FLAGS)} C libraries are ready")
