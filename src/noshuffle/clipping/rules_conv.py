@@ -29,6 +29,7 @@ from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import affine, rule
+from noshuffle.clipping.shared_copies import copy_of
 
 #: Windows of fewer numbers are quickly written down, and their gradients where they are small.
 FEWEST_WINDOWS, FEWEST_BY_WEIGHT, LEAST_WEIGHT = 2**24, 2**19, 2**13
@@ -234,12 +235,16 @@ def _is_paired(g: Tensor) -> bool:
 def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolution:
     """In the form that kernels read: half precision or pairs of it, channels last."""
     if g.dtype in HALF:
-        x, g = (conv_halves.turned(t, g.dtype) for t in (x, g))
+        to = g.dtype
+        (x,), (g,) = (copy_of(t, to, lambda t: (conv_halves.turned(t, to),)) for t in (x, g))
         return Convolution(layer, x, g, size, sides)
-    how: dict[str, Any] = {"pictures": len(x) // size, "is_pair": _is_paired(g)}
-    (x, of_x), (g, of_g) = (conv_halves.halves(t.float(), **how) for t in (x, g))
-    units = of_x.double() * of_g
-    return Convolution(layer, x, g, size, sides, units=units, is_pair=how["is_pair"])
+    pictures, is_pair = len(x) // size, _is_paired(g)
+
+    def halved(t: Tensor) -> tuple[Tensor, ...]:
+        return conv_halves.halves(t.float(), pictures=pictures, is_pair=is_pair)
+
+    (x, of_x), (g, of_g) = (copy_of(t, (pictures, is_pair), halved) for t in (x, g))
+    return Convolution(layer, x, g, size, sides, units=of_x.double() * of_g, is_pair=is_pair)
 
 
 @lru_cache(maxsize=16)
