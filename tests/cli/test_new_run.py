@@ -13,7 +13,9 @@ import pytest
 
 from noshuffle.cli import main, tune
 from noshuffle.cli.job_view import JobWords, run_and_tell
-from noshuffle.cli.settings import RunOptions, TrainSettings, begun, check_new_folder, dated
+from noshuffle.cli.run_home import begun, check_new_folder, dated
+from noshuffle.cli.settings import RunOptions
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.errors import InvalidInput, ReplayRefused
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
@@ -92,7 +94,7 @@ def test_a_sum_goes_on_with_the_same_columns(
 def test_two_runs_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     now = datetime(2026, 1, 2, 3, 4, 5)
-    monkeypatch.setattr("noshuffle.cli.settings.datetime", Mock(now=lambda: now))
+    monkeypatch.setattr("noshuffle.cli.run_home.datetime", Mock(now=lambda: now))
     for name in ("x-20260102-030405", "x-20260102-030405-2", "x-20260102-030405-3"):
         assert dated("x") == Path("runs", name)
         Path("runs", name).mkdir(parents=True)

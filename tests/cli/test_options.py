@@ -18,7 +18,7 @@ from noshuffle.cli.fit import FitSettings
 from noshuffle.cli.from_record import argument, given, setting, takes
 from noshuffle.cli.mechanisms import mechanism_names
 from noshuffle.cli.plan import PlanSettings
-from noshuffle.cli.settings import PRESETS, TrainSettings
+from noshuffle.cli.train_settings import PRESETS, TrainSettings
 from noshuffle.cli.words import in_options
 
 RECORDS = {

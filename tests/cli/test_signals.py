@@ -12,8 +12,9 @@ import pytest
 
 from noshuffle.cli import job_view
 from noshuffle.cli.job_view import JobWords, Stopped
-from noshuffle.cli.settings import RunOptions, TrainSettings
+from noshuffle.cli.settings import RunOptions
 from noshuffle.cli.signals import Interrupted, StopRequest, status_of
+from noshuffle.cli.train_settings import TrainSettings
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

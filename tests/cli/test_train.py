@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from noshuffle.cli import main, train_parts
-from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_parts import accuracy_of, make_model, participation_of, right_answers
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson

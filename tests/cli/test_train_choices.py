@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from noshuffle import datasets
 from noshuffle.cli import main
-from noshuffle.cli.settings import TrainSettings
 from noshuffle.cli.train_choices import composite_of, constraint_of, rows_in_order
 from noshuffle.cli.train_parts import loaded, make_plan, row_order
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.errors import InvalidInput
 from noshuffle.optim.composite import ElasticNet, GroupLasso
 from noshuffle.optim.constraints import L1Ball, L2Ball

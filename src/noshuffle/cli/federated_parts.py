@@ -26,7 +26,7 @@ from noshuffle.cli.federated_settings import (
     limits_of,
 )
 from noshuffle.cli.mechanisms import mechanism_named
-from noshuffle.cli.settings import begun
+from noshuffle.cli.run_home import begun
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, char_models

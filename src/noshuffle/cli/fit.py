@@ -14,7 +14,7 @@ from noshuffle.cli.categories import CategoryChoice
 from noshuffle.cli.from_record import argument, check_fields, setting, takes
 from noshuffle.cli.mechanisms import HELP, mechanism_named
 from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
-from noshuffle.cli.settings import dated
+from noshuffle.cli.run_home import dated
 from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of, positive
 

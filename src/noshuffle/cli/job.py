@@ -15,7 +15,7 @@ from torch import nn
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
-from noshuffle.cli.settings import TrainSettings, begun, stages_of
+from noshuffle.cli.run_home import begun
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
     clip_of,
@@ -26,6 +26,7 @@ from noshuffle.cli.train_parts import (
     make_scheduler,
     row_order,
 )
+from noshuffle.cli.train_settings import TrainSettings, stages_of
 from noshuffle.cli.train_task import TrainTask, task_of
 from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source

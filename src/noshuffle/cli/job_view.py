@@ -19,7 +19,8 @@ from rich.table import Table
 
 from noshuffle.cli.budget import opened
 from noshuffle.cli.promise import print_json
-from noshuffle.cli.settings import RunOptions, RunSettings, check_device, check_new_folder
+from noshuffle.cli.run_home import check_new_folder
+from noshuffle.cli.settings import RunOptions, RunSettings, check_device
 from noshuffle.cli.signals import Interrupted, StopRequest, status_of
 from noshuffle.cli.words import quoted, refuse
 from noshuffle.errors import InvalidInput

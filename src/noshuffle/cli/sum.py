@@ -29,7 +29,7 @@ from noshuffle.cli.promise import (
     TEST_SEED_HELP,
     print_json,
 )
-from noshuffle.cli.settings import begun, check_new_folder, dated, kept_settings
+from noshuffle.cli.run_home import begun, check_new_folder, dated, kept_settings
 from noshuffle.cli.words import quoted, refuse, say
 from noshuffle.errors import InvalidInput, one_of, open_unit, positive, whole
 from noshuffle.participation import MinSeparation, SinglePass

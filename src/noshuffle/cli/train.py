@@ -7,8 +7,8 @@ from typing import Any
 
 from noshuffle.cli import start
 from noshuffle.cli.from_record import given, takes
-from noshuffle.cli.settings import KeptTrainSettings, TrainSettings
 from noshuffle.cli.train_extension import TrainOptions, extend_run
+from noshuffle.cli.train_settings import KeptTrainSettings, TrainSettings
 
 
 @takes(given(TrainSettings), TrainOptions)

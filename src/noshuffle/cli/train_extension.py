@@ -15,7 +15,9 @@ from typing import Any
 
 from noshuffle.cli import promise
 from noshuffle.cli.from_record import check_fields
-from noshuffle.cli.settings import KeptTrainSettings, RunOptions, folder, kept_settings
+from noshuffle.cli.run_home import kept_settings
+from noshuffle.cli.settings import RunOptions, folder
+from noshuffle.cli.train_settings import KeptTrainSettings
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 
 #: What may be said together with --extend.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from noshuffle import datasets
 from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
-from noshuffle.cli.settings import TrainSettings, stages_of
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
+from noshuffle.cli.train_settings import TrainSettings, stages_of
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from noshuffle.cli.budget import BUDGET_HELP, opened
 from noshuffle.cli.from_record import check_fields, given, setting, takes
 from noshuffle.cli.promise import FOLDER_HELP, Output, print_json
-from noshuffle.cli.settings import TrainSettings, check_device, check_new_folder, dated
+from noshuffle.cli.run_home import check_new_folder, dated
+from noshuffle.cli.settings import check_device
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, positive
 

@@ -1,0 +1,117 @@
+"""The folder of a run as commands begin it and come back to it, and the settings that lie there.
+
+    dated            a name of this second for a new one
+    begun            it is this process's alone, holds its settings, and is taken away if refused
+    kept_settings    what config.json holds, for the command that made it
+    read_toml        what a person wrote down for a new one
+
+State: files.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from noshuffle.cli.words import quoted
+from noshuffle.errors import InvalidInput, utf8
+
+if TYPE_CHECKING:
+    from noshuffle.release.folder import RunFolder
+
+
+def read_toml(path: Path, *, table: str) -> dict[str, Any]:
+    """Settings from a TOML file: top-level keys, or a table of that name, [train]."""
+    try:
+        record = tomllib.loads(path.read_text(encoding="utf8"))
+    except OSError as error:
+        raise InvalidInput(f"--config {path} could not be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput(f"--config {path} is not TOML: {error}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"--config {path} is not TOML: it is not UTF-8 text") from None
+    found = record.get(table, record)
+    if not isinstance(found, dict):
+        raise InvalidInput(f"--config {path}: {table} must be a table, [{table}]; got {found!r}")
+    return dict(found)
+
+
+def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
+    """The settings that a run folder was started with, if `noshuffle KIND` made it."""
+    file = run / "config.json"
+    if not file.is_file():
+        raise InvalidInput(f"{run} is not a run folder: it has no config.json")
+    try:
+        kept = json.loads(file.read_text(encoding="utf8"))
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict):
+        raise InvalidInput(f"{file} does not hold settings; the run folder is damaged")
+    made_by = kept.pop("kind", "train")
+    if made_by == "fit":
+        raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
+    if made_by != kind:
+        again = f"noshuffle {made_by} --resume {quoted(run)}"
+        raise InvalidInput(f"{run} is another kind of run; use: {again}")
+    if "run_folder" in kept:  # a setting of the app in examples/federated
+        raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
+    return kept
+
+
+def dated(name: str) -> Path:
+    """A folder of this second that is not there yet."""
+    path = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    others = (path.with_name(f"{path.name}-{i}") for i in count(2))
+    return next(one for one in chain([path], others) if not one.exists())
+
+
+def check_new_folder(out: Path, *, resumes: bool = True) -> None:
+    """Refuse to begin a run in a file or in a folder that holds something."""
+    utf8(out=out)
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
+    if out.exists() and any(file.name != ".lock" for file in out.iterdir()):
+        is_run = resumes and (out / "config.json").exists()
+        again = f"go on with --resume {quoted(out)}, or " if is_run else ""
+        raise InvalidInput(f"{out} is not empty; {again}use another --out")
+
+
+@contextmanager
+def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
+    """Begin a run in here: its folder is this process's alone, and holds its settings.
+
+    Those of a run that was refused are taken away again, keys included, and so are folders that
+    were made for it. Another process that began in the same folder meanwhile keeps its own.
+    """
+    from noshuffle.release.files import read_json
+    from noshuffle.release.folder import take
+
+    made = [each for each in (home.path, *home.path.parents) if not each.exists()]
+    home.path.mkdir(parents=True, exist_ok=True)
+    lock = take(home.path)
+    kept = read_json(home.config_file) if home.config_file.exists() else None
+    if home.is_started or kept not in (None, json.loads(json.dumps(config))):
+        raise InvalidInput(f"{home.path} holds another run, begun meanwhile; use another --out")
+    home.write_config(config)
+    try:
+        yield
+    except BaseException:
+        if not home.is_started:
+            home.config_file.unlink(missing_ok=True)
+            home.destroy_keys()
+            with suppress(OSError):  # somebody has put something into it
+                if home.checkpoints.exists():
+                    home.checkpoints.rmdir()
+                if made:
+                    (home.path / ".lock").unlink(missing_ok=True)
+                for each in made:
+                    each.rmdir()
+        raise
+    finally:
+        del lock
