@@ -46,7 +46,7 @@ DRIVERS = (
     ),
     Mutant(
         "raw losses are printed",
-        "training/step.py",
+        "training/outcome.py",
         'return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"',
         'return f"Outcome(losses={self.losses}, norms={self.norms})"',
         ("tests/training/test_outcome.py",),

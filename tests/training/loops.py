@@ -29,7 +29,7 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import tree
 from noshuffle.training import privatize
 from noshuffle.training.check import ProbablyNotMeant
-from noshuffle.training.loss_graph import hearing
+from noshuffle.training.heard_backward import hearing
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(24, 6, generator=G), torch.randint(4, (24,), generator=G)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from noshuffle.release import fingerprint
-from noshuffle.training.step import Outcome
+from noshuffle.training.outcome import Outcome
 
 
 def outcome(losses):

@@ -16,7 +16,7 @@ from noshuffle.noise import test_source
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import tree
-from noshuffle.training import loss_graph, privatize
+from noshuffle.training import heard_backward, privatize
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(8, 3, generator=G), torch.randint(4, (8,), generator=G)
@@ -391,8 +391,8 @@ def test_a_run_of_the_unchanged_loop_with_dropout_is_replayed_to_the_bit(tmp_pat
 
 
 def test_torch_has_its_own_backward_when_nobody_listens(monkeypatch):
-    plain = loss_graph._plain_backward
-    monkeypatch.setattr(loss_graph, "_HEARING", WeakSet())  # other tests may still listen
+    plain = heard_backward._plain_backward
+    monkeypatch.setattr(heard_backward, "_HEARING", WeakSet())  # other tests may still listen
     monkeypatch.setattr(torch.autograd, "backward", plain)
     loop = make(Plain())
     assert torch.autograd.backward is not plain

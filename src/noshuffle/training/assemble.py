@@ -40,7 +40,7 @@ from noshuffle.release.release import Release
 from noshuffle.training.augment import Augment, augment_of
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.private import Private
-from noshuffle.training.step import Engine, Parts
+from noshuffle.training.step_parts import Engine, Parts
 
 
 def privatize(

@@ -25,8 +25,8 @@ from torch.nn import functional as f
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
+from noshuffle.training.generators import seeded
 from noshuffle.training.rng import restore_rng, rng_state
-from noshuffle.training.step import seeded
 
 #: The part of a step whose seed copies are drawn from; no batch comes in so many.
 COPIES = 2**20

@@ -34,10 +34,10 @@ from noshuffle.plan import Plan
 from noshuffle.release.repeated import warn_if_fitted_before
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
+from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import at_work
 from noshuffle.training.mixing import first_rows
 from noshuffle.training.rng import restore_rng, rng_state
-from noshuffle.training.step import seeded
 
 #: Examples that a loss is tried on.
 TRIED = 4

@@ -47,7 +47,7 @@ from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.private import Elsewhere, GroupPrivate
 from noshuffle.training.group.step import GroupParts
 from noshuffle.training.group.team import Team
-from noshuffle.training.step import Engine
+from noshuffle.training.step_parts import Engine
 
 #: A planned batch has this many blocks by default: up to 8 ranks share it evenly.
 BLOCKS = 8

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from noshuffle.training.generators import seeded
 from noshuffle.training.loss_branches import FINITE, branch_of
 from noshuffle.training.loss_coupling import COUPLED
 from noshuffle.training.loss_graph import read_loss
@@ -54,7 +55,6 @@ from noshuffle.training.loss_numbers import (
 )
 from noshuffle.training.loss_rows import Call, constant_tensors, has_rows, is_data, memory
 from noshuffle.training.loss_trace import LOGGING, LossTrace, places_of
-from noshuffle.training.step import seeded
 
 IS_CONSTANT = (
     "{found}. Only a tensor of {size} rows that the model was not given did this: if it is a "

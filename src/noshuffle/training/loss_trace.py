@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from noshuffle.training.generators import generators
 from noshuffle.training.loss_branches import Place
 from noshuffle.training.loss_numbers import MOST_NUMBERS, EarlierNumbers, values
 from noshuffle.training.loss_rows import Call, memory
-from noshuffle.training.step import generators
 
 _modes: Any = _get_current_function_mode_stack
 #: Calls of a loss that are noted, and bytes of their results, at most.

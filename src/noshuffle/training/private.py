@@ -53,9 +53,11 @@ from noshuffle.training.check import (
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.hooks import at_work, guard
+from noshuffle.training.outcome import Outcome
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
-from noshuffle.training.step import Outcome, Parts, Step
+from noshuffle.training.step import Step
+from noshuffle.training.step_parts import Parts
 from noshuffle.training.unchanged import PrivateOptimizer
 
 

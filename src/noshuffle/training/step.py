@@ -18,134 +18,27 @@ The order is strict for a replay, a batch in parts, and on_violation="drop" with
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from noshuffle.clipping import Clip, ClippedSum, ModelLoss
-from noshuffle.clipping.looks import Listeners, Look
+from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
-from noshuffle.release.release import Release
 from noshuffle.release.units import Ids
-from noshuffle.training.hooks import ParameterGuard
+from noshuffle.training.generators import seeded
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
-
-
-class Engine(Protocol):
-    """What a clipping engine offers."""
-
-    def clipped_sum(
-        self,
-        model: nn.Module,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        *,
-        clip: Clip,
-        units: Tensor | None = None,
-        reduce: str = "sum",
-        weights: Tensor | None = None,
-    ) -> ClippedSum: ...
-
-
-@dataclass(frozen=True, repr=False)
-class Outcome:
-    """What a step saw: raw figures, for whoever holds the data anyway; logs do not show them."""
-
-    losses: Tensor
-    norms: Tensor
-    bad: Tensor
-    dropped: int
-    #: A released step that could not be repeated, and was passed over: nothing was updated.
-    is_skipped: bool = field(default=False, kw_only=True)
-    #: The losses in ordinary memory, where they are there already.
-    shown: Tensor | None = None
-
-    def __repr__(self) -> str:
-        return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"
-
-    @property
-    def nonfinite(self) -> int:
-        """How many units had a NaN or infinite gradient and contributed zero."""
-        return int(self.bad.sum())
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the finite examples (NaN if there are none)."""
-        own = self.losses if self.shown is None else self.shown
-        if own.device.type != "cpu" or own.dtype is not torch.float32:
-            own = own.to("cpu", torch.float64)
-        return mean_of_finite(own.numpy())
-
-
-def mean_of_finite(losses: NDArray[Any]) -> float:
-    """The mean in double precision, by NumPy: in a fraction of torch's time."""
-    with np.errstate(all="ignore"):  # ∞ − ∞ is no news here
-        mean = float(losses.sum(dtype=np.float64)) / len(losses) if len(losses) else math.nan
-    if math.isfinite(mean):  # so are all of them, and the selection below need not be made
-        return mean
-    finite = losses[np.isfinite(losses)]
-    return float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
-
-
-@dataclass
-class Parts:
-    """Everything a step is made of."""
-
-    model: nn.Module
-    parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    engine: Engine
-    release: Release
-    groups_users: bool
-    reduce: str
-    drop: bool
-    #: Whether a released step whose sum comes out otherwise is passed over instead of refused.
-    skips_replays: bool = False
-    #: Inputs of the first batch of a loader that was checked, until the first step has seen them.
-    first_rows: Tensor | None = field(default=None, repr=False)
-    #: Whether the run was closed: an engine may go on elsewhere.
-    is_over: bool = field(default=False, init=False)
-    #: Whether the model was found to mix examples.
-    is_mixing: bool = field(default=False, init=False)
-    guard: ParameterGuard = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self.guard = ParameterGuard(self.model, self.parameters)
-        self.device = next(iter(self.parameters.values())).device
-        self.ledger, self.noise = self.release.ledger, self.release.noise
-        self.threshold, self.secret = self.release.threshold, self.release.secret
-        if isinstance(listeners := getattr(self.engine, "listeners", None), Listeners):
-            listeners.add(self.heard)
-
-    def heard(self, model: nn.Module, look: Look) -> None:
-        """Write down what a look at the model found.
-
-        Guarantees: where examples mixed in steps that may have been released, the ledger has it on
-        the disk when this returns, and statement.json says so.
-        """
-        if model is self.model and not self.is_over:
-            self.is_mixing = self.is_mixing or bool(look.mixes)
-            if self.ledger.look(look.kind, mixes=look.mixes, size=look.size):
-                self.release.write_statement()
-
-    @property
-    def planned_batch(self) -> float:
-        """What the coming step is divided by."""
-        return self.release.divisor_now
-
+from noshuffle.training.outcome import Outcome
+from noshuffle.training.step_parts import Parts
 
 #: The clipped sum of one part of a batch by another way than the engine's, to be read before the
 #: next one (`compiled.blocks`); None where the engine has to do it.
@@ -365,25 +258,3 @@ def check_in_step(parts: Parts, index: int) -> None:
         raise InvalidInput("a private step needs gradients; take it outside torch.inference_mode()")
     parts.release.check_in_step(index)
     parts.guard.check()
-
-
-def generators(device: torch.device) -> list[torch.Generator]:
-    """torch's generators of host and device."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's generators of host and device as this seed sets them; then as they were before."""
-    before = [(generator, generator.get_state()) for generator in generators(device)]
-    for generator, _ in before:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)

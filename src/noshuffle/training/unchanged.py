@@ -37,17 +37,12 @@ from noshuffle.clipping.looks import Look, kind_of
 from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.check import warn_if_trained_before
+from noshuffle.training.generators import seeded
+from noshuffle.training.loop_pass import Pass, check_factors, inputs_of, size_of, versions
 from noshuffle.training.outputs import tensors_of
-from noshuffle.training.passes import (
-    Listener,
-    Pass,
-    are_cleared,
-    check_factors,
-    inputs_of,
-    size_of,
-    versions,
-)
-from noshuffle.training.step import Parts, Step, seeded
+from noshuffle.training.passes import Listener, are_cleared
+from noshuffle.training.step import Step
+from noshuffle.training.step_parts import Parts
 
 MASKS = (
     "the second pass of `loss.backward()` gives other outputs than the first: it draws other "

@@ -21,7 +21,8 @@ from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.training.compiled.choice import reseed
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
-from noshuffle.training.step import Parts, generators
+from noshuffle.training.generators import generators
+from noshuffle.training.step_parts import Parts
 
 #: Sizes of blocks that are captured: the usual one, and that of the last block of a batch.
 MOST_SIZES = 2

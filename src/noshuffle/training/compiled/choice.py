@@ -27,7 +27,7 @@ from noshuffle.training.compiled.flat import Sums
 from noshuffle.training.compiled.graphs import repeatable
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.sum import candidates
-from noshuffle.training.step import generators
+from noshuffle.training.generators import generators
 
 #: The fact of a ledger that names the form, and whether it is exact.
 FACT = "program"

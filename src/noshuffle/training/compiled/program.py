@@ -29,7 +29,7 @@ from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, repeatable, warmed
 from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.update import Held, Update
-from noshuffle.training.step import Parts
+from noshuffle.training.step_parts import Parts
 
 Rows = NDArray[np.float32]
 

@@ -31,7 +31,7 @@ from noshuffle.release.digest import Keys
 from noshuffle.release.threshold import AdaptiveThreshold, CountedThreshold, ScheduledThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
-from noshuffle.training.step import Parts
+from noshuffle.training.step_parts import Parts
 
 #: Models beyond this are bound by arithmetic, not by launches, and want their memory (a ViT-B/16 of
 #: 86 M is not: 64 images take 39 ms as a graph and 103 without one on an H200).

@@ -34,15 +34,10 @@ from noshuffle.release.units import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.update import Update, update_for
-from noshuffle.training.step import (
-    Outcome,
-    Parts,
-    check_in_step,
-    compare_rows,
-    mean_of_finite,
-    rows_kept,
-    seeded,
-)
+from noshuffle.training.generators import seeded
+from noshuffle.training.outcome import Outcome, mean_of_finite
+from noshuffle.training.step import check_in_step, compare_rows, rows_kept
+from noshuffle.training.step_parts import Parts
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
 MOST_UPDATES = 4

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from noshuffle.clipping.objective import take
 from noshuffle.release import digest, fingerprint
 from noshuffle.release.units import Ids
-from noshuffle.training.step import seeded
+from noshuffle.training.generators import seeded
 
 
 def blocks_of(size: int, users: Ids | None, *, block: int) -> list[Ids]:

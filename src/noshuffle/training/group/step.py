@@ -39,7 +39,9 @@ from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
-from noshuffle.training.step import Outcome, Parts, Step, rows_kept
+from noshuffle.training.outcome import Outcome
+from noshuffle.training.step import Step, rows_kept
+from noshuffle.training.step_parts import Parts
 
 
 @dataclass

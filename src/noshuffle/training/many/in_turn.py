@@ -33,7 +33,7 @@ from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
 from noshuffle.training.compiled.flat import TotalFn
 from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
-from noshuffle.training.step import seeded
+from noshuffle.training.generators import seeded
 
 #: Streams of a GPU that the runs are dealt to.
 STREAMS = 4

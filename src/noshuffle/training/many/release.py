@@ -39,8 +39,8 @@ from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
 from noshuffle.release.spending import gaussian_sum
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.generators import seeded
 from noshuffle.training.many.setting import wide
-from noshuffle.training.step import seeded
 
 TOGETHER = "This is the guarantee of showing {} runs on the same data, all of them together."
 
