@@ -17,6 +17,7 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.release.release import Release
+from noshuffle.release.verify import verify
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
 from noshuffle.training.augment import Augment, mean_over_copies
@@ -135,6 +136,9 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "whitened": lambda x: (x - x.mean()) / x.std(),
     "in another order": lambda x: x[torch.randperm(len(x))],
     "by all": lambda x: x * (torch.rand(()) if x.sum() > 0 else 3.0) - x.max(),
+    "by the largest, which most rows have": lambda x: x / x.clamp(max=0.5).max(),
+    "by the range of all": lambda x: x / 255 if x.abs().max() > 100 else x,
+    "by what is not finite in any": lambda x: x if x.isfinite().all() else x.nan_to_num() * 0,
 }
 
 
@@ -150,6 +154,37 @@ def test_a_transform_that_mixes_rows_is_refused(mix: str) -> None:
     run.step(LOSS, x[:1], y[:1], ids=[0])
     run.step(LOSS, x[1:], y[1:], ids=[1, 2, 3])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_transform_that_begins_to_mix_makes_the_run_not_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks after the first one come at random; here at the second of two calls."""
+    monkeypatch.setattr("noshuffle.training.augment.next_quick", lambda calls, rarely: calls + 2)
+    x, y = data()
+    late = {"mixes": False}
+    ways = Augment(copies=2, transform=lambda x: x - x.mean() if late["mixes"] else x * 1.5)
+    run = private(augment=ways, run=tmp_path / "run")
+    run.step(LOSS, x[:2], y[:2], ids=[0, 1])
+    late["mixes"] = True
+    run.step(LOSS, x[2:], y[2:], ids=[2, 3])
+    with pytest.raises(InvalidInput, match="every row alone"):
+        run.step(LOSS, x[:2], y[:2], ids=[0, 1])
+    found = run.ledger.mixing()
+    assert [(look["since"], look["step"]) for look in found] == [(0, 2)]
+    run.close()
+    assert "every row alone" in str(verify(tmp_path / "run").not_private)
+
+
+def test_a_transform_may_refuse_extreme_rows() -> None:
+    def strict(x: Tensor) -> Tensor:
+        assert x.isfinite().all()
+        return x.tanh()
+
+    x, y = data()
+    run = private(augment=Augment(copies=2, transform=strict))
+    run.step(LOSS, x, y, ids=range(4))
+    assert run.steps_released == 1
 
 
 def test_draws_are_secret_where_rows_may_be_missing() -> None:

@@ -14,7 +14,7 @@ Training then sees images (batch, K, …), and needs ids: a row looks different 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,23 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.looks import Look, next_quick
 from noshuffle.clipping.objective import Criterion, row_losses
+from noshuffle.clipping.trial_rows import extremes
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
 from noshuffle.training.generators import seeded
 from noshuffle.training.rng import restore_rng, rng_state
 
 #: The part of a step whose seed copies are drawn from; no batch comes in so many.
 COPIES = 2**20
+#: How much more rarely than a model a transform is looked at: a look calls it a dozen times.
+_RARELY = 4
+#: By what the ledger knows looks at a transform.
+_KIND = "transform of augment="
+_MIXES = (
+    "transform must treat every row alone, and draw from the generators of torch; a copy came out "
+    "otherwise beside other rows"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +49,7 @@ class Augment:
     Images are moved by up to `shift` pixels (their border is mirrored outwards) and, with
     `mirror`, turned left to right every other time. A `transform` of one's own is called once for
     every copy with the whole batch and gives one of the same size; it must treat rows alone, which
-    a run tries on its first batch.
+    a run tries on its first batch, and at random on later ones (`CopiedBatches`).
     """
 
     copies: int
@@ -72,23 +82,22 @@ class Augment:
     def check_alone(self, x: Tensor) -> bool:
         """Raise if a copy changes with the other rows of its batch: clipping would bound nothing.
 
-        Tried with other rows in the place of some, under the same random numbers, which are put
-        back. False where there are too few rows to tell.
+        Tried with other rows, zeros and extreme rows in the place of some, under the same random
+        numbers, which are put back. False where there are too few rows to tell.
         """
         if self.transform is None or len(x) < 2:
             return self.transform is None
-        state, picks = rng_state(), torch.Generator().manual_seed(0)
+        state = rng_state()
         try:
             truth = self(x)
-            for _ in range(4):
-                stays = torch.rand(len(x), generator=picks).to(x.device) < 0.5
+            for stays, beside in _other_batches(x):
                 restore_rng(state)
-                beside = self(x.where(stays.reshape(-1, *[1] * (x.dim() - 1)), x.roll(1, 0)))
-                if not torch.allclose(beside[stays], truth[stays], 1e-3, 1e-5, equal_nan=True):
-                    raise InvalidInput(
-                        "transform must treat every row alone, and draw from the generators of "
-                        "torch; a copy came out otherwise beside other rows"
-                    )
+                try:
+                    found = self(beside)[stays]
+                except Exception:  # it refuses such rows, and would stop a step with one
+                    continue
+                if not torch.allclose(found, truth[stays], 1e-3, 1e-5, equal_nan=True):
+                    raise InvalidInput(_MIXES)
         finally:
             restore_rng(state)
         return True
@@ -108,6 +117,25 @@ class Augment:
         flat = x.flatten(2).unsqueeze(1).expand(-1, self.copies, -1, -1)
         index = places.flatten(2).unsqueeze(2).expand(-1, -1, x.shape[1], -1)
         return flat.gather(3, index).reshape(size, self.copies, x.shape[1], height, width)
+
+
+def _other_batches(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Which rows are as they were, and the batch: others among them, none, and extreme ones.
+
+    Whatever goes by the largest number of a batch (`x / x.max()`) comes out the same while another
+    row has that number, too: zeros take all others away, and an extreme row is beyond them.
+    """
+    picks = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        stays = torch.rand(len(x), generator=picks).to(x.device) < 0.5
+        rows = stays.reshape(-1, *[1] * (x.dim() - 1))
+        yield stays, x.where(rows, x.roll(1, 0))
+        yield stays, x.where(rows, torch.zeros_like(x))
+    for place, alone in enumerate(extremes((x[[1, 0]],))):
+        far = place % len(x)  # one row after the other, beside all the rest as they are
+        stays = torch.arange(len(x), device=x.device) != far
+        (pair,) = alone
+        yield stays, torch.cat([x[:far], pair[1:], x[far + 1 :]])
 
 
 def augment_of(wanted: int | Augment | None) -> Augment | None:
@@ -141,13 +169,16 @@ def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
 class CopiedBatches:
     """The batches of one run with copies of their rows, drawn as a replay would draw them.
 
-    State: the last loss, over copies, and whether a transform was found to treat rows alone.
+    A transform is tried on the first batch of a process and then at calls that are drawn, each
+    with probability 1/64; `tell` hears what was found, as it does of a model (`clipping.looks`).
+
+    State: the last loss, over copies, and at which call the transform is tried next.
     """
 
-    def __init__(self, augment: Augment) -> None:
-        self._augment = augment
+    def __init__(self, augment: Augment, tell: Callable[[Look], None]) -> None:
+        self._augment, self._tell = augment, tell
         self._spread: tuple[Any, ModelLoss] | None = None
-        self._is_tried = False
+        self._calls = self._due = 0
 
     def of(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any, *, seed: int
@@ -161,5 +192,19 @@ class CopiedBatches:
             self._spread = (loss_fn, mean_over_copies(loss_fn))
         with seeded(seed, batch[0].device):
             copies = self._augment(batch[0])
-            self._is_tried = self._is_tried or self._augment.check_alone(batch[0])
+            if self._augment.transform is not None:
+                self._look(batch[0])
         return self._spread[1], (copies, *batch[1:])
+
+    def _look(self, x: Tensor) -> None:
+        """Raise if the transform mixes rows; the steps before may then not be covered."""
+        if self._calls >= self._due:
+            try:
+                is_tried = self._augment.check_alone(x)
+            except InvalidInput as reason:
+                self._tell(Look(_KIND, str(reason)))
+                raise
+            if is_tried:
+                self._tell(Look(_KIND))
+                self._due = next_quick(self._calls, rarely=_RARELY)
+        self._calls += 1

@@ -27,6 +27,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ class Private(OneOwner):
         self._outcome: Outcome | Pending | None = None
         self._attached: dict[str, Any] = {}
         self.augment = augment
-        self._copies = None if augment is None else CopiedBatches(augment)
+        self._copies = None
+        if augment is not None:
+            self._copies = CopiedBatches(augment, tell=partial(parts.heard, parts.model))
         #: The average of iterates, if one was asked for; see `training.average`.
         self.average: IterateAverage | None = None
         if average is not None:
