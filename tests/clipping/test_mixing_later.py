@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping import Flat, Ghost
+from noshuffle.clipping import Flat, Ghost, PerExample
 from noshuffle.clipping.looks import Look, next_full, next_quick
 
 LOSS = nn.CrossEntropyLoss()
@@ -160,3 +160,17 @@ def test_a_loss_that_all_but_cancels_may_move_as_far_as_rounding(
         for _ in range(8):
             engine.clipped_sum(model, loss, (x, sizes), clip=Flat(1.0))
     assert any("whole model" in line for line in engine.fallbacks) == is_found
+
+
+@pytest.mark.parametrize("size", [4, 9, 40])
+def test_labels_stay_in_their_range_while_a_batch_is_looked_at(size: int) -> None:
+    """Looks move numbers by roundings; binary_cross_entropy refuses labels above one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid())
+    x, y = torch.randn(size, 3), torch.randint(2, (size, 2)).float()
+    engine = Ghost()
+    for loss_fn in (nn.BCELoss(), lambda out, y: nn.functional.binary_cross_entropy(out, y)):
+        found = engine.clipped_sum(model, loss_fn, (x, y), clip=Flat(0.1))
+        wanted = PerExample().clipped_sum(model, loss_fn, (x, y), clip=Flat(0.1))
+        for name, value in wanted.values.items():
+            torch.testing.assert_close(found.values[name], value)
