@@ -20,7 +20,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.isolation_check import alone_still, is_low, loss_tolerance, with_same_rng
@@ -30,7 +29,7 @@ from noshuffle.clipping.products import roundoff, wide
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import finite_rows, lengths, rounded, usual
+from noshuffle.clipping.trial_rows import finite_rows, lengths, of_rounded, usual
 
 #: So many examples of a batch keep their place while the others are exchanged.
 FEW_ROWS = 6
@@ -139,7 +138,7 @@ def _apart(
         moved = length(grads, _gradient(there, params)) if other == others[0] else 0.0
         is_asked = is_asked and math.isfinite(moved)
         if moved > share * length(grads) + 1e-12:
-            room = length(grads, _gradient(run(tree_map(rounded, rows))[kept], params))
+            room = length(grads, _gradient(of_rounded(run, rows)[kept], params))
             if moved > share * length(grads) + 4.0 * room:
                 raise Mixes(
                     "the gradient of an example changes with the other examples of its batch"
@@ -181,7 +180,7 @@ def _among_themselves(
         found = run(few)
         if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
             return False
-        moved = (run(tree_map(rounded, few)) - found).abs()
+        moved = (of_rounded(run, few) - found).abs()
     among_all = losses.detach()[picks.to(losses.device)]
     for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
         # Where examples stay apart, one that is not finite is that in any batch.
@@ -207,7 +206,7 @@ def _by_few(
     alone = _gradient(run(few), params)
     gap, size = length(grads, alone), length(grads)
     if gap > share * size + 1e-12:
-        room = length(alone, _gradient(run(tree_map(rounded, few)), params))
+        room = length(alone, _gradient(of_rounded(run, few), params))
         if gap > share * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with the number of examples")
 
@@ -263,7 +262,7 @@ def _adds_up(
     gap, size = length(due, both), length(both)
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
         # terms that all but cancel may move as far as rounding moves them
-        room = length(both, of_all(tree_map(rounded, rows)))
+        room = length(both, of_rounded(of_all, rows))
         if gap > 2e-2 * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with those of the others")
     return math.isfinite(gap)
@@ -285,7 +284,7 @@ def _stays(
     low: bool,
 ) -> bool:
     """Whether losses that differ are the same from run to run, and firm against rounding."""
-    room = (run(tree_map(rounded, rows))[kept] - own).detach().abs().double()
+    room = (of_rounded(run, rows)[kept] - own).detach().abs().double()
     return _same(own, run(rows)[kept], low=low) and not _same(own, there, low=low, room=4.0 * room)
 
 

@@ -42,7 +42,7 @@ from noshuffle.clipping.trial_rows import (
     extremes,
     finite_rows,
     first_rows,
-    rounded,
+    of_rounded,
     unlike_pair,
     usual,
 )
@@ -154,7 +154,7 @@ def _counted(
                 return
         three, more = run(take(pair, torch.tensor([0, 1, 1]))), _beside(run, pair, batch)
         has_room = later is not None
-        moved = (run(tree_map(rounded, pair)) - two).abs() if has_room else torch.zeros_like(two)
+        moved = (of_rounded(run, pair) - two).abs() if has_room else torch.zeros_like(two)
         grads = [_first_gradient(run, take(pair, torch.tensor(i)), params) for i in _MANY]
     if grads[0] and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
         raise Mixes("the gradient of an example changes with the number of examples")

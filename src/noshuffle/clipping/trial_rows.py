@@ -10,9 +10,9 @@ The trial is about the model, not about the data. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from noshuffle.clipping.layers import NotNow
 from noshuffle.clipping.objective import Batch, batch_size, take
 
+FoundT = TypeVar("FoundT")
 #: Factors of absolute values, and what is put in their place.
 EXTREMES = (1e4, math.inf, -1e4, math.nan)
 #: An example with a number so many times as large as is usual is not tried.
@@ -87,20 +88,32 @@ def unlike_pair(batch: Batch) -> Batch:
     return pair
 
 
-def rounded(t: Any) -> Any:
-    """Real numbers moved by some roundings, each second one the other way, none beyond the largest:
-    a loss may refuse labels outside their range (`binary_cross_entropy`).
-
-    >>> bool((rounded(torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.5, 1.0]])) <= 1).all())
-    True
-    """
-    if not isinstance(t, Tensor) or not t.is_floating_point() or not t.numel():
+def rounded(t: Any, *, has_whole: bool = True) -> Any:
+    """Real numbers moved by some roundings, each second one the other way; tensors of whole ones
+    only if `has_whole`."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return t
+    if not has_whole and bool((t == t.round()).all()):
         return t
     signs = torch.ones(t.shape[1:].numel(), device=t.device, dtype=t.dtype)
     signs[1::2] = -1.0
-    step = t * (16.0 * torch.finfo(t.dtype).eps)
-    moved = t + step * signs.reshape(t.shape[1:])
-    return torch.where(moved.abs() > t.abs().max(), t - step / 2, moved)
+    return t + t * signs.reshape(t.shape[1:]) * (16.0 * torch.finfo(t.dtype).eps)
+
+
+def of_rounded(run: Callable[[Batch], FoundT], rows: Batch) -> FoundT:
+    """What `run` makes of rows that were moved by some roundings.
+
+    A loss may refuse labels that are not whole (`Bernoulli.log_prob`) or beyond a range
+    (`binary_cross_entropy`): then whole numbers stay, or all of them.
+    """
+    for has_whole in (True, False):
+        try:
+            return run(tree_map(partial(rounded, has_whole=has_whole), rows))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):
+            continue
+    return run(rows)
 
 
 def extremes(pair: Batch, hows: Sequence[float] = EXTREMES) -> Iterator[Batch]:
