@@ -277,6 +277,29 @@ def test_accumulation_is_one_release():
     assert private.steps_released == 1
 
 
+def test_the_same_examples_do_not_come_in_two_parts_of_a_step():
+    """Two losses of the same rows would be clipped apart: one example moved a sum by two norms."""
+    x, y = data()
+    private = make(network(), plan_of(z=1.0))
+
+    def twice():
+        with private.accumulate() as step:
+            for _ in range(2):
+                step.add(LOSS, (x[:6], y[:6]))
+
+    with pytest.raises(ParticipationViolation, match="count twice"):
+        twice()
+    private.model(x[:6]).square().mean().backward()
+    LOSS(private.model(x[:6]), y[:6]).backward()
+    with pytest.raises(ParticipationViolation, match="count twice"):
+        private.optimizer.step()
+    assert private.steps_released == 0
+    with private.accumulate() as step:
+        for rows in (x[:6], x[:0], x[:0], x[6:9]):  # parts without rows are the same
+            step.add(LOSS, (rows, y[: len(rows)]))
+    assert private.steps_released == 1
+
+
 def test_several_parameter_groups_receive_their_own_noise_and_rates():
     x, y = data()
     model, same = network(), network()

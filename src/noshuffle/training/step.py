@@ -30,7 +30,7 @@ from torch import Tensor
 
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
-from noshuffle.errors import InvalidInput, ProbablyNotMeant
+from noshuffle.errors import InvalidInput, ParticipationViolation, ProbablyNotMeant
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
@@ -99,7 +99,8 @@ class Step:
         else:
             if own is None:
                 named = batch if data is None else data
-                self._prints.append(fingerprint.of_batch(named, None, secret=parts.secret))
+                found = fingerprint.of_batch(named, None, secret=parts.secret)
+                self._name_part(found, rows=size)
             admission = self._admit(is_partial=not is_last)
         self._admission = admission if is_last else None
         keep = None if admission is None else rows_kept(admission, size)
@@ -203,6 +204,18 @@ class Step:
                 "count as several contributions; group them"
             )
         return own
+
+    def _name_part(self, found: bytes, *, rows: int) -> None:
+        """Take note of the fingerprint of a part; without ids its content is all it is known by.
+
+        Two losses of the same rows, each with a pass of its own, would be clipped apart.
+        """
+        if rows and found in self._prints:
+            raise ParticipationViolation(
+                f"two parts of step {self.index} hold the same examples, which would count twice; "
+                "have one loss for both, or pass ids= if they are different examples"
+            )
+        self._prints.append(found)
 
     def _settle(self) -> None:
         """Wait for a fingerprint that is on its way, and have leave for the batch with it."""
