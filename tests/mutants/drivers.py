@@ -137,7 +137,7 @@ DRIVERS = (
     Mutant(
         "an augmentation may mix rows",
         "training/augment.py",
-        "if not torch.allclose(beside[stays], truth[stays], 1e-3, 1e-5, equal_nan=True):",
+        "if not torch.allclose(found, truth[stays], 1e-3, 1e-5, equal_nan=True):",
         "if False:",
         ("tests/training/test_augment.py::test_a_transform_that_mixes_rows_is_refused",),
         "P3",
