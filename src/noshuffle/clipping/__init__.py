@@ -13,6 +13,7 @@ adaptive    a threshold that follows a quantile         causal_lm the loss of la
 norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
 captured    what a loss takes from around it            batch_check  are all of a batch apart?
 looks       when a model is looked at again             later_looks  what is asked then
+look_runs   runs of a look, under the same draws        batch_gradients  and on the way back?
 """
 
 from noshuffle.clipping.causal_lm import next_token

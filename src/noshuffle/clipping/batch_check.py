@@ -5,8 +5,8 @@
 
 Shapes, masks of dropout and the sizes that a model branches on are the same in both, so hardly a
 bit of a loss may differ; that is asked with x short (padding that is cut to the longest of a batch)
-and with x long. With gradients, that of all losses must also be the sum of those of some and of the
-others. Some examples are also run among themselves. What is found here and not in two examples
+and with x long. Some examples are also run among themselves. With gradients, `batch_gradients` asks
+the same of theirs. What is found here and not in two examples
 (`isolation_check`): examples that mix in batches of one size or parity, or from a number on, in the
 forward pass or on the way back. No state.
 """
@@ -21,11 +21,19 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from noshuffle.clipping.batch_gradients import adds_up, same_beside, same_by_few
 from noshuffle.clipping.check import as_written, trainable
-from noshuffle.clipping.isolation_check import alone_still, is_low, loss_tolerance, with_same_rng
+from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
+from noshuffle.clipping.look_runs import (
+    finite_gradients,
+    gradient_of,
+    is_low,
+    loss_tolerance,
+    with_same_rng,
+)
 from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
-from noshuffle.clipping.products import roundoff, wide
+from noshuffle.clipping.products import roundoff
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
@@ -101,7 +109,10 @@ def apart_in(
                 if params and (not is_asked or len(good) < batch_size(rows)):
                     rows = _filled(rows, good)  # beside huge gradients all others are as nothing
                     if not _apart(model, run, rows, params):
-                        _apart(model, run, _of_finite_gradients(run, rows, params), params)
+                        good = finite_gradients(run, rows, params)
+                        if not len(good):
+                            raise NotNow("no gradient of an example is finite")
+                        _apart(model, run, _filled(rows, good), params)
             return
         except torch.OutOfMemoryError:
             rows = take(rows, slice(batch_size(rows) // 2))
@@ -122,48 +133,26 @@ def _apart(
         raise NotNow("no loss of the examples that were chosen is finite")
     own = losses[kept]
     low = is_low(model, own) or roundoff(next(model.parameters())) > 0.0
-    grads = _gradient(own, params)
+    grads = gradient_of(own, params)
     is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
     if _among_themselves(run, rows, losses, low=low):
-        _by_few(run, rows, kept, grads, params, low=low)
-    is_asked = _adds_up(run, rows, losses, kept, grads, params) and is_asked
-    share = 2e-2 if low else 1e-4
+        same_by_few(run, rows, kept, grads, params, low=low)
+    is_asked = adds_up(run, rows, losses, kept, grads, params) and is_asked
     for other in others:
         index = torch.full((len(losses),), other)
         index[kept] = kept
         there = run(take(rows, index))[kept]
         if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
             raise Mixes("the loss of an example changes with the other examples of its batch")
-        moved = length(grads, _gradient(there, params)) if other == others[0] else 0.0
-        is_asked = is_asked and math.isfinite(moved)
-        if moved > share * length(grads) + 1e-12:
-            room = length(grads, _gradient(of_rounded(run, rows)[kept], params))
-            if moved > share * length(grads) + 4.0 * room:
-                raise Mixes(
-                    "the gradient of an example changes with the other examples of its batch"
-                )
+        if other == others[0]:
+            is_asked = same_beside(run, rows, kept, grads, there, params, low=low) and is_asked
     return is_asked
 
 
 def _filled(rows: Batch, part: Tensor) -> Batch:
     """As many rows, all of them from a part."""
     return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
-
-
-def _of_finite_gradients(
-    run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
-) -> Batch:
-    """As many rows, all from a part of the batch whose gradients are finite: the first half, or the
-    second, or a quarter … or one example."""
-    size, pieces = batch_size(rows), 1
-    while pieces < size:
-        pieces = min(2 * pieces, size)
-        for part in torch.arange(size).chunk(pieces):
-            losses = run(take(rows, part.repeat(2) if len(part) == 1 else part))
-            if bool(losses.isfinite().all()) and math.isfinite(length(_gradient(losses, params))):
-                return _filled(rows, part)
-    raise NotNow("no gradient of an example is finite")
 
 
 def _among_themselves(
@@ -189,28 +178,6 @@ def _among_themselves(
     return True
 
 
-def _by_few(
-    run: Callable[..., Tensor],
-    rows: Batch,
-    kept: Tensor,
-    grads: Sequence[Tensor | None],
-    params: Sequence[nn.Parameter],
-    *,
-    low: bool,
-) -> None:
-    """Raise unless the examples that were kept have their gradient without the others.
-
-    Batches of other sizes go through other kernels, so there is more room for rounding.
-    """
-    few, share = take(rows, kept), 0.2 if low else 5e-2
-    alone = _gradient(run(few), params)
-    gap, size = length(grads, alone), length(grads)
-    if gap > share * size + 1e-12:
-        room = length(alone, _gradient(of_rounded(run, few), params))
-        if gap > share * size + 4.0 * room:
-            raise Mixes("the gradient of an example changes with the number of examples")
-
-
 def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
     """Who keeps its place, short ones and others; and the examples, short and long, that the rest
     becomes."""
@@ -224,48 +191,6 @@ def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
     short = [i for i in drawn if long[i] == long[order[0]]] or order[:1]
     tall = [i for i in drawn if long[i] == long[order[-1]]] or order[-1:]
     return torch.tensor(kept), [short[0], tall[-1]]
-
-
-def _gradient(losses: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradient of a sum of losses; none without parameters."""
-    if not params or not losses.requires_grad:
-        return []
-    with torch.enable_grad():
-        total = losses.sum()
-    with with_same_rng(params):  # a backward pass may draw, too
-        return list(torch.autograd.grad(total, params, allow_unused=True))
-
-
-def _adds_up(
-    run: Callable[[Batch], Tensor],
-    rows: Batch,
-    losses: Tensor,
-    kept: Tensor,
-    grads: Sequence[Tensor | None],
-    params: Sequence[nn.Parameter],
-) -> bool:
-    """Raise unless the gradient of all losses is that of some and that of the others; False if
-    these are not finite."""
-    if not grads:
-        return True
-    rest = losses.detach().isfinite()
-    rest[kept] = False
-    if not bool(rest.any()):
-        return True
-
-    def of_all(given: Batch) -> list[Tensor | None]:
-        found = run(given)
-        return _gradient(torch.cat([found[kept], found[rest]]), params)
-
-    others, both = _gradient(run(rows)[rest], params), of_all(rows)
-    due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
-    gap, size = length(due, both), length(both)
-    if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
-        # terms that all but cancel may move as far as rounding moves them
-        room = length(both, of_rounded(of_all, rows))
-        if gap > 2e-2 * size + 4.0 * room:
-            raise Mixes("the gradient of an example changes with those of the others")
-    return math.isfinite(gap)
 
 
 def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) -> bool:

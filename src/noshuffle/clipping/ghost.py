@@ -35,7 +35,7 @@ from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.isolation_check import probe, tried, with_same_rng
+from noshuffle.clipping.isolation_check import tried
 from noshuffle.clipping.later_looks import LaterLooks, mixes_at
 from noshuffle.clipping.layers import (
     ExampleAxes,
@@ -46,6 +46,7 @@ from noshuffle.clipping.layers import (
     find_layout,
     read,
 )
+from noshuffle.clipping.look_runs import probe, with_same_rng
 from noshuffle.clipping.looks import Listeners, Look, kind_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (

@@ -8,7 +8,7 @@ Nothing of size batch × model is written out, but for layers without a rule. `g
 the model beforehand (`layers`, layout, route) and checks it. State: what a route learns.
 
 >>> from noshuffle.clipping.layers import find_layout, read
->>> from noshuffle.clipping.isolation_check import probe
+>>> from noshuffle.clipping.look_runs import probe
 >>> model, batch = nn.Linear(2, 3), (torch.randn(5, 2), torch.randint(3, (5,)))
 >>> layers = read(model)
 >>> layout = find_layout(model, layers, probe(model, nn.CrossEntropyLoss(), batch))

@@ -20,8 +20,8 @@ examples that mix all fail here, and the caller then writes gradients out instea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ from torch.utils._pytree import tree_map
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
+from noshuffle.clipping.look_runs import (
+    finite_gradients,
+    gradient_of,
+    is_low,
+    loss_tolerance,
+    with_same_rng,
+)
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, wide
 from noshuffle.clipping.rule_check import all_exact, by_autograd, length
@@ -46,7 +53,6 @@ from noshuffle.clipping.trial_rows import (
     unlike_pair,
     usual,
 )
-from noshuffle.errors import InvalidInput
 
 #: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
 #: which takes megabytes.
@@ -117,16 +123,6 @@ def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
 _MANY = [0, 1], [0, 1, 1]
 
 
-def _first_gradient(
-    run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
-) -> list[Tensor | None]:
-    """The gradient of the loss of the first example, which stands beside others."""
-    if not params:
-        return []
-    with torch.enable_grad():
-        return list(torch.autograd.grad(run(rows)[0], params, allow_unused=True))
-
-
 def _counted(
     model: nn.Module,
     run: Callable[..., Tensor],
@@ -155,23 +151,14 @@ def _counted(
         three, more = run(take(pair, torch.tensor([0, 1, 1]))), _beside(run, pair, batch)
         has_room = later is not None
         moved = (of_rounded(run, pair) - two).abs() if has_room else torch.zeros_like(two)
-        grads = [_first_gradient(run, take(pair, torch.tensor(i)), params) for i in _MANY]
-    if grads[0] and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
+        with torch.enable_grad():
+            ran = (run(take(pair, torch.tensor(i)))[:1] for i in (_MANY if params else ()))
+            grads = [gradient_of(first, params) for first in ran]
+    if grads and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
         raise Mixes("the gradient of an example changes with the number of examples")
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
         if not all(abs(a - b) <= loss_tolerance(a, low=low) + room for b in others):
             raise Mixes("the loss of an example changes with the number of examples")
-
-
-def loss_tolerance(loss: float, *, low: bool) -> float:
-    """How far a loss may move with the number of examples: other kernels round otherwise."""
-    return 5e-2 * max(abs(loss), 0.2) if low else 1e-3 * max(abs(loss), 1e-3)
-
-
-def is_low(model: nn.Module, losses: Tensor) -> bool:
-    """Whether losses are made in half precision."""
-    low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
-    return low or torch.is_autocast_enabled(losses.device.type)
 
 
 def _beside_extremes(
@@ -233,35 +220,6 @@ def _sums_up(
         raise Mixes("the gradient of an example changes with the size of the others")
 
 
-@contextmanager
-def with_same_rng(model: nn.Module | Sequence[Tensor], seed: int = 0) -> Iterator[None]:
-    """Random numbers that leave the user's generators as they were, the same in every block, on the
-    devices of a model or of some tensors."""
-    held = list(model.parameters()) if isinstance(model, nn.Module) else model
-    devices = {p.device.index or 0 for p in held if p.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        if any(p.device.type not in ("cpu", "cuda") for p in held):
-            torch.manual_seed(seed)
-        else:  # torch 2.13 writes the call stack down for every kind of device that is missing
-            torch.default_generator.manual_seed(seed)
-            for device in devices:
-                torch.cuda.default_generators[device].manual_seed(seed)
-        yield
-
-
-def probe(model: nn.Module, loss_fn: Loss, batch: Batch) -> Callable[[int], Tensor]:
-    """A function that runs the first n examples, for looking at shapes."""
-
-    def run(n: int) -> Tensor:
-        with with_same_rng(model):
-            try:
-                return batch_losses(model, loss_fn, finite_rows(batch, *range(n)))
-            except InvalidInput as error:
-                raise NotByLayer(str(error)) from error
-
-    return run
-
-
 def tried(
     model: nn.Module,
     loss_fn: Loss,
@@ -276,6 +234,7 @@ def tried(
     few = take(few, usual(few))
     pair = unlike_pair(few)
     params = trainable(model)
+    own_params = list(params.values())
     tape = GradientTape(2, is_on=False)
 
     def run(rows: Batch, seed: int = 0) -> Tensor:
@@ -285,11 +244,12 @@ def tried(
     losses, truth = by_autograd(run, pair, params)
     if not _is_finite(losses, truth):
         # One example must not decide how the others are added up: that rounds them otherwise.
-        pair = unlike_pair(_of_finite_gradients(run, few, params))
+        some = take(few, slice(TRIAL_ROWS))
+        good = finite_gradients(run, some, own_params)
+        pair = unlike_pair(take(some, good) if len(good) else some)
         losses, truth = by_autograd(run, pair, params)
     if not _is_finite(losses, truth):
         raise NotNow("no loss of the first examples, or no gradient, is finite")
-    own_params = list(params.values())
     forms = _read_forms(model, forms_of, pair)
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
     low = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
@@ -310,20 +270,6 @@ def tried(
 
 def _is_finite(losses: Tensor, grads: Sequence[Sequence[Tensor | None]]) -> bool:
     return bool(torch.isfinite(losses).all()) and math.isfinite(sum(map(length, grads)))
-
-
-def _of_finite_gradients(
-    run: Callable[..., Tensor], batch: Batch, params: Mapping[str, nn.Parameter]
-) -> Batch:
-    """The first examples without those whose loss or gradient is not finite; all if none is.
-
-    A root at zero has a loss that is finite and a gradient that is not. In plain autograd that of
-    whoever stands beside it is not either (0·∞), so each stands beside its copy.
-    """
-    count = min(TRIAL_ROWS, batch_size(batch))
-    each = (by_autograd(run, take(batch, torch.tensor([i, i])), params) for i in range(count))
-    good = [i for i, found in enumerate(each) if _is_finite(*found)]
-    return take(batch, torch.tensor(good or range(count)))
 
 
 def _read_forms(

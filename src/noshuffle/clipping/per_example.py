@@ -32,8 +32,9 @@ from noshuffle.clipping.captured import CapturedTensors
 from noshuffle.clipping.check import UNCOMPILED, as_written, original, refuse_reentrant, trainable
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
-from noshuffle.clipping.isolation_check import REFUSALS, with_same_rng
+from noshuffle.clipping.isolation_check import REFUSALS
 from noshuffle.clipping.layers import NotNow
+from noshuffle.clipping.look_runs import with_same_rng
 from noshuffle.clipping.looks import Listeners, Look, kind_of, next_full
 from noshuffle.clipping.objective import (
     Batch,

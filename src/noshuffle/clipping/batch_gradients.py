@@ -1,0 +1,98 @@
+"""Whether gradients of a whole batch are made of those of its examples.
+
+    by few    the gradient of some losses is the same where those examples stand alone
+    adds up   the gradient of all losses is that of some and that of the others
+    moved     the gradient of some losses is the same where all other examples are exchanged
+
+`batch_check` asks, with the losses of the same rows. A backward pass that looks at other rows, at
+their number or at the size of their gradients is seen here only. No state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping.layers import Mixes
+from noshuffle.clipping.look_runs import gradient_of
+from noshuffle.clipping.objective import Batch, take
+from noshuffle.clipping.products import wide
+from noshuffle.clipping.rule_check import length
+from noshuffle.clipping.trial_rows import of_rounded
+
+
+def same_by_few(
+    run: Callable[..., Tensor],
+    rows: Batch,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[nn.Parameter],
+    *,
+    low: bool,
+) -> None:
+    """Raise unless the examples that were kept have their gradient without the others.
+
+    Batches of other sizes go through other kernels, so there is more room for rounding.
+    """
+    few, share = take(rows, kept), 0.2 if low else 5e-2
+    alone = gradient_of(run(few), params)
+    gap, size = length(grads, alone), length(grads)
+    if gap > share * size + 1e-12:
+        room = length(alone, gradient_of(of_rounded(run, few), params))
+        if gap > share * size + 4.0 * room:
+            raise Mixes("the gradient of an example changes with the number of examples")
+
+
+def adds_up(
+    run: Callable[[Batch], Tensor],
+    rows: Batch,
+    losses: Tensor,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    params: Sequence[nn.Parameter],
+) -> bool:
+    """Raise unless the gradient of all losses is that of some and that of the others; False if
+    these are not finite."""
+    if not grads:
+        return True
+    rest = losses.detach().isfinite()
+    rest[kept] = False
+    if not bool(rest.any()):
+        return True
+
+    def of_all(given: Batch) -> list[Tensor | None]:
+        found = run(given)
+        return gradient_of(torch.cat([found[kept], found[rest]]), params)
+
+    others, both = gradient_of(run(rows)[rest], params), of_all(rows)
+    due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
+    gap, size = length(due, both), length(both)
+    if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
+        # terms that all but cancel may move as far as rounding moves them
+        room = length(both, of_rounded(of_all, rows))
+        if gap > 2e-2 * size + 4.0 * room:
+            raise Mixes("the gradient of an example changes with those of the others")
+    return math.isfinite(gap)
+
+
+def same_beside(
+    run: Callable[..., Tensor],
+    rows: Batch,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    there: Tensor,
+    params: Sequence[nn.Parameter],
+    *,
+    low: bool,
+) -> bool:
+    """Raise unless the examples that were kept have their gradient where their losses are `there`,
+    beside others; False if these are not finite."""
+    moved, share = length(grads, gradient_of(there, params)), 2e-2 if low else 1e-4
+    if moved > share * length(grads) + 1e-12:
+        room = length(grads, gradient_of(of_rounded(run, rows)[kept], params))
+        if moved > share * length(grads) + 4.0 * room:
+            raise Mixes("the gradient of an example changes with the other examples of its batch")
+    return math.isfinite(moved)
