@@ -74,11 +74,17 @@ class PrivacyStatement:
     exact: bool
     assumptions: tuple[str, ...]
 
+    @property
+    def not_private(self) -> tuple[str, ...]:
+        """Why no ε holds, where assumptions say so."""
+        void = (said for said in self.assumptions if "NOT PRIVATE" in said)
+        return tuple(said.replace("NOT PRIVATE: ", "") for said in void)
+
     def headline(self) -> str:
         """The number and what it is a number of, in one line; that it does not hold, where an
         assumption says so."""
         kind, void = "exact" if self.exact else "upper bound", ""
-        if any("NOT PRIVATE" in said for said in self.assumptions):
+        if self.not_private:
             kind, void = "does not hold", "NOT PRIVATE: "
         return (
             f"{void}(ε = {self.epsilon:.4g}, δ = {self.delta:g})-DP per {self.unit}, "

@@ -79,7 +79,8 @@ class Budget:
 
     Guarantees: the runs that were let in are together (ε, δ)-private, however each was chosen by
     what was released before, as long as every run on this data draws on this budget and the
-    assumptions of their statements hold. Runs named by `unprotected` are apart from that.
+    assumptions of their statements hold. Runs named by `unprotected` are apart from that, and so
+    are those that turned out NOT PRIVATE (`not_private_runs`), whose charges stay.
     """
 
     def __init__(
@@ -171,8 +172,14 @@ class Budget:
         """Runs without a finite cost, by the names they were declared under."""
         return [one.what for one in self.entries() if not math.isfinite(one.cost.mu)]
 
+    def not_private_runs(self) -> list[str]:
+        """Runs that were let in and for which no ε holds, as was found later; and why."""
+        return [f"{one.what}: {one.not_private}" for one in self._state().void()]
+
     def total(self) -> Cost:
         """What all runs cost together, those under way as reserved; unprotected ones are apart.
+
+        Of runs that turned out NOT PRIVATE it is no cost: with their charges it bounds the others.
 
         Where units are followed, it is that of the unit that has spent most.
         """
@@ -185,9 +192,11 @@ class Budget:
 
     def words(self) -> str:
         """What was spent, and what it means, as text."""
-        entries, spent = self.entries(), self.total()
+        entries, spent, void = self.entries(), self.total(), self.not_private_runs()
+        who = f"{len(entries)} run(s) on this data"
+        does = f"NOT PRIVATE: no ε holds for {len(void)} of {who}; the others cost at most"
         lines = [
-            f"{len(entries)} run(s) on this data cost ε = {spent.epsilon(self.delta):.4g} at "
+            f"{does if void else f'{who} cost'} ε = {spent.epsilon(self.delta):.4g} at "
             f"δ = {self.delta:g} together ({spent.kind}), of ε = {self.epsilon:g}",
             f"unit: {self.limit['unit']}, {self.limit['neighbours']} neighbours; room for one more "
             f"run of ε = {self.left():.4g}",
@@ -196,6 +205,7 @@ class Budget:
         ]
         if self.is_individual:
             lines.append("units are followed one by one: the figure is that of the one with most")
+        lines += [f"NOT PRIVATE, its charge stays: {one}" for one in void]
         lines += [f"NOT PRIVATE, and not counted: {one}" for one in self.unprotected_runs()]
         return "\n".join(lines)
 

@@ -23,8 +23,9 @@ import numpy as np
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release.account import is_in_one_piece, uncounted
+from noshuffle.release.facts import void_notes
 from noshuffle.release.folder import RunFolder, take
-from noshuffle.release.ledger_tables import Evidence, broken_link
+from noshuffle.release.ledger_tables import Evidence, broken_link, described
 from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import spent
 from noshuffle.release.units import Ids
@@ -53,6 +54,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
         plan, evidence = run.plan(), Evidence(run.ledger_file)
         try:
             facts = evidence.bound()
+            void = void_notes(described(facts, (), (), evidence.mixing(), ends=(), units=None))
             rows = list(evidence.rows())
             told = {json.loads(event.body).get("keys") for event in evidence.log("life")}
             is_whole = broken_link(evidence.db) is None
@@ -69,5 +71,5 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
     elif rows and facts.get("identified_by") == "ids":
         units = np.unique(np.concatenate([row.units for row in rows]), return_counts=True)
     before = uncounted(run.ancestors(), origin)
-    said = spent(plan, steps, ancestors=before)
+    said = spent(plan, steps, ancestors=before).with_assumptions(*void)
     return DeadRun(said, None if before else plan, steps, units, nullcontext(lock), len(rows))

@@ -2,6 +2,7 @@
 
     open          a run and what it reserves
     settle        what it is charged now: at its end, or when it comes back
+    not_private   why no ε holds for a run that was let in
     unprotected   a name that a run without privacy may have
     ids           how runs tell units apart, where those are followed: 1 and "1" would be two
 
@@ -37,6 +38,8 @@ class Entry:
     #: Whether the units of the run are charged one by one instead of everybody.
     is_by_unit: bool = False
     own_units: dict[str, Any] | None = None
+    #: Why no ε holds for it, if that was found out.
+    not_private: str = ""
 
 
 @dataclass
@@ -68,6 +71,9 @@ class BooksState:
                 lives = (*old.lives, *body.get("lives", ()))
                 state.entries[old.id] = replace(new, lives=lives, **more)
                 state.units = body.get("units", state.units)
+            elif kind == "not_private":
+                old = state.entries[body["id"]]
+                state.entries[old.id] = replace(old, not_private=body["why"])
             elif kind == "ids":
                 state.kind_of_ids = body["kind"]
             elif kind == "unprotected":
@@ -75,9 +81,18 @@ class BooksState:
         return state
 
     def everybody(self, *, but: str = "") -> Cost:
-        """What every unit is charged, whatever it did; runs without a finite cost are apart."""
-        return total(
+        """What every unit is charged, whatever it did; runs without a finite cost are apart.
+
+        The charge of a run that turned out NOT PRIVATE stays, so that nothing is given back for it;
+        for the others the sum is a bound then.
+        """
+        found = total(
             entry.cost
             for entry in self.entries.values()
             if entry.id != but and not entry.is_by_unit and math.isfinite(entry.cost.mu)
         )
+        return replace(found, is_exact=found.is_exact and not self.void())
+
+    def void(self) -> list[Entry]:
+        """Runs that were let in and turned out NOT PRIVATE."""
+        return [entry for entry in self.entries.values() if entry.not_private]

@@ -65,9 +65,12 @@ class OpenRun:
     ) -> None:
         """Charge what was released. More than was reserved is refused where it passes the limit.
 
-        A run that somebody else has gone on with since is left to him.
+        A run that somebody else has gone on with since is left to him; that no ε holds for what it
+        released is written down in any case.
         """
         limit = self.limit
+        if statement.not_private and (statement.epsilon > 0 or statement.mu):
+            self.mark_not_private(" ".join(statement.not_private))
         if plan is not None and plan.participation.is_sampled:
             with self.books.reading() as events:
                 state = BooksState.of(events)
@@ -95,6 +98,12 @@ class OpenRun:
         if "units" in body:
             self._tidy()
 
+    def mark_not_private(self, why: str) -> None:
+        """No ε holds for what this run released: its charge stays, and the books say so."""
+        with self.books.writing() as (events, append):
+            if BooksState.of(events).entries[self.id].not_private != why:
+                append("not_private", {"id": self.id, "why": why})
+
     def words(self) -> str:
         """Which run this is, and what all of them cost, for its statement."""
         limit = self.limit
@@ -104,6 +113,8 @@ class OpenRun:
         number = list(state.entries).index(self.id) + 1
         bare = [one.what for one in state.entries.values() if not math.isfinite(one.cost.mu)]
         beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
+        for one in state.void():  # in other words: of this run a statement says it by itself
+            beside += f" No ε holds for {one.what}, whose charge is in that sum: {one.not_private}"
         whose = "the unit that has spent most: " if limit.is_individual else ""
         return (
             f"This is run {number} of {len(state.entries)} on this data; all together ({whose}"

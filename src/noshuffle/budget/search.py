@@ -62,6 +62,8 @@ class Trial:
     barred: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     id_secret: bytes | None = None
     origin: str = "search"
+    #: Why no ε holds for a run of it, if that was found out.
+    not_private: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
         return self
@@ -99,6 +101,12 @@ class Trial:
         no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
         if statement.epsilon > 0:
             self._refuse_others(statement, statement.mechanism)
+            if statement.not_private:
+                self.mark_not_private(" ".join(statement.not_private))
+
+    def mark_not_private(self, why: str) -> None:
+        """Then the choice among the runs is not private either."""
+        self.not_private = why
 
     def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
         if statement.unit != self.unit or statement.mu is None:
@@ -197,6 +205,9 @@ def tune(
         result, scores = run(setting, trial)
         if not trial.costs:
             raise InvalidInput("run must give budget=trial to everything that it releases")
+        if trial.not_private:
+            void = f"NOT PRIVATE: of a run of this search, {trial.not_private}"
+            statement = statement.with_assumptions(void)
         score = _noisy(scores, mu * math.sqrt(score_share), draws)
         if score > best[0]:
             best = score, setting, result

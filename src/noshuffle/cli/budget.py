@@ -118,10 +118,12 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
                 "is_open": entry.is_open,
                 "began": entry.began,
                 "run": entry.run or None,
+                "not_private": entry.not_private or None,
             }
             for entry in own.entries()
         ],
         "unprotected": own.unprotected_runs(),
+        "not_private": own.not_private_runs(),
         "picture": str(picture),
     }
 
@@ -144,7 +146,9 @@ def _table(own: Budget) -> Any:
             f"{number} {entry.what}",
             f"{datetime.fromtimestamp(entry.began):%Y-%m-%d %H:%M}",
             "reserved" if entry.is_open else "charged",
-            f"{entry.cost.epsilon(own.delta):.4g}" if is_finite else "NOT PRIVATE",
+            "NOT PRIVATE"
+            if entry.not_private or not is_finite
+            else f"{entry.cost.epsilon(own.delta):.4g}",
             f"{next(sums):.4g}" if is_finite else "not counted",
         )
     return table

@@ -82,7 +82,7 @@ class JobResult:
 
     def rows(self, words: JobWords) -> list[tuple[str, str]]:
         said = self.statement
-        unsafe = [s.removeprefix("NOT PRIVATE: ") for s in said.assumptions if "NOT PRIVATE" in s]
+        unsafe = said.not_private
         epsilon = f"{said.epsilon:.3f} ({'exact' if said.exact else 'upper bound'})"
         rows = [(words.accuracy, shown(self.accuracy, None))]
         if self.error is not None:

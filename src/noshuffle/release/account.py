@@ -1,10 +1,11 @@
 """What a run draws on: the budget over all runs on the same data, as the door sees it.
 
     enter      before the first release: reserve what the whole run will cost, or be refused
+    expose     as soon as a look finds the run NOT PRIVATE: the budget says so, too
     leave      when a run is closed: it is charged for what its ledger shows
 
-The budget itself (`noshuffle.budget`) stands above all drivers; here are the two things that they
-ask of it. A run that draws on a budget has a fact `budget` in its ledger from the start, and goes
+The budget itself (`noshuffle.budget`) stands above all drivers; here are the things that they ask
+of it. A run that draws on a budget has a fact `budget` in its ledger from the start, and goes
 on only with it; notes of the kind `budget` in its log hold what is said of it in the statement.
 
 State: none.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
+from noshuffle.release.facts import void_notes
 from noshuffle.release.spending import COUNTS, Ancestor, spent
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
@@ -58,10 +60,14 @@ class Charge(Protocol):
         units: tuple[Ids, Ids] | None = None,
         rows: int = 0,
     ) -> None:
-        """Charge what was released instead of what was reserved.
+        """Charge what was released instead of what was reserved; a statement that says NOT PRIVATE
+        marks the run.
 
         `units` with how often each took part, where that is known; `rows`: the steps on record.
         """
+
+    def mark_not_private(self, why: str) -> None:
+        """No ε holds for what this run released; durable."""
 
     def words(self) -> str:
         """Which run this is among those on the same data, and what they cost together."""
@@ -139,8 +145,15 @@ def enter(
         charge.identify(kind)
     ledger.bind("budget", charge.origin)
     ledger.barred = charge.barred
+    expose(charge, ledger)  # its last process may have ended between its ledger and the books
     ledger.note("budget", words=charge.words())
     return charge
+
+
+def expose(charge: Charge | None, ledger: Ledger) -> None:
+    """Have the budget say that a run is NOT PRIVATE, if its ledger does."""
+    if charge is not None and (void := void_notes(ledger.facts())):
+        charge.mark_not_private(" ".join(void).replace("NOT PRIVATE: ", ""))
 
 
 def leave(
@@ -164,10 +177,9 @@ def leave(
     if has_rows and not before and not plan.participation.is_sampled:
         ids, seen = ledger.units()
         units = ids, seen.count
-    said = spent(plan, released, ancestors=before)
     if released and is_in_one_piece(plan, facts):
-        said, released = spent(plan, plan.steps, ancestors=before), plan.steps
-        units = None
+        released, units = plan.steps, None
+    said = spent(plan, released, ancestors=before).with_assumptions(*void_notes(facts))
     charge.settle(said, plan=None if before else plan, steps=released, units=units, rows=rows)
     ledger.note("budget", words=charge.words())
 

@@ -226,6 +226,11 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def void_notes(facts: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Those of them that say that no ε holds."""
+    return tuple(note for note in notes_of(facts) if note.startswith("NOT PRIVATE"))
+
+
 def _made(facts: Mapping[str, str | None]) -> str:
     ends = (datetime.fromtimestamp(float(facts[name] or 0), UTC) for name in ("first", "last"))
     first, last = (f"{end:%Y-%m-%d}" for end in ends)

@@ -68,12 +68,12 @@ class Parts:
         """Write down what a look at the model found.
 
         Guarantees: where examples mixed in steps that may have been released, the ledger has it on
-        the disk when this returns, and statement.json says so.
+        the disk when this returns, and statement.json and the budget say so.
         """
         if model is self.model and not self.is_over:
             self.is_mixing = self.is_mixing or bool(look.mixes)
             if self.ledger.look(look.kind, mixes=look.mixes, size=look.size):
-                self.release.write_statement()
+                self.release.tell_not_private()
 
     @property
     def planned_batch(self) -> float:

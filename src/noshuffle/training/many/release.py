@@ -129,7 +129,8 @@ class StudyRelease:
     def heard(self, model: nn.Module, look: Look) -> None:
         """Write down what a look at the model of a run found, in every ledger."""
         for group in self._groups:
-            group.release.ledger.look(look.kind, mixes=look.mixes, size=look.size)
+            if group.release.ledger.look(look.kind, mixes=look.mixes, size=look.size):
+                group.release.tell_not_private()
 
     @property
     def can_be_captured(self) -> bool:
