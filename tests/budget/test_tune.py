@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import sqlite3
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from noshuffle.budget.search import _noisy
 from noshuffle.errors import BudgetExceeded, InvalidInput, Unsupported
 from noshuffle.noise import test_source as make_source
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.release.facts import OTHER_RUNS
 
 DELTA = 1e-6
 
@@ -162,3 +165,21 @@ def test_more_runs_than_can_be_drawn_are_refused(law: str) -> None:
     with pytest.raises(InvalidInput, match=r"at most 1,000,000 runs on average, got 1e\+300"):
         tune(lambda setting, trial: (0.0, None), [1], epsilon=8.0, repeats=1e300, law=law)
     assert 1 <= Repetitions.named(law, mean=1e6).draw(lambda: 0.2) < 1e6
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), sqlite3.OperationalError("full")])
+def test_a_full_disk_does_not_lose_what_a_search_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is charged as it was reserved, which is what it costs."""
+    budget = Budget(tmp_path / "b", epsilon=4.0, delta=1e-5)
+    settle = Mock(side_effect=error)
+    monkeypatch.setattr("noshuffle.budget.budget.OpenRun.settle", settle)
+    with pytest.warns(RuntimeWarning, match="stays charged as it was reserved"):
+        found = tune(run, [0.2, 0.9], epsilon=3.0, law="all", budget=budget)
+    assert found.setting == 0.9
+    assert OTHER_RUNS in found.statement.assumptions
+    assert settle.call_count == 1
+    (entry,) = budget.entries()
+    assert entry.is_open
+    assert budget.total().mu == pytest.approx(found.statement.mu)

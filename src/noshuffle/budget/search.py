@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 import secrets
+import sqlite3
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,7 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.release.units import Ids
 from noshuffle.statement import PrivacyStatement
 
@@ -212,9 +215,22 @@ def tune(
         if score > best[0]:
             best = score, setting, result
     if charge is not None:
-        charge.settle(statement)
-        statement = statement.with_assumptions(charge.words())
+        try:
+            charge.settle(statement)
+            statement = statement.with_assumptions(charge.words())
+        except (OSError, sqlite3.Error) as error:  # a full disk: what was paid for is not lost
+            _warn_unsettled(budget, error)
+            statement = statement.with_assumptions(OTHER_RUNS)
     return Tuned(best[1], best[2], best[0], statement)
+
+
+def _warn_unsettled(budget: Budget | None, error: Exception) -> None:
+    warnings.warn(
+        f"the books of {budget} could not be written ({error}): the search stays charged as it was "
+        "reserved, which is what it costs; what it found is returned",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _noisy(scores: Any, mu: float, draws: KeyedDraws) -> float:

@@ -1,7 +1,14 @@
-"""`noshuffle tune`: the best learning rate and clip norm of a training, the search paid for."""
+"""`noshuffle tune`: the best learning rate and clip norm of a training, the search paid for.
+
+What a search releases is in memory until it is written, and no second search finds it again: where
+its folder cannot be written (a full disk) it goes elsewhere, and where nothing can, it waits.
+"""
 
 from __future__ import annotations
 
+import sys
+import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +25,10 @@ from noshuffle.errors import InvalidInput, positive
 
 if TYPE_CHECKING:
     from noshuffle.budget import Budget, Trial, Tuned
+
+
+#: Seconds between two attempts to write where no disk takes the model.
+PAUSE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +75,7 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
         with suppress(OSError):
             out.rmdir()
         raise
-    _keep(found, out)
+    out = _kept(found, out)
     record = {"run": str(out), "settings_tried": len(choices), "score": found.score}
     best = {"lr": found.setting.lr, "clip_norm": found.setting.clip_norm} if found.setting else None
     if output.json:
@@ -119,14 +130,57 @@ def _search(
     )
 
 
-def _keep(found: Tuned, out: Path) -> None:
-    """What a search releases: the model, its settings, the statement."""
-    from safetensors.torch import save_file
+def _kept(found: Tuned, out: Path) -> Path:
+    """The folder that holds what a search releases: `out`, or the first one that can be written."""
+    said = ""
+    while True:
+        try:
+            _write(found, out)
+            return out
+        except OSError as error:
+            why = f"{error.filename or out}: {error.strerror or error}"
+        for place in _elsewhere():
+            with suppress(OSError):
+                folder = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=place))
+                _write(found, folder)
+                _warn(f"{why}; the model, which is paid for, is in {folder} instead")
+                return folder
+        if not said:
+            said = f"{why}, nor is there room elsewhere; the model, which is paid for, is kept in "
+            _warn(f"{said}memory and tried again every {PAUSE:g} s: free some space (ctrl-C: lost)")
+        time.sleep(PAUSE)
 
-    from noshuffle.release.files import write_json
 
-    write_json(out / "statement.json", found.statement.to_dict())
+def _elsewhere() -> list[Path]:
+    """Folders on other disks, perhaps; the last one is memory."""
+    found = [Path.cwd(), Path.home(), Path("/dev/shm")]
+    with suppress(OSError):  # it tries to write there
+        found.insert(2, Path(tempfile.gettempdir()))
+    return found
+
+
+def _warn(line: str) -> None:
+    print(f"noshuffle: {line}", file=sys.stderr)
+
+
+def _write(found: Tuned, out: Path) -> None:
+    """What a search releases: the model, its settings, the statement; all of it, or nothing."""
+    from safetensors.torch import save
+
+    from noshuffle.release.files import as_json, write_bytes
+
+    files = {"statement.json": as_json(found.statement.to_dict())}
     if found.setting is not None:
-        write_json(out / "config.json", {"kind": "tune", **found.setting.to_dict()})
-        save_file({name: value.contiguous() for name, value in found.result.items()},
-                  out / "model.safetensors")  # fmt: skip
+        model = {name: value.contiguous() for name, value in found.result.items()}
+        files["config.json"] = as_json({"kind": "tune", **found.setting.to_dict()})
+        files["model.safetensors"] = save(model)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_bytes(out / name, data)
+    except OSError:
+        for name in files:
+            (out / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            out.rmdir()
+        raise
