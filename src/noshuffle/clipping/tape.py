@@ -55,9 +55,13 @@ class Route:
 
 
 class Site:
-    """Points of the graph, and what their gradients (None: not reached) say about parameters."""
+    """Points of the graph, and what their gradients (None: not reached) say about parameters.
 
-    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "missing")
+    `is_due`: the backward pass of the losses is under way. What arrives before is of one that the
+    model makes in its own forward pass (a force as the gradient of an energy), and not for us.
+    """
+
+    __slots__ = ("__weakref__", "build", "edges", "found", "grads", "is_due", "missing")
 
     def __init__(self, edges: tuple[GradientEdge, ...], build: Build) -> None:
         self.edges = edges
@@ -65,6 +69,7 @@ class Site:
         self.grads: list[Tensor | None] = [None] * len(edges)
         self.found: Found = ()
         self.missing = len(edges)
+        self.is_due = False
 
     def finish(self) -> None:
         """Turn the gradients into forms, once, and keep nothing else."""
@@ -122,6 +127,7 @@ class GradientTape:
         edges: list[GradientEdge] = []
         for site in self.sites:
             edges += site.edges
+            site.is_due = True
         is_known = self.route.count == len(edges) and losses.requires_grad
         picks = self.route.picks if is_known else outermost(losses, edges)
         if picks:
@@ -141,7 +147,7 @@ class GradientTape:
 def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
     """A gradient has arrived; a site with one point is done then."""
     at = site()
-    if at is not None:
+    if at is not None and at.is_due:
         at.grads[place] = grad
         at.missing -= 1
         if len(at.grads) == 1:
