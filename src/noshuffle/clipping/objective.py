@@ -255,10 +255,16 @@ def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Te
 
 
 def _is_vmap_limit(error: RuntimeError) -> bool:
-    """Whether an error says that vmap cannot do something, rather than that it went wrong."""
+    """Whether an error says that vmap cannot do something, rather than that it went wrong.
+
+    Two types beside each other may be either: torch 2.13 has no vmap of the backward pass of a
+    layer norm, nor torch.func.grad of fused attention, behind an autocast inside the function.
+    Without vmap, what went wrong is said again.
+    """
     text = str(error)
     limits = ("vmap", "functorch", "BatchedTensor", "batching rule", "saved tensor hooks")
-    return any(word in text for word in (*limits, "mutate a captured Tensor"))
+    types = ("expected scalar type", "the same dtype")
+    return any(word in text for word in (*limits, "mutate a captured Tensor", *types))
 
 
 def identity_of(loss_fn: Loss) -> Any:
