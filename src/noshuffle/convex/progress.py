@@ -110,6 +110,7 @@ class ScoredRule(Rule):
         self._raw = self._total = self._finished = self._noise = 0.0
         self._rows = 0
         self.curve: list[tuple[float, float, float]] = []
+        self._shown, self._unit, self._count = np.empty((0, 3)), 1.0, 0
 
     @property
     def learning_rate(self) -> float:  # type: ignore[override]
@@ -145,9 +146,29 @@ class ScoredRule(Rule):
         deviation = math.sqrt(self._finished + self._noise**2)
         self.curve.append((float(self._rows), self._total / self._rows, deviation / self._rows))
 
+    def shown(self, unit: float) -> Array:
+        """The curve so far, scores and deviations in this unit, not to be written to.
+
+        Only points that are new since the last call are converted: a stream that is fed row by row
+        asks after every step. What was returned before stays as it was.
+        """
+        if unit != self._unit:
+            self._shown, self._unit, self._count = np.empty((0, 3)), unit, 0
+        count, self._count = self._count, len(self.curve)
+        if self._count > len(self._shown):
+            room = np.empty((2 * self._count, 3))
+            room[:count] = self._shown[:count]
+            self._shown = room
+        new = np.array(self.curve[count:]).reshape(-1, 3)
+        self._shown[count : self._count] = new * [1.0, unit, unit]
+        found = self._shown[: self._count]
+        found.flags.writeable = False
+        return found
+
     def state(self) -> dict[str, Any]:
         return {**super().state(), "inner": self.inner.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
+        self._shown, self._count = np.empty((0, 3)), 0
         self.inner.load(state["inner"])

@@ -232,8 +232,7 @@ class StreamFit(TableFit):
         self._notes = notes
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
-            curve = np.array(stream.rule.curve).reshape(-1, 3)
-            self.progress_: Array = curve * [1.0, self._score_unit(), self._score_unit()]
+            self.progress_: Array = stream.rule.shown(self._score_unit())
         self.plan_ = stream.phase.plan
         if stream.is_closed:
             stream.release.settle_budget()
